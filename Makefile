@@ -1,0 +1,48 @@
+# Two commands: `make tour` (PyTorch alone) and `make test` (all frameworks). Needs Python 3.11, pip and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# Frameworks log to the terminal by default; bfloat16 through oneDNN dies on some CPUs beyond AVX2.
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+export ONEDNN_MAX_CPU_ISA ?= AVX2
+
+.PHONY: tour test test-oldest lint bench clean
+
+tour: $(VENV)/tour.stamp
+	@$(BIN)/elementgrad tour
+
+# K selects tests by expression, as in `make test K=selection`.
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n 2 $(if $(K),-k "$(K)")
+
+test-oldest: .venv-oldest/stamp
+	.venv-oldest/bin/python -m pytest -n 2 $(if $(K),-k "$(K)")
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/test.stamp
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/tour.stamp: locks/tour.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -r locks/tour.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/test.stamp: locks/test.txt $(VENV)/tour.stamp
+	$(PIP) -r locks/test.txt
+	@touch $@
+
+.venv-oldest/stamp: locks/oldest.txt pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -r locks/oldest.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,53 @@
+"""Gradients, one element at a time: read, explain, edit and train single elements of any tensor.
+
+Importing elementgrad imports no framework; public names are resolved when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elementgrad.choose import choose as choose
+    from elementgrad.errors import BroadcastError as BroadcastError
+    from elementgrad.errors import DtypeError as DtypeError
+    from elementgrad.errors import DuplicateError as DuplicateError
+    from elementgrad.errors import ElementgradError as ElementgradError
+    from elementgrad.errors import FrameworkError as FrameworkError
+    from elementgrad.errors import ParseError as ParseError
+    from elementgrad.errors import PlaceError as PlaceError
+    from elementgrad.errors import SelectionError as SelectionError
+    from elementgrad.errors import TracedError as TracedError
+    from elementgrad.place import Place as Place
+    from elementgrad.place import at as at
+    from elementgrad.selection import Selection as Selection
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "at": "place",
+    "choose": "choose",
+    "Place": "place",
+    "Selection": "selection",
+    "ElementgradError": "errors",
+    "BroadcastError": "errors",
+    "DtypeError": "errors",
+    "DuplicateError": "errors",
+    "FrameworkError": "errors",
+    "ParseError": "errors",
+    "PlaceError": "errors",
+    "SelectionError": "errors",
+    "TracedError": "errors",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'elementgrad' has no attribute {name!r}")
+    value = getattr(import_module(f"elementgrad.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,81 @@
+"""One small package per framework, found by the type of the tensor given, among the frameworks already imported."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from elementgrad.backends.protocol import Backend
+from elementgrad.errors import FrameworkError
+
+__all__ = ["Backend", "find", "on_whole", "owner", "whole"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_found: dict[type, Backend] = {}
+_whole: list[Callable[..., Any]] = []
+_compilers: list[Callable[..., Any]] = []
+
+
+def whole(function: Function) -> Function:
+    """Mark a function that compilers of Python code must run as one step instead of tracing through it."""
+    _whole.append(function)
+    for keep in _compilers:
+        keep(function)
+    return function
+
+
+def on_whole(keep: Callable[..., Any]) -> None:
+    """For a framework with such a compiler: have it keep every function marked `whole`, now or later."""
+    _compilers.append(keep)
+    for function in _whole:
+        keep(function)
+
+
+def owner(value: Any) -> Backend | None:
+    """The backend whose tensor this is, or None if it is no tensor of a framework that is imported."""
+    kind = type(value)
+    backend = _found.get(kind)
+    return backend if backend is not None else _search(kind)
+
+
+def find(value: Any) -> Backend:
+    """The backend whose tensor this is; anything else is an error that says what fits."""
+    backend = owner(value)
+    if backend is None:
+        raise FrameworkError(_not_a_tensor(value))
+    return backend
+
+
+def _search(kind: type) -> Backend | None:
+    for backend in _imported():
+        if backend.owns(kind):
+            if not kind.__module__.startswith("torch._"):  # stand-ins of the compiler, which cannot guard on them here
+                _found[kind] = backend
+            return backend
+    return None
+
+
+def _imported() -> list[Backend]:
+    """The backends of the frameworks imported so far. Plain import statements: `torch.compile` can trace no others."""
+    found: list[Backend] = []
+    if "torch" in sys.modules:
+        from elementgrad.backends.torch import backend as torch_backend
+
+        found.append(torch_backend)
+    if "tensorflow" in sys.modules:
+        from elementgrad.backends.tensorflow import backend as tensorflow_backend
+
+        found.append(tensorflow_backend)
+    if "jax" in sys.modules:
+        from elementgrad.backends.jax import backend as jax_backend
+
+        found.append(jax_backend)
+    return found
+
+
+def _not_a_tensor(value: Any) -> str:
+    kind = type(value)
+    given = "a NumPy array carries no gradients" if kind.__module__ == "numpy" else f"{kind.__name__} is not a tensor"
+    return (
+        f"{given}; give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array "
+        "(torch.as_tensor(x), tf.convert_to_tensor(x) or jnp.asarray(x) make one)"
+    )

@@ -1,0 +1,99 @@
+"""JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elementgrad.backends.protocol import Kind
+from elementgrad.selection import Selection
+
+Array = jax.Array
+
+
+class JaxBackend:
+    """The operations of `protocol.Backend` on `jax.Array`, tracers included."""
+
+    name = "jax"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, (jax.Array, jax.core.Tracer))
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return x.shape
+
+    def kind(self, x: Array) -> Kind:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return "f"
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return "c"
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return "i"
+        return "b" if x.dtype == jnp.bool_ else "o"
+
+    def read(self, x: Array) -> np.ndarray | None:
+        return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+    def compiling(self) -> bool:
+        return False
+
+    def cast(self, value: Any, like: Array) -> Array:
+        return jnp.asarray(value).astype(like.dtype)
+
+    def take(self, x: Array, selection: Selection) -> Array:
+        index, flips = selection.native(jnp.asarray)
+        taken = x.at[index].get(**_promises(selection))
+        return jnp.flip(taken, flips) if flips else taken
+
+    def put(self, x: Array, selection: Selection, value: Any) -> Array:
+        index, flips = selection.native(jnp.asarray)
+        value = self.cast(value, x)
+        if flips:
+            value = jnp.flip(jnp.broadcast_to(value, selection.shape), flips)
+        return x.at[index].set(value, **_promises(selection))
+
+    def accumulate(self, x: Array, selection: Selection, value: Any, multiply: bool) -> Array:
+        index, _ = selection.native(jnp.asarray)
+        target = x.at[index]
+        return target.multiply(self.cast(value, x)) if multiply else target.add(self.cast(value, x))
+
+    def where(self, mask: Any, x: Array, y: Array) -> Array:
+        return jnp.where(mask, x, y)
+
+    def stop(self, x: Array) -> Array:
+        return jax.lax.stop_gradient(x)
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return jnp.reshape(x, shape)
+
+    def broadcast(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return jnp.broadcast_to(x, shape)
+
+    def soft_choice(self, x: Array, logits: Array, axis: int) -> Array:
+        return jnp.sum(jax.nn.softmax(logits, axis) * x, axis)
+
+    def hard_choice(self, x: Array, logits: Array, axis: int) -> Array:
+        chosen = jnp.argmax(logits, axis, keepdims=True)
+        return jnp.squeeze(jnp.take_along_axis(x, chosen, axis), axis)
+
+    def graft(self, value: Array, slope: Array) -> Array:
+        return _graft(value, slope)
+
+
+@jax.custom_jvp
+def _graft(value: Array, slope: Array) -> Array:
+    return value
+
+
+@_graft.defjvp
+def _graft_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _graft(*primals), tangents[1]
+
+
+def _promises(selection: Selection) -> dict[str, Any]:
+    """What JAX may take for granted: concrete indices were checked, traced ones are left to its own rules."""
+    return {} if selection.traced else {"mode": "promise_in_bounds", "unique_indices": selection.unique}
+
+
+backend = JaxBackend()

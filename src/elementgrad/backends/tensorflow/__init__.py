@@ -1,0 +1,118 @@
+"""TensorFlow."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from elementgrad.backends.protocol import Kind
+from elementgrad.backends.tensorflow.positions import Rows, flat_positions
+from elementgrad.errors import TracedError
+from elementgrad.selection import Selection
+
+Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
+
+
+class TensorflowBackend:
+    """The operations of `protocol.Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
+
+    name = "tensorflow"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor))
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        if x.shape.rank is None:
+            raise TracedError("the tensor's number of axes is not known while tracing; give it with tf.ensure_shape")
+        return tuple(x.shape)
+
+    def kind(self, x: Tensor) -> Kind:
+        dtype = tf.as_dtype(x.dtype)
+        if dtype.is_floating:
+            return "f"
+        return "c" if dtype.is_complex else "b" if dtype.is_bool else "i" if dtype.is_integer else "o"
+
+    def read(self, x: Tensor) -> np.ndarray | None:
+        return tf.get_static_value(tf.convert_to_tensor(x))
+
+    def compiling(self) -> bool:
+        return False
+
+    def cast(self, value: Any, like: Tensor) -> Tensor:
+        return tf.cast(value, like.dtype)
+
+    def take(self, x: Tensor, selection: Selection) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        if selection.structured:
+            index, flips = selection.native(None)
+            return tf.reverse(x[index], flips) if flips else x[index]
+        return Rows(x, selection).take()
+
+    def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        value = self.cast(value, x)
+        if selection.structured and _strided_update_works(selection):
+            return _strided_update(x, selection, value)
+        return Rows(x, selection).put(value)
+
+    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        value = self.cast(value, x)
+        if not multiply:
+            return Rows(x, selection).add(value)
+        flat = tf.reshape(x, [-1])
+        positions = flat_positions(x, selection)
+        value = tf.reshape(tf.broadcast_to(value, tf.shape(positions)), [-1])
+        distinct, group = tf.unique(tf.reshape(positions, [-1]))
+        factors = tf.math.unsorted_segment_prod(value, group, tf.size(distinct))
+        changed = tf.gather(flat, distinct) * factors
+        return tf.reshape(tf.tensor_scatter_nd_update(flat, distinct[:, None], changed), tf.shape(x))
+
+    def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
+        return tf.where(mask, x, y)
+
+    def stop(self, x: Tensor) -> Tensor:
+        return tf.stop_gradient(x)
+
+    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return tf.reshape(x, shape)
+
+    def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return tf.broadcast_to(x, shape)
+
+    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        return tf.reduce_sum(tf.nn.softmax(logits, axis) * x, axis)
+
+    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        chosen = tf.one_hot(tf.argmax(logits, axis), x.shape[axis], True, False, axis=axis, dtype=tf.bool)
+        return tf.reduce_sum(tf.where(chosen, x, tf.zeros_like(x)), axis)
+
+    def graft(self, value: Tensor, slope: Tensor) -> Tensor:
+        return _graft(value, slope)
+
+
+@tf.custom_gradient
+def _graft(value: Tensor, slope: Tensor) -> Any:
+    return tf.identity(value), lambda upstream: (None, upstream)
+
+
+def _strided_update_works(selection: Selection) -> bool:
+    """XLA, which may compile any graph later, updates only unit steps."""
+    return tf.executing_eagerly() or all(abs(part.step) == 1 for part in selection.parts if isinstance(part, range))
+
+
+def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
+    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in selection.parts]
+    forward = [part if part.step > 0 else part[::-1] for part in ranges]
+    flips = [axis for axis, part in enumerate(ranges) if part.step < 0]
+    value = tf.reshape(tf.broadcast_to(value, selection.shape), [len(part) for part in ranges])
+    return tf.raw_ops.TensorStridedSliceUpdate(
+        input=x,
+        begin=[part.start for part in forward],
+        end=[max(part.start, part.stop) for part in forward],
+        strides=[part.step for part in forward],
+        value=tf.reverse(value, flips) if flips else value,
+    )
+
+
+backend = TensorflowBackend()

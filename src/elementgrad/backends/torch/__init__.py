@@ -1,0 +1,145 @@
+"""PyTorch."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from elementgrad import backends
+from elementgrad.backends.protocol import Kind
+from elementgrad.errors import TracedError
+from elementgrad.selection import Selection
+
+Tensor = torch.Tensor
+
+
+class TorchBackend:
+    """The operations of `protocol.Backend` on `torch.Tensor`."""
+
+    name = "torch"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, Tensor)
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        return x.shape
+
+    def kind(self, x: Tensor) -> Kind:
+        dtype = x.dtype
+        if dtype.is_floating_point:
+            return "f"
+        return "c" if dtype.is_complex else "b" if dtype is torch.bool else "i"
+
+    def read(self, x: Tensor) -> np.ndarray | None:
+        try:
+            return x.numpy(force=True)
+        except (RuntimeError, TypeError):  # batched by vmap, or fake: there is no storage to read
+            return None
+
+    def compiling(self) -> bool:
+        return torch.compiler.is_dynamo_compiling()
+
+    def cast(self, value: Any, like: Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+    def take(self, x: Tensor, selection: Selection) -> Tensor:
+        if selection.traced:
+            return torch.ops.aten.index.Tensor(x, _mesh(x, selection))
+        index, flips = selection.native(_index_on(x.device))
+        taken = x[index]
+        return taken.flip(flips) if flips else taken
+
+    def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
+        if selection.traced:
+            return x.index_put(_mesh(x, selection), self.cast(value, x))
+        index, flips = selection.native(_index_on(x.device))
+        if isinstance(value, Tensor):
+            if value.dtype != x.dtype:
+                value = value.to(x.dtype)
+            if flips:
+                value = value.expand(selection.shape).flip(flips)
+        edited = x.clone()
+        try:
+            edited[index] = value
+        except RuntimeError:
+            # vmap refuses to write what it maps over into what it does not; index_put makes the batch itself.
+            return x.index_put(_mesh(x, selection), value)
+        return edited
+
+    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
+        if multiply:
+            raise TracedError(
+                "PyTorch cannot multiply at traced indices, which may repeat; "
+                "give concrete indices, or .set(place.get() * value) if none repeats"
+            )
+        return x.index_put(_mesh(x, selection), self.cast(value, x), accumulate=True)
+
+    def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(_index_on(x.device)(mask), x, y)
+
+    def stop(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.reshape(shape)
+
+    def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return x.expand(shape)
+
+    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        return (torch.softmax(logits, axis) * x).sum(axis)
+
+    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        chosen = logits.argmax(axis, keepdim=True)
+        return x.gather(axis, chosen).squeeze(axis)
+
+    def graft(self, value: Tensor, slope: Tensor) -> Tensor:
+        return _graft(value, slope)
+
+
+class _Graft(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, slope: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
+        return None, upstream
+
+    @staticmethod
+    def jvp(ctx: Any, of_value: Tensor, of_slope: Tensor) -> Tensor:
+        return of_slope.clone()
+
+
+@torch.compiler.allow_in_graph  # the compiler cannot trace through a Function that has forward mode
+def _graft(value: Tensor, slope: Tensor) -> Tensor:
+    return _Graft.apply(value, slope)
+
+
+@lru_cache
+def _index_on(device: torch.device) -> Callable[[Any], Tensor]:
+    """What turns an index array into a tensor on a device. Traced indices are tensors already."""
+
+    def to_tensor(array: Any) -> Tensor:
+        if not isinstance(array, np.ndarray):
+            return array
+        return torch.from_numpy(array.copy()).to(device)  # PyTorch warns of memory that is read-only, as ours is
+
+    return to_tensor
+
+
+def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
+    as_index = _index_on(x.device)
+    return tuple([as_index(np.asarray(part) if isinstance(part, int) else part) for part in selection.mesh()])
+
+
+backend = TorchBackend()
+backends.on_whole(torch.compiler.allow_in_graph)

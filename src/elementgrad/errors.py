@@ -1,0 +1,45 @@
+"""What elementgrad raises: one base class, and each message says what was given, what fits and what to try."""
+
+
+class ElementgradError(Exception):
+    """Base of every error that elementgrad raises itself.
+
+    >>> import elementgrad as eg
+    >>> try:
+    ...     eg.Selection.resolve((0, 812), shape=(100, 768))
+    ... except eg.ElementgradError as error:
+    ...     print(error)
+    [0, 812]: index 812 is out of range for axis 1 of size 768
+    """
+
+
+class SelectionError(ElementgradError, IndexError):
+    """An index does not fit its tensor: out of range, too many axes, a mask of another shape, not an index at all."""
+
+
+class DuplicateError(ElementgradError, ValueError):
+    """An element is named twice where it may be named only once."""
+
+
+class BroadcastError(ElementgradError, ValueError):
+    """A value does not broadcast to the elements it is meant for."""
+
+
+class DtypeError(ElementgradError, TypeError):
+    """A dtype cannot do what was asked, such as an integer tensor where a gradient is needed."""
+
+
+class FrameworkError(ElementgradError, TypeError):
+    """Not a tensor of PyTorch, TensorFlow or JAX, or tensors of two of them mixed."""
+
+
+class PlaceError(ElementgradError, ValueError):
+    """A place cannot be used this way, such as editing one that has a name but no tensor."""
+
+
+class ParseError(PlaceError):
+    """The text of a place does not parse; the message marks the character."""
+
+
+class TracedError(ElementgradError, TypeError):
+    """The answer depends on values that are being traced and cannot be read."""

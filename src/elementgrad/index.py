@@ -1,0 +1,147 @@
+"""The normal form of an index: ints, spans, `...` and frozen arrays, as NumPy understands them.
+
+An index is written before its tensor's shape is known (`eg.at("fc.weight")[3, :]`), so this module knows nothing of
+shapes. `selection.py` puts an index against one.
+"""
+
+from collections.abc import Sequence
+from operator import index as as_int
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elementgrad import backends
+from elementgrad.errors import SelectionError
+
+FITS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
+
+
+class Span(NamedTuple):
+    """A slice that can be hashed (Python's own cannot before 3.12)."""
+
+    start: int | None
+    stop: int | None
+    step: int | None
+
+    def __str__(self) -> str:
+        start, stop, step = ("" if bound is None else str(bound) for bound in self)
+        return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+
+
+class IndexArray:
+    """An integer array or boolean mask inside an index: a read-only copy, or a tensor whose values are traced.
+
+    What is traced (under `jax.jit`, `tf.function`, `torch.compile` or a vmap over the index itself) has a shape and no
+    values, so nobody can check it.
+    """
+
+    __slots__ = ("boolean", "shape", "traced", "values")
+
+    def __init__(self, values: Any, shape: tuple[int, ...], boolean: bool, traced: bool):
+        self.values = values
+        self.shape = shape
+        self.boolean = boolean
+        self.traced = traced
+
+    @classmethod
+    def freeze(cls, array: np.ndarray) -> "IndexArray":
+        """Keep a read-only copy, so that a later write to the caller's array cannot change what was named."""
+        boolean = array.dtype.kind == "b"
+        if array.dtype.kind == "u":
+            array = np.minimum(array, np.iinfo(np.int64).max)
+        values = np.array(array, dtype=np.bool_ if boolean else np.int64, order="C")
+        values.flags.writeable = False
+        return cls(values, values.shape, boolean, traced=False)
+
+    @property
+    def axes(self) -> int:
+        """How many axes of the tensor it uses up: a mask as many as it has, an integer array one."""
+        return len(self.shape) if self.boolean else 1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, IndexArray):
+            return NotImplemented
+        if self.traced or other.traced:
+            return self.values is other.values
+        alike = self.boolean == other.boolean and self.shape == other.shape
+        return alike and self.values.tobytes() == other.values.tobytes()
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.boolean, id(self.values) if self.traced else self.values.tobytes()))
+
+    def __str__(self) -> str:
+        if self.traced:
+            return f"<traced {'mask' if self.boolean else 'indices'} {self.shape}>"
+        if self.values.size == 0 and (self.boolean or self.shape != (0,)):
+            return f"{'bool' if self.boolean else 'int'}({', '.join(map(str, self.shape))})"
+        return str(self.values.tolist()).replace("True", "true").replace("False", "false")
+
+
+Item = int | Span | EllipsisType | IndexArray
+Index = tuple[Item, ...]
+
+
+def normalize(index: Any) -> Index:
+    """Bring what stands between the brackets of `x[...]` into normal form."""
+    if type(index) is int:
+        return (index,)
+    if type(index) is tuple:
+        return tuple([item if type(item) is int else _item(item) for item in index])
+    return (_item(index),)
+
+
+def to_text(index: Index) -> str:
+    """The index as text, brackets included; `parse` reads it back."""
+    return f"[{', '.join('...' if item is Ellipsis else str(item) for item in index)}]"
+
+
+def _item(item: Any) -> Item:
+    if type(item) is int or item is Ellipsis:
+        return item
+    if type(item) is slice:
+        return Span(_bound(item.start), _bound(item.stop), _bound(item.step))
+    if item is None:
+        raise SelectionError(f"None (newaxis) adds an axis and names no element; {FITS}; reshape the tensor instead")
+    if isinstance(item, (bool, np.ndarray, np.generic, Sequence)) and not isinstance(item, (str, bytes)):
+        return _from_array(item)
+    backend = backends.owner(item)
+    if backend is not None:
+        return _from_tensor(item, backend)
+    try:
+        return as_int(item)
+    except TypeError:
+        raise SelectionError(f"{item!r} of type {type(item).__name__} is not an index; {FITS}") from None
+
+
+def _bound(bound: Any) -> int | None:
+    if bound is None or type(bound) is int:
+        return bound
+    try:
+        return as_int(bound)
+    except TypeError:
+        raise SelectionError(f"slice bound {bound!r} is not an int; {FITS}") from None
+
+
+def _from_array(item: Any) -> Item:
+    try:
+        array = np.asarray(item)
+    except Exception:
+        raise SelectionError(f"{type(item).__name__} does not make one array; {FITS}") from None
+    if array.size == 0 and not isinstance(item, (np.ndarray, np.generic)) and array.dtype == np.float64:
+        array = array.astype(np.int64)  # an empty list says nothing of its dtype
+    if array.dtype.kind not in "biu":
+        raise SelectionError(f"an index array of dtype {array.dtype} cannot name elements; {FITS}")
+    if array.ndim == 0 and array.dtype.kind != "b":
+        return int(array)
+    return IndexArray.freeze(array)
+
+
+def _from_tensor(item: Any, backend: "backends.Backend") -> Item:
+    kind = backend.kind(item)
+    if kind not in "bi":
+        raise SelectionError(f"an index tensor of dtype {item.dtype} cannot name elements; {FITS}")
+    values = backend.read(item)
+    if values is not None:
+        return _from_array(values)
+    return IndexArray(item, backend.shape(item), boolean=kind == "b", traced=True)

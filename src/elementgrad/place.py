@@ -1,0 +1,253 @@
+"""The one idea of the library: a place is a tensor and some of its elements."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from elementgrad import backends, edit, text
+from elementgrad.backends import Backend
+from elementgrad.errors import PlaceError, SelectionError
+from elementgrad.index import Index, normalize, to_text
+from elementgrad.selection import Selection, Shape, resolve
+
+Tensor = Any
+
+
+class Place:
+    """A tensor, given itself or by name, and some of its elements. Make one with `eg.at`.
+
+    On a live tensor it reads and edits these elements, functionally: nothing is changed in place, and gradients reach
+    the tensor and the value exactly.
+
+    >>> import torch, elementgrad as eg
+    >>> v = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> eg.at(v)[2].set(10.0)
+    tensor([ 1.,  2., 10.,  4.])
+    >>> print(eg.at("conv1")[0, 12, 5:9])
+    conv1[0, 12, 5:9]
+    """
+
+    __slots__ = ("_backend", "_index", "_kind", "_name", "_pointwise", "_tensor")
+
+    def __init__(
+        self,
+        tensor: Tensor = None,
+        name: str | None = None,
+        index: Index = (),
+        kind: str | None = None,
+        backend: Backend | None = None,
+        pointwise: bool = False,
+    ):
+        self._tensor = tensor
+        self._name = name
+        self._index = index
+        self._kind = kind
+        self._backend = backend
+        self._pointwise = pointwise
+
+    @property
+    def tensor(self) -> Tensor:
+        """The live tensor, or None."""
+        return self._tensor
+
+    @property
+    def name(self) -> str | None:
+        """The name of the tensor in a model or function, or None."""
+        return self._name
+
+    @property
+    def index(self) -> Index:
+        """The index in normal form; `()` is the whole tensor."""
+        return self._index
+
+    @property
+    def kind(self) -> str | None:
+        """What sort of thing the name means, where two things bear it."""
+        return self._kind
+
+    @classmethod
+    def parse(cls, source: str) -> "Place":
+        """The place that a text such as `"fc.weight[3, :]"` describes; the text is parsed, never evaluated.
+
+        >>> import elementgrad as eg
+        >>> eg.Place.parse("fc.weight[3, :]") == eg.at("fc.weight")[3, :]
+        True
+        """
+        name, index, kind = text.parse(source)
+        return cls(None, name, index, kind)
+
+    def __getitem__(self, index: Any) -> "Place":
+        self._require_whole()
+        backend = self._backend
+        later = backend is not None and backend.compiling()
+        return Place(self._tensor, self._name, index if later else normalize(index), self._kind, backend)
+
+    def coords(self, rows: Any) -> "Place":
+        """One row of coordinates per element, in an array of shape (elements, axes).
+
+        >>> import torch, elementgrad as eg
+        >>> eg.at(torch.arange(12.0).reshape(3, 4)).coords([[0, 1], [2, 3]]).get()
+        tensor([ 1., 11.])
+        """
+        table = rows if hasattr(rows, "shape") else np.asarray(rows)
+        if len(table.shape) != 2 or not table.shape[1]:
+            raise SelectionError("coords takes one row per element and one column per axis, such as [[0, 5], [1, 12]]")
+        place = self[tuple([table[:, axis] for axis in range(table.shape[1])])]
+        return Place(place._tensor, place._name, place._index, place._kind, place._backend, pointwise=True)
+
+    def select(self, shape: tuple[int, ...] | None = None) -> Selection:
+        """The elements, resolved against the tensor's shape or, for a place without a tensor, a given one.
+
+        >>> import elementgrad as eg
+        >>> eg.at("fc.weight")[3, :].select(shape=(10, 4)).flat().tolist()
+        [12, 13, 14, 15]
+        """
+        if shape is None:
+            shape = self._live("select").shape(self._tensor)
+        return self._resolve(shape)
+
+    def get(self) -> Tensor:
+        """The named elements, `x[index]` with NumPy's meaning on every framework; duplicates may repeat.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.at(torch.tensor([1.0, 2.0, 3.0]))[::-1].get()
+        tensor([3., 2., 1.])
+        """
+        return self._edit("get")
+
+    def set(self, value: Any) -> Tensor:
+        """A copy with the named elements replaced; the old ones get no gradient, the value gets theirs.
+
+        >>> import torch, elementgrad as eg
+        >>> v, value = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor(7.0)
+        >>> loss = lambda v, value: (eg.at(v)[0].set(value) ** 2).sum()
+        >>> torch.func.grad(loss, argnums=(0, 1))(v, value)
+        (tensor([0., 4., 6., 8.]), tensor(14.))
+        """
+        return self._edit("set", value)
+
+    def add(self, value: Any) -> Tensor:
+        """A copy with the value added to the named elements; an element named twice gets both values.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.at(torch.zeros(3))[[0, 0, 2]].add(torch.tensor([1.0, 10.0, 100.0]))
+        tensor([ 11.,   0., 100.])
+        """
+        return self._edit("add", value)
+
+    def multiply(self, value: Any) -> Tensor:
+        """A copy with the named elements multiplied by the value; an element named twice by both values.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.at(torch.ones(3))[[0, 0, 2]].multiply(torch.tensor([2.0, 3.0, 5.0]))
+        tensor([6., 1., 5.])
+        """
+        return self._edit("multiply", value)
+
+    def apply(self, function: Callable[[Tensor], Any]) -> Tensor:
+        """A copy with the named elements replaced by a function of them, which sees no other element.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.at(torch.tensor([-1.0, 4.0, 9.0]))[1:].apply(torch.sqrt)
+        tensor([-1.,  2.,  3.])
+        """
+        return self._edit("set", function(self._edit("get_distinct")))
+
+    def only(self) -> Tensor:
+        """The same values; the gradient reaches the named elements alone.
+
+        >>> import torch, elementgrad as eg
+        >>> loss = lambda v: (eg.at(v)[2].only() ** 2).sum()
+        >>> torch.func.grad(loss)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([0., 0., 6., 0.])
+        """
+        return self._edit("only")
+
+    def stop(self) -> Tensor:
+        """The same values; the gradient reaches all but the named elements.
+
+        >>> import torch, elementgrad as eg
+        >>> loss = lambda v: (eg.at(v)[2].stop() ** 2).sum()
+        >>> torch.func.grad(loss)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        tensor([2., 4., 0., 8.])
+        """
+        return self._edit("stop")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Place):
+            return NotImplemented
+        named = (self._name, self._kind, self._index) == (other._name, other._kind, other._index)
+        return named and self._tensor is other._tensor
+
+    def __hash__(self) -> int:
+        return hash((id(self._tensor), self._name, self._kind, self._index))
+
+    def __str__(self) -> str:
+        name = self._name or ("" if self._tensor is None else "tensor")
+        index = to_text(self._index or ((...,) if not name else ()))
+        return f"{name}{'' if index == '[]' else index}{f' ({self._kind})' if self._kind else ''}"
+
+    def __repr__(self) -> str:
+        if self._tensor is None:
+            return f'Place.parse("{self}")'
+        return f"<Place {self} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
+
+    def _require_whole(self) -> None:
+        if self._index:
+            raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
+
+    def _live(self, verb: str) -> Backend:
+        if self._backend is None:
+            raise PlaceError(f"{self} has no live tensor to {verb}; give the tensor itself, as in eg.at(x)[0]")
+        return self._backend
+
+    def _edit(self, verb: str, *values: Any) -> Tensor:
+        backend = self._live(verb)
+        if backend.compiling():
+            return edit.run(verb, self._tensor, self._index, *values)
+        selection = self._resolve(backend.shape(self._tensor))
+        return edit.VERBS[verb](backend, self._tensor, selection, *values)
+
+    def _resolve(self, shape: Shape) -> Selection:
+        try:
+            if self._pointwise and len(self._index) != len(shape):
+                raise SelectionError(f"coordinates in {len(self._index)} columns for a tensor of {len(shape)} axes")
+            return resolve(self._index, shape)
+        except SelectionError as error:
+            raise SelectionError(f"{self}: {error}") from None
+
+
+class At:
+    """`eg.at`: names elements. Call it with a tensor or a name, or index it for whatever tensor a verb is about.
+
+    >>> import torch, elementgrad as eg
+    >>> x = torch.arange(6.0).reshape(2, 3)
+    >>> eg.at(x)[1, 2].get()
+    tensor(5.)
+    >>> print(eg.at("conv1")[0, 12], eg.at("conv1[0, 12]"), eg.at[0, 5])
+    conv1[0, 12] conv1[0, 12] [0, 5]
+    """
+
+    __slots__ = ()
+
+    def __call__(self, target: Tensor | str | Place, *, kind: str | None = None) -> Place:
+        """The place of a tensor, of a name or of a place's text; all of its elements, until you index it."""
+        if kind is not None and kind not in text.KINDS:
+            raise PlaceError(f"kind {kind!r} is none of {', '.join(text.KINDS)}")
+        backend = backends.owner(target)
+        if backend is not None:
+            return Place(target, None, (), kind, backend)
+        if isinstance(target, str):
+            name, index, parsed = text.parse(target)
+            return Place(None, name, index, kind or parsed)
+        return target if isinstance(target, Place) else Place(target, None, (), kind, backends.find(target))
+
+    def __getitem__(self, index: Any) -> Place:
+        return Place(None, None, normalize(index))
+
+    def __repr__(self) -> str:
+        return "elementgrad.at"
+
+
+at = At()

@@ -1,0 +1,24 @@
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+import pytest
+import torch  # before TensorFlow: the other order is known to crash
+from hypothesis import HealthCheck, settings
+
+from tests.frameworks import FRAMEWORKS, Framework
+
+torch.set_num_threads(1)
+
+# "long" is for sweeps that are too slow for every run: `HYPOTHESIS_PROFILE=long make test K=made`.
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+settings.register_profile(
+    "elementgrad", deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck), database=None
+)
+settings.load_profile("elementgrad")
+
+
+@pytest.fixture(params=FRAMEWORKS, ids=lambda framework: framework.name)
+def fw(request: pytest.FixtureRequest) -> Framework:
+    return request.param

@@ -1,0 +1,178 @@
+"""Places: how they are named, written as text, and read back."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import elementgrad as eg
+from tests.made import counts, shapes_and_indices
+
+NAMES = ["x", "encoder.layer.3.attn", "0.weight", "dense/kernel", "block#0", "lstm:0", "output.logits", "a b", "été", "int"]
+
+
+@settings(max_examples=counts(2000))
+@given(st.sampled_from(NAMES), shapes_and_indices(), st.sampled_from([None, "parameter", "activation", "input"]))
+def test_made_places_round_trip_through_their_text(name, made, kind):
+    place = eg.at(name, kind=kind)[made[1]]
+    again = eg.at(str(place))
+    assert again == place
+    assert hash(again) == hash(place)
+    assert str(again) == str(place)
+    assert again.select(made[0]).flat().tolist() == np.arange(np.prod(made[0])).reshape(made[0])[made[1]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (eg.at("conv1")[0, 12, 5:9], "conv1[0, 12, 5:9]"),
+        (eg.at("conv1"), "conv1"),
+        (eg.at("conv1")[()], "conv1"),
+        (eg.at("w")[..., ::-2, -1], "w[..., ::-2, -1]"),
+        (eg.at("w")[[0, 1], :], "w[[0, 1], :]"),
+        (eg.at("w")[[True, False]], "w[[true, false]]"),
+        (eg.at("w")[[[0], [1]], 2:], "w[[[0], [1]], 2:]"),
+        (eg.at("w").coords([[0, 5], [1, 12]]), "w[[0, 1], [5, 12]]"),
+        (eg.at("w", kind="parameter")[3], "w[3] (parameter)"),
+        (eg.at("w", kind="parameter"), "w (parameter)"),
+        (eg.at[0, 5], "[0, 5]"),
+        (eg.at[...], "[...]"),
+        (eg.at("w")[np.zeros((0, 3), int)], "w[int(0, 3)]"),
+        (eg.at("w")[[]], "w[[]]"),
+    ],
+)
+def test_a_place_reads_as_it_is_written(place, text):
+    assert str(place) == text
+    assert eg.at(text) == place
+    assert eg.Place.parse(text) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (" conv1 [ 0 , 12 , 5 : 9 ] ", "conv1[0, 12, 5:9]"),
+        ("conv1[0,12,5:9,]", "conv1[0, 12, 5:9]"),
+        ("x[:]", "x[:]"),
+        ("x[::]", "x[:]"),
+        ("x[+1]", "x[1]"),
+        ("x[]", "x"),
+        ("x[[1, 2,], 0](parameter)", "x[[1, 2], 0] (parameter)"),
+        ("x[true, 0]", "x[true, 0]"),
+    ],
+)
+def test_text_may_be_written_in_several_ways(text, same):
+    assert str(eg.at(text)) == same
+
+
+@pytest.mark.parametrize(
+    ("text", "character"),
+    [
+        ("", 1),
+        ("conv1[0, 1x]", 11),
+        ("conv1[0", 8),
+        ("conv1[0]]", 9),
+        ("conv1[0] more", 10),
+        ("conv1[,]", 7),
+        ("conv1[0,,1]", 9),
+        ("conv1[1.5]", 8),
+        ("conv1[....]", 10),
+        ("conv1[[1, [2]]]", 7),
+        ("conv1[[1, 2], [3]", 18),
+        ("conv1[__import__('os')]", 7),
+        ("conv1[0:1:2:3]", 12),
+        ("conv1(weight)", 7),
+        ("conv1[0](", 10),
+        ("conv1[int(3)]", 7),
+        ("conv1[99999999999999999999, [99999999999999999999]]", 29),
+        ("]", 1),
+        ("a\nb[0]", 2),
+    ],
+)
+def test_text_that_does_not_parse_marks_the_character(text, character):
+    with pytest.raises(eg.ParseError, match=f"at character {character},") as caught:
+        eg.at(text)
+    assert str(caught.value).splitlines()[-1] == "  " + " " * (character - 1) + "^"
+
+
+def test_places_are_equal_by_name_and_index_and_by_tensor_identity(fw):
+    x = fw.tensor([1.0, 2.0])
+    y = fw.tensor([1.0, 2.0])
+    assert eg.at(x)[0] == eg.at(x)[0]
+    assert eg.at(x)[0] != eg.at(y)[0]
+    assert eg.at(x)[0] != eg.at(x)[1]
+    assert eg.at("x")[0] != eg.at("y")[0]
+    assert eg.at("x")[0] != eg.at("x", kind="input")[0]
+    assert eg.at("x")[[0, 1]] != eg.at("x")[[False, True]]
+    assert eg.at(eg.at(x)[0]) == eg.at(x)[0]
+    assert eg.at("x")[0] != "x[0]"
+
+
+def test_named_places_copy_and_pickle():
+    place = eg.at("w", kind="parameter")[[0, 1], 2:]
+    assert copy.deepcopy(place) == place
+    assert pickle.loads(pickle.dumps(place)) == place
+
+
+def test_a_place_cannot_be_changed():
+    place = eg.at("x")[0]
+    with pytest.raises(AttributeError):
+        place.index = (1,)
+
+
+def test_a_later_write_to_the_index_array_changes_nothing(fw):
+    rows = np.array([0, 2])
+    place = eg.at(fw.tensor([1.0, 2.0, 3.0]))[rows]
+    rows[0] = 1
+    assert fw.numpy(place.get()).tolist() == [1.0, 3.0]
+
+
+def test_coords_name_one_element_per_row(fw):
+    x = fw.tensor(np.arange(12).reshape(3, 4))
+    assert fw.numpy(eg.at(x).coords([[0, 1], [2, -1]]).get()).tolist() == [1, 11]
+    assert fw.numpy(eg.at(x).coords(fw.tensor([[0, 1], [2, 3]], "int64")).get()).tolist() == [1, 11]
+    assert fw.numpy(eg.at(x).coords(np.zeros((0, 2), int)).get()).tolist() == []
+    with pytest.raises(eg.SelectionError, match="coordinates in 1 columns for a tensor of 2 axes"):
+        eg.at(x).coords([[0], [1]]).get()
+    with pytest.raises(eg.SelectionError, match="one row per element and one column per axis"):
+        eg.at(x).coords([0, 1])
+    with pytest.raises(eg.SelectionError, match="cannot name elements"):
+        eg.at(x).coords([[0.5, 1.0]])
+    with pytest.raises(eg.PlaceError, match="indexed already"):
+        eg.at(x)[0].coords([[0, 1]])
+
+
+def test_a_place_is_indexed_once(fw):
+    with pytest.raises(eg.PlaceError, match=r"tensor\[1\] is indexed already; write one index with commas"):
+        eg.at(fw.tensor([[1.0]]))[1][0]
+
+
+@pytest.mark.parametrize("place", [eg.at("fc.weight")[0], eg.at[0]], ids=str)
+@pytest.mark.parametrize("verb", ["get", "only", "stop", "select"])
+def test_a_place_without_a_tensor_has_nothing_to_edit(place, verb):
+    with pytest.raises(eg.PlaceError, match=r"has no live tensor to .*; give the tensor itself"):
+        getattr(place, verb)()
+
+
+@pytest.mark.parametrize("value", [np.ones(3), np.float64(1), [1.0], 1.0, None, {"a": 1}], ids=repr)
+def test_what_is_no_tensor_says_which_frameworks_to_use(value):
+    with pytest.raises(eg.FrameworkError, match="give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array"):
+        eg.at(value)
+
+
+def test_a_kind_is_one_of_a_few_words():
+    with pytest.raises(eg.PlaceError, match="kind 'weight' is none of input, output, activation, parameter, buffer"):
+        eg.at("x", kind="weight")
+
+
+def test_errors_name_the_place():
+    with pytest.raises(eg.SelectionError, match=r"^embedding.weight\[0, 812\]: index 812 is out of range for axis 1 of size"):
+        eg.at("embedding.weight")[0, 812].select(shape=(100, 768))
+
+
+def test_a_place_shows_what_it_is_of(fw):
+    assert repr(eg.at("x")[0]) == 'Place.parse("x[0]")'
+    assert fw.name in repr(eg.at(fw.tensor([1.0]))[0])
+    assert "float64" in repr(eg.at(fw.tensor([1.0]))[0])
