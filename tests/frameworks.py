@@ -20,8 +20,7 @@ class Framework:
 
     def tensor(self, array: Any, dtype: str = "float64") -> Any: ...
 
-    def numpy(self, tensor: Any) -> np.ndarray:
-        return np.asarray(tensor)
+    def numpy(self, tensor: Any) -> np.ndarray: ...
 
     def grad(self, f: Function, *xs: Any) -> list[np.ndarray]: ...
 
@@ -81,12 +80,15 @@ class Tensorflow(Framework):
     def tensor(self, array: Any, dtype: str = "float64") -> tf.Tensor:
         return tf.cast(tf.constant(np.asarray(array)), dtype)
 
+    def numpy(self, tensor: tf.Tensor) -> np.ndarray:
+        return np.asarray(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
+
     def grad(self, f: Function, *xs: tf.Tensor) -> list[np.ndarray]:
         with tf.GradientTape() as tape:
             tape.watch(xs)
             y = f(*xs)
         gradients = tape.gradient(y, xs, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return [np.asarray(tf.convert_to_tensor(g)) for g in gradients]
+        return [self.numpy(tf.convert_to_tensor(g)) for g in gradients]
 
     def jvp(self, f: Function, xs: list[Any], tangents: list[Any]) -> np.ndarray:
         with tf.autodiff.ForwardAccumulator(xs, tangents) as accumulator:
@@ -133,8 +135,11 @@ class Jax(Framework):
     def tensor(self, array: Any, dtype: str = "float64") -> jax.Array:
         return jnp.asarray(array).astype(dtype)
 
+    def numpy(self, tensor: jax.Array) -> np.ndarray:
+        return np.asarray(tensor.astype("float32") if tensor.dtype == jnp.bfloat16 else tensor)
+
     def grad(self, f: Function, *xs: jax.Array) -> list[np.ndarray]:
-        return [np.asarray(g) for g in jax.grad(f, argnums=tuple(range(len(xs))))(*xs)]
+        return [self.numpy(g) for g in jax.grad(f, argnums=tuple(range(len(xs))))(*xs)]
 
     def jvp(self, f: Function, xs: list[Any], tangents: list[Any]) -> np.ndarray:
         return np.asarray(jax.jvp(f, tuple(xs), tuple(tangents))[1])

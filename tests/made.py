@@ -106,7 +106,7 @@ def edits(draw: st.DrawFn, verbs: tuple[str, ...]) -> tuple[str, np.ndarray, Any
         verb = "add"
     seed = draw(st.integers(0, 2**31))
     rng = np.random.default_rng(seed)
-    x = rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1], shape)
+    x = np.asarray(rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1], shape))
     value = None
     if verb in ("set", "add", "multiply"):
         target = positions.shape

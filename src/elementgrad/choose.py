@@ -5,7 +5,7 @@ from typing import Any
 from elementgrad import backends
 from elementgrad.backends import Backend
 from elementgrad.edit import require_gradient
-from elementgrad.errors import BroadcastError, FrameworkError, SelectionError
+from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, SelectionError
 
 Tensor = Any
 
@@ -30,6 +30,8 @@ def choose(x: Tensor, logits: Tensor, axis: int = -1, hard: bool = False) -> Ten
         raise FrameworkError(f"x is {backend.name}'s and logits are {type(logits).__name__}; give logits of {backend.name}")
     require_gradient(backend, x, "choose")
     require_gradient(backend, logits, "choose")
+    if backend.kind(logits) == "c":
+        raise DtypeError(f"logits must be real to have a largest one and {logits.dtype} is not; give floating logits")
     axis, logits = _align(backend, backend.shape(x), logits, axis)
     soft = backend.soft_choice(x, logits, axis)
     return backend.graft(backend.hard_choice(x, logits, axis), soft) if hard else soft
@@ -47,4 +49,4 @@ def _align(backend: Backend, shape: tuple[Any, ...], logits: Tensor, axis: int) 
     fits = len(aligned) == len(shape) and all(a in (1, b) or b is None for a, b in zip(aligned, shape, strict=True))
     if not fits or aligned[axis] != shape[axis]:
         raise BroadcastError(f"logits of shape {given} do not fit x of shape {tuple(shape)} along axis {axis}")
-    return axis, backend.reshape(logits, aligned)
+    return axis, logits if aligned == given else backend.reshape(logits, aligned)

@@ -92,14 +92,16 @@ def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
 
 
 def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
-    """The value as a number or tensor that broadcasts to the selection, or an error before anything is computed."""
+    """The value as a number, or a tensor of x's dtype that broadcasts to the selection; or an error before any work."""
     kind = PYTHON_KINDS.get(type(value))
     shape: Shape = ()
     if kind is None:
         owner = backends.owner(value)
         if owner is backend:
             shape = backend.shape(value)
-            kind = "b" if value.dtype == x.dtype else backend.kind(value)
+            if value.dtype == x.dtype:
+                return _broadcastable(backend, value, shape, selection) if shape else value
+            kind = backend.kind(value)
         elif owner is None:
             value = _array(value)
             shape, kind = value.shape, value.dtype.kind.replace("u", "i")
@@ -107,10 +109,11 @@ def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
             raise FrameworkError(
                 f"the tensor is {backend.name}'s and the value is {owner.name}'s; make the value {backend.name}'s first"
             )
-    if kind != "b" and KINDS.find(kind) > KINDS.find(backend.kind(x)):
+    if KINDS.find(kind) > KINDS.find(backend.kind(x)):
         raise DtypeError(f"a {KIND_NAMES[kind]} value does not fit a tensor of {x.dtype}; cast one of them first")
-    if isinstance(value, np.ndarray):
-        value = backend.cast(value, x)
+    if type(value) in PYTHON_KINDS:
+        return value
+    value = backend.cast(value, x)
     return _broadcastable(backend, value, shape, selection) if shape else value
 
 

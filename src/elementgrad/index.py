@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elementgrad import backends
-from elementgrad.errors import SelectionError
+from elementgrad.errors import FrameworkError, SelectionError
 
 FITS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
 
@@ -82,13 +82,13 @@ Item = int | Span | EllipsisType | IndexArray
 Index = tuple[Item, ...]
 
 
-def normalize(index: Any) -> Index:
-    """Bring what stands between the brackets of `x[...]` into normal form."""
+def normalize(index: Any, home: backends.Backend | None = None) -> Index:
+    """Bring what stands between the brackets of `x[...]` into normal form; `home` is the backend of x, if there is an x."""
     if type(index) is int:
         return (index,)
     if type(index) is tuple:
-        return tuple([item if type(item) is int else _item(item) for item in index])
-    return (_item(index),)
+        return tuple([item if type(item) is int else _item(item, home) for item in index])
+    return (_item(index, home),)
 
 
 def to_text(index: Index) -> str:
@@ -96,7 +96,7 @@ def to_text(index: Index) -> str:
     return f"[{', '.join('...' if item is Ellipsis else str(item) for item in index)}]"
 
 
-def _item(item: Any) -> Item:
+def _item(item: Any, home: backends.Backend | None) -> Item:
     if type(item) is int or item is Ellipsis:
         return item
     if type(item) is slice:
@@ -107,6 +107,8 @@ def _item(item: Any) -> Item:
         return _from_array(item)
     backend = backends.owner(item)
     if backend is not None:
+        if home not in (None, backend):
+            raise FrameworkError(f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both")
         return _from_tensor(item, backend)
     try:
         return as_int(item)

@@ -81,7 +81,7 @@ class Place:
         self._require_whole()
         backend = self._backend
         later = backend is not None and backend.compiling()
-        return Place(self._tensor, self._name, index if later else normalize(index), self._kind, backend)
+        return Place(self._tensor, self._name, index if later else normalize(index, backend), self._kind, backend)
 
     def coords(self, rows: Any) -> "Place":
         """One row of coordinates per element, in an array of shape (elements, axes).

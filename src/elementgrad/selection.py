@@ -278,6 +278,7 @@ class _Walk:
         self.kept = 0
         self.block: int | None = None
         self.apart = False
+        self.lone = False
 
     def over(self, index: Index) -> Selection:
         for item in index:
@@ -324,6 +325,7 @@ class _Walk:
             _check_mask(item, self.of, axis)
             if item.traced:
                 raise TracedError("a traced mask must cover the whole tensor and stand alone; use a concrete mask")
+            self.lone |= not item.shape
             return list(item.values.nonzero()) if item.shape else []
         return [item.values]
 
@@ -360,9 +362,9 @@ class _Walk:
 
     def plain(self) -> bool:
         """Whether the arrays land where their axes stand, which is what frameworks do with such an index."""
-        taken = [axis for axis, part in enumerate(self.parts) if not _stays(part)]
-        if all(isinstance(part, int) or _stays(part) for part in self.parts):
+        if self.lone:  # a mask without axes adds one of its own, which no axis of the tensor accounts for
             return False
+        taken = [axis for axis, part in enumerate(self.parts) if not _stays(part)]
         adjacent = taken[-1] - taken[0] + 1 == len(taken)
         return self.block == (taken[0] if adjacent else 0)
 

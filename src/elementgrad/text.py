@@ -145,4 +145,5 @@ class _Parser:
 
     def error(self, fits: str) -> ParseError:
         given = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-        return ParseError(f"expected {fits} at character {self.at + 1}, found {given}\n  {self.text}\n  {' ' * self.at}^")
+        shown = re.sub(r"\s", " ", self.text)
+        return ParseError(f"expected {fits} at character {self.at + 1}, found {given}\n  {shown}\n  {' ' * self.at}^")

@@ -39,7 +39,7 @@ class Backend(Protocol):
         """The selected elements, `x[index]`."""
 
     def put(self, x: Tensor, selection: "Selection", value: Any) -> Tensor:
-        """A copy of x with the selected elements replaced by a number or a tensor that broadcasts to them."""
+        """A copy of x with the selected elements replaced by a number, or by a tensor of x's dtype that broadcasts."""
 
     def accumulate(self, x: Tensor, selection: "Selection", value: Any, multiply: bool) -> Tensor:
         """A copy of x with values added or multiplied at traced indices, which may repeat."""
@@ -57,7 +57,7 @@ class Backend(Protocol):
         """x repeated to a larger shape."""
 
     def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        """The mean of x along an axis, weighted by the softmax of the logits."""
+        """The mean of x along an axis, weighted by the softmax of the logits, in x's dtype."""
 
     def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
         """The elements of x along an axis where the logits are largest."""

@@ -71,7 +71,7 @@ class JaxBackend:
         return jnp.broadcast_to(x, shape)
 
     def soft_choice(self, x: Array, logits: Array, axis: int) -> Array:
-        return jnp.sum(jax.nn.softmax(logits, axis) * x, axis)
+        return jnp.sum(jax.nn.softmax(logits, axis).astype(x.dtype) * x, axis)
 
     def hard_choice(self, x: Array, logits: Array, axis: int) -> Array:
         chosen = jnp.argmax(logits, axis, keepdims=True)

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad.backends.protocol import Kind
-from elementgrad.backends.tensorflow.positions import Rows, flat_positions
+from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.errors import TracedError
 from elementgrad.selection import Selection
 
@@ -58,15 +58,7 @@ class TensorflowBackend:
     def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
         x = tf.convert_to_tensor(x)
         value = self.cast(value, x)
-        if not multiply:
-            return Rows(x, selection).add(value)
-        flat = tf.reshape(x, [-1])
-        positions = flat_positions(x, selection)
-        value = tf.reshape(tf.broadcast_to(value, tf.shape(positions)), [-1])
-        distinct, group = tf.unique(tf.reshape(positions, [-1]))
-        factors = tf.math.unsorted_segment_prod(value, group, tf.size(distinct))
-        changed = tf.gather(flat, distinct) * factors
-        return tf.reshape(tf.tensor_scatter_nd_update(flat, distinct[:, None], changed), tf.shape(x))
+        return Rows(x, selection).multiply(value) if multiply else Rows(x, selection).add(value)
 
     def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
         return tf.where(mask, x, y)
@@ -81,10 +73,11 @@ class TensorflowBackend:
         return tf.broadcast_to(x, shape)
 
     def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        return tf.reduce_sum(tf.nn.softmax(logits, axis) * x, axis)
+        weights = tf.nn.softmax(tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits, axis)
+        return tf.reduce_sum(tf.cast(weights, x.dtype) * x, axis)
 
     def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        chosen = tf.one_hot(tf.argmax(logits, axis), x.shape[axis], True, False, axis=axis, dtype=tf.bool)
+        chosen = tf.one_hot(tf.argmax(logits, axis), tf.shape(x)[axis], True, False, axis=axis, dtype=tf.bool)
         return tf.reduce_sum(tf.where(chosen, x, tf.zeros_like(x)), axis)
 
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
@@ -108,9 +101,9 @@ def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
     value = tf.reshape(tf.broadcast_to(value, selection.shape), [len(part) for part in ranges])
     return tf.raw_ops.TensorStridedSliceUpdate(
         input=x,
-        begin=[part.start for part in forward],
-        end=[max(part.start, part.stop) for part in forward],
-        strides=[part.step for part in forward],
+        begin=np.array([part.start for part in forward], np.int64),
+        end=np.array([max(part.start, part.stop) for part in forward], np.int64),
+        strides=np.array([part.step for part in forward], np.int64),
         value=tf.reverse(value, flips) if flips else value,
     )
 

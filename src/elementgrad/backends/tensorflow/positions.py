@@ -9,24 +9,32 @@ from elementgrad.index import Span
 from elementgrad.selection import Selection
 
 Tensor = Any
+INT32 = 2**31
+"""Up to so many positions are int32: TensorFlow vectorises (pfor) a scatter only with those."""
 
 
 class Rows:
-    """The selected elements as rows: trailing axes that are named whole stay blocks instead of becoming indices."""
+    """The selected elements as rows: trailing axes that are named whole stay blocks instead of becoming indices.
+
+    Indices are a list of one list (axes 1, k, 1): with two axes a gradient becomes IndexedSlices, on which TensorFlow's
+    forward mode over reverse mode crashes.
+    """
 
     def __init__(self, x: Tensor, selection: Selection):
         self.x = x
         if selection.traced:
-            self.positions, self.rows = flat_positions(x, selection), tf.reshape(x, [-1])
-            self.shape = tf.shape(self.positions)
+            positions, block = flat_positions(x, selection), ()
+            self.shape, self.rows = tf.shape(positions), tf.reshape(x, [-1])
         else:
             positions, block = selection.rows()
             count = int(np.prod(selection.of[: len(selection.of) - len(block)], dtype=np.int64))
-            self.positions, self.rows = tf.constant(positions), tf.reshape(x, (count, *block))
-            self.shape = selection.shape
+            positions = positions.astype(np.int32 if count < INT32 else np.int64)
+            self.shape, self.rows = selection.shape, tf.reshape(x, (count, *block))
+        self.indices = tf.reshape(positions, [1, -1, 1])
+        self.block = block
 
     def take(self) -> Tensor:
-        return tf.gather(self.rows, self.positions)
+        return tf.reshape(tf.gather_nd(self.rows, self.indices), self.shape)
 
     def put(self, value: Tensor) -> Tensor:
         return self._scatter(tf.tensor_scatter_nd_update, value)
@@ -34,16 +42,24 @@ class Rows:
     def add(self, value: Tensor) -> Tensor:
         return self._scatter(tf.tensor_scatter_nd_add, value)
 
+    def multiply(self, value: Tensor) -> Tensor:
+        """At traced positions, which may repeat: the factors of each distinct one are multiplied first."""
+        distinct, group = tf.unique(tf.reshape(self.indices, [-1]))
+        factors = tf.reshape(tf.broadcast_to(value, self.shape), [-1])
+        self.indices, self.shape = tf.reshape(distinct, [1, -1, 1]), tf.shape(distinct)
+        return self.put(self.take() * tf.math.unsorted_segment_prod(factors, group, tf.size(distinct)))
+
     def _scatter(self, scatter: Any, value: Tensor) -> Tensor:
-        value = tf.broadcast_to(value, self.shape)
-        edited = scatter(self.rows, tf.expand_dims(self.positions, -1), value)
+        value = tf.reshape(tf.broadcast_to(value, self.shape), tf.concat([tf.shape(self.indices)[:2], self.block], 0))
+        edited = scatter(self.rows, self.indices, value)
         return tf.ensure_shape(tf.reshape(edited, tf.shape(self.x)), self.x.shape)
 
 
 def flat_positions(x: Tensor, selection: Selection) -> Tensor:
     """Positions in the flattened x of elements whose indices, or the sizes they count in, are known only at run time.
 
-    An index out of range becomes -1, which TensorFlow refuses where it can, and never another element's position.
+    An index out of range, or beyond int32, becomes -1, which TensorFlow refuses where it can; it never becomes another
+    element's position.
     """
     sizes = tf.unstack(tf.shape(x, out_type=tf.int64))
     lines = [_line(part, size) for part, size in zip(selection.parts, sizes, strict=True)]
@@ -54,7 +70,7 @@ def flat_positions(x: Tensor, selection: Selection) -> Tensor:
         part = tf.where(part < 0, part + size, part)
         valid &= (part >= 0) & (part < size)
         position = position * size + part
-    return tf.where(valid, position, tf.constant(-1, tf.int64))
+    return tf.cast(tf.where(valid & (position < INT32), position, tf.constant(-1, tf.int64)), tf.int32)
 
 
 def _line(part: Any, size: Tensor) -> Tensor:

@@ -55,11 +55,8 @@ class TorchBackend:
         if selection.traced:
             return x.index_put(_mesh(x, selection), self.cast(value, x))
         index, flips = selection.native(_index_on(x.device))
-        if isinstance(value, Tensor):
-            if value.dtype != x.dtype:
-                value = value.to(x.dtype)
-            if flips:
-                value = value.expand(selection.shape).flip(flips)
+        if flips and isinstance(value, Tensor):
+            value = value.expand(selection.shape).flip(flips)
         edited = x.clone()
         try:
             edited[index] = value
@@ -89,11 +86,11 @@ class TorchBackend:
         return x.expand(shape)
 
     def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        return (torch.softmax(logits, axis) * x).sum(axis)
+        return (torch.softmax(logits, axis).to(x.dtype) * x).sum(axis)
 
     def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
         chosen = logits.argmax(axis, keepdim=True)
-        return x.gather(axis, chosen).squeeze(axis)
+        return x.gather(axis, chosen.expand(*x.shape[:axis], 1, *x.shape[axis + 1 :])).squeeze(axis)
 
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)

@@ -1,0 +1,255 @@
+"""Edits give NumPy's values on every framework and disturb nothing."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import elementgrad as eg
+from tests.frameworks import JAX, TENSORFLOW, TORCH
+from tests.made import counts, edits, numpy_edit, shapes_and_indices
+
+VERBS = ("get", "set", "add", "multiply", "apply", "only", "stop")
+
+
+def run(fw, verb, x, index, value):
+    place = eg.at(x)[index]
+    if verb == "apply":
+        return place.apply(lambda taken: taken * taken * taken)
+    return getattr(place, verb)(*([] if value is None else [value]))
+
+
+def test_made_indices_read_through_real_tensors(fw):
+    @settings(max_examples=counts(120 if fw is JAX else 1000))
+    @given(shapes_and_indices(wrong=True, max_axes=4))
+    def agrees(made):
+        shape, index = made
+        array = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
+        try:
+            expected = eg.Selection.resolve(index, shape)
+        except eg.SelectionError:
+            with pytest.raises(eg.SelectionError):
+                eg.at(fw.tensor(array))[index].get()
+            return
+        result = fw.numpy(eg.at(fw.tensor(array))[index].get())
+        assert result.shape == expected.shape
+        assert np.array_equal(result, array.reshape(-1)[expected.flat()])
+
+    agrees()
+
+
+def test_made_edits_give_what_numpy_gives(fw):
+    @settings(max_examples=counts(100 if fw is JAX else 600))
+    @given(edits(VERBS))
+    def agrees(made):
+        verb, x, index, value = made
+        tensor = fw.tensor(x)
+        result = run(fw, verb, tensor, index, None if value is None else fw.tensor(value))
+        np.testing.assert_allclose(fw.numpy(result), numpy_edit(verb, x, index, value), rtol=1e-12)
+        assert np.array_equal(fw.numpy(tensor), x)
+
+    agrees()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_every_dtype_keeps_its_dtype(fw, verb, dtype):
+    x = fw.tensor([1.0, 2.0, 3.0, 4.0], dtype)
+    for index in (1, slice(None, None, -2), [3, 0], np.array([True, False, True, False])):
+        result = run(fw, verb, x, index, 2.0 if verb in ("set", "add", "multiply") else None)
+        assert result.dtype == x.dtype
+        expected = numpy_edit(verb, np.arange(1.0, 5.0), index, 2.0)
+        np.testing.assert_allclose(fw.numpy(result).astype(complex), expected)
+
+
+@pytest.mark.parametrize("verb", ["get", "set", "add", "multiply", "apply"])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_integers_are_edited_too(fw, verb, dtype):
+    x = fw.tensor([1, 2, 3], dtype)
+    result = run(fw, verb, x, [2, 0], 2 if verb in ("set", "add", "multiply") else None)
+    assert result.dtype == x.dtype
+    assert fw.numpy(result).tolist() == numpy_edit(verb, np.array([1, 2, 3]), [2, 0], 2).tolist()
+
+
+def test_booleans_are_read_and_set(fw):
+    x = fw.tensor([True, False, True], "bool")
+    assert fw.numpy(eg.at(x)[:2].get()).tolist() == [True, False]
+    assert fw.numpy(eg.at(x)[1].set(True)).tolist() == [True, True, True]
+    assert fw.numpy(eg.at(x)[[0, 2]].set(False)).tolist() == [False, False, False]
+
+
+def test_values_are_numbers_arrays_lists_and_tensors_of_narrower_kinds(fw):
+    x = fw.tensor([1.0, 2.0, 3.0], "float32")
+    for value in (5, 5.0, True, np.float64(5), np.int64(5), [5.0, 6.0], np.array([5.0, 6.0]), fw.tensor([5, 6], "int32")):
+        for index in (slice(0, 2), [0, 1], np.array([True, True, False])):
+            expected = np.array([1.0, 2.0, 3.0])
+            expected[:2] = np.asarray(value)
+            for result in (eg.at(x)[index].set(value), eg.at(x)[index].apply(lambda _, value=value: value)):
+                assert result.dtype == x.dtype
+                assert fw.numpy(result).tolist() == expected.tolist()
+            expected[:2] = np.array([1.0, 2.0]) + np.asarray(value)
+            assert fw.numpy(eg.at(x)[index].add(value)).tolist() == expected.tolist()
+            assert eg.at(x)[index].add(value).dtype == x.dtype
+
+
+def test_a_wider_value_is_rounded_to_the_tensor(fw):
+    x = fw.tensor([1.0, 2.0], "float16")
+    for verb in ("set", "add", "multiply"):
+        assert getattr(eg.at(x)[0], verb)(fw.tensor(0.1, "float64")).dtype == x.dtype
+
+
+def test_values_broadcast_as_in_an_assignment(fw):
+    x = fw.tensor(np.zeros((2, 3)))
+    assert fw.numpy(eg.at(x)[:, 1:].set(fw.tensor([5.0, 6.0]))).tolist() == [[0, 5, 6], [0, 5, 6]]
+    assert fw.numpy(eg.at(x)[:, 1:].set(fw.tensor([[5.0], [6.0]]))).tolist() == [[0, 5, 5], [0, 6, 6]]
+    assert fw.numpy(eg.at(x)[0, 1:].set(fw.tensor([[5.0, 6.0]]))).tolist() == [[0, 5, 6], [0, 0, 0]]
+    assert fw.numpy(eg.at(x)[0].add(fw.tensor([[[1.0]]]))).tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
+def test_repeated_elements_accumulate(fw):
+    x = fw.tensor([1.0, 2.0, 3.0])
+    value = fw.tensor([2.0, 3.0, 5.0, 7.0, 11.0])
+    assert fw.numpy(eg.at(x)[[0, 0, 2, 0, -1]].add(value)).tolist() == [1 + 2 + 3 + 7, 2, 3 + 5 + 11]
+    assert fw.numpy(eg.at(x)[[0, 0, 2, 0, -1]].multiply(value)).tolist() == [42, 2, 165]
+    assert fw.numpy(eg.at(x)[[1, 1, 1]].multiply(2.0)).tolist() == [1, 16, 3]
+    assert fw.numpy(eg.at(x)[[1, 1, 1]].get()).tolist() == [2, 2, 2]
+    rows = fw.tensor(np.ones((2, 2)))
+    assert fw.numpy(eg.at(rows)[[0, 0]].add(fw.tensor([[1.0, 2.0], [3.0, 4.0]]))).tolist() == [[5, 7], [1, 1]]
+
+
+def test_a_thousand_repeats_of_one_element_are_summed_and_multiplied(fw):
+    x = fw.tensor([1.0, 1.0])
+    indices = np.arange(1000) % 2
+    values = np.random.default_rng(0).uniform(0.99, 1.01, 1000)
+    np.testing.assert_allclose(
+        fw.numpy(eg.at(x)[indices].multiply(values)), [values[::2].prod(), values[1::2].prod()], rtol=1e-12
+    )
+    np.testing.assert_allclose(fw.numpy(eg.at(x)[indices].add(values)), [1 + values[::2].sum(), 1 + values[1::2].sum()])
+
+
+@pytest.mark.parametrize("verb", ["set", "apply", "only", "stop"])
+def test_repeated_elements_have_no_one_new_value(fw, verb):
+    x = fw.tensor([[1.0, 2.0], [3.0, 4.0]])
+    name = "apply" if verb == "apply" else verb
+    with pytest.raises(eg.DuplicateError, match=rf"{name} names element \(1, 0\) more than once; name it once"):
+        run(fw, verb, x, ([0, 1, -1], [0, 0, 0]), 1.0 if verb == "set" else None)
+
+
+@pytest.mark.parametrize("index", [slice(0, 0), [], np.zeros((0, 2), int), np.zeros(3, bool)], ids=str)
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_empty_selection_changes_nothing(fw, verb, index):
+    x = fw.tensor([1.0, 2.0, 3.0])
+    result = run(fw, verb, x, index, 7.0 if verb in ("set", "add", "multiply") else None)
+    if verb == "get":
+        assert fw.numpy(result).shape == np.zeros(3)[index].shape
+    else:
+        assert fw.numpy(result).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("index", [(), ..., True, np.array(True)], ids=repr)
+def test_a_zero_dimensional_tensor_has_one_element(fw, verb, index):
+    x = fw.tensor(3.0)
+    result = run(fw, verb, x, index, 2.0 if verb in ("set", "add", "multiply") else None)
+    np.testing.assert_array_equal(fw.numpy(result), numpy_edit(verb, np.array(3.0), index, 2.0))
+
+
+def test_empty_tensors_have_empty_selections(fw):
+    x = fw.tensor(np.zeros((0, 3)))
+    assert fw.numpy(eg.at(x)[:, 1].get()).shape == (0,)
+    assert fw.numpy(eg.at(x)[:, [0, 2]].set(1.0)).shape == (0, 3)
+    with pytest.raises(eg.SelectionError):
+        eg.at(x)[0].get()
+
+
+def test_without_an_index_a_place_is_the_whole_tensor(fw):
+    x = fw.tensor([[1.0, 2.0]])
+    assert fw.numpy(eg.at(x).get()).tolist() == [[1, 2]]
+    assert fw.numpy(eg.at(x).set(3.0)).tolist() == [[3, 3]]
+    assert fw.numpy(eg.at(x).multiply(fw.tensor([2.0, 3.0]))).tolist() == [[2, 6]]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("verb", ["set", "add", "multiply", "apply", "only", "stop", "get"])
+@pytest.mark.parametrize("index", [1, slice(1, 2), [1], np.array([False, True, False])], ids=str)
+def test_a_bad_number_in_an_untouched_element_reaches_nothing_else(fw, verb, bad, index):
+    def loss(x, value):
+        edited = run(fw, verb, x, index, value if verb in ("set", "add", "multiply") else None)
+        return fw.sum(edited if verb == "get" else eg.at(edited)[1:].get() ** 2)
+
+    gradient, of_value = fw.grad(loss, fw.tensor([bad, 2.0, 3.0]), fw.tensor(5.0))
+    assert gradient[0] == 0
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(of_value).all()
+
+
+def test_a_bad_upstream_gradient_stays_with_its_element(fw):
+    def loss(x):
+        return fw.sum(eg.at(x)[1].only() * fw.tensor([np.inf, 2.0, np.nan]))
+
+    assert fw.grad(loss, fw.tensor([1.0, 1.0, 1.0]))[0].tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize("verb", ["only", "stop"])
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_an_integer_tensor_has_no_gradient_to_keep_or_stop(fw, verb, dtype):
+    with pytest.raises(eg.DtypeError, match=f"{verb} is about gradients and .*{dtype}.* has none; give a floating"):
+        getattr(eg.at(fw.tensor([1, 0], dtype))[0], verb)()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("int32", 2.5), ("bool", 2), ("float32", 1j), ("int32", np.array([0.5])), ("float64", np.array([1j]))],
+)
+@pytest.mark.parametrize("verb", ["set", "add", "multiply"])
+def test_a_value_of_a_wider_kind_is_refused_and_not_cut_down(fw, dtype, value, verb):
+    with pytest.raises(eg.DtypeError, match="value does not fit a tensor of .*; cast one of them first"):
+        getattr(eg.at(fw.tensor([1, 0], dtype))[0], verb)(value)
+
+
+@pytest.mark.parametrize("verb", ["set", "add", "multiply"])
+@pytest.mark.parametrize("shape", [(3,), (2, 1, 2), (2, 2, 2)])
+def test_a_value_that_does_not_broadcast_is_refused(fw, verb, shape):
+    x = fw.tensor(np.zeros((4, 2)))
+    for index in (slice(0, 2), [0, 1]):
+        with pytest.raises(eg.BroadcastError, match=r"a value of shape .* does not broadcast to the \(2, 2\) elements"):
+            getattr(eg.at(x)[index], verb)(fw.tensor(np.zeros(shape)))
+
+
+@pytest.mark.parametrize("value", ["1", None, {}, [1.0, "a"], [[1.0], [2.0, 3.0]]], ids=repr)
+def test_what_is_no_value_is_refused(fw, value):
+    with pytest.raises(eg.FrameworkError, match="is not a value to put into a tensor; give a number, array or tensor"):
+        eg.at(fw.tensor([1.0]))[0].set(value)
+
+
+@pytest.mark.parametrize(("one", "other"), [(TORCH, JAX), (JAX, TENSORFLOW), (TENSORFLOW, TORCH)])
+def test_tensors_of_two_frameworks_do_not_mix(one, other):
+    with pytest.raises(eg.FrameworkError, match=f"the tensor is {one.name}'s and the value is {other.name}'s"):
+        eg.at(one.tensor([1.0]))[0].set(other.tensor(1.0))
+    with pytest.raises(eg.FrameworkError, match=f"the tensor is {one.name}'s and the index is {other.name}'s"):
+        eg.at(one.tensor([1.0]))[other.tensor([0], "int64")].get()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_float_tensors_are_no_indices(fw, dtype):
+    with pytest.raises(eg.SelectionError, match=f"dtype .*{dtype}.* cannot name elements"):
+        eg.at(fw.tensor([1.0]))[fw.tensor([0.0], dtype)]
+
+
+def test_tensors_of_the_framework_are_indices(fw):
+    x = fw.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert fw.numpy(eg.at(x)[fw.tensor([1, -2], "int32"), fw.tensor(1, "int64")].get()).tolist() == [4, 2]
+    assert fw.numpy(eg.at(x)[x > 1.5].set(0.0)).tolist() == [[1, 0], [0, 0]]
+    with pytest.raises(eg.SelectionError, match="index 2 is out of range for axis 0 of size 2"):
+        eg.at(x)[fw.tensor([2], "int64")].get()
+
+
+def test_nothing_is_changed_in_place(fw):
+    array = np.arange(6.0).reshape(2, 3)
+    x, value = fw.tensor(array), fw.tensor([7.0, 8.0, 9.0])
+    for verb in ("set", "add", "multiply"):
+        for index in (0, [1], slice(0, 1)):
+            getattr(eg.at(x)[index], verb)(value)
+    eg.at(x)[0].only()
+    eg.at(x)[0].stop()
+    assert np.array_equal(fw.numpy(x), array)
+    assert fw.numpy(value).tolist() == [7, 8, 9]
