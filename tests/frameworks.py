@@ -16,7 +16,8 @@ Function = Callable[..., Any]
 
 class Framework:
     name: str
-    jit: Callable[[Function], Function]
+
+    def jit(self, f: Function) -> Function: ...
 
     def tensor(self, array: Any, dtype: str = "float64") -> Any: ...
 
@@ -37,9 +38,10 @@ class Framework:
 
 class Torch(Framework):
     name = "torch"
-    module = torch
-    jit = staticmethod(lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
-    sqrt = torch.sqrt
+
+    def jit(self, f: Function) -> Function:
+        torch.compiler.reset()  # tests compile the same few lambdas again and again
+        return torch.compile(f, fullgraph=True, backend="aot_eager")
 
     def tensor(self, array: Any, dtype: str = "float64") -> torch.Tensor:
         return torch.tensor(np.asarray(array)).to(getattr(torch, dtype))
@@ -73,9 +75,7 @@ class Torch(Framework):
 
 class Tensorflow(Framework):
     name = "tensorflow"
-    module = tf
     jit = staticmethod(tf.function)
-    sqrt = tf.sqrt
 
     def tensor(self, array: Any, dtype: str = "float64") -> tf.Tensor:
         return tf.cast(tf.constant(np.asarray(array)), dtype)
@@ -128,9 +128,7 @@ class Tensorflow(Framework):
 
 class Jax(Framework):
     name = "jax"
-    module = jnp
     jit = staticmethod(jax.jit)
-    sqrt = jnp.sqrt
 
     def tensor(self, array: Any, dtype: str = "float64") -> jax.Array:
         return jnp.asarray(array).astype(dtype)

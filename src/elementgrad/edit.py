@@ -76,6 +76,10 @@ VERBS: dict[str, Callable[..., Tensor]] = {
 @backends.whole
 def run(verb: str, x: Tensor, index: Any, *values: Any) -> Tensor:
     """An edit from an index as the user wrote it, for compilers to run as one step."""
+    return backends.find(x).uncompiled(_run, verb, x, index, *values)
+
+
+def _run(verb: str, x: Tensor, index: Any, *values: Any) -> Tensor:
     backend = backends.find(x)
     return VERBS[verb](backend, x, Selection.resolve(index, backend.shape(x)), *values)
 

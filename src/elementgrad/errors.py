@@ -12,6 +12,8 @@ class ElementgradError(Exception):
     [0, 812]: index 812 is out of range for axis 1 of size 768
     """
 
+    __init__ = Exception.__init__  # by this sign tf.function knows that it may raise the same type again
+
 
 class SelectionError(ElementgradError, IndexError):
     """An index does not fit its tensor: out of range, too many axes, a mask of another shape, not an index at all."""

@@ -36,13 +36,22 @@ class IndexArray:
     values, so nobody can check it.
     """
 
-    __slots__ = ("boolean", "shape", "traced", "values")
+    __slots__ = ("boolean", "shape", "tracer", "values")
 
-    def __init__(self, values: Any, shape: tuple[int, ...], boolean: bool, traced: bool):
+    def __init__(self, values: Any, shape: tuple[int, ...], boolean: bool, tracer: backends.Backend | None = None):
         self.values = values
         self.shape = shape
         self.boolean = boolean
-        self.traced = traced
+        self.tracer = tracer
+
+    @property
+    def traced(self) -> bool:
+        """Whether there are no values to read."""
+        return self.tracer is not None
+
+    def readable(self, why: str) -> np.ndarray:
+        """The values, or an error that says why they are needed."""
+        return self.values if self.tracer is None else self.tracer.refuse(self.values, why)
 
     @classmethod
     def freeze(cls, array: np.ndarray) -> "IndexArray":
@@ -52,7 +61,7 @@ class IndexArray:
             array = np.minimum(array, np.iinfo(np.int64).max)
         values = np.array(array, dtype=np.bool_ if boolean else np.int64, order="C")
         values.flags.writeable = False
-        return cls(values, values.shape, boolean, traced=False)
+        return cls(values, values.shape, boolean)
 
     @property
     def axes(self) -> int:
@@ -128,10 +137,13 @@ def _bound(bound: Any) -> int | None:
 def _from_array(item: Any) -> Item:
     try:
         array = np.asarray(item)
+        if not isinstance(item, np.ndarray) and array.dtype.kind in "Of":
+            # An empty list says nothing of its dtype; ints of a compiler's own are ints as well.
+            array = np.array([as_int(entry) for entry in array.flat], dtype=np.int64).reshape(array.shape)
+    except TypeError:
+        raise SelectionError(f"{item!r} holds what is not an int; {FITS}") from None
     except Exception:
         raise SelectionError(f"{type(item).__name__} does not make one array; {FITS}") from None
-    if array.size == 0 and not isinstance(item, (np.ndarray, np.generic)) and array.dtype == np.float64:
-        array = array.astype(np.int64)  # an empty list says nothing of its dtype
     if array.dtype.kind not in "biu":
         raise SelectionError(f"an index array of dtype {array.dtype} cannot name elements; {FITS}")
     if array.ndim == 0 and array.dtype.kind != "b":
@@ -146,4 +158,4 @@ def _from_tensor(item: Any, backend: "backends.Backend") -> Item:
     values = backend.read(item)
     if values is not None:
         return _from_array(values)
-    return IndexArray(item, backend.shape(item), boolean=kind == "b", traced=True)
+    return IndexArray(item, backend.shape(item), boolean=kind == "b", tracer=backend)

@@ -13,6 +13,7 @@ from elementgrad.index import Index, IndexArray, Span, normalize, to_text
 Shape = tuple[Any, ...]
 """Sizes of axes: ints, or None where a framework does not know one while it traces."""
 
+COUNTED = "the mask is traced, so how many elements it names is not known; use a concrete mask"
 SMALL = 256
 """Up to so many entries of index arrays, a resolved selection is kept for the next call."""
 
@@ -78,13 +79,13 @@ class Selection:
         """One int, range or integer array per axis, with a mask turned into the positions it marks."""
         if self.mask is None:
             return self.parts
-        return self._readable(self.mask.values).nonzero() if self.of else ()
+        return self.mask.readable(COUNTED).nonzero() if self.of else ()
 
     @cached_property
     def shape(self) -> Shape:
         """The shape of `x[index]`."""
         if self.mask is not None:
-            return (int(np.count_nonzero(self._readable(self.mask.values))),)
+            return (int(np.count_nonzero(self.mask.readable(COUNTED))),)
         kept = [len(part) if isinstance(part, range) else None for part in self.parts if _stays(part)]
         return (*kept[: self.block], *(self.broadcast or ()), *kept[self.block :])
 
@@ -175,7 +176,7 @@ class Selection:
 
     def _lower(self, to_array: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         if self.mask is not None:
-            return (to_array(self.mask.values),), ()
+            return (to_array(self.mask.readable(COUNTED)),), ()
         index: list[Any] = []
         flips: list[int] = []
         axis = 0
@@ -209,11 +210,6 @@ class Selection:
     def __repr__(self) -> str:
         named = "traced elements" if self.traced else f"{self.size} of {math.prod(self.of)} elements"
         return f"<Selection: {named} of shape {self.of}>"
-
-    def _readable(self, values: Any) -> np.ndarray:
-        if not isinstance(values, np.ndarray):
-            raise TracedError("the mask is traced, so how many elements it names is not known; use a concrete mask")
-        return values
 
     def _keys(self) -> np.ndarray:
         """One number per entry of the broadcast arrays, equal where they name the same element."""
@@ -323,10 +319,9 @@ class _Walk:
         axis = len(self.parts)
         if item.boolean:
             _check_mask(item, self.of, axis)
-            if item.traced:
-                raise TracedError("a traced mask must cover the whole tensor and stand alone; use a concrete mask")
+            values = item.readable("a traced mask must cover the whole tensor and stand alone; use a concrete mask")
             self.lone |= not item.shape
-            return list(item.values.nonzero()) if item.shape else []
+            return list(values.nonzero()) if item.shape else []
         return [item.values]
 
     def finish(self) -> Selection:
@@ -380,5 +375,7 @@ def _append_axes(part: Any, count: int) -> Any:
 
 def _check_mask(mask: IndexArray, of: Shape, axis: int) -> None:
     covered = of[axis : axis + len(mask.shape)]
-    if len(covered) != len(mask.shape) or any(None not in sizes and len(set(sizes)) > 1 for sizes in zip(mask.shape, covered)):
-        raise SelectionError(f"a mask of shape {mask.shape} does not fit axes of shape {covered}; it must match exactly")
+    for size, own in zip(covered, mask.shape, strict=True):
+        if size is not None and own is not None and size != own:
+            shapes = f"a mask of shape {tuple(mask.shape)} does not fit axes of shape {tuple(covered)}"
+            raise SelectionError(f"{shapes}; it must match exactly")

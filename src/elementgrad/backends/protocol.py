@@ -1,6 +1,7 @@
 """What a framework must supply. Everything that can be built from these operations is built above them, once."""
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -29,8 +30,14 @@ class Backend(Protocol):
     def read(self, x: Tensor) -> np.ndarray | None:
         """The values, or None if they are traced and nobody can know them."""
 
+    def refuse(self, traced: Tensor, why: str) -> NoReturn:
+        """Raise `TracedError`, or what makes a compiler go on without compiling: these values must be read."""
+
     def compiling(self) -> bool:
         """Whether a compiler is interpreting Python code right now, so that no Python value can be relied on."""
+
+    def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Call a function that no such compiler may look into."""
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         """A number, array or tensor as a tensor with the dtype of `like`, where `like` lives."""

@@ -1,12 +1,14 @@
 """JAX."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from elementgrad.backends.protocol import Kind
+from elementgrad.errors import TracedError
 from elementgrad.selection import Selection
 
 Array = jax.Array
@@ -35,26 +37,32 @@ class JaxBackend:
     def read(self, x: Array) -> np.ndarray | None:
         return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
+    def refuse(self, traced: Any, why: str) -> NoReturn:
+        raise TracedError(why)
+
     def compiling(self) -> bool:
         return False
+
+    def uncompiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
     def cast(self, value: Any, like: Array) -> Array:
         return jnp.asarray(value).astype(like.dtype)
 
     def take(self, x: Array, selection: Selection) -> Array:
-        index, flips = selection.native(jnp.asarray)
+        index, flips = selection.native(_as_it_is)
         taken = x.at[index].get(**_promises(selection))
         return jnp.flip(taken, flips) if flips else taken
 
     def put(self, x: Array, selection: Selection, value: Any) -> Array:
-        index, flips = selection.native(jnp.asarray)
+        index, flips = selection.native(_as_it_is)
         value = self.cast(value, x)
         if flips:
             value = jnp.flip(jnp.broadcast_to(value, selection.shape), flips)
         return x.at[index].set(value, **_promises(selection))
 
     def accumulate(self, x: Array, selection: Selection, value: Any, multiply: bool) -> Array:
-        index, _ = selection.native(jnp.asarray)
+        index, _ = selection.native(_as_it_is)
         target = x.at[index]
         return target.multiply(self.cast(value, x)) if multiply else target.add(self.cast(value, x))
 
@@ -89,6 +97,11 @@ def _graft(value: Array, slope: Array) -> Array:
 @_graft.defjvp
 def _graft_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return _graft(*primals), tangents[1]
+
+
+def _as_it_is(array: Any) -> Any:
+    """NumPy's index arrays stay NumPy's: under jit an array of JAX's own would be traced."""
+    return array
 
 
 def _promises(selection: Selection) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """TensorFlow."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -35,8 +36,14 @@ class TensorflowBackend:
     def read(self, x: Tensor) -> np.ndarray | None:
         return tf.get_static_value(tf.convert_to_tensor(x))
 
+    def refuse(self, traced: Any, why: str) -> NoReturn:
+        raise TracedError(why)
+
     def compiling(self) -> bool:
         return False
+
+    def uncompiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         return tf.cast(value, like.dtype)
@@ -46,6 +53,8 @@ class TensorflowBackend:
         if selection.structured:
             index, flips = selection.native(None)
             return tf.reverse(x[index], flips) if flips else x[index]
+        if selection.mask is not None and selection.traced:
+            return tf.boolean_mask(x, selection.mask.values)
         return Rows(x, selection).take()
 
     def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:

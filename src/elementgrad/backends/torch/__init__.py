@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -38,8 +38,17 @@ class TorchBackend:
         except (RuntimeError, TypeError):  # batched by vmap, or fake: there is no storage to read
             return None
 
+    def refuse(self, traced: Tensor, why: str) -> NoReturn:
+        if torch.compiler.is_compiling():
+            traced.nonzero()  # where graph breaks are allowed, the compiler takes this as its cue for one
+        raise TracedError(why)
+
     def compiling(self) -> bool:
         return torch.compiler.is_dynamo_compiling()
+
+    @torch.compiler.disable
+    def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return function(*arguments)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
@@ -55,11 +64,10 @@ class TorchBackend:
         if selection.traced:
             return x.index_put(_mesh(x, selection), self.cast(value, x))
         index, flips = selection.native(_index_on(x.device))
-        if flips and isinstance(value, Tensor):
-            value = value.expand(selection.shape).flip(flips)
+        flip = flips and isinstance(value, Tensor)
         edited = x.clone()
         try:
-            edited[index] = value
+            edited[index] = value.expand(selection.shape).flip(flips) if flip else value
         except RuntimeError:
             # vmap refuses to write what it maps over into what it does not; index_put makes the batch itself.
             return x.index_put(_mesh(x, selection), value)
@@ -67,9 +75,11 @@ class TorchBackend:
 
     def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
         if multiply:
-            raise TracedError(
+            traced = next(part for part in selection.parts if isinstance(part, Tensor))
+            self.refuse(
+                traced,
                 "PyTorch cannot multiply at traced indices, which may repeat; "
-                "give concrete indices, or .set(place.get() * value) if none repeats"
+                "give concrete indices, or .set(place.get() * value) if none repeats",
             )
         return x.index_put(_mesh(x, selection), self.cast(value, x), accumulate=True)
 
@@ -135,7 +145,9 @@ def _index_on(device: torch.device) -> Callable[[Any], Tensor]:
 
 def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
     as_index = _index_on(x.device)
-    return tuple([as_index(np.asarray(part) if isinstance(part, int) else part) for part in selection.mesh()])
+    parts = [as_index(np.asarray(part) if isinstance(part, int) else part) for part in selection.mesh()]
+    # Beside others an index of no axes gets one: the compiler takes the result for a scalar otherwise.
+    return tuple([part.reshape(1) if not part.ndim and selection.shape else part for part in parts])
 
 
 backend = TorchBackend()
