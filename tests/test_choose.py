@@ -56,6 +56,8 @@ def test_forward_mode_and_second_order_are_those_of_the_soft_choice(fw, hard):
     x, logits = fw.tensor(X[0]), fw.tensor(LOGITS[0])
     tangent = fw.jvp(lambda logits: eg.choose(x, logits, hard=hard), [logits], [fw.tensor([1.0, 0.0, 0.0])])
     np.testing.assert_allclose(tangent, difference(lambda logits: soft(X[0], logits), LOGITS[0])[0], rtol=1e-6)
+    tangent = fw.jvp(lambda x: eg.choose(x, logits, hard=hard), [x], [fw.tensor([1.0, 2.0, 3.0])])
+    np.testing.assert_allclose(tangent, softmax(LOGITS[0]) @ [1.0, 2.0, 3.0], rtol=1e-6)
     want = fw.hessians(lambda logits: eg.choose(x, logits), logits)
     for how, hessian in fw.hessians(lambda logits: eg.choose(x, logits, hard=hard), logits).items():
         np.testing.assert_allclose(hessian, want[how], atol=1e-12, err_msg=how)

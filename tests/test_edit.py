@@ -79,7 +79,16 @@ def test_booleans_are_read_and_set(fw):
 
 def test_values_are_numbers_arrays_lists_and_tensors_of_narrower_kinds(fw):
     x = fw.tensor([1.0, 2.0, 3.0], "float32")
-    for value in (5, 5.0, True, np.float64(5), np.int64(5), [5.0, 6.0], np.array([5.0, 6.0]), fw.tensor([5, 6], "int32")):
+    for value in (
+        5,
+        5.0,
+        True,
+        np.float64(5),
+        np.int64(5),
+        [5.0, 6.0],
+        np.array([5.0, 6.0]),
+        fw.tensor([5, 6], "int32"),
+    ):
         for index in (slice(0, 2), [0, 1], np.array([True, True, False])):
             expected = np.array([1.0, 2.0, 3.0])
             expected[:2] = np.asarray(value)
@@ -202,7 +211,7 @@ def test_an_integer_tensor_has_no_gradient_to_keep_or_stop(fw, verb, dtype):
 )
 @pytest.mark.parametrize("verb", ["set", "add", "multiply"])
 def test_a_value_of_a_wider_kind_is_refused_and_not_cut_down(fw, dtype, value, verb):
-    with pytest.raises(eg.DtypeError, match="value does not fit a tensor of .*; cast one of them first"):
+    with pytest.raises(eg.DtypeError, match=r"value does not fit a tensor of .*; cast one of them first"):
         getattr(eg.at(fw.tensor([1, 0], dtype))[0], verb)(value)
 
 

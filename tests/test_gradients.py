@@ -47,8 +47,9 @@ def test_made_edits_have_the_gradients_of_finite_differences(fw):
         verb, x, index, value = made
         given_value = np.zeros(()) if value is None else value
         gradient, of_value = fw.grad(
-            lambda x, value: weighted(fw, run(fw, verb, x, index, None if made[3] is None else value))
-            + 0 * fw.sum(value),
+            lambda x, value: (
+                weighted(fw, run(fw, verb, x, index, None if made[3] is None else value)) + 0 * fw.sum(value)
+            ),
             fw.tensor(x),
             fw.tensor(given_value),
         )

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 import elementgrad as eg
 from tests.made import counts, fits_numpy, shapes_and_indices
 
-NAMES = ["x", "encoder.layer.3.attn", "0.weight", "dense/kernel", "block#0", "lstm:0", "output.logits", "a b", "été", "int"]
+NAMES = [
+    "x",
+    "encoder.layer.3.attn",
+    "0.weight",
+    "dense/kernel",
+    "block#0",
+    "lstm:0",
+    "output.logits",
+    "a b",
+    "été",
+    "int",
+]
 
 
 @settings(max_examples=counts(2000))
@@ -159,7 +170,7 @@ def test_a_place_without_a_tensor_has_nothing_to_edit(place, verb):
 
 @pytest.mark.parametrize("value", [np.ones(3), np.float64(1), [1.0], 1.0, None, {"a": 1}], ids=repr)
 def test_what_is_no_tensor_says_which_frameworks_to_use(value):
-    with pytest.raises(eg.FrameworkError, match="give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array"):
+    with pytest.raises(eg.FrameworkError, match=r"give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array"):
         eg.at(value)
 
 
@@ -169,7 +180,9 @@ def test_a_kind_is_one_of_a_few_words():
 
 
 def test_errors_name_the_place():
-    with pytest.raises(eg.SelectionError, match=r"^embedding.weight\[0, 812\]: index 812 is out of range for axis 1 of size"):
+    with pytest.raises(
+        eg.SelectionError, match=r"^embedding.weight\[0, 812\]: index 812 is out of range for axis 1 of size"
+    ):
         eg.at("embedding.weight")[0, 812].select(shape=(100, 768))
 
 

@@ -140,8 +140,6 @@ def test_static_indices_are_checked_while_compiling(fw):
         fw.jit(lambda x: eg.at(x)[[0, 0]].set(1.0))(fw.tensor(X))
 
 
-
-
 @pytest.mark.parametrize("verb", ["get", "set", "add", "multiply", "apply", "only", "stop"])
 @pytest.mark.parametrize("spec", [(None, 4), (None, None), (3, None)], ids=str)
 @pytest.mark.parametrize(
@@ -189,7 +187,9 @@ def test_tensorflow_needs_to_know_the_number_of_axes():
     def read(x):
         return eg.at(x)[0].get()
 
-    with pytest.raises(eg.TracedError, match="number of axes is not known while tracing; give it with tf.ensure_shape"):
+    with pytest.raises(
+        eg.TracedError, match=r"number of axes is not known while tracing; give it with tf.ensure_shape"
+    ):
         read(tf.constant(X))
 
 

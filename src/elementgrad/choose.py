@@ -19,15 +19,19 @@ def choose(x: Tensor, logits: Tensor, axis: int = -1, hard: bool = False) -> Ten
     The logits are one per element of the axis, or anything that broadcasts to x with that axis at full size.
 
     >>> import torch, elementgrad as eg
-    >>> x, logits = torch.tensor([10.0, 20.0, 40.0]), torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
+    >>> x, logits = torch.tensor([10.0, 30.0]), torch.zeros(2, requires_grad=True)
+    >>> eg.choose(x, logits)
+    tensor(20., grad_fn=<...>)
     >>> eg.choose(x, logits, hard=True)
-    tensor(40., grad_fn=<...>)
-    >>> torch.autograd.grad(eg.choose(x, logits), logits)[0]
-    tensor([-3.8, -1.7, 5.5])
+    tensor(10., grad_fn=<...>)
+    >>> torch.autograd.grad(eg.choose(x, logits, hard=True), logits)[0]
+    tensor([-5., 5.])
     """
     backend = backends.find(x)
     if backends.owner(logits) is not backend:
-        raise FrameworkError(f"x is {backend.name}'s and logits are {type(logits).__name__}; give logits of {backend.name}")
+        raise FrameworkError(
+            f"x is {backend.name}'s and logits are {type(logits).__name__}; give logits of {backend.name}"
+        )
     require_gradient(backend, x, "choose")
     require_gradient(backend, logits, "choose")
     if backend.kind(logits) == "c":

@@ -21,6 +21,7 @@ PYTHON_KINDS = {bool: "b", int: "i", float: "f", complex: "c"}
 
 
 def get(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
+    """The named elements."""
     return backend.take(x, selection)
 
 
@@ -31,6 +32,7 @@ def get_distinct(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
 
 
 def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
+    """A copy with the named elements replaced."""
     require_unique(selection, "set")
     value = fit(backend, x, selection, value)
     if selection.mask is not None and selection.traced:
@@ -39,27 +41,27 @@ def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tenso
 
 
 def add(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
+    """A copy with values added to the named elements."""
     return _combine(backend, x, selection, value, operator.add, neutral=0)
 
 
 def multiply(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
+    """A copy with the named elements multiplied."""
     return _combine(backend, x, selection, value, operator.mul, neutral=1)
 
 
 def only(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
+    """The same values, with gradients for the named elements alone."""
     require_unique(selection, "only")
     require_gradient(backend, x, "only")
-    if selection.mask is not None:
-        return backend.where(selection.mask.values, x, backend.stop(x))
-    return backend.put(backend.stop(x), selection, backend.take(x, selection))
+    return backend.only(x, selection)
 
 
 def stop(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
+    """The same values, with gradients for all but the named elements."""
     require_unique(selection, "stop")
     require_gradient(backend, x, "stop")
-    if selection.mask is not None:
-        return backend.where(selection.mask.values, backend.stop(x), x)
-    return backend.put(x, selection, backend.stop(backend.take(x, selection)))
+    return backend.all_but(x, selection)
 
 
 VERBS: dict[str, Callable[..., Tensor]] = {
@@ -87,10 +89,13 @@ def _run(verb: str, x: Tensor, index: Any, *values: Any) -> Tensor:
 def require_unique(selection: Selection, verb: str) -> None:
     """An element named twice has no one new value; traced indices cannot be checked."""
     if not selection.unique and not selection.traced:
-        raise DuplicateError(f"{verb} names element {selection.repeated()} more than once; name it once, or use add or multiply")
+        raise DuplicateError(
+            f"{verb} names element {selection.repeated()} more than once; name it once, or use add or multiply"
+        )
 
 
 def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
+    """An integer has no derivative to keep or stop."""
     if backend.kind(x) not in "fc":
         raise DtypeError(f"{verb} is about gradients and {x.dtype} has none; give a floating or complex tensor")
 
@@ -127,7 +132,9 @@ def _array(value: Any) -> np.ndarray:
     except Exception:
         array = np.empty((), dtype=object)
     if array.dtype.kind not in "biufc":
-        raise FrameworkError(f"{type(value).__name__} is not a value to put into a tensor; give a number, array or tensor")
+        raise FrameworkError(
+            f"{type(value).__name__} is not a value to put into a tensor; give a number, array or tensor"
+        )
     return array
 
 
@@ -139,7 +146,9 @@ def _broadcastable(backend: Backend, value: Any, shape: Shape, selection: Select
     if extra > 0 and all(size == 1 for size in shape[:extra]):  # as in NumPy's assignment
         shape = shape[extra:]
         value = backend.reshape(value, shape)
-    ok = len(shape) <= len(target) and all(a in (1, b) or None in (a, b) for a, b in zip(shape[::-1], target[::-1], strict=False))
+    ok = len(shape) <= len(target) and all(
+        a in (1, b) or None in (a, b) for a, b in zip(shape[::-1], target[::-1], strict=False)
+    )
     if not ok:
         raise BroadcastError(f"a value of shape {tuple(shape)} does not broadcast to the {target} elements named")
     return value

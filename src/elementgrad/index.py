@@ -109,7 +109,12 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
     if type(item) is int or item is Ellipsis:
         return item
     if type(item) is slice:
-        return Span(_bound(item.start), _bound(item.stop), _bound(item.step))
+        start, stop, step = item.start, item.stop, item.step
+        return Span(
+            start if start is None or type(start) is int else _bound(start),
+            stop if stop is None or type(stop) is int else _bound(stop),
+            step if step is None or type(step) is int else _bound(step),
+        )
     if item is None:
         raise SelectionError(f"None (newaxis) adds an axis and names no element; {FITS}; reshape the tensor instead")
     if isinstance(item, (bool, np.ndarray, np.generic, Sequence)) and not isinstance(item, (str, bytes)):
@@ -117,7 +122,9 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
     backend = backends.owner(item)
     if backend is not None:
         if home not in (None, backend):
-            raise FrameworkError(f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both")
+            raise FrameworkError(
+                f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both"
+            )
         return _from_tensor(item, backend)
     try:
         return as_int(item)
@@ -125,9 +132,7 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
         raise SelectionError(f"{item!r} of type {type(item).__name__} is not an index; {FITS}") from None
 
 
-def _bound(bound: Any) -> int | None:
-    if bound is None or type(bound) is int:
-        return bound
+def _bound(bound: Any) -> int:
     try:
         return as_int(bound)
     except TypeError:

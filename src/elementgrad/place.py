@@ -78,7 +78,8 @@ class Place:
         return cls(None, name, index, kind)
 
     def __getitem__(self, index: Any) -> "Place":
-        self._require_whole()
+        if self._index:
+            raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
         backend = self._backend
         later = backend is not None and backend.compiling()
         return Place(self._tensor, self._name, index if later else normalize(index, backend), self._kind, backend)
@@ -189,13 +190,9 @@ class Place:
         return f"{name}{'' if index == '[]' else index}{f' ({self._kind})' if self._kind else ''}"
 
     def __repr__(self) -> str:
-        if self._tensor is None:
+        if self._backend is None:
             return f'Place.parse("{self}")'
         return f"<Place {self} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
-
-    def _require_whole(self) -> None:
-        if self._index:
-            raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
 
     def _live(self, verb: str) -> Backend:
         if self._backend is None:
@@ -203,7 +200,7 @@ class Place:
         return self._backend
 
     def _edit(self, verb: str, *values: Any) -> Tensor:
-        backend = self._live(verb)
+        backend = self._backend or self._live(verb)
         if backend.compiling():
             return edit.run(verb, self._tensor, self._index, *values)
         selection = self._resolve(backend.shape(self._tensor))

@@ -69,11 +69,6 @@ class Selection:
             return self.mask.traced
         return None in self.of or not all(isinstance(part, int | range | np.ndarray) for part in self.parts)
 
-    @property
-    def structured(self) -> bool:
-        """Whether ints and slices alone name the elements, all of them known."""
-        return self.mask is None and self.broadcast is None and not self.traced
-
     @cached_property
     def axes(self) -> tuple[Any, ...]:
         """One int, range or integer array per axis, with a mask turned into the positions it marks."""
@@ -141,7 +136,9 @@ class Selection:
         arrays and `reshape` appends axes to an array, for a framework whose arrays are not NumPy's.
         """
         axes = self.axes[:split]
-        lines = lines or [np.arange(part.start, part.stop, part.step) if isinstance(part, range) else part for part in axes]
+        lines = lines or [
+            np.arange(part.start, part.stop, part.step) if isinstance(part, range) else part for part in axes
+        ]
         reshape = reshape or _append_axes
         if self.mask is not None:
             return tuple(axes)
@@ -158,23 +155,18 @@ class Selection:
                 parts.append(part if isinstance(part, int) else reshape(line, ndim - self.block - width))
         return tuple(parts)
 
-    def native(self, to_array: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """A plain index of ints, forward slices and arrays, and the axes of the result to flip afterwards.
-
-        `to_array` makes an index array into what the framework wants.
-        """
-        if self.broadcast is None and self.mask is None:
-            return self._basic
-        return self._lower(to_array)
-
     @cached_property
-    def _basic(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        index, flips = self._lower(None)
+    def basic(self) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+        """The index in ints and forward slices, and the axes of the result to flip; None if it takes more than those."""
+        if self.mask is not None or self.broadcast is not None or self.traced:
+            return None
+        index, flips = self.native(lambda array: array)
         while index and index[-1] == slice(0, self.of[len(index) - 1], 1):  # each slice costs a call
             index = index[:-1]
         return index, flips
 
-    def _lower(self, to_array: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def native(self, to_array: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The index in ints, forward slices and arrays made by `to_array`, and the axes of the result to flip."""
         if self.mask is not None:
             return (to_array(self.mask.readable(COUNTED)),), ()
         index: list[Any] = []

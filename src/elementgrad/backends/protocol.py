@@ -1,9 +1,12 @@
 """What a framework must supply. Everything that can be built from these operations is built above them, once."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
+
+from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
     from elementgrad.selection import Selection
@@ -13,61 +16,91 @@ Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One framework."""
 
     name: str
 
+    @abstractmethod
     def owns(self, kind: type) -> bool:
         """Whether this type is a tensor of the framework."""
 
-    def shape(self, x: Tensor) -> tuple[int, ...]:
+    @abstractmethod
+    def shape(self, x: Tensor) -> tuple[Any, ...]:
         """The shape; an axis whose size is not known while tracing is None."""
 
+    @abstractmethod
     def kind(self, x: Tensor) -> Kind:
         """What the dtype holds."""
 
+    @abstractmethod
     def read(self, x: Tensor) -> np.ndarray | None:
         """The values, or None if they are traced and nobody can know them."""
 
-    def refuse(self, traced: Tensor, why: str) -> NoReturn:
-        """Raise `TracedError`, or what makes a compiler go on without compiling: these values must be read."""
-
-    def compiling(self) -> bool:
-        """Whether a compiler is interpreting Python code right now, so that no Python value can be relied on."""
-
-    def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Call a function that no such compiler may look into."""
-
+    @abstractmethod
     def cast(self, value: Any, like: Tensor) -> Tensor:
         """A number, array or tensor as a tensor with the dtype of `like`, where `like` lives."""
 
+    @abstractmethod
     def take(self, x: Tensor, selection: "Selection") -> Tensor:
         """The selected elements, `x[index]`."""
 
+    @abstractmethod
     def put(self, x: Tensor, selection: "Selection", value: Any) -> Tensor:
         """A copy of x with the selected elements replaced by a number, or by a tensor of x's dtype that broadcasts."""
 
+    @abstractmethod
     def accumulate(self, x: Tensor, selection: "Selection", value: Any, multiply: bool) -> Tensor:
         """A copy of x with values added or multiplied at traced indices, which may repeat."""
 
+    @abstractmethod
     def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
         """x where the mask is true and y elsewhere, without arithmetic."""
 
+    @abstractmethod
     def stop(self, x: Tensor) -> Tensor:
         """The same values, cut off from gradients."""
 
+    @abstractmethod
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """x in another shape of the same size."""
 
+    @abstractmethod
     def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """x repeated to a larger shape."""
 
+    @abstractmethod
     def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
         """The mean of x along an axis, weighted by the softmax of the logits, in x's dtype."""
 
+    @abstractmethod
     def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
         """The elements of x along an axis where the logits are largest."""
 
+    @abstractmethod
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         """The value of the one with the derivatives of the other."""
+
+    def only(self, x: Tensor, selection: "Selection") -> Tensor:
+        """x, with derivatives for the selected elements alone."""
+        if selection.mask is not None:
+            return self.where(selection.mask.values, x, self.stop(x))
+        return self.put(self.stop(x), selection, self.take(x, selection))
+
+    def all_but(self, x: Tensor, selection: "Selection") -> Tensor:
+        """x, with derivatives for all but the selected elements."""
+        if selection.mask is not None:
+            return self.where(selection.mask.values, self.stop(x), x)
+        return self.put(x, selection, self.stop(self.take(x, selection)))
+
+    def refuse(self, traced: Tensor, why: str) -> NoReturn:
+        """Raise `TracedError`, or what makes a compiler go on without compiling: these values must be read."""
+        raise TracedError(why)
+
+    def compiling(self) -> bool:
+        """Whether a compiler is interpreting Python code right now, so that no Python value can be relied on."""
+        return False
+
+    def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Call a function that no such compiler may look into."""
+        return function(*arguments)

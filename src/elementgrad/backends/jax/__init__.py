@@ -1,21 +1,20 @@
 """JAX."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad.backends.protocol import Kind
-from elementgrad.errors import TracedError
+from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.selection import Selection
 
 Array = jax.Array
 
 
-class JaxBackend:
-    """The operations of `protocol.Backend` on `jax.Array`, tracers included."""
+class JaxBackend(Backend):
+    """The operations of `Backend` on `jax.Array`, tracers included."""
 
     name = "jax"
 
@@ -37,25 +36,16 @@ class JaxBackend:
     def read(self, x: Array) -> np.ndarray | None:
         return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
-    def refuse(self, traced: Any, why: str) -> NoReturn:
-        raise TracedError(why)
-
-    def compiling(self) -> bool:
-        return False
-
-    def uncompiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
     def cast(self, value: Any, like: Array) -> Array:
         return jnp.asarray(value).astype(like.dtype)
 
     def take(self, x: Array, selection: Selection) -> Array:
-        index, flips = selection.native(_as_it_is)
+        index, flips = selection.basic or selection.native(_as_it_is)
         taken = x.at[index].get(**_promises(selection))
         return jnp.flip(taken, flips) if flips else taken
 
     def put(self, x: Array, selection: Selection, value: Any) -> Array:
-        index, flips = selection.native(_as_it_is)
+        index, flips = selection.basic or selection.native(_as_it_is)
         value = self.cast(value, x)
         if flips:
             value = jnp.flip(jnp.broadcast_to(value, selection.shape), flips)
@@ -72,6 +62,16 @@ class JaxBackend:
     def stop(self, x: Array) -> Array:
         return jax.lax.stop_gradient(x)
 
+    def only(self, x: Array, selection: Selection) -> Array:
+        if selection.traced:
+            return super().only(x, selection)
+        return _through(x, lambda t: self.put(jnp.zeros_like(t), selection, self.take(t, selection)))
+
+    def all_but(self, x: Array, selection: Selection) -> Array:
+        if selection.traced:
+            return super().all_but(x, selection)
+        return _through(x, lambda t: self.put(t, selection, 0))
+
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array:
         return jnp.reshape(x, shape)
 
@@ -87,6 +87,20 @@ class JaxBackend:
 
     def graft(self, value: Array, slope: Array) -> Array:
         return _graft(value, slope)
+
+
+def _through(x: Array, keep: Callable[[Array], Array]) -> Array:
+    """x itself, at no cost, with its derivatives passed through a linear map."""
+
+    @jax.custom_jvp
+    def same(x: Array) -> Array:
+        return x
+
+    @same.defjvp
+    def same_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+        return same(*primals), keep(*tangents)
+
+    return same(x)
 
 
 @jax.custom_jvp

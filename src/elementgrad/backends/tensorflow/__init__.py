@@ -1,12 +1,12 @@
 """TensorFlow."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from elementgrad.backends.protocol import Kind
+from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.errors import TracedError
 from elementgrad.selection import Selection
@@ -14,8 +14,8 @@ from elementgrad.selection import Selection
 Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
 
 
-class TensorflowBackend:
-    """The operations of `protocol.Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
+class TensorflowBackend(Backend):
+    """The operations of `Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
 
     name = "tensorflow"
 
@@ -36,22 +36,13 @@ class TensorflowBackend:
     def read(self, x: Tensor) -> np.ndarray | None:
         return tf.get_static_value(tf.convert_to_tensor(x))
 
-    def refuse(self, traced: Any, why: str) -> NoReturn:
-        raise TracedError(why)
-
-    def compiling(self) -> bool:
-        return False
-
-    def uncompiled(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
     def cast(self, value: Any, like: Tensor) -> Tensor:
         return tf.cast(value, like.dtype)
 
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         x = tf.convert_to_tensor(x)
-        if selection.structured:
-            index, flips = selection.native(None)
+        if selection.basic:
+            index, flips = selection.basic
             return tf.reverse(x[index], flips) if flips else x[index]
         if selection.mask is not None and selection.traced:
             return tf.boolean_mask(x, selection.mask.values)
@@ -60,7 +51,7 @@ class TensorflowBackend:
     def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
         x = tf.convert_to_tensor(x)
         value = self.cast(value, x)
-        if selection.structured and _strided_update_works(selection):
+        if selection.basic and _strided_update_works(selection):
             return _strided_update(x, selection, value)
         return Rows(x, selection).put(value)
 
@@ -74,6 +65,18 @@ class TensorflowBackend:
 
     def stop(self, x: Tensor) -> Tensor:
         return tf.stop_gradient(x)
+
+    def only(self, x: Tensor, selection: Selection) -> Tensor:
+        mask = selection.mask
+        if mask is not None:
+            return _through(x, lambda g: tf.where(mask.values, g, tf.zeros_like(g)))
+        return _through(x, lambda g: self.put(tf.zeros_like(g), selection, self.take(g, selection)))
+
+    def all_but(self, x: Tensor, selection: Selection) -> Tensor:
+        mask = selection.mask
+        if mask is not None:
+            return _through(x, lambda g: tf.where(mask.values, tf.zeros_like(g), g))
+        return _through(x, lambda g: self.put(g, selection, 0))
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return tf.reshape(x, shape)
@@ -93,9 +96,15 @@ class TensorflowBackend:
         return _graft(value, slope)
 
 
+def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
+    """x itself, at no cost, with its derivatives passed through a linear map that is its own transpose."""
+    # The value is cut off first: forward mode would follow it beside the rule.
+    return tf.custom_gradient(lambda x: (tf.stop_gradient(x), keep))(tf.convert_to_tensor(x))
+
+
 @tf.custom_gradient
 def _graft(value: Tensor, slope: Tensor) -> Any:
-    return tf.identity(value), lambda upstream: (None, upstream)
+    return tf.stop_gradient(value), lambda upstream: (None, upstream)
 
 
 def _strided_update_works(selection: Selection) -> bool:

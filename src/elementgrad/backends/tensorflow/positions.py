@@ -1,8 +1,8 @@
 """Index arrays for TensorFlow, which has none: elements as rows of a reshaped tensor, gathered and scattered."""
 
+import math
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from elementgrad.index import Span
@@ -23,36 +23,53 @@ class Rows:
     def __init__(self, x: Tensor, selection: Selection):
         self.x = x
         if selection.traced:
-            positions, block = flat_positions(x, selection), ()
+            positions = flat_positions(x, selection)
             self.shape, self.rows = tf.shape(positions), tf.reshape(x, [-1])
+            self.indices = tf.reshape(positions, [1, -1, 1])
+            self.listed = tf.shape(self.indices)[:2]
         else:
             positions, block = selection.rows()
-            count = int(np.prod(selection.of[: len(selection.of) - len(block)], dtype=np.int64))
-            positions = positions.astype(np.int32 if count < INT32 else np.int64)
-            self.shape, self.rows = selection.shape, tf.reshape(x, (count, *block))
-        self.indices = tf.reshape(positions, [1, -1, 1])
-        self.block = block
+            count = math.prod(selection.of[: len(selection.of) - len(block)])
+            self.shape, self.rows = selection.shape, _reshape(x, (count, *block))
+            self.indices = tf.constant(positions.reshape(1, -1, 1), tf.int32 if count < INT32 else tf.int64)
+            self.listed = (1, positions.size, *block)
 
     def take(self) -> Tensor:
+        """The rows."""
         return tf.reshape(tf.gather_nd(self.rows, self.indices), self.shape)
 
     def put(self, value: Tensor) -> Tensor:
+        """The tensor with its rows replaced."""
         return self._scatter(tf.tensor_scatter_nd_update, value)
 
     def add(self, value: Tensor) -> Tensor:
+        """The tensor with values added to its rows; repeated ones accumulate."""
         return self._scatter(tf.tensor_scatter_nd_add, value)
 
     def multiply(self, value: Tensor) -> Tensor:
-        """At traced positions, which may repeat: the factors of each distinct one are multiplied first."""
+        """The tensor with its rows multiplied; repeated ones accumulate: the factors of each distinct one are multiplied first."""
         distinct, group = tf.unique(tf.reshape(self.indices, [-1]))
         factors = tf.reshape(tf.broadcast_to(value, self.shape), [-1])
+        factors = tf.math.unsorted_segment_prod(factors, group, tf.size(distinct))
         self.indices, self.shape = tf.reshape(distinct, [1, -1, 1]), tf.shape(distinct)
-        return self.put(self.take() * tf.math.unsorted_segment_prod(factors, group, tf.size(distinct)))
+        self.listed = tf.shape(self.indices)[:2]
+        return self.put(self.take() * factors)
 
     def _scatter(self, scatter: Any, value: Tensor) -> Tensor:
-        value = tf.reshape(tf.broadcast_to(value, self.shape), tf.concat([tf.shape(self.indices)[:2], self.block], 0))
-        edited = scatter(self.rows, self.indices, value)
-        return tf.ensure_shape(tf.reshape(edited, tf.shape(self.x)), self.x.shape)
+        value = tf.reshape(_broadcast(value, self.shape), self.listed)
+        return _reshape(scatter(self.rows, self.indices, value), self.x)
+
+
+def _reshape(x: Tensor, like: Any) -> Tensor:
+    """x in a shape, or in that of a tensor. Eager operations are slow, so one that would do nothing is left out."""
+    shape = tf.TensorShape(like) if isinstance(like, tuple) else like.shape
+    if shape.is_fully_defined():
+        return x if x.shape == shape else tf.reshape(x, shape)
+    return tf.ensure_shape(tf.reshape(x, tf.shape(like)), shape)
+
+
+def _broadcast(value: Tensor, shape: Any) -> Tensor:
+    return value if isinstance(shape, tuple) and value.shape == shape else tf.broadcast_to(value, shape)
 
 
 def flat_positions(x: Tensor, selection: Selection) -> Tensor:

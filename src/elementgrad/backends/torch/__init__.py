@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from elementgrad import backends
-from elementgrad.backends.protocol import Kind
+from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.errors import TracedError
 from elementgrad.selection import Selection
 
 Tensor = torch.Tensor
 
 
-class TorchBackend:
-    """The operations of `protocol.Backend` on `torch.Tensor`."""
+class TorchBackend(Backend):
+    """The operations of `Backend` on `torch.Tensor`."""
 
     name = "torch"
 
@@ -43,8 +43,7 @@ class TorchBackend:
             traced.nonzero()  # where graph breaks are allowed, the compiler takes this as its cue for one
         raise TracedError(why)
 
-    def compiling(self) -> bool:
-        return torch.compiler.is_dynamo_compiling()
+    compiling = staticmethod(torch.compiler.is_dynamo_compiling)
 
     @torch.compiler.disable
     def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -56,14 +55,14 @@ class TorchBackend:
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         if selection.traced:
             return torch.ops.aten.index.Tensor(x, _mesh(x, selection))
-        index, flips = selection.native(_index_on(x.device))
+        index, flips = selection.basic or selection.native(_index_on(x.device))
         taken = x[index]
         return taken.flip(flips) if flips else taken
 
     def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
         if selection.traced:
             return x.index_put(_mesh(x, selection), self.cast(value, x))
-        index, flips = selection.native(_index_on(x.device))
+        index, flips = selection.basic or selection.native(_index_on(x.device))
         flip = flips and isinstance(value, Tensor)
         edited = x.clone()
         try:

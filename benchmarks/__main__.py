@@ -1,0 +1,22 @@
+"""`python -m benchmarks [suite ...]`: run the suites (all of them by default) and print one table."""
+
+import argparse
+from pathlib import Path
+
+import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
+
+from benchmarks.edits import SUITES
+from benchmarks.harness import report, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="torch, tensorflow, jax, import")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
+    parsed = parser.parse_args()
+    results = [result for name in parsed.suites or SUITES for result in run(SUITES[name](), parsed.repeats)]
+    report(results, parsed.json)
+
+
+main()

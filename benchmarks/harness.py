@@ -1,0 +1,161 @@
+"""Interleaved repeats, medians, ratios against a baseline, and the peak memory of one call."""
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+SAMPLE = 0.02  # seconds: shorter samples are noise
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: our way against the baseline, and the bound we hold ourselves to."""
+
+    name: str
+    ours: Callable[[], object]
+    baseline: Callable[[], object]
+    baseline_name: str
+    most: float | None = None
+    """The largest ratio allowed."""
+    most_over: float | None = None
+    """The most microseconds allowed over the baseline."""
+
+
+@dataclass
+class Result:
+    """The figures of one row; times in milliseconds, memory in megabytes."""
+
+    name: str
+    baseline: str
+    ours_ms: float
+    baseline_ms: float
+    ratio: float
+    again: float
+    """The baseline against itself, measured as if it were a third candidate."""
+    over_us: float
+    ours_mb: float | None
+    baseline_mb: float | None
+    most: float | None
+    most_over: float | None
+    steady: bool = field(init=False)
+    holds: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steady = abs(self.again - 1) <= 0.05
+        bounds = [self.ratio <= self.most] if self.most else []
+        bounds += [self.over_us <= self.most_over] if self.most_over else []
+        self.holds = all(bounds) if bounds else None
+
+
+def measure(row: Row, repeats: int) -> Result:
+    """Time both ways and the baseline once more, in rotating order, each sample at least `SAMPLE` long."""
+    candidates = {"ours": row.ours, "baseline": row.baseline, "again": row.baseline}
+    calls = {name: _calls_per_sample(function) for name, function in candidates.items()}
+    calls["again"] = calls["baseline"]
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for repeat in range(repeats):
+        for name in names[repeat % 3 :] + names[: repeat % 3]:
+            times[name].append(_sample(candidates[name], calls[name]))
+    ours, baseline, again = (statistics.median(times[name]) for name in names)
+    return Result(
+        name=row.name,
+        baseline=row.baseline_name,
+        ours_ms=ours * 1e3,
+        baseline_ms=baseline * 1e3,
+        ratio=ours / baseline,
+        again=again / baseline,
+        over_us=(ours - baseline) * 1e6,
+        ours_mb=peak_memory(row.ours),
+        baseline_mb=peak_memory(row.baseline),
+        most=row.most,
+        most_over=row.most_over,
+    )
+
+
+def peak_memory(function: Callable[[], object]) -> float | None:
+    """How far one call raises the resident memory of this process, in megabytes; None where Linux cannot say."""
+    gc.collect()
+    try:
+        CLEAR_REFS.write_text("5")  # start the high-water mark anew
+    except OSError:
+        return None
+    before = _status("VmRSS")
+    function()
+    return max(0.0, (_status("VmHWM") - before) / 1024)
+
+
+def report(results: list[Result], path: Path) -> None:
+    """Print one table and write the same figures as JSON."""
+    table = Table(title="elementgrad against the framework's own way")
+    for column in (
+        "row",
+        "baseline",
+        "ours ms",
+        "baseline ms",
+        "ratio",
+        "bound",
+        "over us",
+        "A/A",
+        "ours MB",
+        "base MB",
+        "",
+    ):
+        table.add_column(column, justify="left" if column in ("row", "baseline") else "right", overflow="fold")
+    for result in results:
+        bound = f"<= {result.most}" if result.most else f"+{result.most_over} us" if result.most_over else ""
+        verdict = "" if result.holds is None else "ok" if result.holds else "OVER"
+        table.add_row(
+            escape(result.name),
+            escape(result.baseline),
+            f"{result.ours_ms:.4g}",
+            f"{result.baseline_ms:.4g}",
+            f"{result.ratio:.2f}",
+            bound,
+            f"{result.over_us:+.1f}",
+            f"{result.again:.2f}",
+            "-" if result.ours_mb is None else f"{result.ours_mb:.0f}",
+            "-" if result.baseline_mb is None else f"{result.baseline_mb:.0f}",
+            verdict if result.steady else "noisy",
+        )
+    Console(width=max(140, Console().width)).print(table)
+    path.write_text(json.dumps({"cores": os.cpu_count(), "rows": [asdict(result) for result in results]}, indent=1))
+
+
+def run(rows: Iterable[Row], repeats: int) -> list[Result]:
+    """Measure rows one after another; one whose A/A is off is measured once more, with twice the repeats."""
+    results = []
+    for row in rows:
+        result = measure(row, repeats)
+        results.append(result if result.steady else measure(row, 2 * repeats))
+    return results
+
+
+def _calls_per_sample(function: Callable[[], object]) -> int:
+    function()
+    calls = 1
+    while (lasted := _sample(function, calls) * calls) < SAMPLE:
+        calls = max(calls + 1, int(calls * min(10.0, 1.2 * SAMPLE / max(lasted, 1e-9))))
+    return calls
+
+
+def _sample(function: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) / calls
+
+
+def _status(key: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1])

@@ -1,0 +1,148 @@
+"""The package itself: what importing it loads, which module may import which, and what the command line prints."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import elementgrad as eg
+from elementgrad.cli import main, tour
+
+SOURCE = Path(eg.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
+VERBS = {"place", "edit", "choose", "jacobian", "record", "train", "explain", "show", "cli"}
+LEAVES = {"show", "cli"}
+
+
+def imports(module: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(module: Path) -> str:
+    return module.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_elementgrad_imports_no_framework():
+    code = "import sys, elementgrad; print(sorted({'torch', 'tensorflow', 'jax', 'keras', 'rich'} & set(sys.modules)))"
+    assert python(code) == "[]"
+
+
+def test_using_places_imports_no_framework():
+    code = """
+import sys, numpy, elementgrad as eg
+str(eg.at("conv1")[0, [1, 2]]), eg.at("conv1[0]").select(shape=(3,)).flat()
+try:
+    eg.at(numpy.ones(3))
+except eg.FrameworkError:
+    print(sorted({'torch', 'tensorflow', 'jax', 'keras'} & set(sys.modules)))
+"""
+    assert python(code) == "[]"
+
+
+def test_a_tensor_finds_its_backend_whichever_was_imported_first():
+    code = "from elementgrad import at; import torch; print(at(torch.ones(2))[0].set(3.0).tolist())"
+    assert python(code) == "[3.0, 1.0]"
+
+
+def test_the_first_edit_may_stand_inside_a_compiled_function():
+    code = """
+import torch, elementgrad as eg
+step = torch.compile(lambda x: eg.at(x)[1].set(3.0) * 2, fullgraph=True, backend="aot_eager")
+print(step(torch.ones(2)).tolist(), step(torch.ones(2)).tolist())
+"""
+    assert python(code) == "[2.0, 6.0] [2.0, 6.0]"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(SOURCE)))
+def test_only_its_backend_imports_a_framework(module):
+    inside = module.relative_to(SOURCE).parts
+    home = inside[1] if inside[0] == "backends" and len(inside) > 2 else None
+    for name in imports(module):
+        framework = FRAMEWORKS.get(name.split(".")[0])
+        assert framework in (None, home), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(SOURCE)))
+def test_backends_import_no_verb_and_leaves_are_imported_by_none(module):
+    for name in imports(module):
+        parts = name.split(".")
+        target = parts[1] if parts[0] == "elementgrad" and len(parts) > 1 else ""
+        if room(module) == "backends":
+            assert target not in VERBS, f"{module} imports {name}"
+        if target in LEAVES:
+            assert room(module) in (*LEAVES, "__main__"), f"{module} imports {name}"
+
+
+def test_public_names_are_those_listed_and_carry_docstrings():
+    assert {"at", "choose", "Place", "Selection", "ElementgradError"} <= set(eg.__all__)
+    for name in eg.__all__:
+        assert getattr(eg, name).__doc__, name
+    assert set(dir(eg)) == set(eg.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        eg.missing  # noqa: B018
+
+
+def test_every_error_is_one_of_ours_and_of_pythons():
+    for name in eg.__all__:
+        if name.endswith("Error"):
+            assert issubclass(getattr(eg, name), eg.ElementgradError)
+    assert issubclass(eg.SelectionError, IndexError)
+    assert issubclass(eg.BroadcastError, ValueError)
+    assert issubclass(eg.DtypeError, TypeError)
+
+
+def test_the_tour_prints_the_founding_numbers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["tour"]) == 0
+    printed = capsys.readouterr().out
+    for answer in (
+        "[1, 2, 10, 4]",
+        "[1, 1, 0, 1]",
+        "78",
+        "[0, 4, 6, 8]",
+        "14",
+        "[0, 0, 6, 0]",
+        "[1, 1.6, 3, 4]",
+        "[6, 0, 0]",
+    ):
+        assert answer in printed
+    assert "eg.at(v)[2].set(value)" in printed
+
+
+def test_the_code_that_the_tour_shows_is_the_code_that_it_runs():
+    tour.torch = torch
+    for stop in tour.STOPS:
+        names = {"torch": torch, "eg": eg, "Any": object}
+        exec(tour.source(stop), names)
+        for expression, value in stop().items():
+            assert tour.show(eval(expression, names)) == tour.show(value)
+
+
+def test_the_command_line_says_its_version_and_refuses_what_it_does_not_know(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert eg.__version__ in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["fly"])
+    assert stopped.value.code == 2
+
+
+def test_the_tour_says_what_it_lacks(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["tour"]) == 2
+    assert capsys.readouterr().err == "elementgrad: the tour needs rich; pip install 'elementgrad[show]'\n"
