@@ -237,6 +237,18 @@ def test_coordinates_name_elements_while_compiling(fw):
     np.testing.assert_allclose(fw.numpy(edit(fw.tensor(X))), numpy_edit("set", X, ([0, 2], [1, -1]), 0.0))
 
 
+def test_a_place_made_while_compiling_works_outside():
+    def make(x):
+        return eg.at(x)[[0, 2]], x * 2
+
+    x = torch.arange(3.0)
+    place, _ = torch.compile(make, backend="aot_eager")(x)
+    assert place.get().tolist() == [0, 2]
+    assert place.select().flat().tolist() == [0, 2]
+    assert place == eg.at(x)[[0, 2]]
+    assert str(place) == "tensor[[0, 2]]"
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_pytorch_edits_stay_on_their_device(device):
     x = torch.zeros(3, 4, device=device)

@@ -92,7 +92,7 @@ Index = tuple[Item, ...]
 
 
 def normalize(index: Any, home: backends.Backend | None = None) -> Index:
-    """Bring what stands between the brackets of `x[...]` into normal form; `home` is the backend of x, if there is an x."""
+    """Bring what stands between the brackets of `x[...]` into normal form; `home` is the backend of x, if known."""
     if type(index) is int:
         return (index,)
     if type(index) is tuple:

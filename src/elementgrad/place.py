@@ -28,7 +28,7 @@ class Place:
     conv1[0, 12, 5:9]
     """
 
-    __slots__ = ("_backend", "_index", "_kind", "_name", "_pointwise", "_tensor")
+    __slots__ = ("_backend", "_index", "_kind", "_later", "_name", "_pointwise", "_tensor")
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Place:
         kind: str | None = None,
         backend: Backend | None = None,
         pointwise: bool = False,
+        later: bool = False,
     ):
         self._tensor = tensor
         self._name = name
@@ -45,6 +46,7 @@ class Place:
         self._kind = kind
         self._backend = backend
         self._pointwise = pointwise
+        self._later = later  # made while compiling: the index is as the user wrote it
 
     @property
     def tensor(self) -> Tensor:
@@ -59,7 +61,7 @@ class Place:
     @property
     def index(self) -> Index:
         """The index in normal form; `()` is the whole tensor."""
-        return self._index
+        return normalize(self._index, self._backend) if self._later else self._index
 
     @property
     def kind(self) -> str | None:
@@ -78,11 +80,12 @@ class Place:
         return cls(None, name, index, kind)
 
     def __getitem__(self, index: Any) -> "Place":
-        if self._index:
+        if self._later or self._index:
             raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
         backend = self._backend
-        later = backend is not None and backend.compiling()
-        return Place(self._tensor, self._name, index if later else normalize(index, backend), self._kind, backend)
+        if backend is not None and backend.compiling():
+            return Place(self._tensor, self._name, index, self._kind, backend, later=True)
+        return Place(self._tensor, self._name, normalize(index, backend), self._kind, backend)
 
     def coords(self, rows: Any) -> "Place":
         """One row of coordinates per element, in an array of shape (elements, axes).
@@ -95,7 +98,8 @@ class Place:
         if len(table.shape) != 2 or not table.shape[1]:
             raise SelectionError("coords takes one row per element and one column per axis, such as [[0, 5], [1, 12]]")
         place = self[tuple([table[:, axis] for axis in range(table.shape[1])])]
-        return Place(place._tensor, place._name, place._index, place._kind, place._backend, pointwise=True)
+        place._pointwise = True
+        return place
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
         """The elements, resolved against the tensor's shape or, for a place without a tensor, a given one.
@@ -178,15 +182,15 @@ class Place:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Place):
             return NotImplemented
-        named = (self._name, self._kind, self._index) == (other._name, other._kind, other._index)
+        named = (self._name, self._kind, self.index) == (other._name, other._kind, other.index)
         return named and self._tensor is other._tensor
 
     def __hash__(self) -> int:
-        return hash((id(self._tensor), self._name, self._kind, self._index))
+        return hash((id(self._tensor), self._name, self._kind, self.index))
 
     def __str__(self) -> str:
         name = self._name or ("" if self._tensor is None else "tensor")
-        index = to_text(self._index or ((...,) if not name else ()))
+        index = to_text(self.index or ((...,) if not name else ()))
         return f"{name}{'' if index == '[]' else index}{f' ({self._kind})' if self._kind else ''}"
 
     def __repr__(self) -> str:
@@ -201,7 +205,7 @@ class Place:
 
     def _edit(self, verb: str, *values: Any) -> Tensor:
         backend = self._backend or self._live(verb)
-        if backend.compiling():
+        if self._later or backend.compiling():
             return edit.run(verb, self._tensor, self._index, *values)
         selection = self._resolve(backend.shape(self._tensor))
         return edit.VERBS[verb](backend, self._tensor, selection, *values)
@@ -210,7 +214,7 @@ class Place:
         try:
             if self._pointwise and len(self._index) != len(shape):
                 raise SelectionError(f"coordinates in {len(self._index)} columns for a tensor of {len(shape)} axes")
-            return resolve(self._index, shape)
+            return resolve(self.index, shape)
         except SelectionError as error:
             raise SelectionError(f"{self}: {error}") from None
 

@@ -15,15 +15,15 @@ Shape = tuple[Any, ...]
 
 COUNTED = "the mask is traced, so how many elements it names is not known; use a concrete mask"
 SMALL = 256
-"""Up to so many entries of index arrays, a resolved selection is kept for the next call."""
+"""Up to so many entries in an index array, its selection is kept for the next call."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Selection:
     """The elements that an index names in a tensor of a given shape.
 
-    It keeps the structure of the index: a slice stays a range and a mask over the whole tensor stays a mask, so naming a
-    billion elements costs no memory until somebody asks for their positions.
+    It keeps the structure of the index: a slice stays a range and a mask over the whole tensor stays a mask, so naming
+    a billion elements costs no memory until somebody asks for their positions.
 
     >>> import elementgrad as eg
     >>> rows = eg.Selection.resolve(([0, 2], slice(None, None, 2)), shape=(3, 5))
@@ -157,7 +157,7 @@ class Selection:
 
     @cached_property
     def basic(self) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-        """The index in ints and forward slices, and the axes of the result to flip; None if it takes more than those."""
+        """The index in ints and forward slices, and the axes of the result to flip; None if that is not enough."""
         if self.mask is not None or self.broadcast is not None or self.traced:
             return None
         index, flips = self.native(lambda array: array)

@@ -1,5 +1,6 @@
 """The tour: the questions people ask about single elements, answered on PyTorch with the code that answers them."""
 
+import ast
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -122,8 +123,10 @@ def run() -> None:
 
 def source(stop: Callable[..., Any]) -> str:
     """The body of a stop as it runs, without its docstring and return."""
-    lines = inspect.getsource(stop).splitlines()[2:]
-    return textwrap.dedent("\n".join(line for line in lines if not line.startswith('    return {"'))).strip()
+    text = inspect.getsource(stop)
+    (function,) = ast.parse(text).body
+    body = function.body[1:-1]  # type: ignore[attr-defined]
+    return textwrap.dedent("\n".join(text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]))
 
 
 def show(value: Any) -> str:

@@ -22,6 +22,7 @@ class Rows:
 
     def __init__(self, x: Tensor, selection: Selection):
         self.x = x
+        self.nothing = not selection.traced and selection.size == 0  # TensorFlow gathers nothing from nothing
         if selection.traced:
             positions = flat_positions(x, selection)
             self.shape, self.rows = tf.shape(positions), tf.reshape(x, [-1])
@@ -36,6 +37,8 @@ class Rows:
 
     def take(self) -> Tensor:
         """The rows."""
+        if self.nothing:
+            return tf.reshape(tf.reshape(self.x, [-1])[:0], self.shape)
         return tf.reshape(tf.gather_nd(self.rows, self.indices), self.shape)
 
     def put(self, value: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ class Rows:
         return self._scatter(tf.tensor_scatter_nd_add, value)
 
     def multiply(self, value: Tensor) -> Tensor:
-        """The tensor with its rows multiplied; repeated ones accumulate: the factors of each distinct one are multiplied first."""
+        """The tensor with its rows multiplied; the factors of repeated ones are multiplied together first."""
         distinct, group = tf.unique(tf.reshape(self.indices, [-1]))
         factors = tf.reshape(tf.broadcast_to(value, self.shape), [-1])
         factors = tf.math.unsorted_segment_prod(factors, group, tf.size(distinct))
@@ -56,6 +59,8 @@ class Rows:
         return self.put(self.take() * factors)
 
     def _scatter(self, scatter: Any, value: Tensor) -> Tensor:
+        if self.nothing:
+            return tf.identity(self.x)
         value = tf.reshape(_broadcast(value, self.shape), self.listed)
         return _reshape(scatter(self.rows, self.indices, value), self.x)
 
