@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 Shape = tuple[int, ...]
+NUMPY_REFUSES = (IndexError, ValueError, DeprecationWarning)
 
 
 def counts(usual: int) -> int:
@@ -90,7 +91,7 @@ def shapes_and_indices(draw: st.DrawFn, wrong: bool = False, max_axes: int = 5, 
 def fits_numpy(shape: Shape, index: Any) -> bool:
     try:
         np.empty(shape, dtype=bool)[index]
-    except (IndexError, ValueError):
+    except NUMPY_REFUSES:
         return False
     return True
 

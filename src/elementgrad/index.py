@@ -56,11 +56,12 @@ class IndexArray:
     @classmethod
     def freeze(cls, array: np.ndarray) -> "IndexArray":
         """Keep a read-only copy, so that a later write to the caller's array cannot change what was named."""
-        boolean = array.dtype.kind == "b"
-        if array.dtype.kind == "u":
+        kind = array.dtype.kind
+        if kind == "u":
             array = np.minimum(array, np.iinfo(np.int64).max)
-        values = np.array(array, dtype=np.bool_ if boolean else np.int64, order="C")
-        values.flags.writeable = False
+        boolean = kind == "b"
+        values = np.array(array, np.bool_ if boolean else np.int64, order="C")
+        values.setflags(write=False)
         return cls(values, values.shape, boolean)
 
     @property
@@ -117,7 +118,7 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
         )
     if item is None:
         raise SelectionError(f"None (newaxis) adds an axis and names no element; {FITS}; reshape the tensor instead")
-    if isinstance(item, (bool, np.ndarray, np.generic, Sequence)) and not isinstance(item, (str, bytes)):
+    if isinstance(item, (np.ndarray, list)):
         return _from_array(item)
     backend = backends.owner(item)
     if backend is not None:
@@ -126,6 +127,8 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
                 f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both"
             )
         return _from_tensor(item, backend)
+    if isinstance(item, (bool, np.generic, Sequence)) and not isinstance(item, (str, bytes)):
+        return _from_array(item)
     try:
         return as_int(item)
     except TypeError:

@@ -345,7 +345,9 @@ class _Walk:
         if low < -size or high >= size:
             culprit = high if high >= size else low
             raise SelectionError(f"index {culprit} is out of range for axis {axis} of size {size}")
-        return np.where(part < 0, part + size, part)
+        counted = np.where(part < 0, part + size, part)
+        counted.flags.writeable = False
+        return counted
 
     def plain(self) -> bool:
         """Whether the arrays land where their axes stand, which is what frameworks do with such an index."""

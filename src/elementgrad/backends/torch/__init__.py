@@ -1,7 +1,7 @@
 """PyTorch."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -55,18 +55,20 @@ class TorchBackend(Backend):
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         if selection.traced:
             return torch.ops.aten.index.Tensor(x, _mesh(x, selection))
-        index, flips = selection.basic or selection.native(_index_on(x.device))
+        index, flips = selection.basic or selection.native(partial(_on, x.device))
         taken = x[index]
         return taken.flip(flips) if flips else taken
 
     def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
         if selection.traced:
             return x.index_put(_mesh(x, selection), self.cast(value, x))
-        index, flips = selection.basic or selection.native(_index_on(x.device))
-        flip = flips and isinstance(value, Tensor)
+        index, flips = selection.basic or selection.native(partial(_on, x.device))
         edited = x.clone()
+        if not isinstance(value, Tensor):
+            edited[index] = value
+            return edited
         try:
-            edited[index] = value.expand(selection.shape).flip(flips) if flip else value
+            edited[index] = value.expand(selection.shape).flip(flips) if flips else value
         except RuntimeError:
             # vmap refuses to write what it maps over into what it does not; index_put makes the batch itself.
             return x.index_put(_mesh(x, selection), value)
@@ -83,7 +85,7 @@ class TorchBackend(Backend):
         return x.index_put(_mesh(x, selection), self.cast(value, x), accumulate=True)
 
     def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where(_index_on(x.device)(mask), x, y)
+        return torch.where(_on(x.device, mask), x, y)
 
     def stop(self, x: Tensor) -> Tensor:
         return x.detach()
@@ -130,21 +132,15 @@ def _graft(value: Tensor, slope: Tensor) -> Tensor:
     return _Graft.apply(value, slope)
 
 
-@lru_cache
-def _index_on(device: torch.device) -> Callable[[Any], Tensor]:
-    """What turns an index array into a tensor on a device. Traced indices are tensors already."""
-
-    def to_tensor(array: Any) -> Tensor:
-        if not isinstance(array, np.ndarray):
-            return array
-        return torch.from_numpy(array.copy()).to(device)  # PyTorch warns of memory that is read-only, as ours is
-
-    return to_tensor
+def _on(device: torch.device, array: Any) -> Tensor:
+    """An index array as a tensor on a device; traced ones are tensors already."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return torch.from_numpy(array.copy()).to(device)  # a copy: PyTorch warns of memory that is read-only, as ours is
 
 
 def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
-    as_index = _index_on(x.device)
-    parts = [as_index(np.asarray(part) if isinstance(part, int) else part) for part in selection.mesh()]
+    parts = [_on(x.device, np.asarray(part) if isinstance(part, int) else part) for part in selection.mesh()]
     # Beside others an index of no axes gets one: the compiler takes the result for a scalar otherwise.
     return tuple([part.reshape(1) if not part.ndim and selection.shape else part for part in parts])
 
