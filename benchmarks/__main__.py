@@ -1,6 +1,7 @@
 """`python -m benchmarks [suite ...]`: run the suites (all of them by default) and print one table."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
@@ -9,7 +10,7 @@ from benchmarks.edits import SUITES
 from benchmarks.harness import report, run
 
 
-def main() -> None:
+def main() -> bool:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="torch, tensorflow, jax, import")
     parser.add_argument("--repeats", type=int, default=15)
@@ -17,6 +18,7 @@ def main() -> None:
     parsed = parser.parse_args()
     results = [result for name in parsed.suites or SUITES for result in run(SUITES[name](), parsed.repeats)]
     report(results, parsed.json)
+    return any(result.steady and result.holds is False for result in results)
 
 
-main()
+sys.exit(main())

@@ -8,11 +8,10 @@ import torch  # before TensorFlow: the other order is known to crash
 from hypothesis import HealthCheck, settings
 
 from tests.frameworks import FRAMEWORKS, Framework
+from tests.made import LONG
 
 torch.set_num_threads(1)
 
-# "long" is for sweeps that are too slow for every run: `HYPOTHESIS_PROFILE=long make test K=made`.
-LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 settings.register_profile(
     "elementgrad", deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck), database=None
 )

@@ -10,8 +10,12 @@ Shape = tuple[int, ...]
 NUMPY_REFUSES = (IndexError, ValueError, DeprecationWarning)
 
 
+# "long" is for sweeps that are too slow for every run: `HYPOTHESIS_PROFILE=long make test K=made`.
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+
+
 def counts(usual: int) -> int:
-    return usual * 10 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else usual
+    return usual * 10 if LONG else usual
 
 
 @st.composite

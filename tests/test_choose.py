@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import elementgrad as eg
 from tests.frameworks import JAX, TENSORFLOW, TORCH, difference
@@ -78,6 +79,34 @@ def test_a_choice_that_a_mask_forbids_has_no_weight(fw):
     assert fw.numpy(eg.choose(fw.tensor([1.0, 2.0]), fw.tensor([-np.inf, 0.0]))) == 2.0
     gradient = fw.grad(lambda logits: eg.choose(fw.tensor([1.0, 2.0]), logits), fw.tensor([-np.inf, 0.0]))
     assert gradient[0].tolist() == [0, 0]
+    x, logits = fw.tensor([np.nan, 2.0, 4.0]), fw.tensor([-np.inf, 0.0, 0.0])
+    assert fw.numpy(eg.choose(x, logits)) == 3.0
+    of_x, of_logits = fw.grad(lambda x, logits: eg.choose(x, logits), x, logits)
+    assert of_x.tolist() == [0, 0.5, 0.5]
+    assert of_logits.tolist() == [0, -0.5, 0.5]
+
+
+def test_the_hard_choice_keeps_the_sign_of_zero(fw):
+    assert np.signbit(fw.numpy(eg.choose(fw.tensor([1.0, -0.0]), fw.tensor([0.0, 1.0]), hard=True)))
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(
+    ("x", "logits", "axis"), [((None, None), (3,), 1), ((None, 3), (None,), 1), ((2, 3), (None,), 0)]
+)
+def test_tensorflow_chooses_along_axes_of_unknown_size(hard, x, logits, axis):
+    signature = [tf.TensorSpec(x, tf.float64), tf.TensorSpec(logits, tf.float64)]
+    function = tf.function(lambda x, logits: eg.choose(x, logits, axis, hard=hard), input_signature=signature)
+    given = LOGITS[0] if axis == 1 else LOGITS[:, 0]
+    wanted = eg.choose(tf.constant(X), tf.constant(given), axis, hard=hard)
+    np.testing.assert_allclose(function(tf.constant(X), tf.constant(given)), wanted)
+
+
+def test_a_keras_variable_chooses():
+    import keras
+
+    logits = keras.Variable(LOGITS[0].astype("float32"))
+    np.testing.assert_allclose(eg.choose(tf.constant(X, tf.float32), logits, hard=True), [40, 3])
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -110,6 +139,8 @@ def test_what_does_not_fit_is_one_sentence(fw):
         eg.choose(fw.tensor([1, 2, 3], "int32"), logits[0])
     with pytest.raises(eg.DtypeError, match="logits must be real"):
         eg.choose(x, fw.tensor([1, 2, 3], "complex64"))
+    with pytest.raises(eg.SelectionError, match="axis 0 of x is empty, and nothing can be chosen from it"):
+        eg.choose(fw.tensor([]), fw.tensor([]))
     with pytest.raises(eg.FrameworkError, match="give logits of"):
         eg.choose(x, LOGITS)
 

@@ -41,6 +41,75 @@ def test_pytorch_cannot_read_a_mapped_tensor():
         torch.func.vmap(lambda i: torch.tensor(i.numpy(force=True)))(torch.tensor([0, 1]))
 
 
+def test_pytorch_indexes_with_a_traced_scalar_only_through_aten():
+    x, i = torch.arange(3.0), torch.tensor(1)
+    read = torch.compile(lambda x, i: torch.ops.aten.index.Tensor(x, (i,)), fullgraph=True, backend="aot_eager")
+    assert read(x, i) == 1
+
+
+def test_pytorch_symbolic_sizes_become_ints_when_asked():
+    seen = []
+
+    @torch.compiler.allow_in_graph
+    def look(x):
+        seen.append((type(x.shape[0]), int(x.shape[0])))
+        return x * 2
+
+    torch.compile(lambda x: look(x), fullgraph=True, dynamic=True, backend="aot_eager")(torch.ones(3))
+    assert (torch.SymInt, 3) in seen
+
+
+def test_pytorch_functional_tensors_are_known_as_such():
+    seen = []
+    torch.func.functionalize(lambda x: seen.append(torch._is_functional_tensor(x)) or x * 1)(torch.ones(2))
+    assert seen == [True]
+
+
+def test_pytorch_reads_what_a_gradient_wraps_as_a_list_only():
+    def look(x):
+        mask = x > 1
+        with pytest.raises((RuntimeError, TypeError)):
+            mask.numpy(force=True)
+        assert mask.tolist() == [False, True]
+        return x.sum()
+
+    torch.func.grad(look)(torch.tensor([1.0, 2.0]))
+
+
+def test_tensorflow_vectorises_a_scatter_with_int32_alone():
+    def update(dtype):
+        index = tf.constant([[[0], [1]]], dtype)
+        values = tf.ones((3, 1, 2))
+        return tf.vectorized_map(
+            lambda v: tf.tensor_scatter_nd_update(tf.zeros(2), index, v), values, fallback_to_while_loop=False
+        )
+
+    assert update(tf.int32).shape == (3, 2)
+    with pytest.raises(Exception, match=r"don't all match|int64"):
+        update(tf.int64)
+
+
+def test_tensorflow_xla_updates_unit_steps_alone():
+    @tf.function(jit_compile=True)
+    def update(x):
+        return tf.raw_ops.TensorStridedSliceUpdate(input=x, begin=[0], end=[4], strides=[2], value=tf.ones(2))
+
+    with pytest.raises(tf.errors.UnimplementedError, match="Strides"):
+        update(tf.zeros(4))
+
+
+def test_tensorflow_forward_mode_has_no_tangent_for_sparse_gradients():
+    x = tf.ones(3)
+    with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.gather(x, [0]) ** 2)
+        gradient = tape.gradient(y, x)
+    assert isinstance(gradient, tf.IndexedSlices)
+    with pytest.raises(AttributeError, match="IndexedSlices"):
+        accumulator.jvp(gradient)
+
+
 def test_tensorflow_has_a_strided_update_with_a_gradient():
     x, v = tf.zeros(4), tf.ones(2)
     with tf.GradientTape() as tape:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 
 import elementgrad as eg
@@ -102,8 +103,83 @@ def test_values_are_numbers_arrays_lists_and_tensors_of_narrower_kinds(fw):
 
 def test_a_wider_value_is_rounded_to_the_tensor(fw):
     x = fw.tensor([1.0, 2.0], "float16")
-    for verb in ("set", "add", "multiply"):
-        assert getattr(eg.at(x)[0], verb)(fw.tensor(0.1, "float64")).dtype == x.dtype
+    for verb, expected in (("set", 0.1), ("add", 1.1), ("multiply", 0.1)):
+        result = getattr(eg.at(x)[0], verb)(fw.tensor(0.1, "float64"))
+        assert result.dtype == x.dtype
+        np.testing.assert_allclose(fw.numpy(result)[0], expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e300, 2**40, 1 / 3])
+@pytest.mark.parametrize("index", [0, [0], slice(0, 1), np.array([True, False])], ids=str)
+def test_numbers_keep_every_digit_of_float64(fw, value, index):
+    x = fw.tensor([1.0, 2.0])
+    for number in (value, np.float64(value), [value], np.array([value])):
+        assert fw.numpy(eg.at(x)[index].set(number))[0] == value
+        assert fw.numpy(eg.at(x)[index].add(number))[0] == 1 + value
+        assert fw.numpy(eg.at(x)[index].multiply(number))[0] == value
+    assert fw.numpy(eg.at(x)[[0, 0]].add(value))[0] == 1 + (value + value)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("uint8", 300), ("uint8", -1), ("int32", 2**40), ("int8", [1, 200])])
+@pytest.mark.parametrize("verb", ["set", "add", "multiply"])
+def test_an_integer_that_does_not_fit_is_refused_and_never_wraps(fw, dtype, value, verb):
+    x = fw.tensor([1, 2], dtype)
+    for given_value in (value, np.array(value)):
+        with pytest.raises(eg.DtypeError, match=f"does not fit {dtype}, which holds"):
+            getattr(eg.at(x)[:], verb)(given_value)
+
+
+def test_a_huge_int_is_a_float_for_a_float_tensor(fw):
+    assert fw.numpy(eg.at(fw.tensor([0.0], "float32"))[0].set(2**64))[0] == 2.0**64
+    with pytest.raises(eg.DtypeError, match="an int of 4000 bits does not fit"):
+        eg.at(fw.tensor([0.0]))[0].set(2**3999)
+
+
+def test_a_step_beyond_any_size_names_the_first_element(fw):
+    x = fw.tensor([1.0, 2.0, 3.0])
+    for step in (10**30, -(10**30)):
+        assert fw.numpy(eg.at(x)[::step].get()).tolist() == [1.0 if step > 0 else 3.0]
+        assert fw.numpy(eg.at(x)[::step].set(0.0)).sum() == (5 if step > 0 else 3)
+
+
+def test_values_of_number_formats_that_numpy_only_stores():
+    x = JAX.tensor([0.0, 0.0], "float32")
+    assert JAX.numpy(eg.at(x)[:].set(np.asarray(JAX.tensor([1.0, 2.0], "bfloat16")))).tolist() == [1, 2]
+    for fw in (TORCH, TENSORFLOW, JAX):
+        assert fw.numpy(eg.at(fw.tensor([0.0]))[0].set(np.longdouble(2))).tolist() == [2]
+
+
+def test_unsigned_integers_take_their_whole_range(fw):
+    x = fw.tensor([1, 2], "uint32")
+    assert fw.numpy(eg.at(x)[0].set(3_000_000_000)).tolist() == [3_000_000_000, 2]
+
+
+def test_arrays_of_any_layout_are_values(fw):
+    x = fw.tensor([0.0, 0.0, 0.0])
+    read_only = np.array([1.0, 2.0, 3.0])
+    read_only.flags.writeable = False
+    for value in (np.array([3.0, 2.0, 1.0])[::-1], np.array([1.0, 2.0, 3.0], dtype=">f8"), read_only):
+        assert fw.numpy(eg.at(x)[:].set(value)).tolist() == [1, 2, 3]
+
+
+def test_a_later_write_to_a_value_changes_no_gradient(fw):
+    value = np.array([2.0, 2.0])
+
+    def loss(x):
+        edited = eg.at(x)[:].multiply(value)
+        value[:] = 100
+        return fw.sum(edited)
+
+    assert fw.grad(loss, fw.tensor([1.0, 1.0]))[0].tolist() == [2, 2]
+
+
+def test_a_list_of_tensors_is_no_value_and_no_index(fw):
+    one = fw.tensor(1.0)
+    with pytest.raises(eg.FrameworkError, match="a list of tensors is not one value; stack them into a tensor first"):
+        eg.at(fw.tensor([1.0, 2.0]))[:].set([one, one])
+    zero = fw.tensor(0, "int64")
+    with pytest.raises(eg.SelectionError, match="a list of tensors is not an index; stack them into one tensor first"):
+        eg.at(fw.tensor([1.0, 2.0]))[[zero, zero]]
 
 
 def test_values_broadcast_as_in_an_assignment(fw):
@@ -207,12 +283,35 @@ def test_an_integer_tensor_has_no_gradient_to_keep_or_stop(fw, verb, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [("int32", 2.5), ("bool", 2), ("float32", 1j), ("int32", np.array([0.5])), ("float64", np.array([1j]))],
+    [("int32", 2.5), ("int64", 2.0), ("float32", 1j), ("int32", np.array([0.5])), ("float64", np.array([1j]))],
 )
 @pytest.mark.parametrize("verb", ["set", "add", "multiply"])
 def test_a_value_of_a_wider_kind_is_refused_and_not_cut_down(fw, dtype, value, verb):
     with pytest.raises(eg.DtypeError, match=r"value does not fit a tensor of .*; cast one of them first"):
         getattr(eg.at(fw.tensor([1, 0], dtype))[0], verb)(value)
+
+
+@pytest.mark.parametrize("verb", ["add", "multiply"])
+def test_booleans_have_no_sums(fw, verb):
+    with pytest.raises(eg.DtypeError, match=r"add and multiply need numbers and the tensor is .*bool"):
+        getattr(eg.at(fw.tensor([True, False], "bool"))[0], verb)(True)
+
+
+def test_texts_are_no_numbers():
+    texts = tf.constant(["a", "b"])
+    assert eg.at(texts)[0].get() == b"a"
+    assert eg.at(texts)[0].set(texts[1]).numpy().tolist() == [b"b", b"b"]
+    with pytest.raises(eg.DtypeError, match="a non-numeric value does not fit a tensor of"):
+        eg.at(TENSORFLOW.tensor([1.0]))[0].set(texts[0])
+    with pytest.raises(eg.DtypeError, match="does not fit a tensor of"):
+        eg.at(texts)[0].set(1.0)
+
+
+def test_a_sparse_tensor_is_refused():
+    with pytest.raises(
+        eg.FrameworkError, match=r"layout torch.sparse_coo has no elements to index; give x.to_dense\(\)"
+    ):
+        eg.at(TORCH.tensor([1.0, 0.0]).to_sparse())[0].get()
 
 
 @pytest.mark.parametrize("verb", ["set", "add", "multiply"])
@@ -260,5 +359,13 @@ def test_nothing_is_changed_in_place(fw):
             getattr(eg.at(x)[index], verb)(value)
     eg.at(x)[0].only()
     eg.at(x)[0].stop()
+    for index in (0, [0, 1], slice(None)):
+
+        def in_place(taken):
+            if fw is TORCH:
+                taken.mul_(10)
+            return taken * 2
+
+        eg.at(x)[index].apply(in_place)
     assert np.array_equal(fw.numpy(x), array)
     assert fw.numpy(value).tolist() == [7, 8, 9]

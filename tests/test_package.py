@@ -58,6 +58,16 @@ def test_a_tensor_finds_its_backend_whichever_was_imported_first():
     assert python(code) == "[3.0, 1.0]"
 
 
+def test_a_framework_that_cannot_be_imported_disturbs_no_other():
+    code = """
+import sys
+sys.modules["tensorflow"] = None
+import torch, elementgrad as eg
+print(eg.at(torch.ones(2))[0].set(3.0).tolist())
+"""
+    assert python(code) == "[3.0, 1.0]"
+
+
 def test_the_first_edit_may_stand_inside_a_compiled_function():
     code = """
 import torch, elementgrad as eg
@@ -105,7 +115,28 @@ def test_every_error_is_one_of_ours_and_of_pythons():
     assert issubclass(eg.DtypeError, TypeError)
 
 
-def test_the_tour_prints_the_founding_numbers(capsys, monkeypatch):
+TOUR = {
+    "replace_an_element": ["[1, 2, 10, 4]", "[1, 1, 0, 1]", "1"],
+    "replace_and_square": ["78", "[0, 4, 6, 8]", "14"],
+    "one_element_alone": ["[0, 0, 6, 0]"],
+    "one_step_on_one_element": ["[1, 1.6, 3, 4]"],
+    "the_published_answer": ["[0.8, 2, 2.4, 3.2]"],
+    "three_ways_to_element_zero": ["[6, 0, 0]", "[6, 0, 0]", "[6, 0, 0]"],
+    "element_zero_alone": ["[6, 0, 0]"],
+    "the_message_about_element_zero": ["element 0 of tensors does not require grad and does not have a grad_fn"],
+    "bad_numbers_stay_away": ["nan", "[0, 4]"],
+}
+
+
+@pytest.mark.parametrize("stop", tour.STOPS, ids=lambda stop: stop.__name__)
+def test_every_stop_of_the_tour_gives_its_founding_numbers(stop):
+    tour.torch = torch
+    answers = [tour.show(value).replace("\\[", "[") for value in stop().values()]
+    assert answers == TOUR.get(stop.__name__, answers)
+    assert stop.__name__ in TOUR or answers[-1] == "1"  # what was learned
+
+
+def test_the_tour_prints_its_stops(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["tour"]) == 0
     printed = capsys.readouterr().out

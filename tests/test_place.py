@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +101,9 @@ def test_text_may_be_written_in_several_ways(text, same):
         ("conv1[int(3)]", 7),
         ("conv1[99999999999999999999, [99999999999999999999]]", 29),
         ("]", 1),
+        ("x[" + "1" * 5000 + "]", 3),
+        ("x[int(0, " + "9" * 30 + ")]", 3),
+        ("x[int(" + "0, " * 70 + "0)]", 3),
         ("a\nb[0]", 3),
     ],
 )
@@ -107,6 +111,11 @@ def test_text_that_does_not_parse_marks_the_character(text, character):
     with pytest.raises(eg.ParseError, match=f"at character {character},") as caught:
         eg.at(text)
     assert str(caught.value).splitlines()[-1] == "  " + " " * (character - 1) + "^"
+
+
+def test_brackets_without_end_are_refused():
+    with pytest.raises(eg.ParseError, match="expected fewer brackets inside one another"):
+        eg.at("x[" + "[" * 5000)
 
 
 def test_places_are_equal_by_name_and_index_and_by_tensor_identity(fw):
@@ -125,7 +134,27 @@ def test_places_are_equal_by_name_and_index_and_by_tensor_identity(fw):
 def test_named_places_copy_and_pickle():
     place = eg.at("w", kind="parameter")[[0, 1], 2:]
     assert copy.deepcopy(place) == place
-    assert pickle.loads(pickle.dumps(place)) == place
+    again = pickle.loads(pickle.dumps(place))
+    assert again == place
+    assert not again.index[0].values.flags.writeable
+
+
+def test_live_places_copy_with_their_framework(fw):
+    place = copy.deepcopy(eg.at(fw.tensor([1.0, 2.0]))[1:])
+    assert fw.numpy(place.set(fw.tensor(5.0))).tolist() == [1, 5]
+
+
+def test_a_place_is_not_a_sequence():
+    for iterable in (eg.at("x"), eg.at):
+        with pytest.raises(TypeError, match="is not iterable"):
+            iter(iterable)
+
+
+def test_a_text_is_a_str_and_a_function_is_callable():
+    with pytest.raises(eg.PlaceError, match="NoneType is not the text of a place"):
+        eg.Place.parse(None)
+    with pytest.raises(eg.PlaceError, match="apply takes a function of the named elements, and 3 is none"):
+        eg.at(torch.ones(2))[0].apply(3)
 
 
 def test_a_place_cannot_be_changed():
@@ -148,8 +177,9 @@ def test_coords_name_one_element_per_row(fw):
     assert fw.numpy(eg.at(x).coords(np.zeros((0, 2), int)).get()).tolist() == []
     with pytest.raises(eg.SelectionError, match="coordinates in 1 columns for a tensor of 2 axes"):
         eg.at(x).coords([[0], [1]]).get()
-    with pytest.raises(eg.SelectionError, match="one row per element and one column per axis"):
-        eg.at(x).coords([0, 1])
+    for wrong in ([0, 1], [[0, 1], [2]], [[]], [[True, False]]):
+        with pytest.raises(eg.SelectionError, match="one row per element and one column per axis"):
+            eg.at(x).coords(wrong)
     with pytest.raises(eg.SelectionError, match="cannot name elements"):
         eg.at(x).coords([[0.5, 1.0]])
     with pytest.raises(eg.PlaceError, match="indexed already"):
@@ -162,10 +192,10 @@ def test_a_place_is_indexed_once(fw):
 
 
 @pytest.mark.parametrize("place", [eg.at("fc.weight")[0], eg.at[0]], ids=str)
-@pytest.mark.parametrize("verb", ["get", "only", "stop", "select"])
+@pytest.mark.parametrize("verb", ["get", "only", "stop", "select", "set", "add", "multiply", "apply"])
 def test_a_place_without_a_tensor_has_nothing_to_edit(place, verb):
-    with pytest.raises(eg.PlaceError, match=r"has no live tensor to .*; give the tensor itself"):
-        getattr(place, verb)()
+    with pytest.raises(eg.PlaceError, match=rf"has no live tensor to {verb}; give the tensor itself"):
+        getattr(place, verb)(*([1.0] if verb in ("set", "add", "multiply", "apply") else []))
 
 
 @pytest.mark.parametrize("value", [np.ones(3), np.float64(1), [1.0], 1.0, None, {"a": 1}], ids=repr)
@@ -177,6 +207,12 @@ def test_what_is_no_tensor_says_which_frameworks_to_use(value):
 def test_a_kind_is_one_of_a_few_words():
     with pytest.raises(eg.PlaceError, match="kind 'weight' is none of input, output, activation, parameter, buffer"):
         eg.at("x", kind="weight")
+    assert eg.at(eg.at("x")[0], kind="input") == eg.at("x", kind="input")[0]
+    assert eg.at("x (input)", kind="input") == eg.at("x (input)")
+    with pytest.raises(eg.PlaceError, match=r"x \(input\) is a place of kind 'input' and not 'output'; give one kind"):
+        eg.at("x (input)", kind="output")
+    with pytest.raises(eg.PlaceError, match="kind 'input' tells two tensors of one name apart"):
+        eg.at(torch.ones(2), kind="input")
 
 
 def test_errors_name_the_place():
@@ -187,6 +223,6 @@ def test_errors_name_the_place():
 
 
 def test_a_place_shows_what_it_is_of(fw):
-    assert repr(eg.at("x")[0]) == 'Place.parse("x[0]")'
+    assert repr(eg.at("x")[0]) == "Place.parse('x[0]')"
     assert fw.name in repr(eg.at(fw.tensor([1.0]))[0])
     assert "float64" in repr(eg.at(fw.tensor([1.0]))[0])

@@ -1,10 +1,11 @@
 """A selection names the elements that NumPy would, whatever the index."""
 
 import dataclasses
+from collections import namedtuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 
 import elementgrad as eg
 from elementgrad.index import Span
@@ -13,10 +14,14 @@ from tests.made import NUMPY_REFUSES, counts, shapes_and_indices
 
 @pytest.mark.parametrize("batch", range(4))
 def test_made_indices_name_the_elements_that_numpy_names(batch):
-    @settings(max_examples=counts(5000))
+    seen = set()
+
+    @seed(batch)
+    @settings(max_examples=counts(8000), derandomize=False)
     @given(shapes_and_indices(wrong=batch % 2 == 1))
     def agrees(made):
         shape, index = made
+        seen.add(repr(made))
         positions = np.arange(int(np.prod(shape))).reshape(shape)
         try:
             expected = positions[index]
@@ -39,6 +44,7 @@ def test_made_indices_name_the_elements_that_numpy_names(batch):
             assert np.array_equal(blocks[rows].reshape(expected.shape), expected)
 
     agrees()
+    assert len(seen) >= counts(4500)
 
 
 def resolved(index, shape):
@@ -81,6 +87,31 @@ def test_a_selection_cannot_be_changed_from_outside():
         selection.parts[0][0] = 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         selection.of = (4,)
+    for index in ((np.array([True, False, True]), 0), ([-1, 0],), (np.eye(3, dtype=bool),), (True, [0, 1])):
+        again = eg.Selection.resolve(index, shape=(3, 3))
+        for part in again.axes:
+            if isinstance(part, np.ndarray):
+                with pytest.raises(ValueError, match="read-only"):
+                    part[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("index", "repeated"),
+    [
+        (([1, 1],), (1,)),
+        (([-1, -1],), (-1,)),
+        (([0, 1], [2, 2]), None),
+        (([0, 0], [2, 2]), (0, 2)),
+        ((slice(None), [0, 1, 0]), (0,)),
+        (([-1, 3],), None),  # nobody knows
+    ],
+)
+def test_repeats_are_found_on_axes_of_unknown_size_too(index, repeated):
+    selection = eg.Selection.resolve(index, shape=(None, 3))
+    assert selection.repeated == repeated
+    assert not selection.unique or repeated is None
+    with pytest.raises(eg.TracedError, match="how many elements there are is not known"):
+        eg.Selection.resolve(slice(None), shape=(None, 3)).size  # noqa: B018
 
 
 def test_an_axis_of_unknown_size_keeps_its_slice_and_is_not_checked():
@@ -90,6 +121,28 @@ def test_an_axis_of_unknown_size_keeps_its_slice_and_is_not_checked():
     assert selection.traced
     with pytest.raises(eg.SelectionError):
         eg.Selection.resolve((slice(None), 5), shape=(None, 5))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.int8])
+def test_indices_may_be_of_any_integer_dtype(dtype):
+    assert eg.Selection.resolve(np.array([0, 2], dtype), shape=(3,)).flat().tolist() == [0, 2]
+
+
+def test_a_named_tuple_is_a_tuple_and_what_has_an_array_is_one():
+    point = namedtuple("Point", "row column")(1, 2)
+    assert eg.Selection.resolve(point, shape=(3, 3)).flat() == 5
+
+    class Series:
+        def __array__(self, dtype=None, copy=None):
+            return np.array([1, 2])
+
+    assert eg.Selection.resolve(Series(), shape=(3,)).flat().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("shape", [5, "ab", (-1,)])
+def test_a_shape_is_a_tuple_of_sizes(shape):
+    with pytest.raises((eg.SelectionError, TypeError)):
+        eg.Selection.resolve(0, shape)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +167,10 @@ def test_an_axis_of_unknown_size_keeps_its_slice_and_is_not_checked():
         (np.array([1.0]), "an index array of dtype float64 cannot name elements"),
         ("a", "'a' of type str is not an index"),
         (slice(0.5, 1), "slice bound 0.5 is not an int"),
-        ([[0, 1], [2]], "list does not make one array"),
+        ([[0, 1], [2]], "list does not make one array; its rows must be of one length"),
+        ([2**70], f"[{2**70}] holds an int that is out of range for any axis"),
+        ([0, "a"], "cannot name elements"),
+        ([0, None], "[0, None] holds what is not an int"),
         ({0}, "{0} of type set is not an index"),
     ],
 )

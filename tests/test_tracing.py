@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import elementgrad as eg
 from tests.frameworks import JAX, TENSORFLOW, TORCH
@@ -64,12 +65,14 @@ def test_edits_map_over_a_batch(fw, verb, index):
 
 @pytest.mark.parametrize("verb", ["get", "set", "add", "apply", "only", "stop"])
 def test_indices_known_only_at_run_time(fw, verb):
+    value = np.array([5.0, 7.0])
+
     def edit(x, rows, column):
-        return run(fw, verb, x, (rows, column), 5.0 if needs_value(verb) else None)
+        return run(fw, verb, x, (rows, column), fw.tensor(value) if needs_value(verb) else None)
 
     rows, column = fw.tensor([2, -3], "int64"), fw.tensor(1, "int64")
     result = fw.jit(edit)(fw.tensor(X), rows, column)
-    np.testing.assert_allclose(fw.numpy(result), numpy_edit(verb, X, ([2, -3], 1), 5.0))
+    np.testing.assert_allclose(fw.numpy(result), numpy_edit(verb, X, ([2, -3], 1), value))
     (gradient,) = fw.grad(lambda x: fw.sum(fw.jit(edit)(x, rows, column) ** 2), fw.tensor(X))
     (expected,) = fw.grad(lambda x: fw.sum(edit(x, rows, column) ** 2), fw.tensor(X))
     np.testing.assert_allclose(gradient, expected)
@@ -77,11 +80,32 @@ def test_indices_known_only_at_run_time(fw, verb):
 
 @pytest.mark.parametrize("verb", ["get", "set", "add", "only"])
 def test_a_single_index_known_only_at_run_time(fw, verb):
+    value = np.array([5.0, 7.0])
+
     def edit(x, row):
-        return run(fw, verb, x, (row, slice(None, None, -2)), 5.0 if needs_value(verb) else None)
+        return run(fw, verb, x, (row, slice(None, None, -2)), fw.tensor(value) if needs_value(verb) else None)
 
     result = fw.jit(edit)(fw.tensor(X), fw.tensor(-1, "int64"))
-    np.testing.assert_allclose(fw.numpy(result), numpy_edit(verb, X, (-1, slice(None, None, -2)), 5.0))
+    np.testing.assert_allclose(fw.numpy(result), numpy_edit(verb, X, (-1, slice(None, None, -2)), value))
+
+
+@pytest.mark.parametrize("frame", [TENSORFLOW, JAX], ids=lambda frame: frame.name)
+@pytest.mark.parametrize("verb", ["add", "multiply"])
+def test_backward_slices_beside_indices_known_only_at_run_time(frame, verb):
+    value = np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    edit = frame.jit(lambda x, rows: getattr(eg.at(x)[rows, ::-1], verb)(frame.tensor(value)))
+    expected = numpy_edit(verb, X, ([1, 1], slice(None, None, -1)), value)
+    np.testing.assert_allclose(frame.numpy(edit(frame.tensor(X), frame.tensor([1, 1], "int64"))), expected)
+
+
+def test_masks_and_indices_computed_from_x_are_read_inside_a_gradient(fw):
+    x = fw.tensor([1.0, 2.0, 3.0])
+    grad = {"torch": torch.func.grad, "jax": jax.grad, "tensorflow": lambda f: lambda x: fw.grad(f, x)[0]}[fw.name]
+    assert np.asarray(grad(lambda x: fw.sum(eg.at(x)[x > 1.5].get() ** 2))(x)).tolist() == [0, 4, 6]
+    tangent = fw.jvp(
+        lambda x: fw.sum(eg.at(x)[x > 1.5].apply(lambda taken: taken**2)), [x], [fw.tensor([1.0, 1.0, 1.0])]
+    )
+    assert tangent == 11
 
 
 def test_repeated_indices_known_only_at_run_time_accumulate_in_add(fw):
@@ -136,7 +160,7 @@ def test_tensorflow_reads_a_mask_known_only_at_run_time():
 def test_static_indices_are_checked_while_compiling(fw):
     with pytest.raises(Exception, match=r"index 9 is out of range for axis 0 of size 3"):
         fw.jit(lambda x: eg.at(x)[[0, 9]].set(1.0))(fw.tensor(X))
-    with pytest.raises(Exception, match=r"set names element \(0, 0\) more than once"):
+    with pytest.raises(Exception, match=r"set names element \(0,\) more than once"):
         fw.jit(lambda x: eg.at(x)[[0, 0]].set(1.0))(fw.tensor(X))
 
 
@@ -182,6 +206,15 @@ def test_tensorflow_refuses_an_index_out_of_an_unknown_range(index):
         read(tf.constant(X))
 
 
+def test_tensorflow_refuses_repeats_along_a_known_axis_beside_an_unknown_one():
+    @tf.function(input_signature=[tf.TensorSpec((None, 4), tf.float64)])
+    def edit(x):
+        return eg.at(x)[:, [1, 1]].set([1.0, 2.0])
+
+    with pytest.raises(eg.DuplicateError, match=r"set names element \(1,\) more than once"):
+        edit(tf.constant(X))
+
+
 def test_tensorflow_needs_to_know_the_number_of_axes():
     @tf.function(input_signature=[tf.TensorSpec(None, tf.float64)])
     def read(x):
@@ -207,8 +240,27 @@ def test_pytorch_breaks_the_graph_to_multiply_at_indices_that_may_repeat():
     assert edit(torch.ones(3), torch.tensor([0, 0, 2])).tolist() == [4, 1, 2]
 
 
-@pytest.mark.parametrize("index", [(1,), ([0, 2],), (slice(None), 1)], ids=str)
+def test_pytorch_compiles_with_numbers_that_change():
+    torch.compiler.reset()
+    edit = torch.compile(lambda x, k: eg.at(x)[0].set(k) + eg.at(x)[[1]].multiply(k), backend="aot_eager")
+    for number in (1, 2, 3, 0.5, 0.25):
+        np.testing.assert_allclose(edit(torch.ones(2), number), [number + 1, number + 1])
+
+
+def test_pytorch_functionalize_and_jit_trace_see_the_right_elements():
+    x, rows = torch.arange(6.0).reshape(3, 2), torch.tensor([2, 1])
+    assert torch.func.functionalize(lambda x, i: eg.at(x)[i].get())(x, rows).tolist() == x[rows].tolist()
+    assert torch.func.functionalize(lambda x, m: eg.at(x)[m].set(0.0))(x, x > 2).sum() == 3
+    with pytest.warns(torch.jit.TracerWarning, match="Converting a tensor to a Python integer"):
+        traced = torch.jit.trace(lambda x: eg.at(x)[[0, -1]].get(), (x,))
+    assert traced(x).tolist() == x[[0, -1]].tolist()
+
+
+@pytest.mark.parametrize(
+    "index", [(1,), (-1,), ([0, 2],), ([0, -1],), (slice(None), 1), (slice(None), [0, 1]), (slice(-2, None),)], ids=str
+)
 def test_pytorch_compiles_with_symbolic_sizes_and_without_graph_breaks(index):
+    torch.compiler.reset()
     edit = torch.compile(lambda x: eg.at(x)[index].set(0.0), fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (3, 5, 7):
         x = np.arange(rows * 4.0).reshape(rows, 4)
@@ -235,6 +287,8 @@ def test_pytorch_maps_a_value_over_a_compiled_edit():
 def test_coordinates_name_elements_while_compiling(fw):
     edit = fw.jit(lambda x: eg.at(x).coords([[0, 1], [2, -1]]).set(0.0))
     np.testing.assert_allclose(fw.numpy(edit(fw.tensor(X))), numpy_edit("set", X, ([0, 2], [1, -1]), 0.0))
+    with pytest.raises(Exception, match="coordinates in 1 columns for a tensor of 2 axes"):
+        fw.jit(lambda x: eg.at(x).coords([[0], [1]]).get())(fw.tensor(X))
 
 
 def test_a_place_made_while_compiling_works_outside():
@@ -324,6 +378,25 @@ def test_jax_transformations_compose():
     composed = jax.jit(jax.vmap(jax.grad(loss), in_axes=(0, None)))
     xs = jnp.stack([jnp.arange(3.0), jnp.arange(3.0) + 1])
     np.testing.assert_allclose(composed(xs, jnp.array(9.0)), [[0, 2, 4], [0, 4, 6]])
+
+
+def test_jax_scan_linearize_and_checkpoint():
+    def pick(x, i):
+        return jnp.sum(eg.at(x)[i].only() ** 2)
+
+    x = jnp.arange(3.0)
+    scanned = jax.grad(lambda x: jax.lax.scan(lambda total, i: (total + pick(x, i), None), 0.0, jnp.arange(2))[0])
+    assert scanned(x).tolist() == [0, 2, 0]
+    assert jax.linearize(lambda x: pick(x, 2), x)[1](jnp.ones(3)) == 4
+    assert jax.grad(jax.checkpoint(pick))(x, 2).tolist() == [0, 0, 4]
+
+
+def test_pytorch_dual_numbers_pass_through_edits():
+    x, tangent = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 10.0, 100.0])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        assert forward_ad.unpack_dual(eg.at(dual)[[0, 2]].only()).tangent.tolist() == [1, 0, 100]
+        assert forward_ad.unpack_dual(eg.at(dual)[1].multiply(3.0)).tangent.tolist() == [1, 30, 100]
 
 
 def test_jax_clamps_traced_indices_by_its_own_rule_and_refuses_concrete_ones():

@@ -1,5 +1,6 @@
 """The learned choice of an element: which one is itself a parameter."""
 
+from operator import index as as_int
 from typing import Any
 
 from elementgrad import backends
@@ -44,13 +45,24 @@ def choose(x: Tensor, logits: Tensor, axis: int = -1, hard: bool = False) -> Ten
 def _align(backend: Backend, shape: tuple[Any, ...], logits: Tensor, axis: int) -> tuple[int, Tensor]:
     """The axis counted from the front, and the logits with as many axes as x."""
     given = tuple(backend.shape(logits))
+    try:
+        axis = as_int(axis)
+    except TypeError:
+        raise SelectionError(f"axis {axis!r} is not an int; give one from {-len(shape)} to {len(shape) - 1}") from None
     if not -len(shape) <= axis < len(shape):
         raise SelectionError(f"axis {axis} is out of range for a tensor of {len(shape)} axes")
     axis %= len(shape)
-    aligned = (*given, *(1,) * (len(shape) - axis - 1)) if len(given) == 1 else given
-    if len(aligned) < len(shape):
-        aligned = (1,) * (len(shape) - len(aligned)) + aligned
-    fits = len(aligned) == len(shape) and all(a in (1, b) or b is None for a, b in zip(aligned, shape, strict=True))
-    if not fits or aligned[axis] != shape[axis]:
-        raise BroadcastError(f"logits of shape {given} do not fit x of shape {tuple(shape)} along axis {axis}")
-    return axis, logits if aligned == given else backend.reshape(logits, aligned)
+    if shape[axis] == 0:
+        raise SelectionError(f"axis {axis} of x is empty, and nothing can be chosen from it")
+    behind = len(shape) - axis - 1 if len(given) == 1 else 0
+    aligned = (1,) * (len(shape) - len(given) - behind) + given + (1,) * behind
+    fits = len(aligned) == len(shape) and all(
+        a in (1, b, None) or b is None for a, b in zip(aligned, shape, strict=True)
+    )
+    if not fits or (aligned[axis] != shape[axis] and None not in (aligned[axis], shape[axis])):
+        raise BroadcastError(
+            f"logits of shape {given} do not fit x of shape {tuple(shape)} along axis {axis}; give one per element"
+        )
+    if aligned == given:
+        return axis, logits
+    return axis, logits[(None,) * (len(shape) - len(given) - behind) + (..., *(None,) * behind)]

@@ -12,11 +12,12 @@ import numpy as np
 from elementgrad import backends
 from elementgrad.backends import Backend
 from elementgrad.errors import BroadcastError, DtypeError, DuplicateError, FrameworkError
+from elementgrad.index import holds_tensors
 from elementgrad.selection import Selection, Shape
 
 Tensor = Any
 KINDS = "bifc"
-KIND_NAMES = {"b": "boolean", "i": "integer", "f": "floating", "c": "complex", "o": "non-numeric"}
+KIND_NAMES = {"b": "a boolean", "i": "an integer", "f": "a floating", "c": "a complex"}
 PYTHON_KINDS = {bool: "b", int: "i", float: "f", complex: "c"}
 
 
@@ -25,10 +26,10 @@ def get(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     return backend.take(x, selection)
 
 
-def get_distinct(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
-    """What `apply` computes with."""
+def lend(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
+    """What `apply` computes with: the named elements, which its function may write to."""
     require_unique(selection, "apply")
-    return backend.take(x, selection)
+    return backend.fresh(backend.take(x, selection))
 
 
 def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
@@ -42,12 +43,12 @@ def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tenso
 
 def add(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
     """A copy with values added to the named elements."""
-    return _combine(backend, x, selection, value, operator.add, neutral=0)
+    return _combine(backend, x, selection, value, operator.add)
 
 
 def multiply(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
     """A copy with the named elements multiplied."""
-    return _combine(backend, x, selection, value, operator.mul, neutral=1)
+    return _combine(backend, x, selection, value, operator.mul)
 
 
 def only(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
@@ -66,7 +67,7 @@ def stop(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
 
 VERBS: dict[str, Callable[..., Tensor]] = {
     "get": get,
-    "get_distinct": get_distinct,
+    "lend": lend,
     "set": set_,
     "add": add,
     "multiply": multiply,
@@ -88,10 +89,9 @@ def _run(verb: str, x: Tensor, index: Any, *values: Any) -> Tensor:
 
 def require_unique(selection: Selection, verb: str) -> None:
     """An element named twice has no one new value; traced indices cannot be checked."""
-    if not selection.unique and not selection.traced:
-        raise DuplicateError(
-            f"{verb} names element {selection.repeated()} more than once; name it once, or use add or multiply"
-        )
+    repeated = selection.repeated
+    if repeated:
+        raise DuplicateError(f"{verb} names element {repeated} more than once; name it once, or use add or multiply")
 
 
 def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
@@ -102,35 +102,73 @@ def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
 
 def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
     """The value as a number, or a tensor of x's dtype that broadcasts to the selection; or an error before any work."""
-    kind = PYTHON_KINDS.get(type(value))
-    shape: Shape = ()
-    if kind is None:
-        owner = backends.owner(value)
-        if owner is backend:
-            shape = backend.shape(value)
-            if value.dtype == x.dtype:
-                return _broadcastable(backend, value, shape, selection) if shape else value
-            kind = backend.kind(value)
-        elif owner is None:
-            value = _array(value)
-            shape, kind = value.shape, value.dtype.kind.replace("u", "i")
-        else:
-            raise FrameworkError(
-                f"the tensor is {backend.name}'s and the value is {owner.name}'s; make the value {backend.name}'s first"
-            )
-    if KINDS.find(kind) > KINDS.find(backend.kind(x)):
-        raise DtypeError(f"a {KIND_NAMES[kind]} value does not fit a tensor of {x.dtype}; cast one of them first")
-    if type(value) in PYTHON_KINDS:
-        return value
-    value = backend.cast(value, x)
+    kind = PYTHON_KINDS.get(type(value)) or backend.number(value)
+    if kind is not None:
+        return _number(backend, x, value, kind)
+    owner = backends.owner(value)
+    if owner is backend:
+        shape = backend.shape(value)
+        if value.dtype != x.dtype:
+            _require_kind(backend, x, backend.kind(value))
+            value = backend.cast(value, x)
+    elif owner is None:
+        value = _array(value)
+        shape = value.shape
+        _require_kind(backend, x, "i" if value.dtype.kind == "u" else value.dtype.kind)
+        if value.dtype.kind in "iu" and value.size:
+            _require_range(x, value.min(), value.max())
+        value = backend.cast(value, x)
+    else:
+        raise FrameworkError(
+            f"the tensor is {backend.name}'s and the value is {owner.name}'s; make the value {backend.name}'s first"
+        )
     return _broadcastable(backend, value, shape, selection) if shape else value
 
 
-def _array(value: Any) -> np.ndarray:
+def _number(backend: Backend, x: Tensor, value: Any, kind: str) -> Any:
+    _require_kind(backend, x, kind)
+    if type(value) is not int:
+        return value
+    if backend.kind(x) == "i":
+        _require_range(x, value, value)
+        return value
     try:
-        array = np.asarray(value)
+        return float(value)
+    except OverflowError:
+        raise DtypeError(f"an int of {value.bit_length()} bits does not fit a tensor of {x.dtype}") from None
+
+
+def _require_kind(backend: Backend, x: Tensor, kind: str) -> None:
+    own = backend.kind(x)
+    if kind not in KINDS or own not in KINDS or KINDS.index(kind) > KINDS.index(own):
+        given = KIND_NAMES.get(kind, "a non-numeric")
+        raise DtypeError(f"{given} value does not fit a tensor of {x.dtype}; cast one of them first")
+
+
+def _require_range(x: Tensor, low: Any, high: Any) -> None:
+    """Frameworks let an integer that does not fit wrap around, or not, each in its own way."""
+    try:
+        limits = np.iinfo(str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2])
+    except (TypeError, ValueError):  # no integers, or none that NumPy knows
+        return
+    if not limits.min <= low <= high <= limits.max:
+        culprit = high if high > limits.max else low
+        raise DtypeError(
+            f"{culprit} does not fit {limits.dtype}, which holds {limits.min} to {limits.max}; cast x first"
+        )
+
+
+def _array(value: Any) -> np.ndarray:
+    """A copy, so that a later write to the caller's array cannot change a gradient."""
+    if holds_tensors(value):
+        raise FrameworkError("a list of tensors is not one value; stack them into a tensor first")
+    try:
+        array = np.array(value, order="C")
+        if array.dtype.kind == "V" or array.dtype == np.longdouble:  # bfloat16 and the like, which NumPy only stores
+            return array.astype(np.float64)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
     except Exception:
-        array = np.empty((), dtype=object)
+        array = np.array(None)
     if array.dtype.kind not in "biufc":
         raise FrameworkError(
             f"{type(value).__name__} is not a value to put into a tensor; give a number, array or tensor"
@@ -150,21 +188,26 @@ def _broadcastable(backend: Backend, value: Any, shape: Shape, selection: Select
         a in (1, b) or None in (a, b) for a, b in zip(shape[::-1], target[::-1], strict=False)
     )
     if not ok:
-        raise BroadcastError(f"a value of shape {tuple(shape)} does not broadcast to the {target} elements named")
+        raise BroadcastError(
+            f"a value of shape {tuple(shape)} does not broadcast to the {target} elements named; reshape it"
+        )
     return value
 
 
 def _combine(
-    backend: Backend, x: Tensor, selection: Selection, value: Any, combine: Callable[[Any, Any], Any], neutral: int
+    backend: Backend, x: Tensor, selection: Selection, value: Any, combine: Callable[[Any, Any], Any]
 ) -> Tensor:
+    if backend.kind(x) not in "ifc":
+        raise DtypeError(f"add and multiply need numbers and the tensor is {x.dtype}; use set, or cast it first")
     value = fit(backend, x, selection, value)
-    if selection.mask is not None and selection.traced:
+    multiply = combine is operator.mul
+    if selection.mask is not None and selection.mask.traced:
         # Unselected elements are replaced before they are computed with: 0 * inf would poison the gradient.
         mask = selection.mask.values
-        safe = backend.where(mask, x, backend.cast(neutral, x))
+        safe = backend.where(mask, x, backend.cast(1 if multiply else 0, x))
         return backend.where(mask, backend.cast(combine(safe, value), x), x)
     if not selection.unique and selection.traced:
-        return backend.accumulate(x, selection, value, multiply=combine is operator.mul)
+        return backend.accumulate(x, selection, value, multiply)
     if not selection.unique:
         value = backend.broadcast(backend.cast(value, x), selection.shape)
         value, positions = _merge(backend, value, selection, combine)

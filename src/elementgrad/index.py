@@ -32,8 +32,8 @@ class Span(NamedTuple):
 class IndexArray:
     """An integer array or boolean mask inside an index: a read-only copy, or a tensor whose values are traced.
 
-    What is traced (under `jax.jit`, `tf.function`, `torch.compile` or a vmap over the index itself) has a shape and no
-    values, so nobody can check it.
+    What is traced (an argument under `jax.jit`, `tf.function`, `torch.compile` or vmap) has a shape and no values, so
+    nobody can check it.
     """
 
     __slots__ = ("boolean", "shape", "tracer", "values")
@@ -57,12 +57,15 @@ class IndexArray:
     def freeze(cls, array: np.ndarray) -> "IndexArray":
         """Keep a read-only copy, so that a later write to the caller's array cannot change what was named."""
         kind = array.dtype.kind
-        if kind == "u":
-            array = np.minimum(array, np.iinfo(np.int64).max)
+        if array.dtype == np.uint64:
+            array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
         boolean = kind == "b"
         values = np.array(array, np.bool_ if boolean else np.int64, order="C")
         values.setflags(write=False)
         return cls(values, values.shape, boolean)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IndexArray.freeze, (self.readable("traced indices cannot be copied or pickled; use concrete ones"),)
 
     @property
     def axes(self) -> int:
@@ -96,7 +99,7 @@ def normalize(index: Any, home: backends.Backend | None = None) -> Index:
     """Bring what stands between the brackets of `x[...]` into normal form; `home` is the backend of x, if known."""
     if type(index) is int:
         return (index,)
-    if type(index) is tuple:
+    if isinstance(index, tuple):
         return tuple([item if type(item) is int else _item(item, home) for item in index])
     return (_item(index, home),)
 
@@ -127,7 +130,8 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
                 f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both"
             )
         return _from_tensor(item, backend)
-    if isinstance(item, (bool, np.generic, Sequence)) and not isinstance(item, (str, bytes)):
+    arrays = isinstance(item, (bool, np.generic, Sequence)) or hasattr(item, "__array__")
+    if arrays and not isinstance(item, (str, bytes)):
         return _from_array(item)
     try:
         return as_int(item)
@@ -142,16 +146,27 @@ def _bound(bound: Any) -> int:
         raise SelectionError(f"slice bound {bound!r} is not an int; {FITS}") from None
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether a list has tensors in it: NumPy would read their values, and lose what they belong to."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return any(type(entry) is not int and (backends.owner(entry) or holds_tensors(entry)) for entry in value)
+
+
 def _from_array(item: Any) -> Item:
+    if holds_tensors(item):
+        raise SelectionError("a list of tensors is not an index; stack them into one tensor first")
     try:
         array = np.asarray(item)
         if not isinstance(item, np.ndarray) and array.dtype.kind in "Of":
             # An empty list says nothing of its dtype; ints of a compiler's own are ints as well.
             array = np.array([as_int(entry) for entry in array.flat], dtype=np.int64).reshape(array.shape)
+    except OverflowError:
+        raise SelectionError(f"{item!r} holds an int that is out of range for any axis") from None
     except TypeError:
         raise SelectionError(f"{item!r} holds what is not an int; {FITS}") from None
     except Exception:
-        raise SelectionError(f"{type(item).__name__} does not make one array; {FITS}") from None
+        raise SelectionError(f"{type(item).__name__} does not make one array; its rows must be of one length") from None
     if array.dtype.kind not in "biu":
         raise SelectionError(f"an index array of dtype {array.dtype} cannot name elements; {FITS}")
     if array.ndim == 0 and array.dtype.kind != "b":

@@ -8,10 +8,12 @@ import numpy as np
 from elementgrad import backends, edit, text
 from elementgrad.backends import Backend
 from elementgrad.errors import PlaceError, SelectionError
-from elementgrad.index import Index, normalize, to_text
-from elementgrad.selection import Selection, Shape, resolve
+from elementgrad.index import Index, IndexArray, normalize, to_text
+from elementgrad.resolve import resolve
+from elementgrad.selection import Selection, Shape
 
 Tensor = Any
+COORDS = "coords takes ints, one row per element and one column per axis, such as [[0, 5], [1, 12]]"
 
 
 class Place:
@@ -76,8 +78,14 @@ class Place:
         >>> eg.Place.parse("fc.weight[3, :]") == eg.at("fc.weight")[3, :]
         True
         """
+        if not isinstance(source, str):
+            raise PlaceError(
+                f"{type(source).__name__} is not the text of a place; give a str, such as 'fc.weight[3, :]'"
+            )
         name, index, kind = text.parse(source)
         return cls(None, name, index, kind)
+
+    __iter__ = None  # a place is not a sequence, though it has brackets
 
     def __getitem__(self, index: Any) -> "Place":
         if self._later or self._index:
@@ -94,12 +102,20 @@ class Place:
         >>> eg.at(torch.arange(12.0).reshape(3, 4)).coords([[0, 1], [2, 3]]).get()
         tensor([ 1., 11.])
         """
-        table = rows if hasattr(rows, "shape") else np.asarray(rows)
+        try:
+            table = rows if hasattr(rows, "shape") else np.asarray(rows)
+        except ValueError:
+            table = np.zeros(0)
         if len(table.shape) != 2 or not table.shape[1]:
-            raise SelectionError("coords takes one row per element and one column per axis, such as [[0, 5], [1, 12]]")
+            raise SelectionError(COORDS)
+        if self._backend is not None:
+            self._require_columns(table.shape[1], self._backend.shape(self._tensor))
         place = self[tuple([table[:, axis] for axis in range(table.shape[1])])]
-        place._pointwise = True
-        return place
+        if not place._later and any(isinstance(column, IndexArray) and column.boolean for column in place._index):
+            raise SelectionError(COORDS)
+        return Place(
+            self._tensor, self._name, place._index, self._kind, self._backend, pointwise=True, later=place._later
+        )
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
         """The elements, resolved against the tensor's shape or, for a place without a tensor, a given one.
@@ -157,7 +173,10 @@ class Place:
         >>> eg.at(torch.tensor([-1.0, 4.0, 9.0]))[1:].apply(torch.sqrt)
         tensor([-1.,  2.,  3.])
         """
-        return self._edit("set", function(self._edit("get_distinct")))
+        self._live("apply")
+        if not callable(function):
+            raise PlaceError(f"apply takes a function of the named elements, and {function!r} is none")
+        return self._edit("set", function(self._edit("lend")))
 
     def only(self) -> Tensor:
         """The same values; the gradient reaches the named elements alone.
@@ -195,7 +214,7 @@ class Place:
 
     def __repr__(self) -> str:
         if self._backend is None:
-            return f'Place.parse("{self}")'
+            return f"Place.parse({str(self)!r})"
         return f"<Place {self} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
 
     def _live(self, verb: str) -> Backend:
@@ -210,10 +229,14 @@ class Place:
         selection = self._resolve(backend.shape(self._tensor))
         return edit.VERBS[verb](backend, self._tensor, selection, *values)
 
+    def _require_columns(self, count: int, shape: Shape) -> None:
+        if count != len(shape):
+            raise SelectionError(f"coordinates in {count} columns for a tensor of {len(shape)} axes")
+
     def _resolve(self, shape: Shape) -> Selection:
         try:
-            if self._pointwise and len(self._index) != len(shape):
-                raise SelectionError(f"coordinates in {len(self._index)} columns for a tensor of {len(shape)} axes")
+            if self._pointwise:
+                self._require_columns(len(self._index), shape)
             return resolve(self.index, shape)
         except SelectionError as error:
             raise SelectionError(f"{self}: {error}") from None
@@ -237,15 +260,23 @@ class At:
         if kind is not None and kind not in text.KINDS:
             raise PlaceError(f"kind {kind!r} is none of {', '.join(text.KINDS)}")
         backend = backends.owner(target)
-        if backend is not None:
-            return Place(target, None, (), kind, backend)
+        if backend is not None and kind is None:
+            return Place(target, None, (), None, backend)
         if isinstance(target, str):
-            name, index, parsed = text.parse(target)
-            return Place(None, name, index, kind or parsed)
-        return target if isinstance(target, Place) else Place(target, None, (), kind, backends.find(target))
+            target = Place.parse(target)
+        if not isinstance(target, Place):
+            backends.find(target)
+            raise PlaceError(
+                f"kind {kind!r} tells two tensors of one name apart and this one was given itself; leave it out"
+            )
+        if kind not in (None, target.kind) and target.kind is not None:
+            raise PlaceError(f"{target} is a place of kind {target.kind!r} and not {kind!r}; give one kind")
+        return Place(target.tensor, target.name, target.index, kind or target.kind, target._backend, target._pointwise)
 
     def __getitem__(self, index: Any) -> Place:
         return Place(None, None, normalize(index))
+
+    __iter__ = None
 
     def __repr__(self) -> str:
         return "elementgrad.at"

@@ -16,6 +16,8 @@ import numpy as np
 from elementgrad.errors import ParseError
 from elementgrad.index import Index, IndexArray, Item, Span
 
+LONGEST = 40
+"""Digits of an int: more would name nothing and take long to read."""
 KINDS = ("input", "output", "activation", "parameter", "buffer")
 _NAME = re.compile(r"[^\[\]()\n]*")
 _INT = re.compile(r"[+-]?\d+")
@@ -24,7 +26,11 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 def parse(text: str) -> tuple[str | None, Index, str | None]:
     """Split the text of a place into name, index and kind."""
-    return _Parser(text).place()
+    parser = _Parser(text)
+    try:
+        return parser.place()
+    except RecursionError:
+        raise parser.error("fewer brackets inside one another") from None
 
 
 class _Parser:
@@ -72,7 +78,8 @@ class _Parser:
     def integer(self) -> int:
         self.space()
         found = self.match(_INT)
-        if not found:
+        if not 0 < len(found) <= LONGEST:
+            self.at -= len(found)
             raise self.error("an int, a slice, `...` or a list")
         return int(found)
 
@@ -82,10 +89,14 @@ class _Parser:
         if word in ("int", "bool"):
             self.expect("(")
             shape = self.listed(self.integer, ")")
-            if not any(size == 0 for size in shape) or any(size < 0 for size in shape):
+            try:
+                empty: np.ndarray = np.zeros(shape, dtype=np.bool_ if word == "bool" else np.int64)
+            except (ValueError, OverflowError, MemoryError):
+                empty = np.zeros(1)
+            if empty.size:
                 self.at = start
                 raise self.error("a shape with an axis of size 0")
-            return IndexArray.freeze(np.zeros(shape, dtype=np.bool_ if word == "bool" else np.int64))
+            return IndexArray.freeze(empty)
         self.at = start
         try:
             array = np.array(self.entry())

@@ -1,7 +1,7 @@
 """One small package per framework, found by the type of the tensor given, among the frameworks already imported."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from elementgrad.backends.protocol import Backend
@@ -48,28 +48,26 @@ def find(value: Any) -> Backend:
 def _search(kind: type) -> Backend | None:
     for backend in _imported():
         if backend.owns(kind):
-            if not kind.__module__.startswith("torch._"):  # stand-ins of the compiler, which cannot guard on them here
+            if backend.remembers(kind):
                 _found[kind] = backend
             return backend
     return None
 
 
-def _imported() -> list[Backend]:
+def _imported() -> Iterator[Backend]:
     """The backends of the frameworks imported so far. Plain import statements: `torch.compile` can trace no others."""
-    found: list[Backend] = []
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         from elementgrad.backends.torch import backend as torch_backend
 
-        found.append(torch_backend)
-    if "tensorflow" in sys.modules:
+        yield torch_backend
+    if sys.modules.get("tensorflow") is not None:
         from elementgrad.backends.tensorflow import backend as tensorflow_backend
 
-        found.append(tensorflow_backend)
-    if "jax" in sys.modules:
+        yield tensorflow_backend
+    if sys.modules.get("jax") is not None:
         from elementgrad.backends.jax import backend as jax_backend
 
-        found.append(jax_backend)
-    return found
+        yield jax_backend
 
 
 def _not_a_tensor(value: Any) -> str:

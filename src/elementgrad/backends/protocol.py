@@ -81,6 +81,21 @@ class Backend(ABC):
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         """The value of the one with the derivatives of the other."""
 
+    def __reduce__(self) -> str:
+        return "backend"  # the one of its module: a copied or pickled place finds it again
+
+    def number(self, value: Any) -> Kind | None:
+        """What kind of number this is, if it is one of the framework's own stand-ins for a Python number."""
+        return None
+
+    def remembers(self, kind: type) -> bool:
+        """Whether a type of its own may be looked up by identity from now on."""
+        return True
+
+    def fresh(self, x: Tensor) -> Tensor:
+        """A tensor that may be written to without changing another; a framework without writes has no others."""
+        return x
+
     def only(self, x: Tensor, selection: "Selection") -> Tensor:
         """x, with derivatives for the selected elements alone."""
         if selection.mask is not None:

@@ -66,6 +66,23 @@ def three_ways_to_element_zero() -> dict[str, Any]:
     }
 
 
+def element_zero_alone() -> dict[str, Any]:
+    """Enable gradients for element 0 alone."""
+    x = torch.tensor([3.0, 4.0, 5.0], requires_grad=True)
+    (eg.at(x)[0].only() ** 2).sum().backward()
+    return {"x.grad": x.grad}
+
+
+def the_message_about_element_zero() -> dict[str, Any]:
+    """What does "element 0 of tensors does not require grad" mean? Element 0 is your *loss*, not x[0]."""
+    x = torch.tensor([3.0, 4.0, 5.0])  # requires_grad was forgotten
+    try:
+        (x[0] ** 2).backward()
+    except RuntimeError as error:
+        message = str(error)
+    return {"message": message}
+
+
 def a_learned_choice() -> dict[str, Any]:
     """Learn which element to choose: the mask is itself a parameter."""
     x, logits = torch.tensor([3.0, 1.0, 2.0]), torch.zeros(3, requires_grad=True)
@@ -94,6 +111,8 @@ STOPS: tuple[Callable[[], dict[str, Any]], ...] = (
     one_step_on_one_element,
     the_published_answer,
     three_ways_to_element_zero,
+    element_zero_alone,
+    the_message_about_element_zero,
     a_learned_choice,
     bad_numbers_stay_away,
 )
@@ -105,6 +124,7 @@ def run() -> None:
     torch = _need("torch", extra="torch")
     _need("rich", extra="show")
     from rich.console import Console
+    from rich.markup import escape
     from rich.syntax import Syntax
     from rich.table import Table
 
@@ -117,7 +137,7 @@ def run() -> None:
     for stop in STOPS:
         code = Syntax(source(stop), "python", theme="ansi_light", background_color="default", word_wrap=True)
         answer = "\n".join(f"{name}\n  [bold cyan]{show(value)}[/]" for name, value in stop().items())
-        table.add_row(inspect.getdoc(stop), code, answer)
+        table.add_row(escape(inspect.getdoc(stop) or ""), code, answer)
     console.print(table)
 
 
@@ -130,7 +150,9 @@ def source(stop: Callable[..., Any]) -> str:
 
 
 def show(value: Any) -> str:
-    """A tensor as plain numbers."""
+    """A tensor as plain numbers, or a text as it is."""
+    if isinstance(value, str):
+        return value
     numbers = value.detach().tolist()
     entries = [f"{number:.4g}" for number in (numbers if isinstance(numbers, list) else [numbers])]
     return f"\\[{', '.join(entries)}]" if isinstance(numbers, list) else entries[0]

@@ -37,7 +37,7 @@ class JaxBackend(Backend):
         return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
     def cast(self, value: Any, like: Array) -> Array:
-        return jnp.asarray(value).astype(like.dtype)
+        return value.astype(like.dtype) if isinstance(value, Array) else jnp.asarray(value, like.dtype)
 
     def take(self, x: Array, selection: Selection) -> Array:
         index, flips = selection.basic or selection.native(_as_it_is)
@@ -46,15 +46,16 @@ class JaxBackend(Backend):
 
     def put(self, x: Array, selection: Selection, value: Any) -> Array:
         index, flips = selection.basic or selection.native(_as_it_is)
-        value = self.cast(value, x)
-        if flips:
-            value = jnp.flip(jnp.broadcast_to(value, selection.shape), flips)
-        return x.at[index].set(value, **_promises(selection))
+        return x.at[index].set(self._flipped(value, x, selection, flips), **_promises(selection))
 
     def accumulate(self, x: Array, selection: Selection, value: Any, multiply: bool) -> Array:
-        index, _ = selection.native(_as_it_is)
-        target = x.at[index]
-        return target.multiply(self.cast(value, x)) if multiply else target.add(self.cast(value, x))
+        index, flips = selection.native(_as_it_is)
+        value = self._flipped(value, x, selection, flips)
+        return x.at[index].multiply(value) if multiply else x.at[index].add(value)
+
+    def _flipped(self, value: Any, x: Array, selection: Selection, flips: tuple[int, ...]) -> Array:
+        value = self.cast(value, x)
+        return jnp.flip(jnp.broadcast_to(value, selection.shape), flips) if flips else value
 
     def where(self, mask: Any, x: Array, y: Array) -> Array:
         return jnp.where(mask, x, y)
@@ -79,7 +80,8 @@ class JaxBackend(Backend):
         return jnp.broadcast_to(x, shape)
 
     def soft_choice(self, x: Array, logits: Array, axis: int) -> Array:
-        return jnp.sum(jax.nn.softmax(logits, axis).astype(x.dtype) * x, axis)
+        weights = jax.nn.softmax(logits, axis).astype(x.dtype)
+        return jnp.sum(weights * jnp.where(weights == 0, 0, x), axis)
 
     def hard_choice(self, x: Array, logits: Array, axis: int) -> Array:
         chosen = jnp.argmax(logits, axis, keepdims=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.errors import TracedError
-from elementgrad.selection import Selection
+from elementgrad.selection import Selection, forward
 
 Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
 
@@ -37,7 +37,7 @@ class TensorflowBackend(Backend):
         return tf.get_static_value(tf.convert_to_tensor(x))
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
-        return tf.cast(value, like.dtype)
+        return tf.cast(value if tf.is_tensor(value) else np.asarray(value), like.dtype)  # a bare float is float32 here
 
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         x = tf.convert_to_tensor(x)
@@ -85,12 +85,16 @@ class TensorflowBackend(Backend):
         return tf.broadcast_to(x, shape)
 
     def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        x, logits = tf.convert_to_tensor(x), tf.convert_to_tensor(logits)
         weights = tf.nn.softmax(tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits, axis)
-        return tf.reduce_sum(tf.cast(weights, x.dtype) * x, axis)
+        weights = tf.cast(weights, x.dtype)
+        return tf.reduce_sum(weights * tf.where(weights == 0, tf.zeros_like(x), x), axis)
 
     def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        chosen = tf.one_hot(tf.argmax(logits, axis), tf.shape(x)[axis], True, False, axis=axis, dtype=tf.bool)
-        return tf.reduce_sum(tf.where(chosen, x, tf.zeros_like(x)), axis)
+        last = [*(other for other in range(x.shape.rank) if other != axis), axis]
+        x = tf.transpose(x, last)
+        chosen = tf.broadcast_to(tf.argmax(logits, axis), tf.shape(x)[:-1])
+        return tf.gather(x, chosen, batch_dims=x.shape.rank - 1)
 
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)
@@ -109,19 +113,21 @@ def _graft(value: Tensor, slope: Tensor) -> Any:
 
 def _strided_update_works(selection: Selection) -> bool:
     """XLA, which may compile any graph later, updates only unit steps."""
-    return tf.executing_eagerly() or all(abs(part.step) == 1 for part in selection.parts if isinstance(part, range))
+    return tf.executing_eagerly() or all(
+        abs(forward(part).step) == 1 for part in selection.parts if isinstance(part, range)
+    )
 
 
 def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
     ranges = [range(part, part + 1) if isinstance(part, int) else part for part in selection.parts]
-    forward = [part if part.step > 0 else part[::-1] for part in ranges]
+    ahead = [forward(part) for part in ranges]
     flips = [axis for axis, part in enumerate(ranges) if part.step < 0]
     value = tf.reshape(tf.broadcast_to(value, selection.shape), [len(part) for part in ranges])
     return tf.raw_ops.TensorStridedSliceUpdate(
         input=x,
-        begin=np.array([part.start for part in forward], np.int64),
-        end=np.array([max(part.start, part.stop) for part in forward], np.int64),
-        strides=np.array([part.step for part in forward], np.int64),
+        begin=np.array([part.start for part in ahead], np.int64),
+        end=np.array([part.stop for part in ahead], np.int64),
+        strides=np.array([part.step for part in ahead], np.int64),
         value=tf.reverse(value, flips) if flips else value,
     )
 

@@ -16,8 +16,8 @@ INT32 = 2**31
 class Rows:
     """The selected elements as rows: trailing axes that are named whole stay blocks instead of becoming indices.
 
-    Indices are a list of one list (axes 1, k, 1): with two axes a gradient becomes IndexedSlices, on which TensorFlow's
-    forward mode over reverse mode crashes.
+    Indices are a list of one list (axes 1, k, 1): with two axes a gradient becomes IndexedSlices, for which TensorFlow's
+    forward mode has no tangent.
     """
 
     def __init__(self, x: Tensor, selection: Selection):

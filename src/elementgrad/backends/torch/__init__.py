@@ -9,10 +9,12 @@ import torch
 
 from elementgrad import backends
 from elementgrad.backends.protocol import Backend, Kind
-from elementgrad.errors import TracedError
+from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
 Tensor = torch.Tensor
+NUMBERS: dict[type, Kind] = {torch.SymInt: "i", torch.SymFloat: "f", torch.SymBool: "b"}
+"""What the compiler makes of numbers that change from call to call."""
 
 
 class TorchBackend(Backend):
@@ -23,7 +25,15 @@ class TorchBackend(Backend):
     def owns(self, kind: type) -> bool:
         return issubclass(kind, Tensor)
 
+    def remembers(self, kind: type) -> bool:
+        return not kind.__module__.startswith("torch._")  # stand-ins of the compiler, which cannot guard on them
+
+    def number(self, value: Any) -> Kind | None:
+        return NUMBERS.get(type(value))
+
     def shape(self, x: Tensor) -> tuple[int, ...]:
+        if x.layout is not torch.strided:
+            raise FrameworkError(f"a tensor of layout {x.layout} has no elements to index; give x.to_dense()")
         return x.shape
 
     def kind(self, x: Tensor) -> Kind:
@@ -33,10 +43,12 @@ class TorchBackend(Backend):
         return "c" if dtype.is_complex else "b" if dtype is torch.bool else "i"
 
     def read(self, x: Tensor) -> np.ndarray | None:
+        if torch._is_functional_tensor(x):  # a shell, and what lies in it is not its values
+            return None
         try:
             return x.numpy(force=True)
-        except (RuntimeError, TypeError):  # batched by vmap, or fake: there is no storage to read
-            return None
+        except (RuntimeError, TypeError):  # no storage to read
+            return None if type(x) is not Tensor or torch.compiler.is_compiling() else _read_wrapped(x)
 
     def refuse(self, traced: Tensor, why: str) -> NoReturn:
         if torch.compiler.is_compiling():
@@ -50,11 +62,16 @@ class TorchBackend(Backend):
         return function(*arguments)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(like.dtype)
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+    def fresh(self, x: Tensor) -> Tensor:
+        return x.clone()
 
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         if selection.traced:
-            return torch.ops.aten.index.Tensor(x, _mesh(x, selection))
+            return torch.ops.aten.index.Tensor(x, _mesh(x, selection))  # x[...] would read an index of no axes
         index, flips = selection.basic or selection.native(partial(_on, x.device))
         taken = x[index]
         return taken.flip(flips) if flips else taken
@@ -69,7 +86,9 @@ class TorchBackend(Backend):
             return edited
         try:
             edited[index] = value.expand(selection.shape).flip(flips) if flips else value
-        except RuntimeError:
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
             # vmap refuses to write what it maps over into what it does not; index_put makes the batch itself.
             return x.index_put(_mesh(x, selection), value)
         return edited
@@ -97,7 +116,8 @@ class TorchBackend(Backend):
         return x.expand(shape)
 
     def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        return (torch.softmax(logits, axis).to(x.dtype) * x).sum(axis)
+        weights = torch.softmax(logits, axis).to(x.dtype)
+        return (weights * torch.where(weights == 0, 0, x)).sum(axis)
 
     def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
         chosen = logits.argmax(axis, keepdim=True)
@@ -130,6 +150,14 @@ class _Graft(torch.autograd.Function):
 @torch.compiler.allow_in_graph  # the compiler cannot trace through a Function that has forward mode
 def _graft(value: Tensor, slope: Tensor) -> Tensor:
     return _Graft.apply(value, slope)
+
+
+def _read_wrapped(x: Tensor) -> np.ndarray | None:
+    """What `torch.func.grad` and `jvp` wrap has values, though no storage; what vmap maps over has none to give."""
+    try:
+        return np.array(x.tolist(), dtype=np.bool_ if x.dtype is torch.bool else np.int64).reshape(x.shape)
+    except RuntimeError:
+        return None
 
 
 def _on(device: torch.device, array: Any) -> Tensor:
