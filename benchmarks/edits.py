@@ -106,7 +106,9 @@ def import_rows() -> Iterator[Row]:
         return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
 
     yield Row("import elementgrad", importing("elementgrad"), importing("numpy"), "import numpy", IMPORT_BOUND)
-    yield Row("import elementgrad.at", importing("elementgrad.place"), importing("numpy"), "import numpy", IMPORT_BOUND)
+    yield Row(
+        "import elementgrad.place", importing("elementgrad.place"), importing("numpy"), "import numpy", IMPORT_BOUND
+    )
 
 
 SUITES = {"torch": torch_rows, "tensorflow": tensorflow_rows, "jax": jax_rows, "import": import_rows}

@@ -102,7 +102,7 @@ def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
 
 def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
     """The value as a number, or a tensor of x's dtype that broadcasts to the selection; or an error before any work."""
-    kind = PYTHON_KINDS.get(type(value)) or backend.number(value)
+    kind = PYTHON_KINDS.get(type(value))
     if kind is not None:
         return _number(backend, x, value, kind)
     owner = backends.owner(value)
@@ -111,18 +111,19 @@ def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
         if value.dtype != x.dtype:
             _require_kind(backend, x, backend.kind(value))
             value = backend.cast(value, x)
-    elif owner is None:
-        value = _array(value)
-        shape = value.shape
-        _require_kind(backend, x, "i" if value.dtype.kind == "u" else value.dtype.kind)
-        if value.dtype.kind in "iu" and value.size:
-            _require_range(x, value.min(), value.max())
-        value = backend.cast(value, x)
-    else:
+        return _broadcastable(backend, value, shape, selection) if shape else value
+    if owner is not None:
         raise FrameworkError(
             f"the tensor is {backend.name}'s and the value is {owner.name}'s; make the value {backend.name}'s first"
         )
-    return _broadcastable(backend, value, shape, selection) if shape else value
+    kind = backend.number(value)
+    if kind is not None:
+        return _number(backend, x, value, kind)
+    array = _array(value)
+    _require_kind(backend, x, "i" if array.dtype.kind == "u" else array.dtype.kind)
+    if array.dtype.kind in "iu" and array.size:
+        _require_range(x, array.min(), array.max())
+    return _broadcastable(backend, backend.cast(array, x), array.shape, selection)
 
 
 def _number(backend: Backend, x: Tensor, value: Any, kind: str) -> Any:
@@ -177,6 +178,8 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _broadcastable(backend: Backend, value: Any, shape: Shape, selection: Selection) -> Any:
+    if not shape:
+        return value
     if selection.mask is not None and selection.traced:
         raise BroadcastError(f"a traced mask names an unknown number of elements; give one number, not shape {shape}")
     target = selection.shape

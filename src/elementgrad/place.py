@@ -223,11 +223,10 @@ class Place:
         return self._backend
 
     def _edit(self, verb: str, *values: Any) -> Tensor:
-        backend = self._backend or self._live(verb)
+        backend, x = self._backend or self._live(verb), self._tensor
         if self._later or backend.compiling():
-            return edit.run(verb, self._tensor, self._index, *values)
-        selection = self._resolve(backend.shape(self._tensor))
-        return edit.VERBS[verb](backend, self._tensor, selection, *values)
+            return edit.run(verb, x, self._index, *values)
+        return edit.VERBS[verb](backend, x, self._resolve(backend.shape(x)), *values)
 
     def _require_columns(self, count: int, shape: Shape) -> None:
         if count != len(shape):
@@ -237,7 +236,7 @@ class Place:
         try:
             if self._pointwise:
                 self._require_columns(len(self._index), shape)
-            return resolve(self.index, shape)
+            return resolve(self.index if self._later else self._index, shape)
         except SelectionError as error:
             raise SelectionError(f"{self}: {error}") from None
 

@@ -32,8 +32,6 @@ class TorchBackend(Backend):
         return NUMBERS.get(type(value))
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        if x.layout is not torch.strided:
-            raise FrameworkError(f"a tensor of layout {x.layout} has no elements to index; give x.to_dense()")
         return x.shape
 
     def kind(self, x: Tensor) -> Kind:
@@ -81,12 +79,11 @@ class TorchBackend(Backend):
             return x.index_put(_mesh(x, selection), self.cast(value, x))
         index, flips = selection.basic or selection.native(partial(_on, x.device))
         edited = x.clone()
-        if not isinstance(value, Tensor):
-            edited[index] = value
-            return edited
         try:
-            edited[index] = value.expand(selection.shape).flip(flips) if flips else value
-        except RuntimeError as error:
+            edited[index] = value.expand(selection.shape).flip(flips) if flips and isinstance(value, Tensor) else value
+        except (RuntimeError, TypeError) as error:
+            if x.layout is not torch.strided:
+                raise FrameworkError(f"elements of layout {x.layout} cannot be set; give x.to_dense()") from None
             if "vmap" not in str(error):
                 raise
             # vmap refuses to write what it maps over into what it does not; index_put makes the batch itself.
