@@ -16,7 +16,7 @@ INT32 = 2**31
 class Rows:
     """The selected elements as rows: trailing axes that are named whole stay blocks instead of becoming indices.
 
-    Indices are a list of one list (axes 1, k, 1): with two axes a gradient becomes IndexedSlices, for which TensorFlow's
+    Indices are a list of one list (axes 1, k, 1): with two axes a gradient is IndexedSlices, for which TensorFlow's
     forward mode has no tangent.
     """
 
