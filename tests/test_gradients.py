@@ -41,7 +41,7 @@ def numpy_loss(verb, x, index, value):
 
 
 def test_made_edits_have_the_gradients_of_finite_differences(fw):
-    @settings(max_examples=counts(60 if fw is JAX else 250))
+    @settings(max_examples=counts(200 if fw is JAX else 300))
     @given(edits(("get", "set", "add", "multiply", "apply")))
     def agrees(made):
         verb, x, index, value = made
@@ -64,7 +64,7 @@ def test_made_edits_have_the_gradients_of_finite_differences(fw):
 
 
 def test_made_selections_get_the_gradient_alone_or_not_at_all(fw):
-    @settings(max_examples=counts(60 if fw is JAX else 250))
+    @settings(max_examples=counts(100 if fw is JAX else 250))
     @given(edits(("only", "stop")))
     def agrees(made):
         verb, x, index, _ = made
@@ -79,37 +79,28 @@ def test_made_selections_get_the_gradient_alone_or_not_at_all(fw):
     agrees()
 
 
+def second_differences(f, x):
+    """The Hessian of a scalar function of one float64 array, by differences of differences."""
+    rows = [difference(lambda x, at=at: difference(f, x, step=1e-4)[at], x, step=1e-4) for at in np.ndindex(x.shape)]
+    return np.stack(rows).reshape(x.shape * 2)
+
+
 @pytest.mark.parametrize(("verb", "index", "value"), TABLE, ids=str)
 def test_second_derivatives_are_exact(fw, verb, index, value):
     value = None if value is None else np.array(value)
-
-    def with_respect_to_x(x):
-        return weighted(fw, run(fw, verb, x, index, None if value is None else fw.tensor(value)))
-
-    def numpy_gradient(x):
-        return difference(lambda x: numpy_loss(verb, x, index, value), x, step=1e-4)
-
-    expected = np.stack(
-        [difference(lambda x, at=at: numpy_gradient(x)[at], X, step=1e-4) for at in np.ndindex(X.shape)]
-    ).reshape(X.shape * 2)
-    for how, hessian in fw.hessians(with_respect_to_x, fw.tensor(X)).items():
+    given_value = None if value is None else fw.tensor(value)
+    expected = second_differences(lambda x: numpy_loss(verb, x, index, value), X)
+    hessians = fw.hessians(lambda x: weighted(fw, run(fw, verb, x, index, given_value)), fw.tensor(X))
+    for how, hessian in hessians.items():
         np.testing.assert_allclose(hessian, expected, rtol=1e-4, atol=1e-4, err_msg=how)
 
 
 @pytest.mark.parametrize(("verb", "index", "value"), [case for case in TABLE if case[2] is not None], ids=str)
 def test_second_derivatives_to_the_value_are_exact(fw, verb, index, value):
     value = np.array(value)
-
-    def with_respect_to_value(value):
-        return weighted(fw, run(fw, verb, fw.tensor(X), index, value))
-
-    def numpy_gradient(value):
-        return difference(lambda value: numpy_loss(verb, X, index, value), value, step=1e-4)
-
-    expected = np.stack(
-        [difference(lambda value, at=at: numpy_gradient(value)[at], value, step=1e-4) for at in np.ndindex(value.shape)]
-    ).reshape(value.shape * 2)
-    for how, hessian in fw.hessians(with_respect_to_value, fw.tensor(value)).items():
+    expected = second_differences(lambda value: numpy_loss(verb, X, index, value), value)
+    hessians = fw.hessians(lambda value: weighted(fw, run(fw, verb, fw.tensor(X), index, value)), fw.tensor(value))
+    for how, hessian in hessians.items():
         np.testing.assert_allclose(hessian, expected, rtol=1e-4, atol=1e-4, err_msg=how)
 
 
