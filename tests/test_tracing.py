@@ -291,6 +291,16 @@ def test_coordinates_name_elements_while_compiling(fw):
         fw.jit(lambda x: eg.at(x).coords([[0], [1]]).get())(fw.tensor(X))
 
 
+@pytest.mark.parametrize("index", [(slice(1, 3, 2),), (slice(0, 2), 1), ([0, 2],), (..., -1), (0, [1, 3])], ids=str)
+def test_a_place_made_outside_works_while_compiling(index):
+    torch.compiler.reset()
+    place = eg.at(torch.tensor(X))[index]
+    assert eg.Selection.resolve(place.index, X.shape).flat().tolist() == place.select().flat().tolist()
+    got, edited = torch.compile(lambda: (place.get(), place.set(0.0)), fullgraph=True, backend="aot_eager")()
+    np.testing.assert_allclose(got, numpy_edit("get", X, index, None))
+    np.testing.assert_allclose(edited, numpy_edit("set", X, index, 0.0))
+
+
 def test_a_place_made_while_compiling_works_outside():
     def make(x):
         return eg.at(x)[[0, 2]], x * 2

@@ -104,13 +104,21 @@ def normalize(index: Any, home: backends.Backend | None = None) -> Index:
     return (_item(index, home),)
 
 
+def as_written(index: Index) -> tuple[Any, ...]:
+    """A normal index in the words of the framework, for what knows neither spans nor frozen arrays."""
+    items: list[Any] = []
+    for item in index:
+        items.append(slice(*item) if isinstance(item, Span) else item.values if isinstance(item, IndexArray) else item)
+    return tuple(items)
+
+
 def to_text(index: Index) -> str:
     """The index as text, brackets included; `parse` reads it back."""
     return f"[{', '.join('...' if item is Ellipsis else str(item) for item in index)}]"
 
 
 def _item(item: Any, home: backends.Backend | None) -> Item:
-    if type(item) is int or item is Ellipsis:
+    if type(item) is int or item is Ellipsis or isinstance(item, (Span, IndexArray)):
         return item
     if type(item) is slice:
         start, stop, step = item.start, item.stop, item.step

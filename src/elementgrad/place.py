@@ -8,7 +8,7 @@ import numpy as np
 from elementgrad import backends, edit, text
 from elementgrad.backends import Backend
 from elementgrad.errors import PlaceError, SelectionError
-from elementgrad.index import Index, IndexArray, normalize, to_text
+from elementgrad.index import Index, IndexArray, as_written, normalize, to_text
 from elementgrad.resolve import resolve
 from elementgrad.selection import Selection, Shape
 
@@ -225,7 +225,7 @@ class Place:
     def _edit(self, verb: str, *values: Any) -> Tensor:
         backend, x = self._backend or self._live(verb), self._tensor
         if self._later or backend.compiling():
-            return edit.run(verb, x, self._index, *values)
+            return edit.run(verb, x, self._index if self._later else as_written(self._index), *values)
         return edit.VERBS[verb](backend, x, self._resolve(backend.shape(x)), *values)
 
     def _require_columns(self, count: int, shape: Shape) -> None:

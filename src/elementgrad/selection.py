@@ -57,7 +57,11 @@ class Selection:
         """
         from elementgrad.resolve import resolve
 
-        if not isinstance(shape, (tuple, list)) or any(size is not None and as_int(size) < 0 for size in shape):
+        try:
+            fits = isinstance(shape, (tuple, list)) and all(size is None or as_int(size) >= 0 for size in shape)
+        except TypeError:
+            fits = False
+        if not fits:
             raise SelectionError(f"{shape!r} is not a shape; give a tuple of sizes, such as (3, 4)")
         index = normalize(index)
         try:
