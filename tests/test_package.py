@@ -14,7 +14,7 @@ from elementgrad.cli import main, tour
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
-VERBS = {"place", "edit", "choose", "jacobian", "record", "train", "explain", "show", "cli"}
+VERBS = {"place", "edit", "choice", "read", "lazy", "trace", "record", "train", "explain", "show", "cli"}
 LEAVES = {"show", "cli"}
 
 
@@ -104,6 +104,11 @@ def test_public_names_are_those_listed_and_carry_docstrings():
     assert set(dir(eg)) == set(eg.__all__)
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         eg.missing  # noqa: B018
+
+
+def test_no_module_bears_the_name_of_a_public_function():
+    """Importing such a module would put it in the function's place."""
+    assert not {module.stem for module in MODULES} & set(eg.__all__)
 
 
 def test_every_error_is_one_of_ours_and_of_pythons():

@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elementgrad.choose import choose as choose
+    from elementgrad.choice import choose as choose
+    from elementgrad.errors import BatchError as BatchError
     from elementgrad.errors import BroadcastError as BroadcastError
+    from elementgrad.errors import BudgetError as BudgetError
     from elementgrad.errors import DtypeError as DtypeError
     from elementgrad.errors import DuplicateError as DuplicateError
     from elementgrad.errors import ElementgradError as ElementgradError
@@ -17,19 +19,32 @@ if TYPE_CHECKING:
     from elementgrad.errors import PlaceError as PlaceError
     from elementgrad.errors import SelectionError as SelectionError
     from elementgrad.errors import TracedError as TracedError
+    from elementgrad.errors import UnconnectedError as UnconnectedError
+    from elementgrad.lazy import Jacobian as Jacobian
     from elementgrad.place import Place as Place
     from elementgrad.place import at as at
+    from elementgrad.plan.plan import Plan as Plan
+    from elementgrad.read import grad as grad
+    from elementgrad.read import hessian as hessian
+    from elementgrad.read import jacobian as jacobian
     from elementgrad.selection import Selection as Selection
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "at": "place",
-    "choose": "choose",
+    "choose": "choice",
+    "grad": "read",
+    "hessian": "read",
+    "jacobian": "read",
+    "Jacobian": "lazy",
+    "Plan": "plan.plan",
     "Place": "place",
     "Selection": "selection",
     "ElementgradError": "errors",
+    "BatchError": "errors",
     "BroadcastError": "errors",
+    "BudgetError": "errors",
     "DtypeError": "errors",
     "DuplicateError": "errors",
     "FrameworkError": "errors",
@@ -37,6 +52,7 @@ _HOMES = {
     "PlaceError": "errors",
     "SelectionError": "errors",
     "TracedError": "errors",
+    "UnconnectedError": "errors",
 }
 __all__ = list(_HOMES)
 

@@ -45,3 +45,21 @@ class ParseError(PlaceError):
 
 class TracedError(ElementgradError, TypeError):
     """The answer depends on values that are being traced and cannot be read."""
+
+
+class BatchError(ElementgradError, ValueError):
+    """What was said to be a batch of independent examples is none."""
+
+
+class BudgetError(ElementgradError, ValueError):
+    """A memory budget cannot be read."""
+
+
+class UnconnectedError(ElementgradError, ValueError):
+    """The framework's derivative program has no path between two tensors: there is no gradient, not a gradient of zero.
+
+    >>> import torch, elementgrad as eg
+    >>> eg.grad(lambda x: x.detach().sum(), torch.ones(2))
+    Traceback (most recent call last):
+    elementgrad.errors.UnconnectedError: output does not depend on x ...
+    """

@@ -70,6 +70,11 @@ class Place:
         """What sort of thing the name means, where two things bear it."""
         return self._kind
 
+    @property
+    def pointwise(self) -> bool:
+        """Whether the elements were given by their coordinates, one row each."""
+        return self._pointwise
+
     @classmethod
     def parse(cls, source: str) -> "Place":
         """The place that a text such as `"fc.weight[3, :]"` describes; the text is parsed, never evaluated.

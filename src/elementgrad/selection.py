@@ -136,6 +136,13 @@ class Selection:
         keys = np.sort(keys, axis=None)
         return bool((keys[1:] == keys[:-1]).any())
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every element is named, once and in order, as by `x[...]`."""
+        return self.mask is None and all(
+            isinstance(part, range) and part == range(size) for part, size in zip(self.parts, self.of, strict=True)
+        )
+
     def flat(self) -> np.ndarray:
         """The position of each named element in the flattened tensor (C order), in an array of `self.shape`."""
         return self._positions(len(self.of))

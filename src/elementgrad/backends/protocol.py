@@ -1,11 +1,12 @@
 """What a framework must supply. Everything that can be built from these operations is built above them, once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
+from elementgrad.backends.linear import Function, Linear
 from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
@@ -80,6 +81,38 @@ class Backend(ABC):
     @abstractmethod
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         """The value of the one with the derivatives of the other."""
+
+    @abstractmethod
+    def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
+        """Evaluate a function at its inputs, ready for sweeps through derivatives up to an order."""
+
+    @abstractmethod
+    def itemsize(self, x: Tensor) -> int:
+        """The bytes of one element."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Zeros in the dtype of `like`, where `like` lives."""
+
+    @abstractmethod
+    def units(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
+        """A stack of seeds for a tensor, one per position: ones there in each of `batch` examples, zeros elsewhere."""
+
+    @abstractmethod
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """Stacks joined along their first axis."""
+
+    @abstractmethod
+    def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """x with its axes in another order."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        """The product of two matrices."""
+
+    def free(self, like: Tensor) -> int | None:
+        """The bytes free on the device of a tensor, if it has memory of its own."""
+        return None
 
     def __reduce__(self) -> str:
         return "backend"  # the one of its module: a copied or pickled place finds it again

@@ -1,12 +1,16 @@
 """JAX."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad.backends.linear import Function, Linear
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.selection import Selection
 
@@ -89,6 +93,33 @@ class JaxBackend(Backend):
 
     def graft(self, value: Array, slope: Array) -> Array:
         return _graft(value, slope)
+
+    def linearize(self, run: Function, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
+        return JaxLinear(run, inputs)
+
+    def itemsize(self, x: Array) -> int:
+        return x.dtype.itemsize
+
+    def zeros(self, shape: tuple[int, ...], like: Array) -> Array:
+        return jnp.zeros(shape, like.dtype)
+
+    def units(self, like: Array, positions: np.ndarray, batch: int) -> Array:
+        return _units(positions, like.shape, like.dtype, batch)
+
+    def concat(self, parts: Sequence[Array]) -> Array:
+        return jnp.concatenate(parts)
+
+    def transpose(self, x: Array, axes: tuple[int, ...]) -> Array:
+        return jnp.transpose(x, axes)
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        return x @ y
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _units(positions: np.ndarray, shape: tuple[int, ...], dtype: Any, batch: int) -> Array:
+    seeds = positions[:, None, None] == jnp.arange(math.prod(shape) // batch)
+    return jnp.broadcast_to(seeds, (len(positions), batch, seeds.shape[2])).astype(dtype).reshape(-1, *shape)
 
 
 def _through(x: Array, keep: Callable[[Array], Array]) -> Array:

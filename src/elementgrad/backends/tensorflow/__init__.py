@@ -1,12 +1,15 @@
 """TensorFlow."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from elementgrad.backends.linear import Function, Linear
 from elementgrad.backends.protocol import Backend, Kind
+from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.errors import TracedError
 from elementgrad.selection import Selection, forward
@@ -98,6 +101,28 @@ class TensorflowBackend(Backend):
 
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)
+
+    def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
+        return TensorflowLinear.of(run, inputs, create_graph, order)
+
+    def itemsize(self, x: Tensor) -> int:
+        return tf.as_dtype(x.dtype).size
+
+    def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return tf.zeros(shape, like.dtype)
+
+    def units(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
+        seeds = tf.one_hot(positions, math.prod(like.shape) // batch, dtype=like.dtype)
+        return tf.reshape(tf.repeat(seeds, batch, 0) if batch > 1 else seeds, [len(positions), *like.shape])
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        return tf.concat(parts, 0)
+
+    def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return tf.transpose(x, axes)
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        return tf.matmul(x, y)
 
 
 def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from elementgrad import backends
+from elementgrad.backends.linear import Function, Linear
 from elementgrad.backends.protocol import Backend, Kind
+from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -122,6 +124,33 @@ class TorchBackend(Backend):
 
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)
+
+    def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
+        return TorchLinear.of(run, inputs, create_graph)
+
+    def itemsize(self, x: Tensor) -> int:
+        return x.element_size()
+
+    def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def units(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
+        seeds = torch.zeros(len(positions), batch, like.numel() // batch, dtype=like.dtype, device=like.device)
+        where = torch.from_numpy(positions).to(like.device)
+        seeds.scatter_(2, where[:, None, None].expand(-1, batch, 1), 1)
+        return seeds.reshape(len(positions), *like.shape)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.permute(axes)
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+    def free(self, like: Tensor) -> int | None:
+        return torch.cuda.mem_get_info(like.device)[0] if like.is_cuda else None
 
 
 class _Graft(torch.autograd.Function):

@@ -1,0 +1,104 @@
+"""Sweeps through a JAX function: its linear program, run forward or transposed, over stacks and compiled."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.core import jaxprs_in_params
+from jax._src.interpreters.partial_eval import dce_jaxpr
+
+from elementgrad.backends.linear import Function, Linear, UnsupportedError, reason
+
+Array = jax.Array
+Sweep = Callable[[Any, Array], tuple[Array, ...]]
+
+
+class JaxLinear(Linear):
+    """`jax.linearize` at the inputs: what it saved is shared by all sweeps, and nothing runs the function again.
+
+    Programs are compiled for this object alone. A cache by function would give stale answers once a closure changes.
+    """
+
+    def __init__(self, run: Function, inputs: Sequence[Array]):
+        self.inputs = inputs
+        self._run = run
+        self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+        self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
+        self._single: set[Any] = set()
+
+    def gradient(self, output: int, seed: Array) -> "JaxLinear":
+        def pulled(*xs: Array) -> tuple[Array, ...]:
+            return jax.vjp(lambda *xs: self._run(*xs)[output], *xs)[1](seed)
+
+        return JaxLinear(pulled, self.inputs)
+
+    def pull(self, output: int, inputs: Sequence[int], seeds: Array) -> list[Array | None]:
+        paths = [i in self._paths[output] for i in inputs]
+        if not any(paths):
+            return [None] * len(inputs)
+
+        def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *self.inputs)(seed)
+            return tuple([transposed[i] for i in inputs])
+
+        swept = self._sweep(("pull", output, *inputs), sweep, seeds)
+        return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
+
+    def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
+        def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
+            tangents = [seed if i == input else jnp.zeros_like(x) for i, x in enumerate(self.inputs)]
+            pushed = program(*tangents)
+            return tuple([pushed[o] for o in outputs])
+
+        swept = self._sweep(("push", input, *outputs), sweep, seeds)
+        return [y if input in self._paths[o] else None for o, y in zip(outputs, swept, strict=True)]
+
+    def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
+        if key not in self._sweeps:
+            self._sweeps[key] = jax.jit(sweep), jax.jit(jax.vmap(sweep, (None, 0)))
+        single, stacked = self._sweeps[key]
+        if len(seeds) > 1 and self.looped is None:
+            try:
+                return stacked(self._program, seeds)
+            except Exception as error:  # no rule for a stack, or none at all: then the loop fails as well
+                self.looped = reason(error)
+        if key not in self._single:  # compiling pays from the second time on
+            self._single.add(key)
+            single = sweep
+        try:
+            each = [single(self._program, seed) for seed in seeds]
+        except Exception as error:
+            raise UnsupportedError(reason(error)) from error
+        return [jnp.stack(of_one) for of_one in zip(*each, strict=True)]
+
+    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
+        return max(map(_bytes, _made(self._jaxpr.jaxpr)), default=0)
+
+    @cached_property
+    def _jaxpr(self) -> Any:
+        return jax.make_jaxpr(self._program)(*self.inputs)
+
+    @cached_property
+    def _paths(self) -> list[set[int]]:
+        """For each output the inputs that its derivative is computed from."""
+        jaxpr = self._jaxpr.jaxpr
+        return [
+            {i for i, used in enumerate(dce_jaxpr(jaxpr, [o == output for o in range(len(self.outputs))])[1]) if used}
+            for output in range(len(self.outputs))
+        ]
+
+
+def _made(jaxpr: Any) -> Iterator[Any]:
+    """What a program makes on its way, inner programs included."""
+    for equation in jaxpr.eqns:
+        yield from [variable.aval for variable in equation.outvars]
+        for inner in jaxprs_in_params(equation.params):
+            yield from _made(inner)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ())) * np.dtype(getattr(aval, "dtype", np.bool_)).itemsize

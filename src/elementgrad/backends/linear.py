@@ -1,0 +1,62 @@
+"""A function evaluated once, ready for sweeps through its derivative: what each framework supplies for reading."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+Tensor = Any
+Function = Callable[..., Sequence[Tensor]]
+"""Takes the tensors that are differentiated, gives all tensors of the output."""
+
+
+class UnsupportedError(Exception):
+    """This framework has no rule for a sweep in this direction through this function; the message says why."""
+
+
+class Linear(ABC):
+    """A function at its inputs. One evaluation serves all sweeps, where the framework allows it.
+
+    Sweeps come in stacks: a stack of `k` seeds for a tensor of shape `s` has shape `(k, *s)`. They raise `UnsupportedError`
+    where the direction cannot be had.
+    """
+
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    looped: str | None = None
+    """Why sweeps run one after another instead of as one stack, once that is known."""
+
+    @cached_property
+    def without(self) -> dict[str, str]:
+        """The directions found to have no rule for this function, and why."""
+        return {}
+
+    @abstractmethod
+    def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        """Reverse sweeps: seeds for an output to derivatives for each input, None for one without a path."""
+
+    @abstractmethod
+    def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        """Forward sweeps: seeds for an input to derivatives of each output, None for one without a path."""
+
+    @abstractmethod
+    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
+        """The bytes of the largest derivative that one `push` or `pull` of a single seed makes on its way."""
+
+    @abstractmethod
+    def gradient(self, output: int, seed: Tensor) -> "Linear":
+        """One reverse sweep as a function of the inputs, itself ready for sweeps: it has an output for each of them.
+
+        An output without a path is zeros that depend on nothing.
+        """
+
+    def value(self, output: int) -> Tensor:
+        """An output, to be handed out."""
+        return self.outputs[output]
+
+
+def reason(error: BaseException) -> str:
+    """The first sentence of a framework's error, short enough for one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    sentence = text.partition(". ")[0].rstrip(".")
+    return sentence if len(sentence) <= 160 else sentence[:157] + "..."

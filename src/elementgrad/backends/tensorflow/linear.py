@@ -1,0 +1,142 @@
+"""Sweeps through a TensorFlow function: one persistent tape, and programs over stacks traced from it."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import tensorflow as tf
+
+from elementgrad.backends.linear import Function, Linear, UnsupportedError, reason
+from elementgrad.backends.tensorflow.quiet import undisturbed
+
+Tensor = Any
+Sweep = Callable[[Tensor], list[Tensor | None]]
+RULES = (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError)
+"""What TensorFlow raises for want of a rule."""
+
+
+class TensorflowLinear(Linear):
+    """One evaluation on a persistent tape. Sweeps are traced from the tape, so that they start where it ends.
+
+    Forward sweeps transpose the reverse ones, which are linear in their seed: in a traced program nothing is left of
+    the first sweep but what the second needs.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tapes: list[Any], create_graph: bool):
+        self.inputs = inputs
+        self.outputs = outputs
+        self._tapes = tapes
+        self._create_graph = create_graph
+        self._programs: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> "TensorflowLinear":
+        """Evaluate a function at its inputs, on as many tapes as derivatives will be taken one of another."""
+        inputs = [tf.identity(x) for x in inputs]  # one tensor given twice is two inputs
+        tapes = [tf.GradientTape(persistent=True, watch_accessed_variables=False) for _ in range(order)]
+        with undisturbed(), ExitStack() as stack:
+            for tape in tapes:
+                stack.enter_context(tape)
+                tape.watch(inputs)
+            outputs = [tf.convert_to_tensor(y) for y in run(*inputs)]
+        return cls(inputs, outputs, tapes, create_graph)
+
+    def gradient(self, output: int, seed: Tensor) -> "TensorflowLinear":
+        *outer, inner = self._tapes
+        with ExitStack() as stack:
+            for tape in outer:
+                stack.enter_context(tape)
+            zero = tf.UnconnectedGradients.ZERO
+            gradients = inner.gradient(self.outputs[output], self.inputs, seed, unconnected_gradients=zero)
+            gradients = [tf.convert_to_tensor(g) for g in gradients]
+        return TensorflowLinear(self.inputs, gradients, outer, self._create_graph)
+
+    def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        return self._sweep(*self._pulling(output, inputs), seeds)
+
+    def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        try:
+            return self._sweep(*self._pushing(input, outputs), seeds)
+        except RULES as error:
+            raise UnsupportedError(reason(error)) from error
+
+    def _pulling(self, output: int, inputs: Sequence[int]) -> tuple[Any, Sweep]:
+        return ("pull", output, *inputs), lambda seed: self._pulled(output, inputs, seed)
+
+    def _pushing(self, input: int, outputs: Sequence[int]) -> tuple[Any, Sweep]:
+        return ("push", input, *outputs), lambda seed: [self._pushed(input, output, seed) for output in outputs]
+
+    def _pulled(self, output: int, inputs: Sequence[int], seed: Tensor) -> list[Tensor | None]:
+        y = self.outputs[output]
+        gradients = self._tapes[-1].gradient(y, [self.inputs[i] for i in inputs], output_gradients=seed)
+        return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+    def _pushed(self, input: int, output: int, seed: Tensor) -> Tensor | None:
+        seed_of_output = tf.zeros_like(self.outputs[output])
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(seed_of_output)
+            (pulled,) = self._pulled(output, [input], seed_of_output)
+        if pulled is None:
+            return None
+        pushed = tape.gradient(pulled, seed_of_output, output_gradients=seed)
+        if pushed is None:
+            raise UnsupportedError("a reverse rule on the way cannot be transposed")
+        return tf.convert_to_tensor(pushed)
+
+    def _sweep(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+        swept = None
+        if seeds.shape[0] != 1 and self.looped is None:
+            try:
+                swept = self._program(key, sweep, seeds)(seeds)
+            except Exception as error:  # no rule for a stack: what the loop raises is the user's
+                self.looped = reason(error)
+        if swept is None:
+            each = [sweep(seed) for seed in tf.unstack(seeds)]
+            swept = [None if of_one[0] is None else tf.stack(of_one) for of_one in zip(*each, strict=True)]
+        return swept if self._create_graph else [None if t is None else tf.stop_gradient(t) for t in swept]
+
+    def _program(self, key: Any, sweep: Sweep, seeds: Tensor) -> "_Program":
+        if key not in self._programs:
+            self._programs[key] = _Program(sweep, tf.TensorSpec([None, *seeds.shape[1:]], seeds.dtype))
+        return self._programs[key]
+
+    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
+        key, sweep = self._pushing(source, targets) if forward else self._pulling(source, targets)
+        of = (self.inputs if forward else self.outputs)[source]
+        try:
+            return self._program(key, sweep, tf.zeros([0, *of.shape], of.dtype)).work
+        except Exception:  # what cannot be traced runs one by one
+            return 0
+
+
+class _Program:
+    """A sweep over stacks of seeds, traced once; it knows which derivatives have a path, and how large they get."""
+
+    def __init__(self, sweep: Sweep, seeds: Any):
+        self.work = 0
+        self._sweep = sweep
+        self._paths: list[bool] = []
+        self._run = tf.function(self._stacked, input_signature=[seeds], autograph=False)
+        self._run.get_concrete_function()
+
+    def __call__(self, seeds: Tensor) -> list[Tensor | None]:
+        derivatives = iter(self._run(seeds))
+        return [next(derivatives) if path else None for path in self._paths]
+
+    def _stacked(self, seeds: Tensor) -> list[Tensor]:
+        return tf.vectorized_map(self._one, seeds)
+
+    def _one(self, seed: Tensor) -> list[Tensor]:
+        swept = self._sweep(seed)
+        self._paths = [derivative is not None for derivative in swept]
+        self.work = max(map(_bytes, tf.compat.v1.get_default_graph().get_operations()), default=0)
+        return [derivative for derivative in swept if derivative is not None] or [tf.zeros([])]
+
+
+def _bytes(operation: Any) -> int:
+    """The bytes of what an operation makes; what it is given from outside is there already."""
+    if operation.type == "Placeholder":
+        return 0
+    known = [y for y in operation.outputs if y.shape.is_fully_defined()]
+    return sum(math.prod(y.shape) * y.dtype.size for y in known)

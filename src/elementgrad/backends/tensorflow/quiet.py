@@ -1,0 +1,106 @@
+"""Running the user's function without leaving a trace: whatever it writes to variables is written back."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.context import Context, context
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+
+WRITES = ("assign", "scatter_", "batch_scatter_")
+"""How the methods of a variable that change it begin."""
+
+
+class _Saved:
+    """The values that variables had before they were first written to."""
+
+    def __init__(self) -> None:
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.values: dict[int, tuple[Any, Any]] = {}
+
+    def save(self, handle: Any, dtype: Any) -> None:
+        if id(handle) not in self.values:
+            with self._outside():
+                value = tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
+            self.values[id(handle)] = handle, value
+
+    def restore(self) -> None:
+        with self._outside():
+            for handle, value in self.values.values():
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    def _outside(self) -> Any:
+        """Where the caller stands: the function may itself have gone on into another graph."""
+        return self.graph.as_default() if self.graph is not None else tf.init_scope()
+
+
+_local = threading.local()
+_lock = threading.Lock()
+_users = 0
+_originals: list[tuple[type, str, Callable[..., Any]]] = []
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Afterwards variables hold what they held before, and seeds of operations go on where they were."""
+    saved = _Saved()
+    seeds = getattr(context(), "_rng", None)
+    state = seeds.getstate() if seeds is not None else None
+    stack: list[_Saved] = _local.__dict__.setdefault("stack", [])
+    _watch_writes(+1)
+    stack.append(saved)
+    try:
+        yield
+    finally:
+        stack.remove(saved)
+        _watch_writes(-1)
+        if seeds is not None:
+            seeds.setstate(state)
+        saved.restore()
+
+
+def _watch_writes(users: int) -> None:
+    """Put the watchers into TensorFlow's classes while somebody needs them, in whichever threads."""
+    global _users
+    with _lock:
+        _users += users
+        if _users == users == 1:
+            _install()
+        elif _users == 0:
+            while _originals:
+                setattr(*_originals.pop())
+
+
+def _install() -> None:
+    for name in dir(BaseResourceVariable):
+        if name.startswith(WRITES):
+            _wrap(BaseResourceVariable, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
+    _wrap(tf.random.Generator, "_skip_single_var", lambda _, variable, *__: _save(variable.handle, variable.dtype))
+    _wrap(Context, "call_function", _save_inputs)
+
+
+def _wrap(owner: type, name: str, before: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        before(*arguments, **options)
+        return original(*arguments, **options)
+
+    _originals.append((owner, name, original))
+    setattr(owner, name, watched)
+
+
+def _save(handle: Any, dtype: Any) -> None:
+    for saved in getattr(_local, "stack", ()):
+        saved.save(handle, dtype)
+
+
+def _save_inputs(_: Any, name: Any, inputs: Any, *__: Any, **___: Any) -> None:
+    """A compiled function may write to any of the variables that it is given."""
+    for handle in inputs if getattr(_local, "stack", None) else ():
+        if handle.dtype == tf.resource:
+            data = getattr(handle, "_handle_data", None)
+            if data is not None and data.is_set and len(data.shape_and_type) == 1:
+                _save(handle, tf.as_dtype(data.shape_and_type[0].dtype))

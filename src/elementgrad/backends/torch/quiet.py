@@ -1,0 +1,73 @@
+"""Running the user's function without leaving a trace: modes, buffers, random numbers and compiled code."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+RandomState = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def random_state() -> RandomState:
+    """The state of the generators of the processor and of every device in use."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), devices
+
+
+def set_random_state(state: RandomState) -> None:
+    """Put the generators back."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+@contextmanager
+def undisturbed(state: RandomState, attention: bool = False) -> Iterator[None]:
+    """Run with gradients on, from a state of the generators; buffers and generators are as before afterwards.
+
+    With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
+    """
+    before = random_state()
+    with ExitStack() as stack:
+        stack.callback(set_random_state, before)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_spare_buffers())
+        if "torch._dynamo" in sys.modules:  # compiled code has no derivatives beyond the first, and hides its modules
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if attention:
+            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        set_random_state(state)
+        yield
+
+
+@contextmanager
+def _spare_buffers() -> Iterator[None]:
+    """Lend copies of its buffers to every module that is called, so that what it writes to them is lost."""
+    thread = threading.get_ident()
+    lent: dict[int, torch.Tensor] = {}  # by the original, so that a shared buffer stays shared
+    originals: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
+
+    def lend(module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() != thread or id(module) in originals or isinstance(module, torch.jit.ScriptModule):
+            return
+        kept = dict(module._buffers)
+        originals[id(module)] = module, kept
+        for name, buffer in kept.items():
+            if buffer is not None:
+                if id(buffer) not in lent:
+                    lent[id(buffer)] = buffer.detach().clone()
+                module._buffers[name] = lent[id(buffer)]
+
+    hook = register_module_forward_pre_hook(lend)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for module, kept in originals.values():
+            module._buffers.clear()
+            module._buffers.update(kept)

@@ -1,0 +1,52 @@
+"""Bytes: what a budget may be written as, how much memory is free, how an amount is read by a person."""
+
+import os
+import re
+from pathlib import Path
+
+from elementgrad.errors import BudgetError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SHARE = 8
+"""Sweeps take at most one part in so many of what is free, unless told otherwise."""
+FITS = 'give bytes as an int, or a text such as "200MB" or "1.5 GiB"'
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+
+
+def parse(budget: int | str | None) -> int | None:
+    """A budget in bytes; None leaves it to what is free."""
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        match = _TEXT.fullmatch(budget)
+        if match is None or match[2].upper() not in UNITS:
+            raise BudgetError(f"budget {budget!r} is no amount of memory; {FITS}")
+        budget = int(float(match[1]) * UNITS[match[2].upper()])
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
+        raise BudgetError(f"budget {budget!r} is no amount of memory; {FITS}")
+    return budget
+
+
+def default(free: int | None) -> int:
+    """A part of what is free: on the device where that is known, on this machine otherwise."""
+    return max(1, (free if free is not None else _available()) // SHARE)
+
+
+def to_text(count: float) -> str:
+    """Bytes for a person: three digits and a unit."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
+    except (OSError, StopIteration, ValueError):
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        except (AttributeError, OSError, ValueError):
+            return 4 * 10**9

@@ -1,0 +1,243 @@
+"""Reading derivatives by sweeps: blocks, single entries and products, for every framework alike."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends import Backend
+from elementgrad.backends.linear import Linear, UnsupportedError
+from elementgrad.errors import BatchError, FrameworkError
+from elementgrad.plan import budget as bytes_of
+from elementgrad.plan.plan import Mode, Plan, Task, choose, direction
+from elementgrad.plan.progress import shown
+from elementgrad.selection import Selection
+
+Tensor = Any
+Keep = Callable[[Tensor, int, int], Tensor]
+"""From a stack of sweeps, (k, batch, elements), and its place among all: what is kept, sweeps first."""
+
+
+@dataclass
+class Reader:
+    """Sweeps between one output and one or several inputs of a linearised function.
+
+    A tensor counts as `batch` examples of `n` elements; without a batch there is one example. A derivative without a
+    path comes back as None.
+    """
+
+    backend: Backend
+    linear: Linear
+    output: int
+    inputs: Sequence[int]
+    of_size: int
+    wrt_sizes: Sequence[int]
+    batch: int = 1
+    budget: int | None = None
+    apart: bool = False
+    """Whether the examples of the batch are known not to mix."""
+
+    def plan(self, rows: int, columns: Sequence[int], numbers: int) -> Plan:
+        """The plan for so many distinct rows, and columns of each input."""
+        linear = self.linear
+        x = linear.inputs[self.inputs[0]]
+        of_size, wrt_size = self.of_size, sum(self.wrt_sizes)
+        task = Task(rows, sum(columns), of_size, wrt_size, numbers, self.backend.itemsize(x), self.batch)
+        mode = direction(task, linear.without)
+        notes = [f"no {other} sweeps: {why}" for other, why in linear.without.items()]
+        notes += [f"one sweep after another: {linear.looped}"] if linear.looped else []
+        if (task.columns if mode == "forward" else rows) <= 1:
+            return choose(task, mode, notes=tuple(notes))
+        if mode == "forward":
+            work = max(linear.work(True, number, [self.output]) for number in self.inputs)
+        else:
+            work = linear.work(False, self.output, self.inputs)
+        budget = self.budget or bytes_of.default(self.backend.free(x))
+        return choose(task, mode, work, budget, tuple(notes), linear.looped is not None)
+
+    def plan_of(self, rows: Selection, columns: Sequence[Selection]) -> Plan:
+        """The plan for a block."""
+        numbers = self.batch * rows.size * sum(selection.size for selection in columns)
+        return self.plan(_count(rows), [_count(selection) for selection in columns], numbers)
+
+    def block(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
+        """The derivatives of some elements with respect to some of each input, all with all, (batch, rows, columns)."""
+
+        def read(mode: Mode, plan: Plan) -> list[Tensor | None]:
+            if mode == "reverse":
+                places, again = _distinct(rows)
+                kept = self._reverse(plan, places, [self._picker(selection) for selection in columns])
+                return [self._arranged(parts, again, (1, 0, 2)) for parts in kept]
+            blocks = []
+            for number, selection in zip(self.inputs, columns, strict=True):
+                places, again = _distinct(selection)
+                parts = self._forward(plan, number, places, self._picker(rows))
+                blocks.append(self._arranged(parts, again, (1, 2, 0)))
+            return blocks
+
+        return self._run(lambda: self.plan_of(rows, columns), read)
+
+    def pairs(self, outs: np.ndarray, ins: np.ndarray) -> Tensor | None:
+        """The derivative of one element with respect to one, for each pair of positions: (batch, pairs)."""
+
+        def read(mode: Mode, plan: Plan) -> Tensor | None:
+            swept, kept = (outs, ins) if mode == "reverse" else (ins, outs)
+            places, owner = np.unique(swept, return_inverse=True)
+            order = np.argsort(owner, kind="stable")
+            rank = owner[order]
+
+            def pick(stack: Tensor, start: int, stop: int) -> Tensor:
+                chosen = slice(*np.searchsorted(rank, [start, stop]))
+                of = self.backend.shape(stack)
+                parts = (rank[chosen] - start, range(of[1]), kept[order[chosen]])
+                return self.backend.take(stack, Selection(of, parts, block=0, broadcast=(len(parts[0]),)))
+
+            if mode == "reverse":
+                (parts,) = self._reverse(plan, places, [pick])
+            else:
+                parts = self._forward(plan, self.inputs[0], places, pick)
+            again = np.empty_like(order)
+            again[order] = np.arange(len(order))
+            return self._arranged(parts, again, (1, 0))
+
+        counts = len(np.unique(outs)), [len(np.unique(ins))]
+        return self._run(lambda: self.plan(*counts, self.batch * len(outs)), read)
+
+    def product(self, seeds: Tensor, forward: bool) -> Tensor | None:
+        """`J @ v` for a stack of v, or `u @ J` for a stack of u; by the other direction where this one has no rule."""
+        self._require_apart()
+        linear, backend, (number,) = self.linear, self.backend, self.inputs
+        mode: Mode = "forward" if forward else "reverse"
+        if mode not in linear.without:
+            try:
+                if forward:
+                    return linear.push(number, [self.output], seeds)[0]
+                return linear.pull(self.output, [number], seeds)[0]
+            except UnsupportedError as error:
+                linear.without[mode] = str(error)
+        count = backend.shape(seeds)[0]
+        size = self.wrt_sizes[0] if forward else self.of_size
+        factors = backend.transpose(backend.reshape(seeds, (count, self.batch, size)), (1, 2, 0))
+
+        def contract(stack: Tensor, start: int, stop: int) -> Tensor:
+            return backend.transpose(backend.matmul(backend.transpose(stack, (1, 0, 2)), factors), (1, 0, 2))
+
+        sweeps = np.arange(self.of_size if forward else self.wrt_sizes[0])
+        plan = self.plan(self.of_size, self.wrt_sizes, count * self.batch * len(sweeps))
+        if forward:
+            (parts,) = self._reverse(plan, sweeps, [contract])
+        else:
+            parts = self._forward(plan, number, sweeps, contract)
+        swept = self._arranged(parts, None, (2, 1, 0))
+        like = linear.outputs[self.output] if forward else linear.inputs[number]
+        return None if swept is None else backend.reshape(swept, (count, *backend.shape(like)))
+
+    def _run(self, plan: Callable[[], Plan], read: Callable[[Mode, Plan], Any]) -> Any:
+        """Read by the plan; where its direction turns out to have no rule, by the other."""
+        self._require_apart()
+        without = self.linear.without
+        while True:
+            chosen = plan()
+            try:
+                return read(chosen.mode, chosen)
+            except UnsupportedError as error:
+                if len(without) == 1 or chosen.mode in without:
+                    raise FrameworkError(
+                        f"{self.backend.name} can differentiate this in no direction: {error}"
+                    ) from error
+                without[chosen.mode] = str(error)
+
+    def _require_apart(self) -> None:
+        """Raise if examples mix. Any two differ in a bit of their number: seeds that go by bits tell them apart."""
+        if self.apart or self.batch == 1:
+            return
+        y = self.linear.outputs[self.output]
+        weights = np.random.default_rng(0).uniform(0.5, 1.5, self.of_size)  # such that nothing cancels
+        for bit in range((self.batch - 1).bit_length()):
+            seeded = (np.arange(self.batch) >> bit & 1) == np.array([[0], [1]])
+            seeds = self.backend.cast((seeded[..., None] * weights).reshape(2, *self.backend.shape(y)), y)
+            try:
+                pulled = self.linear.pull(self.output, self.inputs, seeds)
+            except UnsupportedError:  # forward sweeps alone say nothing cheaply
+                break
+            for derivative in pulled:
+                values = None if derivative is None else self.backend.read(derivative)
+                if values is None:
+                    continue
+                values = np.abs(values).reshape(2, self.batch, -1)
+                leaked = (values > 0) & np.isfinite(values) & ~seeded[..., None]
+                if leaked.any():
+                    raise BatchError(
+                        f"the examples mix: the input of example {leaked.any((0, 2)).argmax()} changes the output of "
+                        "another, so they have no Jacobians of their own; leave batch=True out"
+                    )
+        self.apart = True
+
+    def _reverse(self, plan: Plan, places: np.ndarray, keep: Sequence[Keep]) -> list[list[Tensor] | None]:
+        y = self.linear.outputs[self.output]
+        kept: list[list[Tensor] | None] = [[] for _ in self.inputs]
+        for start, stop, seeds in self._seeds(plan, y, places):
+            for i, swept in enumerate(self.linear.pull(self.output, self.inputs, seeds)):
+                if swept is None:
+                    kept[i] = None
+                else:
+                    kept[i].append(keep[i](self._stack(swept, self.wrt_sizes[i]), start, stop))  # type: ignore[union-attr]
+        return kept
+
+    def _forward(self, plan: Plan, number: int, places: np.ndarray, keep: Keep) -> list[Tensor] | None:
+        kept = []
+        for start, stop, seeds in self._seeds(plan, self.linear.inputs[number], places):
+            (swept,) = self.linear.push(number, [self.output], seeds)
+            if swept is None:
+                return None
+            kept.append(keep(self._stack(swept, self.of_size), start, stop))
+        return kept
+
+    def _seeds(self, plan: Plan, like: Tensor, places: np.ndarray) -> Iterator[tuple[int, int, Tensor]]:
+        starts = range(0, len(places), plan.chunk) or [0]
+        for start in shown(starts, len(starts), f"{plan.sweeps} {plan.mode} sweeps"):
+            stop = min(start + plan.chunk, len(places))
+            yield start, stop, self.backend.units(like, places[start:stop].copy(), self.batch)
+
+    def _stack(self, swept: Tensor, size: int) -> Tensor:
+        return self.backend.reshape(swept, (self.backend.shape(swept)[0], self.batch, size))
+
+    def _picker(self, selection: Selection) -> Keep:
+        """Keep the selected elements of every sweep and example."""
+        if selection.whole:
+            return lambda stack, start, stop: stack
+        places = None if selection.basic else selection.flat().reshape(-1)
+
+        def pick(stack: Tensor, start: int, stop: int) -> Tensor:
+            count, batch, size = self.backend.shape(stack)
+            if places is None:
+                stack = self.backend.reshape(stack, (count, batch, *selection.of))
+                swept = Selection((count, batch, *selection.of), (range(count), range(batch), *selection.parts), 2)
+            else:
+                swept = Selection((count, batch, size), (range(count), range(batch), places), 2, places.shape)
+            return self.backend.reshape(self.backend.take(stack, swept), (count, batch, selection.size))
+
+        return pick
+
+    def _arranged(self, parts: list[Tensor] | None, again: np.ndarray | None, axes: tuple[int, ...]) -> Tensor | None:
+        """Join what was kept, repeat and order the sweeps as they were named, and bring the batch to the front."""
+        if parts is None:
+            return None
+        backend = self.backend
+        joined = parts[0] if len(parts) == 1 else backend.concat(parts)
+        if again is not None and not np.array_equal(again, np.arange(backend.shape(joined)[0])):
+            of = tuple(backend.shape(joined))
+            rest = tuple(range(size) for size in of[1:])
+            joined = backend.take(joined, Selection(of, (again, *rest), block=0, broadcast=again.shape))
+        return joined if self.batch == 1 and axes[:2] == (1, 0) else backend.transpose(joined, axes)
+
+
+def _count(selection: Selection) -> int:
+    return selection.size if selection.unique else len(_distinct(selection)[0])
+
+
+def _distinct(selection: Selection) -> tuple[np.ndarray, np.ndarray | None]:
+    """The positions to sweep from, each once, and where each named element is among them."""
+    flat = selection.flat().reshape(-1)
+    return (flat, None) if selection.unique else np.unique(flat, return_inverse=True)

@@ -1,0 +1,218 @@
+"""`jacobian`, `hessian` and `grad`: names and options in, lazy Jacobians or their entries out."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+from elementgrad import tree
+from elementgrad.backends import Backend
+from elementgrad.backends.linear import Linear
+from elementgrad.errors import PlaceError, SelectionError
+from elementgrad.lazy import Jacobian
+from elementgrad.place import Place
+from elementgrad.plan import budget as bytes_of
+from elementgrad.plan.run import Reader
+from elementgrad.trace import Call, Side, Wanted, find
+
+Tensor = Any
+Tree = Any
+"""Something, or a tuple, list or dict of it."""
+Unconnected = Literal["error", "zero"]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    of: Tree = None,
+    wrt: Tree = None,
+    unconnected: Unconnected = "error",
+    budget: int | str | None = None,
+    create_graph: bool = False,
+    batch: bool = False,
+) -> Any:
+    """The derivative of an output of `f(*args, **kwargs)` with respect to an input, as an array to index.
+
+    `wrt` names an input by its parameter (`"x"`, `"params.weight"`, `"x[0, :]"`) or is one of the tensors given; `of`
+    names an output (`"output"`, `"output.loss"`, `"output[3]"`). Both may be left out where there is only one. A tuple,
+    list or dict of them gives the same structure of Jacobians. `budget` bounds the memory that grows with the number of
+    sweeps run at once (`"200MB"`; by default an eighth of what is free). With `create_graph=True` results can be
+    differentiated again. With `batch=True` the first axis of both sides counts examples that do not mix, and the result
+    is one Jacobian per example.
+
+    >>> import torch, elementgrad as eg
+    >>> J = eg.jacobian(lambda x, y: {"loss": (x * y).sum(), "x": x}, torch.ones(3), torch.arange(3.0),
+    ...                 of="output.loss", wrt="x")
+    >>> J[..., 2], J.shape
+    (tensor(2.), (3,))
+    """
+    reading = _Reading.start(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=1)
+    return tree.mapped(reading.of, lambda of: tree.mapped(reading.wrt, lambda wrt: reading.jacobian(of, wrt)))
+
+
+def hessian(
+    f: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    of: Tree = None,
+    wrt: Tree = None,
+    unconnected: Unconnected = "error",
+    budget: int | str | None = None,
+    create_graph: bool = False,
+    batch: bool = False,
+) -> Any:
+    """The second derivatives of one output element, as an array to index: the lazy Jacobian of the gradient.
+
+    With several inputs in `wrt` it is a structure of structures, `H["x"]["y"]`.
+
+    >>> import torch, elementgrad as eg
+    >>> H = eg.hessian(lambda x: (x[0] * x[1] ** 2).sum(), torch.tensor([2.0, 3.0]))
+    >>> H[0, 1], H[1, :], H.diagonal()
+    (tensor(6.), tensor([6., 4.]), tensor([0., 4.]))
+    """
+    first = _Reading.start(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=2)
+
+    def second(of: Side) -> Tree:
+        reading = first.gradient(of)
+        return tree.mapped(
+            reading.wrt,
+            lambda row: tree.mapped(
+                reading.wrt, lambda column: reading.jacobian(reading.gradient_side(of, row), column)
+            ),
+        )
+
+    return tree.mapped(first.of, second)
+
+
+def grad(
+    f: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    of: Tree = None,
+    wrt: Tree = None,
+    unconnected: Unconnected = "error",
+    budget: int | str | None = None,
+    create_graph: bool = False,
+    batch: bool = False,
+) -> Any:
+    """The derivative of the elements that `of` names with respect to those that `wrt` names, computed now.
+
+    Without `of` the function must give a single number. Its shape is that of `of`'s elements and then `wrt`'s. Several
+    inputs share their sweeps. The other arguments are those of `jacobian`.
+
+    >>> import torch, elementgrad as eg
+    >>> X, Y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    >>> eg.grad(lambda X, Y: X @ Y, X, Y, of="output[0, 0]", wrt="X")
+    tensor([[5., 7.],
+            [0., 0.]])
+    >>> eg.grad(lambda X, Y: X @ Y, X, Y, of="output[0, 0]", wrt="X[0, 1]")
+    tensor(7.)
+    """
+    reading = _Reading.start(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=1)
+    return tree.mapped(reading.of, lambda side: reading.gradients(side, single=of is None))
+
+
+@dataclass
+class _Reading:
+    """A function evaluated at its arguments, with both sides found by their names."""
+
+    backend: Backend
+    linear: Linear
+    of: Tree
+    wrt: Tree
+    zero: bool
+    budget: int | None
+    batch: bool
+
+    @classmethod
+    def start(
+        cls,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        of: Tree,
+        wrt: Tree,
+        unconnected: Unconnected,
+        budget: int | str | None,
+        create_graph: bool,
+        batch: bool,
+        order: int,
+    ) -> "_Reading":
+        if unconnected not in ("error", "zero"):
+            raise PlaceError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
+        limit = bytes_of.parse(budget)
+        of, wrt = tree.mapped(of, _parsed), tree.mapped(wrt, _parsed)
+        call = Call(f, args, kwargs)
+        backend = call.backend
+        inputs = tree.mapped(wrt, lambda wanted: find(call.inputs, wanted, "input", backend, batch))
+        numbers = sorted({side.number for _, side in tree.leaves(inputs, "")})
+        if not numbers:
+            raise PlaceError("wrt names nothing; name an input, or leave it out where there is only one")
+        tensors = [call.inputs[number][1] for number in numbers]
+        linear = backend.linearize(lambda *xs: call.run(numbers, xs), tensors, create_graph, order)
+        inputs = tree.mapped(inputs, lambda side: replace(side, number=numbers.index(side.number)))
+        named = [(name, linear.value(number)) for number, name in enumerate(call.outputs)]
+        outputs = tree.mapped(of, lambda wanted: find(named, wanted, "output", backend, batch))
+        reading = cls(backend, linear, outputs, inputs, unconnected == "zero", limit, batch)
+        reading._examples()
+        if any(backend.kind(side.tensor) == "c" for side in reading._sides()):
+            linear.without["forward"] = "derivatives of complex numbers follow reverse mode"
+        return reading
+
+    def jacobian(self, of: Side, wrt: Side) -> Jacobian:
+        return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget, self._examples())
+
+    def gradients(self, of: Side, single: bool) -> Tree:
+        """The block of each input, all from the same sweeps."""
+        if single and math.prod(of.shape) != 1:
+            raise SelectionError(
+                f"{of.name} of shape {of.shape} is not a single number; say which element, as in "
+                f'of="{of.name}[{", ".join("0" * len(of.shape))}]", or use eg.jacobian'
+            )
+        if single:
+            of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
+        wrts = [side for _, side in tree.leaves(self.wrt, "")]
+        sizes = [math.prod(side.of) for side in wrts]
+        numbers = [side.number for side in wrts]
+        examples = self._examples()
+        reader = Reader(
+            self.backend, self.linear, of.number, numbers, math.prod(of.of), sizes, examples or 1, self.budget
+        )
+        whole = of.select(..., self.backend)
+        blocks = iter(reader.block(whole, [side.select(..., self.backend) for side in wrts]))
+        return tree.mapped(self.wrt, lambda wrt: self.jacobian(of, wrt).shaped(next(blocks), (*of.shape, *wrt.shape)))
+
+    def gradient(self, of: Side) -> "_Reading":
+        """The gradient of one element, as a function of the same inputs."""
+        if math.prod(of.shape) != 1:
+            raise SelectionError(
+                f"{of.name} of shape {of.shape} has a Hessian for each element; say which, as in "
+                f'of="{of.name}[{", ".join("0" * len(of.shape))}]"'
+            )
+        position = of.select(..., self.backend).flat().reshape(-1)
+        (seed,) = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
+        return replace(self, linear=self.linear.gradient(of.number, seed))
+
+    def gradient_side(self, of: Side, wrt: Side) -> Side:
+        """The gradient with respect to one input, as the output of that function."""
+        return replace(wrt, name=f"the gradient of {of.name}", tensor=self.linear.value(wrt.number))
+
+    def _sides(self) -> list[Side]:
+        return [side for _, side in [*tree.leaves(self.of, ""), *tree.leaves(self.wrt, "")]]
+
+    def _examples(self) -> int | None:
+        if not self.batch:
+            return None
+        counts = {side.name: int(self.backend.shape(side.tensor)[0]) for side in self._sides()}
+        if len(set(counts.values())) != 1:
+            raise PlaceError(f"batch=True needs as many examples on every side, and there are {counts}")
+        return next(iter(counts.values()))
+
+
+def _parsed(wanted: Wanted) -> Wanted:
+    return Place.parse(wanted) if isinstance(wanted, str) else wanted
