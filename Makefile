@@ -25,7 +25,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/test.stamp
+bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
@@ -39,6 +39,10 @@ $(VENV)/tour.stamp: locks/tour.txt pyproject.toml
 
 $(VENV)/test.stamp: locks/test.txt $(VENV)/tour.stamp
 	$(PIP) -r locks/test.txt
+	@touch $@
+
+$(VENV)/bench.stamp: locks/bench.txt $(VENV)/test.stamp
+	$(PIP) --no-deps -r locks/bench.txt
 	@touch $@
 
 .venv-oldest/stamp: locks/oldest.txt pyproject.toml

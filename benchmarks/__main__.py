@@ -6,13 +6,15 @@ from pathlib import Path
 
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
 
-from benchmarks.edits import SUITES
+from benchmarks import edits, jacobians
 from benchmarks.harness import report, run
+
+SUITES = {**edits.SUITES, **jacobians.SUITES}
 
 
 def main() -> bool:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="torch, tensorflow, jax, import")
+    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help=", ".join(SUITES))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
     parsed = parser.parse_args()

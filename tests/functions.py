@@ -63,7 +63,8 @@ def rnn(o: Any, x: Any) -> Any:
 
 def attention(o: Any, x: Any) -> Any:
     """The first axis is the head."""
-    query, key, value = (o.einsum("hsd,de->hse", x, weights) for weights in o.numbers(3, 2, 2))
+    weights = o.numbers(3, 2, 2)
+    query, key, value = (o.einsum("hsd,de->hse", x, weights[index]) for index in range(3))
     scores = o.softmax(o.einsum("hqd,hkd->hqk", query, key) / 2**0.5, axis=-1)
     return o.einsum("hqk,hkd->hqd", scores, value)
 
@@ -306,7 +307,7 @@ def jacobian(framework: str, case: Case) -> np.ndarray:
     if framework == "torch":
         return o.framework.numpy(torch.autograd.functional.jacobian(lambda x: case.f(o, x), x))
     if framework == "jax":
-        return np.asarray(jax.jacrev(lambda x: case.f(o, x))(x))
+        return compiled(case, jax.jacrev(lambda x: case.f(o, x)), x)
     return tape_jacobian(lambda x: case.f(o, x), x)
 
 
@@ -317,8 +318,13 @@ def hessian(framework: str, case: Case) -> np.ndarray:
     if framework == "torch":
         return o.framework.numpy(torch.autograd.functional.hessian(g, x))
     if framework == "jax":
-        return np.asarray(jax.jacrev(jax.jacrev(g))(x))
+        return compiled(case, jax.jacrev(jax.jacrev(g)), x)
     return tape_jacobian(o.grad(g), x)
+
+
+def compiled(case: Case, f: Callable[[Any], Any], x: jax.Array) -> np.ndarray:
+    """JAX compiles each operation otherwise, which takes several times as long."""
+    return np.asarray((f if case.eager else jax.jit(f))(x))
 
 
 def tape_jacobian(f: Callable[[Any], Any], x: tf.Tensor) -> np.ndarray:

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from elementgrad.choice import choose as choose
     from elementgrad.errors import BatchError as BatchError
     from elementgrad.errors import BroadcastError as BroadcastError
-    from elementgrad.errors import BudgetError as BudgetError
     from elementgrad.errors import DtypeError as DtypeError
     from elementgrad.errors import DuplicateError as DuplicateError
     from elementgrad.errors import ElementgradError as ElementgradError
     from elementgrad.errors import FrameworkError as FrameworkError
+    from elementgrad.errors import OptionError as OptionError
     from elementgrad.errors import ParseError as ParseError
     from elementgrad.errors import PlaceError as PlaceError
     from elementgrad.errors import SelectionError as SelectionError
@@ -44,10 +44,10 @@ _HOMES = {
     "ElementgradError": "errors",
     "BatchError": "errors",
     "BroadcastError": "errors",
-    "BudgetError": "errors",
     "DtypeError": "errors",
     "DuplicateError": "errors",
     "FrameworkError": "errors",
+    "OptionError": "errors",
     "ParseError": "errors",
     "PlaceError": "errors",
     "SelectionError": "errors",

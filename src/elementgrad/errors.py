@@ -51,8 +51,8 @@ class BatchError(ElementgradError, ValueError):
     """What was said to be a batch of independent examples is none."""
 
 
-class BudgetError(ElementgradError, ValueError):
-    """A memory budget cannot be read."""
+class OptionError(ElementgradError, ValueError):
+    """An option of a call has a value that it cannot have."""
 
 
 class UnconnectedError(ElementgradError, ValueError):

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from elementgrad import edit
-from elementgrad.backends import Backend, owner
+from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
-from elementgrad.errors import BroadcastError, FrameworkError, SelectionError, UnconnectedError
+from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, SelectionError, UnconnectedError
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.run import Reader
@@ -70,12 +70,14 @@ class Jacobian:
         y = self._of.tensor
         return y if self._of.base is None else self._picked(y, self._of)
 
+    @plain
     def __getitem__(self, sides: Any) -> Tensor:
         """The derivative of `y[out]` with respect to `x[in]`, of shape `y[out].shape + x[in].shape`."""
         rows, columns = self._sides(sides)
         (block,) = self._reader.block(rows, [columns])
         return self.shaped(block, (*rows.shape, *columns.shape))
 
+    @plain
     def entries(self, outs: Any, ins: Any) -> Tensor:
         """One number per pair: the derivative of each element of `y[outs]` with respect to its partner in `x[ins]`.
 
@@ -96,6 +98,7 @@ class Jacobian:
         block = self._reader.pairs(pairs[0].reshape(-1), pairs[1].reshape(-1))
         return self.shaped(block, pairs[0].shape)
 
+    @plain
     def diagonal(self) -> Tensor:
         """The derivative of each element of the output with respect to its own element of the input.
 
@@ -110,6 +113,7 @@ class Jacobian:
             )
         return self.entries(..., ...)
 
+    @plain
     def dense(self) -> Tensor:
         """The whole Jacobian, of shape `J.shape`.
 
@@ -120,6 +124,7 @@ class Jacobian:
         """
         return self[..., ...]
 
+    @plain
     def plan(self, out: Any = ..., in_: Any = ...) -> Plan:
         """What `J[out, in]` would do: sweeps, their direction, chunks and bytes, against the whole.
 
@@ -132,10 +137,12 @@ class Jacobian:
         """
         return self._reader.plan_of(self._select(out, self._of), [self._select(in_, self._wrt)])
 
+    @plain
     def __matmul__(self, v: Any) -> Tensor:
         """The product with a tensor of the input's shape (more axes behind it are as many products)."""
         return self._product(v, self._wrt, self._of, forward=True)
 
+    @plain
     def __rmatmul__(self, u: Any) -> Tensor:
         """The product with a tensor of the output's shape (more axes before it are as many products)."""
         return self._product(u, self._of, self._wrt, forward=False)
@@ -179,6 +186,10 @@ class Jacobian:
         backend = self._backend
         if owner(other) not in (None, backend):
             raise FrameworkError(f"the Jacobian is {backend.name}'s and the other factor is not; use one framework")
+        if owner(other) and backend.kind(other) == "c" and backend.kind(this.tensor) != "c":
+            raise DtypeError(
+                f"a complex factor for {this.name}, which is real; take its real and imaginary parts apart"
+            )
         other = backend.cast(other, this.tensor)
         shape, mine = tuple(backend.shape(other)), (*self._examples, *this.shape)
         count = len(shape) - len(mine)
@@ -231,6 +242,6 @@ class Jacobian:
 def unconnected(of: Side, wrt: Side, backend: Backend) -> UnconnectedError:
     """The error about two tensors without a path between them."""
     return UnconnectedError(
-        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: no path leads from one to the "
-        'other, so there is no gradient, not even a zero one; pass unconnected="zero" if zeros will do'
+        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: no path leads from one to "
+        'the other, so there is no gradient, not even a zero one; pass unconnected="zero" if zeros will do'
     )

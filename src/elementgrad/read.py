@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from elementgrad import tree
-from elementgrad.backends import Backend
+from elementgrad.backends import Backend, plain
 from elementgrad.backends.linear import Linear
-from elementgrad.errors import PlaceError, SelectionError
+from elementgrad.errors import OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
@@ -25,6 +25,7 @@ Unconnected = Literal["error", "zero"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+@plain
 def jacobian(
     f: Callable[..., Any],
     *args: Any,
@@ -55,6 +56,7 @@ def jacobian(
     return tree.mapped(reading.of, lambda of: tree.mapped(reading.wrt, lambda wrt: reading.jacobian(of, wrt)))
 
 
+@plain
 def hessian(
     f: Callable[..., Any],
     *args: Any,
@@ -89,6 +91,7 @@ def hessian(
     return tree.mapped(first.of, second)
 
 
+@plain
 def grad(
     f: Callable[..., Any],
     *args: Any,
@@ -144,7 +147,7 @@ class _Reading:
         order: int,
     ) -> "_Reading":
         if unconnected not in ("error", "zero"):
-            raise PlaceError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
+            raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
         limit = bytes_of.parse(budget)
         of, wrt = tree.mapped(of, _parsed), tree.mapped(wrt, _parsed)
         call = Call(f, args, kwargs)
@@ -195,8 +198,8 @@ class _Reading:
                 f'of="{of.name}[{", ".join("0" * len(of.shape))}]"'
             )
         position = of.select(..., self.backend).flat().reshape(-1)
-        (seed,) = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
-        return replace(self, linear=self.linear.gradient(of.number, seed))
+        seeds = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
+        return replace(self, linear=self.linear.gradient(of.number, seeds[0]))
 
     def gradient_side(self, of: Side, wrt: Side) -> Side:
         """The gradient with respect to one input, as the output of that function."""
@@ -210,7 +213,7 @@ class _Reading:
             return None
         counts = {side.name: int(self.backend.shape(side.tensor)[0]) for side in self._sides()}
         if len(set(counts.values())) != 1:
-            raise PlaceError(f"batch=True needs as many examples on every side, and there are {counts}")
+            raise OptionError(f"batch=True needs as many examples on every side, and there are {counts}")
         return next(iter(counts.values()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
-from elementgrad.errors import DtypeError, FrameworkError, PlaceError, SelectionError, TracedError
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError, TracedError
 from elementgrad.index import normalize
 from elementgrad.place import Place
 from elementgrad.resolve import resolve
@@ -29,18 +29,18 @@ class Call:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
-        self.function = function
         self._bound = _bind(function, args, kwargs)
         self.inputs = list(_tensors(self._bound.arguments))
         self.outputs: list[str] = []
         self.backend = _one_backend(self.inputs, args)
+        self._function = self.backend.traceable(function)
 
     def run(self, inputs: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function with some of its inputs replaced; all tensors in what it returns."""
         new = {self.inputs[number][0]: tensor for number, tensor in zip(inputs, tensors, strict=True)}
         arguments = {name: tree.replaced(value, name, new) for name, value in self._bound.arguments.items()}
         bound = inspect.BoundArguments(self._bound.signature, arguments)  # type: ignore[arg-type]
-        returned = self.function(*bound.args, **bound.kwargs)
+        returned = self._function(*bound.args, **bound.kwargs)
         named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         if not named:
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
@@ -106,7 +106,7 @@ def find(named: Sequence[tuple[str, Tensor]], wanted: Wanted, kind: str, backend
         raise DtypeError(f"{name} is of dtype {tensor.dtype}, which has no gradients; make it floating point first")
     shape = _known(name, backend.shape(tensor))
     if batch and not shape:
-        raise PlaceError(f"{name} has no axes, so it holds no batch; leave batch=True out")
+        raise OptionError(f"{name} has no axes, so it holds no batch; leave batch=True out")
     shape = shape[1:] if batch else shape
     base = Place(None, name, place.index, place.kind, pointwise=place.pointwise).select(shape) if place.index else None
     return Side(name, number, tensor, shape, base)

@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from elementgrad.backends.protocol import Backend
 from elementgrad.errors import FrameworkError
 
-__all__ = ["Backend", "find", "on_whole", "owner", "whole"]
+__all__ = ["Backend", "find", "on_whole", "owner", "plain", "whole"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _found: dict[type, Backend] = {}
@@ -30,6 +31,18 @@ def on_whole(keep: Callable[..., Any]) -> None:
         keep(function)
 
 
+def plain(function: Function) -> Function:
+    """Mark a function that compilers of Python code must not look into: it runs as it stands."""
+
+    @wraps(function)
+    def outer(*arguments: Any, **options: Any) -> Any:
+        compiler = _compiler()  # apart: a compiler cannot leave its work from inside a loop
+        return compiler.uncompiled(function, *arguments, **options) if compiler else function(*arguments, **options)
+
+    outer.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
+    return cast(Function, outer)
+
+
 def owner(value: Any) -> Backend | None:
     """The backend whose tensor this is, or None if it is no tensor of a framework that is imported."""
     kind = type(value)
@@ -43,6 +56,14 @@ def find(value: Any) -> Backend:
     if backend is None:
         raise FrameworkError(_not_a_tensor(value))
     return backend
+
+
+def _compiler() -> Backend | None:
+    """The backend that compiles Python code which is called from here."""
+    for backend in _imported():
+        if backend.compiles():
+            return backend
+    return None
 
 
 def _search(kind: type) -> Backend | None:

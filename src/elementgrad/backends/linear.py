@@ -17,14 +17,17 @@ class UnsupportedError(Exception):
 class Linear(ABC):
     """A function at its inputs. One evaluation serves all sweeps, where the framework allows it.
 
-    Sweeps come in stacks: a stack of `k` seeds for a tensor of shape `s` has shape `(k, *s)`. They raise `UnsupportedError`
-    where the direction cannot be had.
+    Sweeps come in stacks: a stack of `k` seeds for a tensor of shape `s` has shape `(k, *s)`. They raise
+    `UnsupportedError` where the direction cannot be had.
     """
 
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
-    looped: str | None = None
-    """Why sweeps run one after another instead of as one stack, once that is known."""
+
+    @cached_property
+    def looped(self) -> dict[str, str]:
+        """The directions whose sweeps run one after another instead of as one stack, and why."""
+        return {}
 
     @cached_property
     def without(self) -> dict[str, str]:

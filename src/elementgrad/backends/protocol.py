@@ -149,6 +149,14 @@ class Backend(ABC):
         """Whether a compiler is interpreting Python code right now, so that no Python value can be relied on."""
         return False
 
-    def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def compiles(self) -> bool:
+        """Whether a compiler interprets Python code right now, or would if it were called from here."""
+        return self.compiling()
+
+    def uncompiled(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a function that no such compiler may look into."""
-        return function(*arguments)
+        return function(*arguments, **options)
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's as it would run if the user called it here, where code may be rewritten."""
+        return function

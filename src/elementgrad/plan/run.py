@@ -46,7 +46,7 @@ class Reader:
         task = Task(rows, sum(columns), of_size, wrt_size, numbers, self.backend.itemsize(x), self.batch)
         mode = direction(task, linear.without)
         notes = [f"no {other} sweeps: {why}" for other, why in linear.without.items()]
-        notes += [f"one sweep after another: {linear.looped}"] if linear.looped else []
+        notes += [f"one sweep after another: {linear.looped[mode]}"] if mode in linear.looped else []
         if (task.columns if mode == "forward" else rows) <= 1:
             return choose(task, mode, notes=tuple(notes))
         if mode == "forward":
@@ -54,7 +54,7 @@ class Reader:
         else:
             work = linear.work(False, self.output, self.inputs)
         budget = self.budget or bytes_of.default(self.backend.free(x))
-        return choose(task, mode, work, budget, tuple(notes), linear.looped is not None)
+        return choose(task, mode, work, budget, tuple(notes), mode in linear.looped)
 
     def plan_of(self, rows: Selection, columns: Sequence[Selection]) -> Plan:
         """The plan for a block."""
@@ -63,6 +63,8 @@ class Reader:
 
     def block(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         """The derivatives of some elements with respect to some of each input, all with all, (batch, rows, columns)."""
+        if not rows.size * sum(selection.size for selection in columns):
+            return [self._nothing((self.batch, rows.size, selection.size)) for selection in columns]
 
         def read(mode: Mode, plan: Plan) -> list[Tensor | None]:
             if mode == "reverse":
@@ -71,6 +73,9 @@ class Reader:
                 return [self._arranged(parts, again, (1, 0, 2)) for parts in kept]
             blocks = []
             for number, selection in zip(self.inputs, columns, strict=True):
+                if not selection.size:
+                    blocks.append(self._nothing((self.batch, rows.size, 0)))
+                    continue
                 places, again = _distinct(selection)
                 parts = self._forward(plan, number, places, self._picker(rows))
                 blocks.append(self._arranged(parts, again, (1, 2, 0)))
@@ -80,6 +85,8 @@ class Reader:
 
     def pairs(self, outs: np.ndarray, ins: np.ndarray) -> Tensor | None:
         """The derivative of one element with respect to one, for each pair of positions: (batch, pairs)."""
+        if not len(outs):
+            return self._nothing((self.batch, 0))
 
         def read(mode: Mode, plan: Plan) -> Tensor | None:
             swept, kept = (outs, ins) if mode == "reverse" else (ins, outs)
@@ -195,10 +202,13 @@ class Reader:
         return kept
 
     def _seeds(self, plan: Plan, like: Tensor, places: np.ndarray) -> Iterator[tuple[int, int, Tensor]]:
-        starts = range(0, len(places), plan.chunk) or [0]
+        starts = range(0, len(places), plan.chunk)
         for start in shown(starts, len(starts), f"{plan.sweeps} {plan.mode} sweeps"):
             stop = min(start + plan.chunk, len(places))
             yield start, stop, self.backend.units(like, places[start:stop].copy(), self.batch)
+
+    def _nothing(self, shape: tuple[int, ...]) -> Tensor:
+        return self.backend.zeros(shape, self.linear.inputs[self.inputs[0]])
 
     def _stack(self, swept: Tensor, size: int) -> Tensor:
         return self.backend.reshape(swept, (self.backend.shape(swept)[0], self.batch, size))

@@ -45,7 +45,7 @@ class JaxLinear(Linear):
             transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *self.inputs)(seed)
             return tuple([transposed[i] for i in inputs])
 
-        swept = self._sweep(("pull", output, *inputs), sweep, seeds)
+        swept = self._sweep("reverse", (output, *inputs), sweep, seeds)
         return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
 
     def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
@@ -54,18 +54,19 @@ class JaxLinear(Linear):
             pushed = program(*tangents)
             return tuple([pushed[o] for o in outputs])
 
-        swept = self._sweep(("push", input, *outputs), sweep, seeds)
+        swept = self._sweep("forward", (input, *outputs), sweep, seeds)
         return [y if input in self._paths[o] else None for o, y in zip(outputs, swept, strict=True)]
 
-    def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
+    def _sweep(self, mode: str, ends: tuple[int, ...], sweep: Sweep, seeds: Array) -> Sequence[Array]:
+        key = mode, ends
         if key not in self._sweeps:
             self._sweeps[key] = jax.jit(sweep), jax.jit(jax.vmap(sweep, (None, 0)))
         single, stacked = self._sweeps[key]
-        if len(seeds) > 1 and self.looped is None:
+        if len(seeds) > 1 and mode not in self.looped:
             try:
                 return stacked(self._program, seeds)
             except Exception as error:  # no rule for a stack, or none at all: then the loop fails as well
-                self.looped = reason(error)
+                self.looped[mode] = reason(error)
         if key not in self._single:  # compiling pays from the second time on
             self._single.add(key)
             single = sweep

@@ -102,6 +102,12 @@ class TensorflowBackend(Backend):
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)
 
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if tf.executing_eagerly():
+            return function
+        autograph = tf.__internal__.autograph
+        return autograph.tf_convert(function, autograph.control_status_ctx())
+
     def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TensorflowLinear.of(run, inputs, create_graph, order)
 

@@ -62,10 +62,10 @@ class TensorflowLinear(Linear):
             raise UnsupportedError(reason(error)) from error
 
     def _pulling(self, output: int, inputs: Sequence[int]) -> tuple[Any, Sweep]:
-        return ("pull", output, *inputs), lambda seed: self._pulled(output, inputs, seed)
+        return ("reverse", output, *inputs), lambda seed: self._pulled(output, inputs, seed)
 
     def _pushing(self, input: int, outputs: Sequence[int]) -> tuple[Any, Sweep]:
-        return ("push", input, *outputs), lambda seed: [self._pushed(input, output, seed) for output in outputs]
+        return ("forward", input, *outputs), lambda seed: [self._pushed(input, output, seed) for output in outputs]
 
     def _pulled(self, output: int, inputs: Sequence[int], seed: Tensor) -> list[Tensor | None]:
         y = self.outputs[output]
@@ -86,11 +86,11 @@ class TensorflowLinear(Linear):
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         swept = None
-        if seeds.shape[0] != 1 and self.looped is None:
+        if seeds.shape[0] != 1 and key[0] not in self.looped:
             try:
                 swept = self._program(key, sweep, seeds)(seeds)
             except Exception as error:  # no rule for a stack: what the loop raises is the user's
-                self.looped = reason(error)
+                self.looped[key[0]] = reason(error)
         if swept is None:
             each = [sweep(seed) for seed in tf.unstack(seeds)]
             swept = [None if of_one[0] is None else tf.stack(of_one) for of_one in zip(*each, strict=True)]

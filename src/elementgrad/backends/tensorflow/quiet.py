@@ -1,5 +1,6 @@
 """Running the user's function without leaving a trace: whatever it writes to variables is written back."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager.context import Context, context
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 WRITES = ("assign", "scatter_", "batch_scatter_")
 """How the methods of a variable that change it begin."""
@@ -44,21 +45,30 @@ _originals: list[tuple[type, str, Callable[..., Any]]] = []
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Afterwards variables hold what they held before, and seeds of operations go on where they were."""
+    """Afterwards variables hold what they held before, and operations draw the seeds that they would have drawn."""
     saved = _Saved()
-    seeds = getattr(context(), "_rng", None)
-    state = seeds.getstate() if seeds is not None else None
+    here = context()
+    seeds = getattr(here, "_rng", None)
     stack: list[_Saved] = _local.__dict__.setdefault("stack", [])
     _watch_writes(+1)
     stack.append(saved)
     try:
+        if seeds is not None:
+            here._rng = _apart(seeds)
         yield
     finally:
         stack.remove(saved)
         _watch_writes(-1)
         if seeds is not None:
-            seeds.setstate(state)
+            here._rng = seeds
         saved.restore()
+
+
+def _apart(seeds: random.Random) -> random.Random:
+    """Other seeds that follow from these: an operation that got one of theirs would draw on from where we left it."""
+    ahead = random.Random()
+    ahead.setstate(seeds.getstate())
+    return random.Random(ahead.getrandbits(64) ^ 0x5EED)
 
 
 def _watch_writes(users: int) -> None:
@@ -74,9 +84,9 @@ def _watch_writes(users: int) -> None:
 
 
 def _install() -> None:
-    for name in dir(BaseResourceVariable):
-        if name.startswith(WRITES):
-            _wrap(BaseResourceVariable, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
+    for owner in (BaseResourceVariable, ResourceVariable):
+        for name in [name for name in vars(owner) if name.startswith(WRITES)]:
+            _wrap(owner, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
     _wrap(tf.random.Generator, "_skip_single_var", lambda _, variable, *__: _save(variable.handle, variable.dtype))
     _wrap(Context, "call_function", _save_inputs)
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from elementgrad import backends
 from elementgrad.backends.linear import Function, Linear
@@ -57,9 +58,12 @@ class TorchBackend(Backend):
 
     compiling = staticmethod(torch.compiler.is_dynamo_compiling)
 
+    def compiles(self) -> bool:
+        return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False)
+
     @torch.compiler.disable
-    def uncompiled(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        return function(*arguments)
+    def uncompiled(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         if isinstance(value, Tensor):

@@ -98,12 +98,12 @@ class TorchLinear(Linear):
             )
 
         with torch.inference_mode(False), _plain_precision(y):
-            if len(seeds) > 1 and self.looped is None:
+            if len(seeds) > 1 and "reverse" not in self.looped:
                 try:
                     with _no_advice():
                         return list(grad(seeds, True))
                 except Exception as error:  # no rule for a stack: what the loop raises is the user's
-                    self.looped = reason(error)
+                    self.looped["reverse"] = reason(error)
             sweeps = [grad(seed, False) for seed in seeds]
         return [None if of_one[0] is None else _stack(of_one) for of_one in zip(*sweeps, strict=True)]
 
@@ -117,7 +117,7 @@ class TorchLinear(Linear):
 
     def _try_push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Try a stack before a loop, and then both with the attention kernels that have every rule."""
-        ways = [self._push_stack] if len(seeds) > 1 and self.looped is None else []
+        ways = [self._push_stack] if len(seeds) > 1 and "forward" not in self.looped else []
         failures: list[Exception] = []
         for attention in (self._attention, True):
             for way in (*ways, self._push_each):
@@ -127,7 +127,7 @@ class TorchLinear(Linear):
                     failures.append(error)
                     continue
                 if ways and way == self._push_each:
-                    self.looped = reason(failures[-1])
+                    self.looped["forward"] = reason(failures[-1])
                 return swept
             if not any(FUSED in str(failure) for failure in failures):
                 break
@@ -199,7 +199,8 @@ def _walk(y: Tensor) -> tuple[int, set[Any]]:
 
 
 def _node(leaf: Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(leaf).node
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def _leaf(x: Tensor, create_graph: bool) -> Tensor:
