@@ -14,11 +14,15 @@ class UnsupportedError(Exception):
     """This framework has no rule for a sweep in this direction through this function; the message says why."""
 
 
+class UnstackableError(Exception):
+    """Sweeps in this direction cannot run as a stack, though maybe one by one; the message says why."""
+
+
 class Linear(ABC):
     """A function at its inputs. One evaluation serves all sweeps, where the framework allows it.
 
-    Sweeps come in stacks: a stack of `k` seeds for a tensor of shape `s` has shape `(k, *s)`. They raise
-    `UnsupportedError` where the direction cannot be had.
+    Sweeps come in stacks: `k` seeds for a tensor of shape `s` have shape `(k, *s)`. A stack of several may raise
+    `UnstackableError`; a stack of one is always tried, and raises `UnsupportedError` where the direction cannot be had.
     """
 
     inputs: Sequence[Tensor]

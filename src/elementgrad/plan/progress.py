@@ -2,39 +2,46 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any
 
 PATIENCE = 2.0
 """Seconds before anything is shown."""
-Item = TypeVar("Item")
 
 
-def shown(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items, one by one; once they have taken a while, a bar says how many are done."""
-    start = time.monotonic()
-    bar = task = None
-    try:
-        for done, item in enumerate(items):
-            if bar is None and done and time.monotonic() - start > PATIENCE:
-                bar = _bar()
-                if bar is not None:
-                    bar.start()
-                    task = bar.add_task(what, total=total, completed=done)
-            elif bar is not None:
-                bar.update(task, completed=done)
-            yield item
-    finally:
-        if bar is not None:
-            bar.stop()
+class Progress:
+    """Counts what is done; once that has taken a while, a bar shows it until the end of the `with` block."""
+
+    def __init__(self, total: int, what: str):
+        self._total = total
+        self._what = what
+        self._start = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def done(self, count: int) -> None:
+        """So many of the total are done by now."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=count)
+        elif count < self._total and time.monotonic() - self._start > PATIENCE:
+            self._bar = _bar()
+            if self._bar is not None:
+                self._bar.start()
+                self._task = self._bar.add_task(self._what, total=self._total, completed=count)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
 
-def _bar():  # type: ignore[no-untyped-def]
+def _bar() -> Any:
     if not sys.stderr.isatty():
         return None
     try:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import Progress
     except ImportError:
         return None
-    return Progress(console=Console(stderr=True), transient=True)
+    return progress.Progress(console=Console(stderr=True), transient=True)

@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from elementgrad.backends import Backend
-from elementgrad.backends.linear import Linear, UnsupportedError
+from elementgrad.backends.linear import Linear, UnstackableError, UnsupportedError
 from elementgrad.errors import BatchError, FrameworkError
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Mode, Plan, Task, choose, direction
-from elementgrad.plan.progress import shown
+from elementgrad.plan.progress import Progress
 from elementgrad.selection import Selection
 
 Tensor = Any
 Keep = Callable[[Tensor, int, int], Tensor]
 """From a stack of sweeps, (k, batch, elements), and its place among all: what is kept, sweeps first."""
+
+Sweep = Callable[[Tensor], list[Tensor | None]]
+"""From a stack of seeds to a stack of derivatives for each end."""
 
 
 @dataclass
@@ -118,9 +122,7 @@ class Reader:
         mode: Mode = "forward" if forward else "reverse"
         if mode not in linear.without:
             try:
-                if forward:
-                    return linear.push(number, [self.output], seeds)[0]
-                return linear.pull(self.output, [number], seeds)[0]
+                return self._each(mode, partial(self._push, number) if forward else self._pull, seeds)[0]
             except UnsupportedError as error:
                 linear.without[mode] = str(error)
         count = backend.shape(seeds)[0]
@@ -159,53 +161,93 @@ class Reader:
         """Raise if examples mix. Any two differ in a bit of their number: seeds that go by bits tell them apart."""
         if self.apart or self.batch == 1:
             return
-        y = self.linear.outputs[self.output]
-        weights = np.random.default_rng(0).uniform(0.5, 1.5, self.of_size)  # such that nothing cancels
         for bit in range((self.batch - 1).bit_length()):
             seeded = (np.arange(self.batch) >> bit & 1) == np.array([[0], [1]])
-            seeds = self.backend.cast((seeded[..., None] * weights).reshape(2, *self.backend.shape(y)), y)
-            try:
-                pulled = self.linear.pull(self.output, self.inputs, seeds)
-            except UnsupportedError:  # forward sweeps alone say nothing cheaply
-                break
-            for derivative in pulled:
+            for derivative in self._seeded(seeded):
                 values = None if derivative is None else self.backend.read(derivative)
-                if values is None:
+                if values is None:  # no path, or nobody can know while tracing
                     continue
                 values = np.abs(values).reshape(2, self.batch, -1)
                 leaked = (values > 0) & np.isfinite(values) & ~seeded[..., None]
                 if leaked.any():
                     raise BatchError(
-                        f"the examples mix: the input of example {leaked.any((0, 2)).argmax()} changes the output of "
-                        "another, so they have no Jacobians of their own; leave batch=True out"
+                        f"the examples mix: example {leaked.any((0, 2)).argmax()} and another depend on each other, so "
+                        "they have no Jacobians of their own; leave batch=True out"
                     )
         self.apart = True
+
+    def _seeded(self, examples: np.ndarray) -> list[Tensor | None]:
+        """Derivatives from seeds for some examples, by whichever direction there is."""
+        linear, backend = self.linear, self.backend
+
+        def seeds(like: Tensor) -> Tensor:
+            shape = tuple(backend.shape(like))
+            weights = np.random.default_rng(0).uniform(0.5, 1.5, shape[1:])  # such that nothing cancels
+            return backend.cast(examples.reshape(2, -1, *(1 for _ in shape[1:])) * weights, like)
+
+        try:
+            return self._each("reverse", self._pull, seeds(linear.outputs[self.output]))
+        except UnsupportedError:
+            return [
+                self._each("forward", partial(self._push, number), seeds(linear.inputs[number]))[0]
+                for number in self.inputs
+            ]
 
     def _reverse(self, plan: Plan, places: np.ndarray, keep: Sequence[Keep]) -> list[list[Tensor] | None]:
         y = self.linear.outputs[self.output]
         kept: list[list[Tensor] | None] = [[] for _ in self.inputs]
-        for start, stop, seeds in self._seeds(plan, y, places):
-            for i, swept in enumerate(self.linear.pull(self.output, self.inputs, seeds)):
-                if swept is None:
+        for start, stop, swept in self._sweeps(plan, y, places, self._pull):
+            for i, derivative in enumerate(swept):
+                parts = kept[i]
+                if derivative is None or parts is None:
                     kept[i] = None
                 else:
-                    kept[i].append(keep[i](self._stack(swept, self.wrt_sizes[i]), start, stop))  # type: ignore[union-attr]
+                    parts.append(keep[i](self._stack(derivative, self.wrt_sizes[i]), start, stop))
         return kept
 
     def _forward(self, plan: Plan, number: int, places: np.ndarray, keep: Keep) -> list[Tensor] | None:
         kept = []
-        for start, stop, seeds in self._seeds(plan, self.linear.inputs[number], places):
-            (swept,) = self.linear.push(number, [self.output], seeds)
-            if swept is None:
+        sweep = partial(self._push, number)
+        for start, stop, (derivative,) in self._sweeps(plan, self.linear.inputs[number], places, sweep):
+            if derivative is None:
                 return None
-            kept.append(keep(self._stack(swept, self.of_size), start, stop))
+            kept.append(keep(self._stack(derivative, self.of_size), start, stop))
         return kept
 
-    def _seeds(self, plan: Plan, like: Tensor, places: np.ndarray) -> Iterator[tuple[int, int, Tensor]]:
-        starts = range(0, len(places), plan.chunk)
-        for start in shown(starts, len(starts), f"{plan.sweeps} {plan.mode} sweeps"):
-            stop = min(start + plan.chunk, len(places))
-            yield start, stop, self.backend.units(like, places[start:stop].copy(), self.batch)
+    def _pull(self, seeds: Tensor) -> list[Tensor | None]:
+        return self.linear.pull(self.output, self.inputs, seeds)
+
+    def _push(self, number: int, seeds: Tensor) -> list[Tensor | None]:
+        return self.linear.push(number, [self.output], seeds)
+
+    def _sweeps(
+        self, plan: Plan, like: Tensor, places: np.ndarray, sweep: Sweep
+    ) -> Iterator[tuple[int, int, list[Tensor | None]]]:
+        """Sweep from each place, in chunks; one by one from where they turn out not to go together."""
+        looped = self.linear.looped
+        with Progress(len(places), f"{len(places)} {plan.mode} sweeps") as progress:
+            start = 0
+            while start < len(places):
+                stop = min(start + (1 if plan.mode in looped else plan.chunk), len(places))
+                try:
+                    swept = sweep(self.backend.units(like, places[start:stop].copy(), self.batch))
+                except UnstackableError as error:
+                    looped[plan.mode] = str(error)
+                    continue
+                yield start, stop, swept
+                start = stop
+                progress.done(start)
+
+    def _each(self, mode: Mode, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+        """Sweep from given seeds, together or one by one."""
+        count = self.backend.shape(seeds)[0]
+        if count == 1 or mode not in self.linear.looped:
+            try:
+                return sweep(seeds)
+            except UnstackableError as error:
+                self.linear.looped[mode] = str(error)
+        each = [sweep(seeds[i : i + 1]) for i in range(count)]
+        return [None if of_one[0] is None else self.backend.concat(of_one) for of_one in zip(*each, strict=True)]
 
     def _nothing(self, shape: tuple[int, ...]) -> Tensor:
         return self.backend.zeros(shape, self.linear.inputs[self.inputs[0]])

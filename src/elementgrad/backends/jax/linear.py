@@ -11,7 +11,7 @@ import numpy as np
 from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
-from elementgrad.backends.linear import Function, Linear, UnsupportedError, reason
+from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
 
 Array = jax.Array
 Sweep = Callable[[Any, Array], tuple[Array, ...]]
@@ -45,7 +45,7 @@ class JaxLinear(Linear):
             transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *self.inputs)(seed)
             return tuple([transposed[i] for i in inputs])
 
-        swept = self._sweep("reverse", (output, *inputs), sweep, seeds)
+        swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
         return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
 
     def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
@@ -54,27 +54,25 @@ class JaxLinear(Linear):
             pushed = program(*tangents)
             return tuple([pushed[o] for o in outputs])
 
-        swept = self._sweep("forward", (input, *outputs), sweep, seeds)
+        swept = self._sweep(("forward", input, *outputs), sweep, seeds)
         return [y if input in self._paths[o] else None for o, y in zip(outputs, swept, strict=True)]
 
-    def _sweep(self, mode: str, ends: tuple[int, ...], sweep: Sweep, seeds: Array) -> Sequence[Array]:
-        key = mode, ends
+    def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
         if key not in self._sweeps:
             self._sweeps[key] = jax.jit(sweep), jax.jit(jax.vmap(sweep, (None, 0)))
         single, stacked = self._sweeps[key]
-        if len(seeds) > 1 and mode not in self.looped:
+        if len(seeds) > 1:
             try:
                 return stacked(self._program, seeds)
-            except Exception as error:  # no rule for a stack, or none at all: then the loop fails as well
-                self.looped[mode] = reason(error)
+            except Exception as error:
+                raise UnstackableError(reason(error)) from error
         if key not in self._single:  # compiling pays from the second time on
             self._single.add(key)
             single = sweep
         try:
-            each = [single(self._program, seed) for seed in seeds]
+            return [derivative[None] for derivative in single(self._program, seeds[0])]
         except Exception as error:
             raise UnsupportedError(reason(error)) from error
-        return [jnp.stack(of_one) for of_one in zip(*each, strict=True)]
 
     def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
         return max(map(_bytes, _made(self._jaxpr.jaxpr)), default=0)

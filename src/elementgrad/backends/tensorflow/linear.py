@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from elementgrad.backends.linear import Function, Linear, UnsupportedError, reason
+from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.tensorflow.quiet import undisturbed
 
 Tensor = Any
@@ -85,15 +85,13 @@ class TensorflowLinear(Linear):
         return tf.convert_to_tensor(pushed)
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
-        swept = None
-        if seeds.shape[0] != 1 and key[0] not in self.looped:
+        if seeds.shape[0] == 1:
+            swept = [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
+        else:
             try:
                 swept = self._program(key, sweep, seeds)(seeds)
-            except Exception as error:  # no rule for a stack: what the loop raises is the user's
-                self.looped[key[0]] = reason(error)
-        if swept is None:
-            each = [sweep(seed) for seed in tf.unstack(seeds)]
-            swept = [None if of_one[0] is None else tf.stack(of_one) for of_one in zip(*each, strict=True)]
+            except Exception as error:
+                raise UnstackableError(reason(error)) from error
         return swept if self._create_graph else [None if t is None else tf.stop_gradient(t) for t in swept]
 
     def _program(self, key: Any, sweep: Sweep, seeds: Tensor) -> "_Program":

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from elementgrad.backends.linear import Function, Linear, UnsupportedError, reason
-from elementgrad.backends.torch.quiet import random_state, undisturbed
+from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
+from elementgrad.backends.torch.quiet import noticing_hooks, random_state, undisturbed
 
 Tensor = torch.Tensor
 Graph = tuple[list[Tensor], list[Tensor]]
@@ -44,13 +44,17 @@ class TorchLinear(Linear):
     def of(cls, run: Function, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinear":
         """Evaluate a function at its inputs."""
         state = random_state()
+        hooks: list[Tensor] = []
 
         def evaluate(attention: bool) -> Graph:
-            with undisturbed(state, attention):
+            with undisturbed(state, attention), noticing_hooks(hooks):
                 leaves = [_leaf(x, create_graph) for x in inputs]
                 return leaves, list(run(*[leaf.clone() for leaf in leaves]))  # clones may be written to in place
 
-        return cls(inputs, evaluate, run, state, create_graph)
+        linear = cls(inputs, evaluate, run, state, create_graph)
+        if hooks:
+            linear.without["forward"] = "a hook on a tensor in the function changes what reverse sweeps give"
+        return linear
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
         def evaluate(attention: bool) -> Graph:
@@ -65,7 +69,9 @@ class TorchLinear(Linear):
         def replay(*xs: Tensor) -> Sequence[Tensor]:
             return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](seed)
 
-        return TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
+        linear = TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
+        linear.without.update(self.without)
+        return linear
 
     def value(self, output: int) -> Tensor:
         return self.outputs[output] if self._create_graph else self.outputs[output].detach()
@@ -76,66 +82,48 @@ class TorchLinear(Linear):
         except RuntimeError as error:
             if FUSED not in str(error) or self._attention:
                 raise
-            self._attention = True
-            self.leaves, self.outputs = self._evaluate(True)
-            return self._pull(output, inputs, seeds)
+        self._attention = True
+        self.leaves, self.outputs = self._evaluate(True)
+        return self._pull(output, inputs, seeds)
 
     def _pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         y = self.outputs[output]
         if not y.requires_grad:
             return [None] * len(inputs)
         leaves = [self.leaves[i] for i in inputs]
-
-        def grad(seed: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(
-                y,
-                leaves,
-                seed,
-                retain_graph=True,
-                create_graph=self._create_graph,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-
+        options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
         with torch.inference_mode(False), _plain_precision(y):
-            if len(seeds) > 1 and "reverse" not in self.looped:
-                try:
-                    with _no_advice():
-                        return list(grad(seeds, True))
-                except Exception as error:  # no rule for a stack: what the loop raises is the user's
-                    self.looped["reverse"] = reason(error)
-            sweeps = [grad(seed, False) for seed in seeds]
-        return [None if of_one[0] is None else _stack(of_one) for of_one in zip(*sweeps, strict=True)]
+            if len(seeds) == 1:
+                swept = torch.autograd.grad(y, leaves, seeds[0], **options)
+                return [None if derivative is None else derivative.unsqueeze(0) for derivative in swept]
+            try:
+                with _no_advice():
+                    return list(torch.autograd.grad(y, leaves, seeds, **options, is_grads_batched=True))
+            except Exception as error:
+                if FUSED in str(error) and not self._attention:
+                    raise
+                raise UnstackableError(reason(error)) from error
 
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
             raise UnsupportedError("an argument was changed in place after the function was evaluated")
-        values, tangents = self._try_push(input, outputs, seeds)
+        sweep = self._push_one if len(seeds) == 1 else self._push_stack
+        try:
+            try:
+                values, tangents = sweep(input, outputs, seeds, self._attention)
+            except Exception as error:  # it ran before: what fails now fails for want of a rule
+                if FUSED not in str(error) or self._attention:
+                    raise
+                values, tangents = sweep(input, outputs, seeds, True)
+        except Exception as error:
+            raise (UnsupportedError if len(seeds) == 1 else UnstackableError)(reason(error)) from error
         self._require_same(outputs, values)
         kept = tangents if self._create_graph else [tangent.detach() for tangent in tangents]
         return [tangent if input in self._paths[o] else None for o, tangent in zip(outputs, kept, strict=True)]
 
-    def _try_push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Try a stack before a loop, and then both with the attention kernels that have every rule."""
-        ways = [self._push_stack] if len(seeds) > 1 and "forward" not in self.looped else []
-        failures: list[Exception] = []
-        for attention in (self._attention, True):
-            for way in (*ways, self._push_each):
-                try:
-                    swept = way(input, outputs, seeds, attention)
-                except Exception as error:  # it ran before: what fails now fails for want of a rule
-                    failures.append(error)
-                    continue
-                if ways and way == self._push_each:
-                    self.looped["forward"] = reason(failures[-1])
-                return swept
-            if not any(FUSED in str(failure) for failure in failures):
-                break
-        raise UnsupportedError(reason(failures[-1]))
-
     def _push_stack(
         self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))
 
@@ -143,20 +131,16 @@ class TorchLinear(Linear):
             x = self.inputs[input]
             x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
             dims: Any = (None, 0)  # the values are the same for all seeds
-            values, tangents = torch.func.vmap(one, out_dims=dims, randomness="same")(seeds)
-        return list(values), list(tangents)
+            return torch.func.vmap(one, out_dims=dims, randomness="same")(seeds)
 
-    def _push_each(
+    def _push_one(
         self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        sweeps = []
-        for seed in seeds:
-            with undisturbed(self._state, attention), forward_ad.dual_level():
-                x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seed)
-                duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
-                values = [dual.primal for dual in duals]
-                sweeps.append([torch.zeros_like(y) if t is None else t for y, t in duals])
-        return values, [_stack(of_one) for of_one in zip(*sweeps, strict=True)]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        with undisturbed(self._state, attention), forward_ad.dual_level():
+            x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seeds[0])
+            duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
+            tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]
+            return [y for y, _ in duals], [tangent.unsqueeze(0) for tangent in tangents]
 
     def _again(self, input: int, outputs: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         values = self._replay(*[(x if i == input else other).clone() for i, other in enumerate(self.inputs)])
@@ -212,10 +196,6 @@ def _leaf(x: Tensor, create_graph: bool) -> Tensor:
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tuple(tensors))
 
 
 @contextmanager

@@ -71,3 +71,19 @@ def _spare_buffers() -> Iterator[None]:
         for module, kept in originals.values():
             module._buffers.clear()
             module._buffers.update(kept)
+
+
+@contextmanager
+def noticing_hooks(hooked: list[torch.Tensor]) -> Iterator[None]:
+    """Collect the tensors that get a gradient hook: forward sweeps would not call it."""
+    register = torch.Tensor.register_hook
+
+    def noticed(tensor: torch.Tensor, hook: Any) -> Any:
+        hooked.append(tensor)
+        return register(tensor, hook)
+
+    torch.Tensor.register_hook = noticed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]

@@ -1,0 +1,138 @@
+"""The planner is pure: numbers in, sweeps, direction and chunks out."""
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import elementgrad as eg
+from elementgrad.plan import budget as bytes_of
+from elementgrad.plan.plan import AT_ONCE, Task, choose, direction
+
+counts = st.integers(1, 10**6)
+
+
+@st.composite
+def tasks(draw):
+    of_size, wrt_size = draw(counts), draw(counts)
+    rows, columns = draw(st.integers(1, of_size)), draw(st.integers(1, wrt_size))
+    return Task(rows, columns, of_size, wrt_size, rows * columns, draw(st.sampled_from([2, 4, 8])))
+
+
+@given(tasks())
+def test_sweeps_are_the_fewer_of_rows_and_columns(task):
+    plan = choose(task, direction(task, {}))
+    assert plan.sweeps == min(task.rows, task.columns)
+    assert plan.mode == ("reverse" if task.rows <= task.columns else "forward")
+
+
+@given(tasks(), st.sampled_from(["reverse", "forward"]))
+def test_a_direction_without_a_rule_is_not_taken(task, missing):
+    assert direction(task, {missing: "because"}) != missing
+
+
+@given(tasks(), st.integers(1, 10**9), st.integers(1, 10**7))
+def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
+    plan = choose(task, direction(task, {}), work, budget)
+    each = (task.of_size + task.wrt_size) * task.itemsize + AT_ONCE * work
+    assert plan.chunk * plan.chunks >= plan.sweeps
+    assert plan.chunk * (plan.chunks - 1) < plan.sweeps
+    if plan.sweeps > 1:
+        assert plan.chunk * each <= budget or plan.chunk == 1
+        fewer = -(-plan.sweeps // max(1, min(plan.sweeps, budget // each)))
+        assert plan.chunks <= fewer, "no more chunks than the budget asks for"
+
+
+@given(tasks(), st.integers(1, 10**9))
+def test_a_plan_prints_what_is_asked_and_what_it_saves(task, budget):
+    plan = choose(task, direction(task, {}), 100, budget)
+    printed = str(plan)
+    assert f"{plan.sweeps} {plan.mode} sweep" in printed
+    assert [line.split()[0] for line in printed.splitlines()][:4] == ["asked", "naive", "planned", "speed-up"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("200MB", 200 * 10**6), ("1.5 GiB", 3 * 2**29), ("10 kb", 10**4), (1024, 1024), (None, None)]
+)
+def test_budgets_are_read(text, count):
+    assert bytes_of.parse(text) == count
+
+
+@pytest.mark.parametrize("given_budget", ["much", "20", "MB", "-3MB", 0, -1, 1.5, True, [], "1e9B"])
+def test_what_is_no_budget_is_refused_before_any_work(given_budget):
+    calls = []
+    with pytest.raises(eg.OptionError, match="budget .* is no amount of memory; give bytes"):
+        eg.jacobian(lambda x: calls.append(x) or x, torch.ones(2), budget=given_budget)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (123_456, "123 KB"), (4e10, "40 GB"), (1e15, "1e+03 TB")]
+)
+def test_bytes_are_printed_for_people(count, text):
+    assert bytes_of.to_text(count) == text
+
+
+def test_sweeps_are_no_more_than_the_distinct_rows_or_columns_touched():
+    J = eg.jacobian(lambda x: x.tanh() * x.sum(), torch.ones(100))
+    mask = torch.zeros(100, dtype=torch.bool)
+    mask[[3, 5]] = True
+    assert J.plan([1, 1, 2, -98], ...).sweeps == 2
+    assert J.plan(..., [0, 0, 0]).sweeps == 1
+    assert J.plan(mask, slice(None, None, 2)).sweeps == 2
+    assert J.plan(slice(0, 90), slice(0, 4)).mode == "forward"
+    assert J.plan([], 3).sweeps == 0
+
+
+def test_a_tight_budget_gives_the_same_numbers_in_more_chunks(fw):
+    x = fw.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+
+    def f(x):
+        return x * fw.sum(x**3)
+
+    loose, tight = eg.jacobian(f, x), eg.jacobian(f, x, budget="600B")
+    assert tight.plan().chunks > 1
+    for index in [(..., ...), ([5, 0, 5, 2], ...), (..., [3, 1]), (slice(1, 6), slice(0, 4))]:
+        assert (fw.numpy(loose[index]) == fw.numpy(tight[index])).all()
+    assert (fw.numpy(loose.diagonal()) == fw.numpy(tight.diagonal())).all()
+
+
+PROGRESS = """
+    import time, torch, elementgrad as eg
+    from elementgrad.plan import progress
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+        @staticmethod
+        def backward(ctx, g):
+            time.sleep(0.4 if float(g.sum()) else 0)
+            return g * 2
+    eg.jacobian(Slow.apply, torch.ones(8)).dense()
+"""
+
+
+def test_long_work_shows_its_progress_on_a_terminal():
+    leader, follower = pty.openpty()
+    code = textwrap.dedent(PROGRESS)
+    with subprocess.Popen([sys.executable, "-c", code], stderr=follower, stdout=subprocess.PIPE) as process:
+        os.close(follower)
+        shown = b""
+        try:
+            while chunk := os.read(leader, 1024):
+                shown += chunk
+        except OSError:  # how the end of a terminal is told on Linux
+            pass
+    assert process.returncode == 0
+    assert b"8 reverse sweeps" in shown
+
+
+def test_long_work_is_silent_elsewhere():
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRESS)], capture_output=True, check=True)
+    assert done.stdout == done.stderr == b""
