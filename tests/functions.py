@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from tests.functions_more import OPS, Operations, point
+from tests.operations import OPS, Operations, point
 
 ZERO = tf.UnconnectedGradients.ZERO
 

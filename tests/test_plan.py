@@ -67,13 +67,14 @@ def test_budgets_are_read(text, count):
 @pytest.mark.parametrize("given_budget", ["much", "20", "MB", "-3MB", 0, -1, 1.5, True, [], "1e9B"])
 def test_what_is_no_budget_is_refused_before_any_work(given_budget):
     calls = []
-    with pytest.raises(eg.OptionError, match="budget .* is no amount of memory; give bytes"):
+    with pytest.raises(eg.OptionError, match=r"budget .* is no amount of memory; give bytes"):
         eg.jacobian(lambda x: calls.append(x) or x, torch.ones(2), budget=given_budget)
     assert not calls
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (123_456, "123 KB"), (4e10, "40 GB"), (1e15, "1e+03 TB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (123_456, "123 KB"), (4e10, "40 GB"), (1e15, "1e+03 TB")],
 )
 def test_bytes_are_printed_for_people(count, text):
     assert bytes_of.to_text(count) == text

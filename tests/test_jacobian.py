@@ -1,0 +1,126 @@
+"""Every way to read a Jacobian or Hessian, over one table, against the framework itself and finite differences."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import elementgrad as eg
+from tests import functions
+from tests.frameworks import FRAMEWORKS
+from tests.functions import CASES, OPS
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+NEAR = {"rtol": 1e-5, "atol": 1e-7}
+TABLE = [
+    pytest.param(fw, case, id=f"{fw.name}-{case.name}")
+    for case in CASES
+    for fw in FRAMEWORKS
+    if fw.name in case.frameworks
+]
+
+
+def function(fw, case):
+    return lambda x: case.f(OPS[fw.name], x)
+
+
+own_jacobian = lru_cache(maxsize=None)(lambda name, position: functions.jacobian(name, CASES[position]))
+
+
+def differences(fw, f, x, step=1e-6):
+    """Central finite differences, the axes of the input last."""
+    columns = []
+    for position in np.ndindex(x.shape):
+        up, down = x.copy(), x.copy()
+        up[position] += step
+        down[position] -= step
+        columns.append((fw.numpy(f(fw.tensor(up))) - fw.numpy(f(fw.tensor(down)))) / (2 * step))
+    return np.stack(columns, -1).reshape(columns[0].shape + x.shape)
+
+
+def flat_index(shape, positions):
+    """Positions in a flattened tensor as an index into the tensor."""
+    return tuple(np.unravel_index(positions, shape)) if shape else ()
+
+
+@pytest.mark.parametrize(("fw", "case"), TABLE)
+def test_every_read_of_a_jacobian_is_the_frameworks_own_derivative(fw, case):
+    f, x = function(fw, case), fw.tensor(case.point)
+    J = eg.jacobian(f, x)
+    own = own_jacobian(fw.name, CASES.index(case))
+    out, into = own.shape[: own.ndim - case.point.ndim], case.point.shape
+    assert J.shape == own.shape
+    np.testing.assert_allclose(fw.numpy(J.value), fw.numpy(f(x)), rtol=1e-14)
+
+    matrix = own.reshape(int(np.prod(out)), -1)
+    rng = np.random.default_rng(0)
+    row, column = (int(rng.integers(size)) for size in matrix.shape)
+    some_rows, some_columns = rng.integers(matrix.shape[0], size=3), rng.integers(matrix.shape[1], size=2)
+    at_row, at_column = flat_index(out, row), flat_index(into, column)
+
+    def same(read, expected):
+        assert tuple(read.shape) == expected.shape
+        np.testing.assert_allclose(fw.numpy(read), expected, **EXACT)
+
+    same(J[at_row, at_column], matrix[row, column])
+    same(J[at_row, :], matrix[row].reshape(into))
+    same(J[..., at_column], matrix[:, column].reshape(out))
+    block = J[flat_index(out, some_rows), flat_index(into, some_columns)]
+    counts = ((3,) if out else (), (2,) if into else ())
+    same(
+        block, matrix[some_rows][:, some_columns][: None if out else 1, : None if into else 1].reshape(sum(counts, ()))
+    )
+    mask = rng.random(into) < 0.5
+    same(J[at_row, mask], matrix[row].reshape(into)[mask])
+    same(J.dense(), own)
+    if out == into:
+        same(J.diagonal(), np.diagonal(matrix).reshape(into))
+    if out and into:
+        same(
+            J.entries(flat_index(out, some_rows[:2]), flat_index(into, some_columns)),
+            matrix[some_rows[:2], some_columns],
+        )
+    u, v = rng.normal(size=out), rng.normal(size=into)
+    same(J @ fw.tensor(v), (matrix @ v.reshape(-1)).reshape(out))
+    same(fw.tensor(u) @ J, (u.reshape(-1) @ matrix).reshape(into))
+    if not case.kink:
+        np.testing.assert_allclose(own, differences(fw, f, case.point), **NEAR)
+
+
+@pytest.mark.parametrize(("fw", "case"), [p for p in TABLE if p.values[1].second])
+def test_every_read_of_a_hessian_is_the_frameworks_own_derivative(fw, case):
+    f, x = functions.scalar(OPS[fw.name], case), fw.tensor(case.point)
+    own = functions.hessian(fw.name, case)
+    matrix = own.reshape(case.point.size, -1)
+    H = eg.hessian(f, x)
+    rng = np.random.default_rng(1)
+    row, column = (int(rng.integers(case.point.size)) for _ in range(2))
+    at_row, at_column = flat_index(case.point.shape, row), flat_index(case.point.shape, column)
+
+    def same(read, expected):
+        assert tuple(read.shape) == expected.shape
+        np.testing.assert_allclose(fw.numpy(read), expected, rtol=1e-8, atol=1e-9)
+
+    same(H[at_row, at_column], matrix[row, column])
+    same(H[at_row, :], matrix[row].reshape(case.point.shape))
+    same(H[..., at_column], matrix[:, column].reshape(case.point.shape))
+    same(H.diagonal(), np.diagonal(matrix).reshape(case.point.shape))
+    same(H.dense(), own)
+    if not case.kink:
+        gradient = lambda x: eg.grad(f, x)  # noqa: E731
+        np.testing.assert_allclose(own, differences(fw, gradient, case.point), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.kink], ids=str)
+def test_the_frameworks_agree(case):
+    """Each read equals its framework's own derivative, as tested above, so it is enough that these agree."""
+    own = [own_jacobian(name, CASES.index(case)) for name in case.frameworks]
+    assert len(own) == 3
+    for other in own[1:]:
+        np.testing.assert_allclose(own[0], other, rtol=1e-8, atol=1e-10)
+
+
+def test_the_table_is_long_enough():
+    assert len(CASES) >= 60
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert sum(case.kink for case in CASES) >= 6
