@@ -96,9 +96,17 @@ class TorchLinear(Linear):
             if len(seeds) == 1:
                 swept = torch.autograd.grad(y, leaves, seeds[0], **options)
                 return [None if derivative is None else derivative.unsqueeze(0) for derivative in swept]
+            paths: list[bool] = []
+
+            def one(seed: Tensor) -> list[Tensor]:
+                swept = torch.autograd.grad(y, leaves, seed, **options)
+                paths[:] = [derivative is not None for derivative in swept]
+                return [derivative for derivative in swept if derivative is not None]
+
             try:
-                with _no_advice():
-                    return list(torch.autograd.grad(y, leaves, seeds, **options, is_grads_batched=True))
+                with _no_advice():  # not by is_grads_batched=True, which knows fewer rules and worse ones
+                    stacks = iter(torch.func.vmap(one)(seeds))
+                return [next(stacks) if path else None for path in paths]
             except Exception as error:
                 if FUSED in str(error) and not self._attention:
                     raise
