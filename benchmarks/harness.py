@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import permutations
 from pathlib import Path
 
 from rich.console import Console
@@ -74,16 +75,16 @@ class Result:
 
 
 def measure(row: Row, repeats: int) -> Result:
-    """Time both ways and the baseline once more, in rotating order, each sample at least `SAMPLE` long."""
+    """Time both ways and the baseline once more, in every order by turns, each sample at least `SAMPLE` long."""
     candidates = {"ours": row.ours, "baseline": row.baseline, "again": row.baseline}
     calls = {name: _calls_per_sample(candidates[name]) for name in ("ours", "baseline")}
     calls["again"] = calls["baseline"]
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
+    orders = list(permutations(candidates))  # by turns, since one leaves memory warm or cold for the next
     for repeat in range(repeats):
-        for name in names[repeat % 3 :] + names[: repeat % 3]:
+        for name in orders[repeat % len(orders)]:
             times[name].append(_sample(candidates[name], calls[name]))
-    ours, baseline, again = (statistics.median(times[name]) for name in names)
+    ours, baseline, again = (statistics.median(times[name]) for name in candidates)
     return Result(
         name=row.name,
         baseline=row.baseline_name,

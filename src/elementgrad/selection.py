@@ -241,6 +241,8 @@ class Selection:
 
     def _positions(self, split: int) -> np.ndarray:
         """Positions within the first `split` axes, flattened; the axes after it must be whole."""
+        if self.shape == () and self.broadcast is None and self.mask is None:  # one element costs little
+            return np.array(sum(part * math.prod(self.of[axis + 1 :]) for axis, part in enumerate(self.parts)))
         ndim = len(self.shape) - (len(self.of) - split)
         positions = np.zeros((1,) * ndim, dtype=np.int64)
         for part, size in zip(self.mesh(split), self.of, strict=False):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
@@ -17,6 +18,8 @@ from elementgrad.selection import Selection
 Tensor = Any
 Wanted = str | Place | Tensor | None
 """What `of` and `wrt` take: the text of a place, a place, one of the tensors given, or None for the only one."""
+ANY = inspect.signature(lambda *args, **kwargs: None)
+_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 class Call:
@@ -114,11 +117,21 @@ def find(named: Sequence[tuple[str, Tensor]], wanted: Wanted, kind: str, backend
 
 def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
     target = getattr(function, "forward", function) if hasattr(function, "named_modules") else function
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # written in C
-        signature = inspect.signature(lambda *args, **kwargs: None)
-    return signature.bind(*args, **kwargs)
+    return _signature(target).bind(*args, **kwargs)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature, found once for the method of a class: that takes as long as a small read."""
+    method = getattr(function, "__func__", None)
+    known = _signatures.get(method) if method is not None else None
+    if known is None:
+        try:
+            known = inspect.signature(function)
+        except (TypeError, ValueError):  # written in C
+            known = ANY
+        if method is not None:
+            _signatures[method] = known
+    return known
 
 
 def _tensors(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:

@@ -47,8 +47,8 @@ class Linear(ABC):
         """Forward sweeps: seeds for an input to derivatives of each output, None for one without a path."""
 
     @abstractmethod
-    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
-        """The bytes of the largest derivative that one `push` or `pull` of a single seed makes on its way."""
+    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+        """The bytes of the largest derivative that each of so many sweeps makes on its way."""
 
     @abstractmethod
     def gradient(self, output: int, seed: Tensor) -> "Linear":

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,13 @@ class Reader:
         mode = direction(task, linear.without)
         notes = [f"no {other} sweeps: {why}" for other, why in linear.without.items()]
         notes += [f"one sweep after another: {linear.looped[mode]}"] if mode in linear.looped else []
-        if (task.columns if mode == "forward" else rows) <= 1:
+        sweeps = task.columns if mode == "forward" else rows
+        if sweeps <= 1:
             return choose(task, mode, notes=tuple(notes))
         if mode == "forward":
-            work = max(linear.work(True, number, [self.output]) for number in self.inputs)
+            work = max(map(linear.work, repeat(True), self.inputs, repeat([self.output]), columns))
         else:
-            work = linear.work(False, self.output, self.inputs)
+            work = linear.work(False, self.output, self.inputs, sweeps)
         budget = self.budget or bytes_of.default(self.backend.free(x))
         return choose(task, mode, work, budget, tuple(notes), mode in linear.looped)
 

@@ -74,7 +74,7 @@ class JaxLinear(Linear):
         except Exception as error:
             raise UnsupportedError(reason(error)) from error
 
-    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
+    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         return max(map(_bytes, _made(self._jaxpr.jaxpr)), default=0)
 
     @cached_property

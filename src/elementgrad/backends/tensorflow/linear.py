@@ -14,6 +14,8 @@ Tensor = Any
 Sweep = Callable[[Tensor], list[Tensor | None]]
 RULES = (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError)
 """What TensorFlow raises for want of a rule."""
+FILLING = 8
+"""A stack is filled with zeros to at most so many times its size."""
 
 
 class TensorflowLinear(Linear):
@@ -28,7 +30,7 @@ class TensorflowLinear(Linear):
         self.outputs = outputs
         self._tapes = tapes
         self._create_graph = create_graph
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Any, list[_Program]] = {}
 
     @classmethod
     def of(cls, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> "TensorflowLinear":
@@ -89,21 +91,30 @@ class TensorflowLinear(Linear):
             swept = [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
         else:
             try:
-                swept = self._program(key, sweep, seeds)(seeds)
+                swept = self._program(key, sweep, seeds[0], seeds.shape[0])(seeds)
             except Exception as error:
                 raise UnstackableError(reason(error)) from error
         return swept if self._create_graph else [None if t is None else tf.stop_gradient(t) for t in swept]
 
-    def _program(self, key: Any, sweep: Sweep, seeds: Tensor) -> "_Program":
-        if key not in self._programs:
-            self._programs[key] = _Program(sweep, tf.TensorSpec([None, *seeds.shape[1:]], seeds.dtype))
-        return self._programs[key]
+    def _program(self, key: Any, sweep: Sweep, like: Tensor, count: int) -> "_Program":
+        """The program for a stack of so many seeds: one for the first count asked for, one for all others.
 
-    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
+        A known count makes tracing faster. A smaller stack is filled up to it, unless most would be filling.
+        """
+        programs = self._programs.setdefault(key, [])
+        if not programs:
+            programs.append(_Program(sweep, like, count))
+        if count <= programs[0].count <= FILLING * count:
+            return programs[0]
+        if len(programs) == 1:
+            programs.append(_Program(sweep, like, None))
+        return programs[1]
+
+    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         key, sweep = self._pushing(source, targets) if forward else self._pulling(source, targets)
-        of = (self.inputs if forward else self.outputs)[source]
+        like = (self.inputs if forward else self.outputs)[source]
         try:
-            return self._program(key, sweep, tf.zeros([0, *of.shape], of.dtype)).work
+            return self._program(key, sweep, like, sweeps).work
         except Exception:  # what cannot be traced runs one by one
             return 0
 
@@ -111,16 +122,21 @@ class TensorflowLinear(Linear):
 class _Program:
     """A sweep over stacks of seeds, traced once; it knows which derivatives have a path, and how large they get."""
 
-    def __init__(self, sweep: Sweep, seeds: Any):
+    def __init__(self, sweep: Sweep, like: Tensor, count: int | None):
+        self.count = count or 0
         self.work = 0
         self._sweep = sweep
         self._paths: list[bool] = []
-        self._run = tf.function(self._stacked, input_signature=[seeds], autograph=False)
+        signature = [tf.TensorSpec([count, *like.shape], like.dtype)]
+        self._run = tf.function(self._stacked, input_signature=signature, autograph=False)
         self._run.get_concrete_function()
 
     def __call__(self, seeds: Tensor) -> list[Tensor | None]:
+        count = seeds.shape[0]
+        if count < self.count:
+            seeds = tf.concat([seeds, tf.zeros([self.count - count, *seeds.shape[1:]], seeds.dtype)], 0)
         derivatives = iter(self._run(seeds))
-        return [next(derivatives) if path else None for path in self._paths]
+        return [next(derivatives)[:count] if path else None for path in self._paths]
 
     def _stacked(self, seeds: Tensor) -> list[Tensor]:
         return tf.vectorized_map(self._one, seeds)

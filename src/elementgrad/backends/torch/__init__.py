@@ -139,10 +139,14 @@ class TorchBackend(Backend):
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def units(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
-        seeds = torch.zeros(len(positions), batch, like.numel() // batch, dtype=like.dtype, device=like.device)
-        where = torch.from_numpy(positions).to(like.device)
-        seeds.scatter_(2, where[:, None, None].expand(-1, batch, 1), 1)
-        return seeds.reshape(len(positions), *like.shape)
+        count, size = len(positions), like.numel()
+        seeds = torch.zeros(count * size, dtype=like.dtype, device=like.device)
+        if count * batch == 1:
+            seeds[int(positions[0])] = 1
+        else:
+            examples = np.arange(count * batch).reshape(count, batch) * (size // batch)
+            seeds[torch.from_numpy(examples + positions[:, None]).to(like.device)] = 1
+        return seeds.view(count, *like.shape)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

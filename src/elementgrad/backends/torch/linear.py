@@ -4,14 +4,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
-from elementgrad.backends.torch.quiet import noticing_hooks, random_state, undisturbed
+from elementgrad.backends.torch.quiet import random_state, undisturbed
 
 Tensor = torch.Tensor
 Graph = tuple[list[Tensor], list[Tensor]]
@@ -38,23 +37,20 @@ class TorchLinear(Linear):
         self._create_graph = create_graph
         self._attention = False
         self._versions = [_version(x) for x in inputs]
+        self._probes: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.leaves, self.outputs = evaluate(False)
 
     @classmethod
     def of(cls, run: Function, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinear":
         """Evaluate a function at its inputs."""
         state = random_state()
-        hooks: list[Tensor] = []
 
         def evaluate(attention: bool) -> Graph:
-            with undisturbed(state, attention), noticing_hooks(hooks):
+            with undisturbed(state, attention):
                 leaves = [_leaf(x, create_graph) for x in inputs]
                 return leaves, list(run(*[leaf.clone() for leaf in leaves]))  # clones may be written to in place
 
-        linear = cls(inputs, evaluate, run, state, create_graph)
-        if hooks:
-            linear.without["forward"] = "a hook on a tensor in the function changes what reverse sweeps give"
-        return linear
+        return cls(inputs, evaluate, run, state, create_graph)
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
         def evaluate(attention: bool) -> Graph:
@@ -69,9 +65,7 @@ class TorchLinear(Linear):
         def replay(*xs: Tensor) -> Sequence[Tensor]:
             return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](seed)
 
-        linear = TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
-        linear.without.update(self.without)
-        return linear
+        return TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
 
     def value(self, output: int) -> Tensor:
         return self.outputs[output] if self._create_graph else self.outputs[output].detach()
@@ -118,64 +112,69 @@ class TorchLinear(Linear):
         sweep = self._push_one if len(seeds) == 1 else self._push_stack
         try:
             try:
-                values, tangents = sweep(input, outputs, seeds, self._attention)
+                tangents = sweep(input, outputs, seeds, self._attention)
             except Exception as error:  # it ran before: what fails now fails for want of a rule
                 if FUSED not in str(error) or self._attention:
                     raise
-                values, tangents = sweep(input, outputs, seeds, True)
+                tangents = sweep(input, outputs, seeds, True)
         except Exception as error:
             raise (UnsupportedError if len(seeds) == 1 else UnstackableError)(reason(error)) from error
-        self._require_same(outputs, values)
-        kept = tangents if self._create_graph else [tangent.detach() for tangent in tangents]
-        return [tangent if input in self._paths[o] else None for o, tangent in zip(outputs, kept, strict=True)]
+        kept = [tangent if self._create_graph else tangent.detach() for tangent in tangents]
+        paths = [self._vouched(input, output, seeds, tangent) for output, tangent in zip(outputs, kept, strict=True)]
+        return [tangent if path else None for tangent, path in zip(kept, paths, strict=True)]
 
-    def _push_stack(
-        self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _vouched(self, input: int, output: int, seeds: Tensor, tangents: Tensor) -> bool:
+        """Whether there is a path; an error if the numbers are not those of reverse sweeps.
+
+        A forward sweep runs the function again, by other rules: it knows nothing of gradient hooks, of a state that
+        the first run has changed, of a `backward` that is no derivative. One reverse sweep from a generic seed is
+        enough to hold any number of forward ones against.
+        """
+        if (input, output) not in self._probes:
+            y = self.outputs[output]
+            probe = torch.linspace(1, 2, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
+            self._probes[input, output] = probe, self._probed(input, output, probe)
+        probe, pulled = self._probes[input, output]
+        if pulled is None:
+            return False
+        count, probe, pulled = len(seeds), probe.flatten(), pulled.flatten()
+        tangents = tangents.detach().reshape(count, len(probe))
+        forward, reverse = tangents @ probe, seeds.detach().reshape(count, len(pulled)) @ pulled
+        near = torch.finfo(probe.dtype).eps ** 0.5 * (tangents.abs() @ probe)
+        if not ((forward - reverse).abs() <= near).all():
+            raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
+        return True
+
+    def _probed(self, input: int, output: int, probe: Tensor) -> Tensor | None:
+        (pulled,) = self.pull(output, [input], probe.unsqueeze(0))
+        return None if pulled is None else pulled[0].detach()
+
+    def _push_stack(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
         def one(seed: Tensor) -> Any:
-            return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))
+            return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))[1]
 
         with undisturbed(self._state, attention), _no_advice():
             x = self.inputs[input]
             x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
-            dims: Any = (None, 0)  # the values are the same for all seeds
-            return torch.func.vmap(one, out_dims=dims, randomness="same")(seeds)
+            return torch.func.vmap(one, randomness="same")(seeds)
 
-    def _push_one(
-        self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def _push_one(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
         with undisturbed(self._state, attention), forward_ad.dual_level():
             x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seeds[0])
             duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
             tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]
-            return [y for y, _ in duals], [tangent.unsqueeze(0) for tangent in tangents]
+            return [tangent.unsqueeze(0) for tangent in tangents]
 
     def _again(self, input: int, outputs: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
         values = self._replay(*[(x if i == input else other).clone() for i, other in enumerate(self.inputs)])
         return tuple([values[o] for o in outputs])
 
-    def _require_same(self, outputs: Sequence[int], values: Sequence[Tensor]) -> None:
-        for output, value in zip(outputs, values, strict=True):
-            first, value = self.outputs[output].detach(), value.detach()
-            near = torch.finfo(first.dtype).eps ** 0.5
-            scale = first.abs().nan_to_num(0, 0, 0).max().item() if first.numel() else 0
-            if not torch.allclose(first, value, near, near * scale, equal_nan=True):
-                raise UnsupportedError("the function gives another value when it is run again")
-
-    def work(self, forward: bool, source: int, targets: Sequence[int]) -> int:
-        return max(self._walk[output][0] for output in (targets if forward else [source]))
-
-    @cached_property
-    def _paths(self) -> list[set[int]]:
-        return [{i for i, leaf in enumerate(self.leaves) if _node(leaf) in nodes} for _, nodes in self._walk]
-
-    @cached_property
-    def _walk(self) -> list[tuple[int, set[Any]]]:
-        """For each output the bytes of the largest derivative on the way to the leaves, and the nodes of its graph."""
-        return [_walk(y) for y in self.outputs]
+    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+        return max(_largest(self.outputs[output]) for output in (targets if forward else [source]))
 
 
-def _walk(y: Tensor) -> tuple[int, set[Any]]:
+def _largest(y: Tensor) -> int:
+    """The bytes of the largest derivative on the way from an output to the leaves."""
     seen: set[Any] = set()
     largest = 0
     ahead = [y.grad_fn] if y.grad_fn is not None else []
@@ -187,12 +186,7 @@ def _walk(y: Tensor) -> tuple[int, set[Any]]:
         for made in node._input_metadata:
             largest = max(largest, math.prod(made.shape) * made.dtype.itemsize)
         ahead.extend(following for following, _ in node.next_functions if following is not None)
-    return largest, seen
-
-
-def _node(leaf: Tensor) -> Any:
-    with torch.inference_mode(False), torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(leaf).node
+    return largest
 
 
 def _leaf(x: Tensor, create_graph: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,12 +31,11 @@ def undisturbed(state: RandomState, attention: bool = False) -> Iterator[None]:
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
     """
-    before = random_state()
     with ExitStack() as stack:
-        stack.callback(set_random_state, before)
+        stack.callback(set_random_state, random_state())
+        stack.callback(_lend_buffers())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_spare_buffers())
         if "torch._dynamo" in sys.modules:  # compiled code has no derivatives beyond the first, and hides its modules
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if attention:
@@ -45,45 +44,35 @@ def undisturbed(state: RandomState, attention: bool = False) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _spare_buffers() -> Iterator[None]:
-    """Lend copies of its buffers to every module that is called, so that what it writes to them is lost."""
+def _lend_buffers() -> Callable[[], None]:
+    """Lend copies of its buffers to every module that is called from now on, and say how to end that.
+
+    What a module writes to its buffers is lost then.
+    """
     thread = threading.get_ident()
     lent: dict[int, torch.Tensor] = {}  # by the original, so that a shared buffer stays shared
     originals: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
 
     def lend(module: torch.nn.Module, _: Any) -> None:
-        if threading.get_ident() != thread or id(module) in originals or isinstance(module, torch.jit.ScriptModule):
+        buffers = module._buffers
+        if not buffers or id(module) in originals or threading.get_ident() != thread:
             return
-        kept = dict(module._buffers)
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        kept = dict(buffers)
         originals[id(module)] = module, kept
         for name, buffer in kept.items():
             if buffer is not None:
                 if id(buffer) not in lent:
                     lent[id(buffer)] = buffer.detach().clone()
-                module._buffers[name] = lent[id(buffer)]
+                buffers[name] = lent[id(buffer)]
 
     hook = register_module_forward_pre_hook(lend)
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         hook.remove()
         for module, kept in originals.values():
             module._buffers.clear()
             module._buffers.update(kept)
 
-
-@contextmanager
-def noticing_hooks(hooked: list[torch.Tensor]) -> Iterator[None]:
-    """Collect the tensors that get a gradient hook: forward sweeps would not call it."""
-    register = torch.Tensor.register_hook
-
-    def noticed(tensor: torch.Tensor, hook: Any) -> Any:
-        hooked.append(tensor)
-        return register(tensor, hook)
-
-    torch.Tensor.register_hook = noticed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+    return end
