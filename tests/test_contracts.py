@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+from torch._dynamo.eval_frame import cached_backends
 
 
 def test_pytorch_runs_an_allowed_function_in_the_graph_with_plain_python_inside():
@@ -23,6 +24,13 @@ def test_pytorch_runs_an_allowed_function_in_the_graph_with_plain_python_inside(
     assert torch.compile(outer, fullgraph=True, backend="aot_eager")(torch.ones(3)).tolist() == [2]
     assert all(entry == (True, False, (slice(0, 2), ...)) for entry in seen)
     assert seen
+
+
+def test_pytorch_knows_whether_anything_was_compiled():
+    torch.compiler.reset()
+    assert not any(cached_backends.values())
+    torch.compile(lambda x: x + 1, backend="aot_eager")
+    assert any(cached_backends.values())
 
 
 def test_pytorch_vmap_refuses_to_write_a_mapped_value_into_a_shared_tensor():

@@ -99,7 +99,7 @@ class Selection:
         kept = [len(part) if isinstance(part, range) else None for part in self.parts if stays(part)]
         return (*kept[: self.block], *(self.broadcast or ()), *kept[self.block :])
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many elements are named, duplicates counted."""
         if None in self.shape:
@@ -223,6 +223,15 @@ class Selection:
             else:
                 index.append(to_array(part))
         return tuple(index), tuple(flips)
+
+    def behind(self, axes: tuple[int, ...]) -> "Selection":
+        """The same elements, named without arrays, in each of a stack of tensors that has these axes in front."""
+        stacked = Selection((*axes, *self.of), (*map(range, axes), *self.parts), len(axes))
+        if self.basic:  # known already, so that nobody works it out again
+            index, flips = self.basic
+            front = tuple(slice(None) for _ in axes)
+            stacked.__dict__["basic"] = (*front, *index), tuple(axis + len(axes) for axis in flips)
+        return stacked
 
     def pointwise(self) -> "Selection":
         """The same elements in the same order, with one integer array per axis and no other structure."""

@@ -267,7 +267,7 @@ class Reader:
             count, batch, size = self.backend.shape(stack)
             if places is None:
                 stack = self.backend.reshape(stack, (count, batch, *selection.of))
-                swept = Selection((count, batch, *selection.of), (range(count), range(batch), *selection.parts), 2)
+                swept = selection.behind((count, batch))
             else:
                 swept = Selection((count, batch, size), (range(count), range(batch), places), 2, places.shape)
             return self.backend.reshape(self.backend.take(stack, swept), (count, batch, selection.size))

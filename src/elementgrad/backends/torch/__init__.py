@@ -142,7 +142,7 @@ class TorchBackend(Backend):
         count, size = len(positions), like.numel()
         seeds = torch.zeros(count * size, dtype=like.dtype, device=like.device)
         if count * batch == 1:
-            seeds[int(positions[0])] = 1
+            seeds.select(0, int(positions[0])).fill_(1)
         else:
             examples = np.arange(count * batch).reshape(count, batch) * (size // batch)
             seeds[torch.from_numpy(examples + positions[:, None]).to(like.device)] = 1

@@ -3,14 +3,14 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
-from elementgrad.backends.torch.quiet import random_state, undisturbed
+from elementgrad.backends.torch.quiet import plainly, random_state, undisturbed
 
 Tensor = torch.Tensor
 Graph = tuple[list[Tensor], list[Tensor]]
@@ -46,7 +46,7 @@ class TorchLinear(Linear):
         state = random_state()
 
         def evaluate(attention: bool) -> Graph:
-            with undisturbed(state, attention):
+            with undisturbed(state if attention else None, attention):
                 leaves = [_leaf(x, create_graph) for x in inputs]
                 return leaves, list(run(*[leaf.clone() for leaf in leaves]))  # clones may be written to in place
 
@@ -86,7 +86,7 @@ class TorchLinear(Linear):
             return [None] * len(inputs)
         leaves = [self.leaves[i] for i in inputs]
         options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
-        with torch.inference_mode(False), _plain_precision(y):
+        with plainly():
             if len(seeds) == 1:
                 swept = torch.autograd.grad(y, leaves, seeds[0], **options)
                 return [None if derivative is None else derivative.unsqueeze(0) for derivative in swept]
@@ -206,9 +206,3 @@ def _no_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*performance drop")
         yield
-
-
-def _plain_precision(y: Tensor) -> Any:
-    """Sweeps run in the precision of the evaluation, also where the caller has autocast on."""
-    device = y.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

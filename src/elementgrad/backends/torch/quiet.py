@@ -1,12 +1,12 @@
 """Running the user's function without leaving a trace: modes, buffers, random numbers and compiled code."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import cached_backends  # what torch.compile was called with
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
@@ -26,7 +26,7 @@ def set_random_state(state: RandomState) -> None:
 
 
 @contextmanager
-def undisturbed(state: RandomState, attention: bool = False) -> Iterator[None]:
+def undisturbed(state: RandomState | None = None, attention: bool = False) -> Iterator[None]:
     """Run with gradients on, from a state of the generators; buffers and generators are as before afterwards.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
@@ -34,14 +34,29 @@ def undisturbed(state: RandomState, attention: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(set_random_state, random_state())
         stack.callback(_lend_buffers())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        if "torch._dynamo" in sys.modules:  # compiled code has no derivatives beyond the first, and hides its modules
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
+        if any(cached_backends.values()):  # compiled code has no derivatives beyond the first, and hides its modules
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if attention:
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        set_random_state(state)
+        if state is not None:
+            set_random_state(state)
         yield
+
+
+def plainly() -> Any:
+    """For sweeps: out of inference mode, and in the precision of the evaluation where the caller has autocast on."""
+    if not torch.is_inference_mode_enabled() and not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 def _lend_buffers() -> Callable[[], None]:
