@@ -1,11 +1,18 @@
 """What the backends take for granted of their frameworks, so that an upgrade that breaks it fails here, by name."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+from jax._src.core import jaxprs_in_params
+from jax._src.interpreters.partial_eval import dce_jaxpr
+from tensorflow.python.eager.context import Context, context
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import cached_backends
 
 
@@ -166,3 +173,104 @@ def test_jax_tracers_are_known_by_their_class():
     seen = []
     jax.jit(lambda x: seen.append(isinstance(x, jax.core.Tracer)) or x)(1.0)
     assert seen == [True]
+
+
+def test_pytorch_nodes_say_what_derivatives_they_take():
+    node = torch.ones(3, 2, requires_grad=True).double().sum(0).grad_fn
+    assert [(list(made.shape), made.dtype) for made in node._input_metadata] == [([2], torch.float64)]
+    assert [following.name() for following, _ in node.next_functions] == ["ToCopyBackward0"]
+
+
+def test_pytorch_maps_over_a_reverse_sweep():
+    x = torch.arange(3.0, requires_grad=True)
+    y = x**2
+    rows = torch.func.vmap(lambda seed: torch.autograd.grad(y, x, seed, retain_graph=True)[0])(torch.eye(3))
+    assert rows.diagonal().tolist() == [0, 2, 4]
+
+
+def test_pytorch_draws_the_same_mask_alone_and_in_a_stack():
+    state = torch.get_rng_state()
+    alone = torch.dropout(torch.ones(64), 0.5, train=True)
+    torch.set_rng_state(state)
+    pushed = torch.func.vmap(
+        lambda seed: torch.func.jvp(lambda x: torch.dropout(x, 0.5, train=True), (torch.ones(64),), (seed,))[1],
+        randomness="same",
+    )(torch.eye(64))
+    assert pushed.diagonal().tolist() == alone.tolist()
+
+
+def test_pytorch_tells_a_compiled_region_by_its_frame_callback():
+    seen = []
+
+    @torch.compiler.disable
+    def look():
+        seen.append(get_eval_frame_callback())
+
+    def outer(x):
+        look()
+        return x + 1
+
+    look()
+    torch.compile(outer, backend="aot_eager")(torch.ones(2))
+    assert seen == [None, None]
+    assert get_eval_frame_callback() is None
+
+
+def test_autograph_leaves_alone_what_bears_its_sign():
+    def converted(x):
+        return x if x[0] > 0 else -x
+
+    def signed(x):
+        return x if x[0] > 0 else -x
+
+    signed.autograph_info__ = None
+    assert tf.function(lambda x: converted(x))(tf.ones(2)).numpy().tolist() == [1, 1]
+    call = tf.function(lambda x: signed(x))
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        call(tf.ones(2))
+
+
+def test_tensorflow_variables_are_written_by_methods_that_can_be_watched():
+    for owner in (BaseResourceVariable, ResourceVariable):
+        assert {"assign", "assign_add", "assign_sub"} <= set(vars(owner))
+    assert callable(Context.call_function)
+    assert callable(tf.random.Generator._skip_single_var)
+    tf.random.set_seed(1)
+    assert isinstance(context()._rng, random.Random)
+
+
+def test_tensorflow_handles_say_the_dtype_of_their_variable():
+    (kind,) = tf.Variable([1.0]).handle._handle_data.shape_and_type
+    assert tf.as_dtype(kind.dtype) == tf.float32
+
+
+def test_tensorflow_takes_a_gradient_of_a_tape_inside_a_function():
+    x = tf.constant([1.0, 2.0])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = x**3
+    rows = tf.function(lambda seeds: tf.vectorized_map(lambda seed: tape.gradient(y, x, output_gradients=seed), seeds))
+    assert rows(tf.eye(2)).numpy().tolist() == [[3, 0], [0, 12]]
+
+
+def test_jax_linear_programs_are_pytrees_and_know_what_each_output_is_computed_from():
+    x = jnp.ones(3)
+    _, program = jax.linearize(jax.jit(lambda a, b: (a * 2, jnp.sin(b) * 3, jnp.round(a))), x, x)
+    assert jax.jit(lambda program, t: program(t, t))(program, x)[0].tolist() == [2, 2, 2]
+    jaxpr = jax.make_jaxpr(program)(x, x).jaxpr
+    used = [dce_jaxpr(jaxpr, [o == output for o in range(3)])[1] for output in range(3)]
+    assert used == [[True, False], [False, True], [False, False]]
+    assert list(jaxprs_in_params(jaxpr.eqns[0].params))
+
+
+def test_jax_transposes_a_custom_rule_and_refuses_to_push_through_it():
+    @jax.custom_vjp
+    def f(x):
+        return x**2
+
+    f.defvjp(lambda x: (x**2, x), lambda x, g: (7 * g,))
+    x = jnp.ones(2)
+    _, program = jax.linearize(f, x)
+    assert jax.linear_transpose(program, x)(x)[0].tolist() == [7, 7]
+    with pytest.raises(TypeError, match="forward-mode"):
+        program(x)

@@ -130,15 +130,30 @@ TOUR = {
     "element_zero_alone": ["[6, 0, 0]"],
     "the_message_about_element_zero": ["element 0 of tensors does not require grad and does not have a grad_fn"],
     "bad_numbers_stay_away": ["nan", "[0, 4]"],
+    "element_of_a_product": ["[[5, 7], [0, 0]]", "7"],
+    "element_of_itself": ["[[0, 0, 0], [0, 0, 1], [0, 0, 0]]", "[[1, 1, 1], [1, 1, 1], [1, 1, 1]]"],
+    "used_twice": ["3"],
+    "function_with_an_index": ["4"],
+    "asked_twice": ["6", "6"],
+    "one_second_derivative": ["8", "[2, 6]"],
+}
+
+
+SEEN = {
+    "a_learned_choice": "1",  # what was learned
+    "feature_to_pixel": "[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]",
+    "a_few_entries_of_many": "[0, 0.42, 0.7616, 0]",
 }
 
 
 @pytest.mark.parametrize("stop", tour.STOPS, ids=lambda stop: stop.__name__)
 def test_every_stop_of_the_tour_gives_its_founding_numbers(stop):
     tour.torch = torch
-    answers = [tour.show(value).replace("\\[", "[") for value in stop().values()]
-    assert answers == TOUR.get(stop.__name__, answers)
-    assert stop.__name__ in TOUR or answers[-1] == "1"  # what was learned
+    answers = [" ".join(tour.show(value).replace("\\[", "[").split()) for value in stop().values()]
+    if stop.__name__ in TOUR:
+        assert answers == TOUR[stop.__name__]
+    else:
+        assert SEEN[stop.__name__] in answers[-1]
 
 
 def test_the_tour_prints_its_stops(capsys, monkeypatch):

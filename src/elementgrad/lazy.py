@@ -176,6 +176,8 @@ class Jacobian:
         if block is None:
             self._require_zero()
             return self._backend.zeros(shape, self._wrt.tensor)
+        if block.dtype != self._wrt.tensor.dtype:  # a forward sweep gives it in that of the output
+            block = self._backend.cast(block, self._wrt.tensor)
         return self._backend.reshape(block, shape)
 
     def _require_zero(self) -> None:

@@ -95,6 +95,76 @@ def a_learned_choice() -> dict[str, Any]:
     return {"weights": weights, "chosen": chosen}
 
 
+def element_of_a_product() -> dict[str, Any]:
+    """Differentiate one element of a matrix product: no tape, no watching, no requires_grad."""
+    X, Y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    J = eg.jacobian(torch.matmul, X, Y, wrt=X)
+    return {"J[(0, 0), :]": J[(0, 0), :], "J[(0, 0), (0, 1)]": J[(0, 0), (0, 1)]}
+
+
+def element_of_itself() -> dict[str, Any]:
+    """Differentiate X[1, 2] and the sum of X with respect to X."""
+    X = torch.arange(1.0, 10.0).reshape(3, 3)
+    one = eg.grad(lambda X: X, X, of="output[1, 2]")
+    total = eg.grad(lambda X: X.sum(), X)
+    return {"one": one, "total": total}
+
+
+def feature_to_pixel() -> dict[str, Any]:
+    """How does one feature-map element depend on one pixel? And what is its receptive field?"""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3))
+    J = eg.jacobian(net, torch.rand(1, 1, 8, 8))
+    number = J[(0, 1, 2, 0), (0, 0, 4, 2)]
+    field = (J[(0, 1, 2, 0), (0, 0)] != 0).int()
+    return {"number": number, "field": field}
+
+
+def used_twice() -> dict[str, Any]:
+    """Differentiate y = 2 x[2] + sum(x) with respect to x[2]: 2 directly and 1 through the sum."""
+    x = torch.tensor([1.0, 2.0, 3.0])
+    slope = eg.grad(lambda x: 2 * x[2] + x.sum(), x, wrt="x[2]")
+    return {"slope": slope}
+
+
+def function_with_an_index() -> dict[str, Any]:
+    """The same through a Function of your own that takes an index: the index is no tensor to save for backward."""
+
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, i: int) -> Any:
+            ctx.shape, ctx.i = x.shape, i
+            return 3 * x[i] + x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            return g * (torch.ones(ctx.shape) + 3 * torch.eye(*ctx.shape)[ctx.i]), None
+
+    x = torch.tensor([1.0, 2.0, 3.0])
+    slope = eg.grad(lambda x: Weighted.apply(x, 2), x, wrt="x[2]")
+    return {"slope": slope}
+
+
+def asked_twice() -> dict[str, Any]:
+    """Vectorised operations hide nothing, and asking twice gives the same number, not twice the number."""
+    x, w = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
+    J = eg.jacobian(lambda x: (x * w).sum(), x)
+    first, again = J[..., 2], J[..., 2]
+    return {"first": first, "again": again}
+
+
+def a_few_entries_of_many() -> dict[str, Any]:
+    """Read a column of a Jacobian that would take 40 GB: see what it costs before you pay."""
+    J = eg.jacobian(lambda x: x.tanh() * x.roll(1), torch.ones(100_000))
+    return {"str(J.plan(..., 7))": str(J.plan(..., 7)), "J[6:10, 7]": J[6:10, 7]}
+
+
+def one_second_derivative() -> dict[str, Any]:
+    """One entry of a Hessian, without the others."""
+    H = eg.hessian(lambda x: x[0] * x[1] ** 2 + x.sum() ** 2, torch.tensor([2.0, 3.0]))
+    return {"H[0, 1]": H[0, 1], "H.diagonal()": H.diagonal()}
+
+
 def bad_numbers_stay_away() -> dict[str, Any]:
     """A NaN in an untouched element poisons `mask * x`, but no edit of ours."""
     x = torch.tensor([float("nan"), 2.0], requires_grad=True)
@@ -114,6 +184,14 @@ STOPS: tuple[Callable[[], dict[str, Any]], ...] = (
     element_zero_alone,
     the_message_about_element_zero,
     a_learned_choice,
+    element_of_a_product,
+    element_of_itself,
+    feature_to_pixel,
+    used_twice,
+    function_with_an_index,
+    asked_twice,
+    a_few_entries_of_many,
+    one_second_derivative,
     bad_numbers_stay_away,
 )
 
@@ -153,9 +231,14 @@ def show(value: Any) -> str:
     """A tensor as plain numbers, or a text as it is."""
     if isinstance(value, str):
         return value
-    numbers = value.detach().tolist()
-    entries = [f"{number:.4g}" for number in (numbers if isinstance(numbers, list) else [numbers])]
-    return f"\\[{', '.join(entries)}]" if isinstance(numbers, list) else entries[0]
+    return _written(value.detach().tolist()).replace("[", "\\[")
+
+
+def _written(numbers: Any) -> str:
+    if not isinstance(numbers, list):
+        return f"{numbers:.4g}"
+    between = ",\n   " if isinstance(numbers[0], list) else ", "
+    return f"[{between.join(map(_written, numbers))}]"
 
 
 def _need(module: str, extra: str) -> Any:

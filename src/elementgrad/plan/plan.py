@@ -74,7 +74,7 @@ class Plan:
             ("asked", f"{rows}, {columns}: {_count(task.numbers, 'number')}, {result}"),
             ("naive", f"{_count(self.naive, 'reverse sweep')} for the whole Jacobian, {bytes_of.to_text(whole)}"),
             ("planned", _count(self.sweeps, f"{self.mode} sweep") + self._chunks()),
-            ("speed-up", f"{self.naive / max(1, self.sweeps):.4g}x fewer sweeps"),
+            ("speed-up", f"{_times(self.naive / max(1, self.sweeps))} fewer sweeps"),
             *(("note", note) for note in self.notes),
         ]
         return "\n".join(f"{name:<10} {text}" for name, text in lines)
@@ -110,6 +110,10 @@ def choose(
     if each > budget:
         notes = (*notes, f"one sweep takes about {bytes_of.to_text(each)}, more than the budget")
     return Plan(task, mode, sweeps, chunk, chunk * each, budget, notes)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
 
 
 def _count(count: int, what: str) -> str:
