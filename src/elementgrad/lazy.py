@@ -1,6 +1,8 @@
 """The lazy Jacobian: an array that you index, and nothing else is computed."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,15 +69,14 @@ class Jacobian:
     @property
     def value(self) -> Tensor:
         """What the function gave: the tensor that is differentiated."""
-        y = self._of.tensor
-        return y if self._of.base is None else self._picked(y, self._of)
+        return self._picked(self._of.tensor[None], self._of)[0]
 
     @plain
     def __getitem__(self, sides: Any) -> Tensor:
         """The derivative of `y[out]` with respect to `x[in]`, of shape `y[out].shape + x[in].shape`."""
         rows, columns = self._sides(sides)
         (block,) = self._reader.block(rows, [columns])
-        return self.shaped(block, (*rows.shape, *columns.shape))
+        return self._shaped(block, (*rows.shape, *columns.shape))
 
     @plain
     def entries(self, outs: Any, ins: Any) -> Tensor:
@@ -96,7 +97,7 @@ class Jacobian:
                 f"outs of shape {rows.shape} and ins of shape {columns.shape} do not pair up; give as many of each"
             ) from None
         block = self._reader.pairs(pairs[0].reshape(-1), pairs[1].reshape(-1))
-        return self.shaped(block, pairs[0].shape)
+        return self._shaped(block, pairs[0].shape)
 
     @plain
     def diagonal(self) -> Tensor:
@@ -170,7 +171,7 @@ class Jacobian:
     def _select(self, index: Any, side: Side) -> Selection:
         return side.select(index, self._backend)
 
-    def shaped(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    def _shaped(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """What was read, in the shape it is wanted in; where there is no path, zeros or an error."""
         shape = (*self._examples, *shape)
         if block is None:
@@ -211,7 +212,7 @@ class Jacobian:
             self._require_zero()
             product = backend.zeros((math.prod(more), *backend.shape(that.tensor)), this.tensor)
         rest = (*self._examples, *that.shape)
-        product = backend.reshape(self._picked(product, that, stack=True), (*more, *rest))
+        product = backend.reshape(self._picked(product, that), (*more, *rest))
         if not forward or not count:
             return product
         return backend.transpose(product, (*range(count, count + len(rest)), *range(count)))
@@ -221,24 +222,31 @@ class Jacobian:
         if side.base is None:
             return seeds
         backend = self._backend
-        lead = (backend.shape(seeds)[0], self._batch or 1)
-        zeros = backend.zeros((*lead, math.prod(side.of)), seeds)
-        places = side.base.flat().reshape(-1)
-        where = Selection((*lead, math.prod(side.of)), (*map(range, lead), places), 2, places.shape)
-        filled = edit.VERBS["add"](backend, zeros, where, backend.reshape(seeds, (*lead, len(places))))
-        return backend.reshape(filled, (lead[0], *backend.shape(side.tensor)))
+        where = side.base.stacked((backend.shape(seeds)[0], self._batch or 1))
+        filled = edit.VERBS["add"](backend, backend.zeros(where.of, seeds), where, backend.reshape(seeds, where.shape))
+        return backend.reshape(filled, (where.of[0], *backend.shape(side.tensor)))
 
-    def _picked(self, tensor: Tensor, side: Side, stack: bool = False) -> Tensor:
-        """Of a tensor, or of each of a stack of them, the elements that make up a side."""
+    def _picked(self, stack: Tensor, side: Side) -> Tensor:
+        """Of each of a stack of tensors the elements that make up a side."""
         if side.base is None:
-            return tensor
+            return stack
         backend = self._backend
-        lead = (backend.shape(tensor)[0] if stack else 1, self._batch or 1)
-        flat = backend.reshape(tensor, (*lead, math.prod(side.of)))
-        places = side.base.flat().reshape(-1)
-        where = Selection((*lead, math.prod(side.of)), (*map(range, lead), places), 2, places.shape)
-        picked = backend.take(flat, where)
-        return backend.reshape(picked, (*lead[: int(stack)], *self._examples, *side.shape))
+        where = side.base.stacked((backend.shape(stack)[0], self._batch or 1))
+        picked = backend.take(backend.reshape(stack, where.of), where)
+        return backend.reshape(picked, (where.of[0], *self._examples, *side.shape))
+
+
+def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
+    """All of several Jacobians of one output, from sweeps that they share."""
+    first = jacobians[0]
+    numbers = [jacobian._reader.inputs[0] for jacobian in jacobians]
+    sizes = [jacobian._reader.wrt_sizes[0] for jacobian in jacobians]
+    columns = [jacobian._select(..., jacobian._wrt) for jacobian in jacobians]
+    blocks = replace(first._reader, inputs=numbers, wrt_sizes=sizes).block(first._select(..., first._of), columns)
+    return [
+        jacobian._shaped(block, (*jacobian._of.shape, *jacobian._wrt.shape))
+        for jacobian, block in zip(jacobians, blocks, strict=True)
+    ]
 
 
 def unconnected(of: Side, wrt: Side, backend: Backend) -> UnconnectedError:

@@ -12,10 +12,9 @@ from elementgrad import tree
 from elementgrad.backends import Backend, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import OptionError, PlaceError, SelectionError
-from elementgrad.lazy import Jacobian
+from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
-from elementgrad.plan.run import Reader
 from elementgrad.trace import Call, Side, Wanted, find
 
 Tensor = Any
@@ -179,16 +178,8 @@ class _Reading:
             )
         if single:
             of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
-        wrts = [side for _, side in tree.leaves(self.wrt, "")]
-        sizes = [math.prod(side.of) for side in wrts]
-        numbers = [side.number for side in wrts]
-        examples = self._examples()
-        reader = Reader(
-            self.backend, self.linear, of.number, numbers, math.prod(of.of), sizes, examples or 1, self.budget
-        )
-        whole = of.select(..., self.backend)
-        blocks = iter(reader.block(whole, [side.select(..., self.backend) for side in wrts]))
-        return tree.mapped(self.wrt, lambda wrt: self.jacobian(of, wrt).shaped(next(blocks), (*of.shape, *wrt.shape)))
+        blocks = iter(read_together([self.jacobian(of, wrt) for _, wrt in tree.leaves(self.wrt, "")]))
+        return tree.mapped(self.wrt, lambda _: next(blocks))
 
     def gradient(self, of: Side) -> "_Reading":
         """The gradient of one element, as a function of the same inputs."""

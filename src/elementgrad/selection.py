@@ -233,6 +233,11 @@ class Selection:
             stacked.__dict__["basic"] = (*front, *index), tuple(axis + len(axes) for axis in flips)
         return stacked
 
+    def stacked(self, axes: tuple[int, ...]) -> "Selection":
+        """The same elements, along one axis, in each of a stack of flattened tensors that has these axes in front."""
+        places = self.flat().reshape(-1)
+        return Selection((*axes, math.prod(self.of)), (*map(range, axes), places), len(axes), places.shape)
+
     def pointwise(self) -> "Selection":
         """The same elements in the same order, with one integer array per axis and no other structure."""
         if self.traced:

@@ -10,8 +10,9 @@ import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.backends.linear import Linear, UnstackableError, UnsupportedError
-from elementgrad.errors import BatchError, FrameworkError
+from elementgrad.errors import FrameworkError
 from elementgrad.plan import budget as bytes_of
+from elementgrad.plan.batch import require_apart
 from elementgrad.plan.plan import Mode, Plan, Task, choose, direction
 from elementgrad.plan.progress import Progress
 from elementgrad.selection import Selection
@@ -119,12 +120,12 @@ class Reader:
 
     def product(self, seeds: Tensor, forward: bool) -> Tensor | None:
         """`J @ v` for a stack of v, or `u @ J` for a stack of u; by the other direction where this one has no rule."""
-        self._require_apart()
+        require_apart(self)
         linear, backend, (number,) = self.linear, self.backend, self.inputs
         mode: Mode = "forward" if forward else "reverse"
         if mode not in linear.without:
             try:
-                return self._each(mode, partial(self._push, number) if forward else self._pull, seeds)[0]
+                return self.each(mode, partial(self.push, number) if forward else self.pull, seeds)[0]
             except UnsupportedError as error:
                 linear.without[mode] = str(error)
         count = backend.shape(seeds)[0]
@@ -146,7 +147,7 @@ class Reader:
 
     def _run(self, plan: Callable[[], Plan], read: Callable[[Mode, Plan], Any]) -> Any:
         """Read by the plan; where its direction turns out to have no rule, by the other."""
-        self._require_apart()
+        require_apart(self)
         without = self.linear.without
         while True:
             chosen = plan()
@@ -159,46 +160,10 @@ class Reader:
                     ) from error
                 without[chosen.mode] = str(error)
 
-    def _require_apart(self) -> None:
-        """Raise if examples mix. Any two differ in a bit of their number: seeds that go by bits tell them apart."""
-        if self.apart or self.batch == 1:
-            return
-        for bit in range((self.batch - 1).bit_length()):
-            seeded = (np.arange(self.batch) >> bit & 1) == np.array([[0], [1]])
-            for derivative in self._seeded(seeded):
-                values = None if derivative is None else self.backend.read(derivative)
-                if values is None:  # no path, or nobody can know while tracing
-                    continue
-                values = np.abs(values).reshape(2, self.batch, -1)
-                leaked = (values > 0) & np.isfinite(values) & ~seeded[..., None]
-                if leaked.any():
-                    raise BatchError(
-                        f"the examples mix: example {leaked.any((0, 2)).argmax()} and another depend on each other, so "
-                        "they have no Jacobians of their own; leave batch=True out"
-                    )
-        self.apart = True
-
-    def _seeded(self, examples: np.ndarray) -> list[Tensor | None]:
-        """Derivatives from seeds for some examples, by whichever direction there is."""
-        linear, backend = self.linear, self.backend
-
-        def seeds(like: Tensor) -> Tensor:
-            shape = tuple(backend.shape(like))
-            weights = np.random.default_rng(0).uniform(0.5, 1.5, shape[1:])  # such that nothing cancels
-            return backend.cast(examples.reshape(2, -1, *(1 for _ in shape[1:])) * weights, like)
-
-        try:
-            return self._each("reverse", self._pull, seeds(linear.outputs[self.output]))
-        except UnsupportedError:
-            return [
-                self._each("forward", partial(self._push, number), seeds(linear.inputs[number]))[0]
-                for number in self.inputs
-            ]
-
     def _reverse(self, plan: Plan, places: np.ndarray, keep: Sequence[Keep]) -> list[list[Tensor] | None]:
         y = self.linear.outputs[self.output]
         kept: list[list[Tensor] | None] = [[] for _ in self.inputs]
-        for start, stop, swept in self._sweeps(plan, y, places, self._pull):
+        for start, stop, swept in self._sweeps(plan, y, places, self.pull):
             for i, derivative in enumerate(swept):
                 parts = kept[i]
                 if derivative is None or parts is None:
@@ -209,17 +174,19 @@ class Reader:
 
     def _forward(self, plan: Plan, number: int, places: np.ndarray, keep: Keep) -> list[Tensor] | None:
         kept = []
-        sweep = partial(self._push, number)
+        sweep = partial(self.push, number)
         for start, stop, (derivative,) in self._sweeps(plan, self.linear.inputs[number], places, sweep):
             if derivative is None:
                 return None
             kept.append(keep(self._stack(derivative, self.of_size), start, stop))
         return kept
 
-    def _pull(self, seeds: Tensor) -> list[Tensor | None]:
+    def pull(self, seeds: Tensor) -> list[Tensor | None]:
+        """Reverse sweeps to all inputs."""
         return self.linear.pull(self.output, self.inputs, seeds)
 
-    def _push(self, number: int, seeds: Tensor) -> list[Tensor | None]:
+    def push(self, number: int, seeds: Tensor) -> list[Tensor | None]:
+        """Forward sweeps from one input."""
         return self.linear.push(number, [self.output], seeds)
 
     def _sweeps(
@@ -240,7 +207,7 @@ class Reader:
                 start = stop
                 progress.done(start)
 
-    def _each(self, mode: Mode, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+    def each(self, mode: Mode, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         """Sweep from given seeds, together or one by one."""
         count = self.backend.shape(seeds)[0]
         if count == 1 or mode not in self.linear.looped:
@@ -261,16 +228,12 @@ class Reader:
         """Keep the selected elements of every sweep and example."""
         if selection.whole:
             return lambda stack, start, stop: stack
-        places = None if selection.basic else selection.flat().reshape(-1)
 
         def pick(stack: Tensor, start: int, stop: int) -> Tensor:
-            count, batch, size = self.backend.shape(stack)
-            if places is None:
-                stack = self.backend.reshape(stack, (count, batch, *selection.of))
-                swept = selection.behind((count, batch))
-            else:
-                swept = Selection((count, batch, size), (range(count), range(batch), places), 2, places.shape)
-            return self.backend.reshape(self.backend.take(stack, swept), (count, batch, selection.size))
+            axes = self.backend.shape(stack)[:2]
+            where = selection.behind(axes) if selection.basic else selection.stacked(axes)
+            taken = self.backend.take(self.backend.reshape(stack, where.of), where)
+            return self.backend.reshape(taken, (*axes, selection.size))
 
         return pick
 
