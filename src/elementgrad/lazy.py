@@ -42,6 +42,12 @@ class Jacobian:
     __array_ufunc__ = None  # NumPy leaves `u @ J` to us
     __iter__ = None
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise FrameworkError(
+            "a Jacobian is no array until it is read, and J.dense() is all of it; if this was a product, its other "
+            "factor did not fit, and J.__rmatmul__(u) says why"
+        )
+
     def __init__(
         self,
         backend: Backend,
@@ -189,7 +195,8 @@ class Jacobian:
         backend = self._backend
         if owner(other) not in (None, backend):
             raise FrameworkError(f"the Jacobian is {backend.name}'s and the other factor is not; use one framework")
-        if owner(other) and backend.kind(other) == "c" and backend.kind(this.tensor) != "c":
+        complex_ = backend.kind(other) == "c" if owner(other) else np.iscomplexobj(other)
+        if complex_ and backend.kind(this.tensor) != "c":
             raise DtypeError(
                 f"a complex factor for {this.name}, which is real; take its real and imaginary parts apart"
             )
@@ -207,12 +214,14 @@ class Jacobian:
             axes = (*range(len(mine), len(shape)), *range(len(mine)))
             other = backend.transpose(other, axes)
         seeds = self._embedded(backend.reshape(other, (math.prod(more), *mine)), this)
-        product = self._reader.product(seeds, forward)
+        product = self._reader.product(seeds, forward) if math.prod(more) else self._reader.nothing((0,))
         if product is None:
             self._require_zero()
             product = backend.zeros((math.prod(more), *backend.shape(that.tensor)), this.tensor)
         rest = (*self._examples, *that.shape)
-        product = backend.reshape(self._picked(product, that), (*more, *rest))
+        if math.prod(more):
+            product = self._picked(product, that)
+        product = backend.reshape(backend.cast(product, that.tensor), (*more, *rest))
         if not forward or not count:
             return product
         return backend.transpose(product, (*range(count, count + len(rest)), *range(count)))

@@ -15,7 +15,7 @@ from elementgrad.errors import OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
-from elementgrad.trace import Call, Side, Wanted, find
+from elementgrad.trace import Call, Run, Side, Wanted, find
 
 Tensor = Any
 Tree = Any
@@ -147,6 +147,9 @@ class _Reading:
     ) -> "_Reading":
         if unconnected not in ("error", "zero"):
             raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
+        for name, flag in {"batch": batch, "create_graph": create_graph}.items():
+            if not isinstance(flag, bool):
+                raise OptionError(f"{name}={flag!r} is neither True nor False")
         limit = bytes_of.parse(budget)
         of, wrt = tree.mapped(of, _parsed), tree.mapped(wrt, _parsed)
         call = Call(f, args, kwargs)
@@ -156,7 +159,7 @@ class _Reading:
         if not numbers:
             raise PlaceError("wrt names nothing; name an input, or leave it out where there is only one")
         tensors = [call.inputs[number][1] for number in numbers]
-        linear = backend.linearize(lambda *xs: call.run(numbers, xs), tensors, create_graph, order)
+        linear = backend.linearize(Run(call, numbers), tensors, create_graph, order)
         inputs = tree.mapped(inputs, lambda side: replace(side, number=numbers.index(side.number)))
         named = [(name, linear.value(number)) for number, name in enumerate(call.outputs)]
         outputs = tree.mapped(of, lambda wanted: find(named, wanted, "output", backend, batch))

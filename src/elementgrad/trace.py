@@ -1,7 +1,7 @@
 """Names to tensors: what the inputs and outputs of a function are called, and how to run it on other inputs."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -33,22 +33,51 @@ class Call:
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
         self._bound = _bind(function, args, kwargs)
-        self.inputs = list(_tensors(self._bound.arguments))
+        leaves = [leaf for name, value in self._bound.arguments.items() for leaf in tree.leaves(value, name)]
+        self._leaves = [number for number, (_, leaf) in enumerate(leaves) if backends.owner(leaf) is not None]
+        self.inputs = [leaves[number] for number in self._leaves]
         self.outputs: list[str] = []
         self.backend = _one_backend(self.inputs, args)
-        self._function = self.backend.traceable(function)
+        self.function = function
 
     def run(self, inputs: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function with some of its inputs replaced; all tensors in what it returns."""
-        new = {self.inputs[number][0]: tensor for number, tensor in zip(inputs, tensors, strict=True)}
-        arguments = {name: tree.replaced(value, name, new) for name, value in self._bound.arguments.items()}
+        new = {self._leaves[number]: tensor for number, tensor in zip(inputs, tensors, strict=True)}
+        arguments = tree.replaced(dict(self._bound.arguments), new)
         bound = inspect.BoundArguments(self._bound.signature, arguments)  # type: ignore[arg-type]
-        returned = self._function(*bound.args, **bound.kwargs)
+        returned = self.backend.traceable(self.function)(*bound.args, **bound.kwargs)
         named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         if not named:
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
+        for name, tensor in named:
+            if backends.owner(tensor) is not self.backend:
+                raise FrameworkError(
+                    f"{name} is not a tensor of {self.backend.name} as the arguments are; use one framework"
+                )
         self.outputs = [name for name, _ in named]
         return [tensor for _, tensor in named]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call as a function of some of its inputs."""
+
+    call: Call
+    inputs: Sequence[int]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the user wrote."""
+        return self.call.function
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The other inputs, which are passed on as they are."""
+        return [tensor for number, (_, tensor) in enumerate(self.call.inputs) if number not in self.inputs]
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """All tensors of what the function returns."""
+        return self.call.run(self.inputs, tensors)
 
 
 @dataclass(frozen=True)
@@ -132,13 +161,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         if method is not None:
             _signatures[method] = known
     return known
-
-
-def _tensors(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    for name, value in arguments.items():
-        for path, leaf in tree.leaves(value, name):
-            if backends.owner(leaf) is not None:
-                yield path, leaf
 
 
 def _one_backend(inputs: Sequence[tuple[str, Tensor]], args: Sequence[Any]) -> Backend:

@@ -1,7 +1,8 @@
-"""Tensors inside tuples, lists and dicts: what each is called, and the same structure with some of them replaced."""
+"""Tensors inside tuples, lists and dicts: what each is called, and the same structure around others."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 
@@ -11,19 +12,19 @@ def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         for key, branch in tree.items():
             yield from leaves(branch, f"{name}.{key}")
     elif isinstance(tree, (tuple, list)):
-        keys = getattr(tree, "_fields", range(len(tree)))
-        for key, branch in zip(keys, tree, strict=True):
+        for key, branch in zip(getattr(tree, "_fields", count()), tree, strict=False):
             yield from leaves(branch, f"{name}.{key}")
     else:
         yield name, tree
 
 
-def replaced(tree: Any, name: str, new: Mapping[str, Any]) -> Any:
-    """The tree with the leaves of these names replaced; what holds none of them is passed on as it is."""
-    if name in new:
-        return new[name]
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure of tuples, lists and dicts around a function of each leaf, taken in the order of `leaves`.
+
+    A container in which nothing changes is passed on as it is.
+    """
     if isinstance(tree, dict):
-        branches = {key: replaced(branch, f"{name}.{key}", new) for key, branch in tree.items()}
+        branches = {key: mapped(branch, function) for key, branch in tree.items()}
         if all(branches[key] is tree[key] for key in tree):
             return tree
         other = copy.copy(tree)  # a subclass stays what it is
@@ -31,18 +32,18 @@ def replaced(tree: Any, name: str, new: Mapping[str, Any]) -> Any:
             other[key] = branch
         return other
     if isinstance(tree, (tuple, list)):
-        keys = getattr(tree, "_fields", range(len(tree)))
-        entries = [replaced(branch, f"{name}.{key}", new) for key, branch in zip(keys, tree, strict=True)]
+        entries = [mapped(branch, function) for branch in tree]
         if all(entry is branch for entry, branch in zip(entries, tree, strict=True)):
             return tree
         return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
-    return tree
-
-
-def mapped(tree: Any, function: Any) -> Any:
-    """The same structure of tuples, lists and dicts around a function of each leaf."""
-    if isinstance(tree, dict):
-        return {key: mapped(branch, function) for key, branch in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(mapped(branch, function) for branch in tree)
     return function(tree)
+
+
+def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
+    """The tree with some leaves replaced, by their number in the order of `leaves`."""
+    numbers = count()
+
+    def other(leaf: Any) -> Any:
+        return new.get(next(numbers), leaf)
+
+    return mapped(tree, other)

@@ -3,11 +3,26 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 Tensor = Any
 Function = Callable[..., Sequence[Tensor]]
 """Takes the tensors that are differentiated, gives all tensors of the output."""
+
+
+class Run(Protocol):
+    """A call of the user's function, as a function of the tensors that are differentiated."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the user wrote."""
+
+    @property
+    def others(self) -> Sequence[Tensor]:
+        """The tensors among its arguments that stay as they are."""
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """All tensors of the output."""
 
 
 class UnsupportedError(Exception):

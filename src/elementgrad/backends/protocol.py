@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from elementgrad.backends.linear import Function, Linear
+from elementgrad.backends.linear import Linear, Run
 from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Backend(ABC):
         """The value of the one with the derivatives of the other."""
 
     @abstractmethod
-    def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
+    def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         """Evaluate a function at its inputs, ready for sweeps through derivatives up to an order."""
 
     @abstractmethod

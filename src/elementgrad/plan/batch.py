@@ -16,7 +16,7 @@ Tensor = Any
 
 def require_apart(reader: "Reader") -> None:
     """Raise if examples mix. Any two differ in a bit of their number: seeds that go by bits tell them apart."""
-    if reader.apart or reader.batch == 1:
+    if reader.apart or reader.batch <= 1:
         return
     for bit in range((reader.batch - 1).bit_length()):
         seeded = (np.arange(reader.batch) >> bit & 1) == np.array([[0], [1]])

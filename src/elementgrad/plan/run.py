@@ -70,8 +70,8 @@ class Reader:
 
     def block(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         """The derivatives of some elements with respect to some of each input, all with all, (batch, rows, columns)."""
-        if not rows.size * sum(selection.size for selection in columns):
-            return [self._nothing((self.batch, rows.size, selection.size)) for selection in columns]
+        if not self.batch * rows.size * sum(selection.size for selection in columns):
+            return [self.nothing((self.batch, rows.size, selection.size)) for selection in columns]
 
         def read(mode: Mode, plan: Plan) -> list[Tensor | None]:
             if mode == "reverse":
@@ -81,7 +81,7 @@ class Reader:
             blocks = []
             for number, selection in zip(self.inputs, columns, strict=True):
                 if not selection.size:
-                    blocks.append(self._nothing((self.batch, rows.size, 0)))
+                    blocks.append(self.nothing((self.batch, rows.size, 0)))
                     continue
                 places, again = _distinct(selection)
                 parts = self._forward(plan, number, places, self._picker(rows))
@@ -92,8 +92,8 @@ class Reader:
 
     def pairs(self, outs: np.ndarray, ins: np.ndarray) -> Tensor | None:
         """The derivative of one element with respect to one, for each pair of positions: (batch, pairs)."""
-        if not len(outs):
-            return self._nothing((self.batch, 0))
+        if not self.batch * len(outs):
+            return self.nothing((self.batch, 0))
 
         def read(mode: Mode, plan: Plan) -> Tensor | None:
             swept, kept = (outs, ins) if mode == "reverse" else (ins, outs)
@@ -120,44 +120,47 @@ class Reader:
 
     def product(self, seeds: Tensor, forward: bool) -> Tensor | None:
         """`J @ v` for a stack of v, or `u @ J` for a stack of u; by the other direction where this one has no rule."""
-        require_apart(self)
         linear, backend, (number,) = self.linear, self.backend, self.inputs
-        mode: Mode = "forward" if forward else "reverse"
-        if mode not in linear.without:
-            try:
-                return self.each(mode, partial(self.push, number) if forward else self.pull, seeds)[0]
-            except UnsupportedError as error:
-                linear.without[mode] = str(error)
-        count = backend.shape(seeds)[0]
-        size = self.wrt_sizes[0] if forward else self.of_size
-        factors = backend.transpose(backend.reshape(seeds, (count, self.batch, size)), (1, 2, 0))
+        count, (wrt_size,) = backend.shape(seeds)[0], self.wrt_sizes
+        direct: Mode = "forward" if forward else "reverse"
+        source, target = (wrt_size, self.of_size) if forward else (self.of_size, wrt_size)
+
+        def plan() -> Plan:
+            numbers = count * self.batch * target
+            if direct in linear.without:
+                return self.plan(self.of_size, self.wrt_sizes, numbers)
+            itemsize = backend.itemsize(linear.inputs[number])
+            return choose(Task(count, count, self.of_size, wrt_size, numbers, itemsize, self.batch), direct)
 
         def contract(stack: Tensor, start: int, stop: int) -> Tensor:
+            factors = backend.transpose(backend.reshape(seeds, (count, self.batch, source)), (1, 2, 0))
             return backend.transpose(backend.matmul(backend.transpose(stack, (1, 0, 2)), factors), (1, 0, 2))
 
-        sweeps = np.arange(self.of_size if forward else self.wrt_sizes[0])
-        plan = self.plan(self.of_size, self.wrt_sizes, count * self.batch * len(sweeps))
-        if forward:
-            (parts,) = self._reverse(plan, sweeps, [contract])
-        else:
-            parts = self._forward(plan, number, sweeps, contract)
-        swept = self._arranged(parts, None, (2, 1, 0))
-        like = linear.outputs[self.output] if forward else linear.inputs[number]
-        return None if swept is None else backend.reshape(swept, (count, *backend.shape(like)))
+        def read(mode: Mode, plan: Plan) -> Tensor | None:
+            if mode == direct:
+                return self.each(mode, partial(self.push, number) if forward else self.pull, seeds)[0]
+            if forward:
+                (parts,) = self._reverse(plan, np.arange(target), [contract])
+            else:
+                parts = self._forward(plan, number, np.arange(target), contract)
+            swept = self._arranged(parts, None, (2, 1, 0))
+            like = linear.outputs[self.output] if forward else linear.inputs[number]
+            return None if swept is None else backend.reshape(swept, (count, *backend.shape(like)))
+
+        return self._run(plan, read)
 
     def _run(self, plan: Callable[[], Plan], read: Callable[[Mode, Plan], Any]) -> Any:
         """Read by the plan; where its direction turns out to have no rule, by the other."""
         require_apart(self)
-        without = self.linear.without
         while True:
             chosen = plan()
             try:
                 return read(chosen.mode, chosen)
             except UnsupportedError as error:
-                if len(without) == 1 or chosen.mode in without:
-                    raise FrameworkError(
-                        f"{self.backend.name} can differentiate this in no direction: {error}"
-                    ) from error
+                without = self.linear.without
+                if without:
+                    message = f"{self.backend.name} can differentiate this in no direction: {error}"
+                    raise FrameworkError(message) from error
                 without[chosen.mode] = str(error)
 
     def _reverse(self, plan: Plan, places: np.ndarray, keep: Sequence[Keep]) -> list[list[Tensor] | None]:
@@ -218,7 +221,8 @@ class Reader:
         each = [sweep(seeds[i : i + 1]) for i in range(count)]
         return [None if of_one[0] is None else self.backend.concat(of_one) for of_one in zip(*each, strict=True)]
 
-    def _nothing(self, shape: tuple[int, ...]) -> Tensor:
+    def nothing(self, shape: tuple[int, ...]) -> Tensor:
+        """What there is to read where nothing is asked for."""
         return self.backend.zeros(shape, self.linear.inputs[self.inputs[0]])
 
     def _stack(self, swept: Tensor, size: int) -> Tensor:

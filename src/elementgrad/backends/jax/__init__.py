@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad.backends.jax.linear import JaxLinear
-from elementgrad.backends.linear import Function, Linear
+from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.selection import Selection
 
@@ -94,7 +94,7 @@ class JaxBackend(Backend):
     def graft(self, value: Array, slope: Array) -> Array:
         return _graft(value, slope)
 
-    def linearize(self, run: Function, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
+    def linearize(self, run: Run, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
         return JaxLinear(run, inputs)
 
     def itemsize(self, x: Array) -> int:

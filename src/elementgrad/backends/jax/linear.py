@@ -12,6 +12,7 @@ from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
 from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
+from elementgrad.errors import FrameworkError
 
 Array = jax.Array
 Sweep = Callable[[Any, Array], tuple[Array, ...]]
@@ -26,7 +27,11 @@ class JaxLinear(Linear):
     def __init__(self, run: Function, inputs: Sequence[Array]):
         self.inputs = inputs
         self._run = run
-        self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+        try:
+            self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+        except Exception as error:
+            run(*inputs)  # what fails without derivatives as well is the user's, and raised as it is
+            raise FrameworkError(f"jax can differentiate this in no direction: {reason(error)}") from error
         self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
         self._single: set[Any] = set()
 
@@ -41,16 +46,20 @@ class JaxLinear(Linear):
         if not any(paths):
             return [None] * len(inputs)
 
+        xs = self.inputs  # a sweep that held the whole object would keep it alive, in a circle
+
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *self.inputs)(seed)
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(seed)
             return tuple([transposed[i] for i in inputs])
 
         swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
         return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
 
     def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
+        xs = self.inputs
+
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            tangents = [seed if i == input else jnp.zeros_like(x) for i, x in enumerate(self.inputs)]
+            tangents = [seed if i == input else jnp.zeros_like(x) for i, x in enumerate(xs)]
             pushed = program(*tangents)
             return tuple([pushed[o] for o in outputs])
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad.backends.linear import Function, Linear
+from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.positions import Rows
@@ -108,7 +108,7 @@ class TensorflowBackend(Backend):
         autograph = tf.__internal__.autograph
         return autograph.tf_convert(function, autograph.control_status_ctx())
 
-    def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
+    def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TensorflowLinear.of(run, inputs, create_graph, order)
 
     def itemsize(self, x: Tensor) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -12,8 +13,6 @@ from elementgrad.backends.tensorflow.quiet import undisturbed
 
 Tensor = Any
 Sweep = Callable[[Tensor], list[Tensor | None]]
-RULES = (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError)
-"""What TensorFlow raises for want of a rule."""
 FILLING = 8
 """A stack is filled with zeros to at most so many times its size."""
 
@@ -58,37 +57,22 @@ class TensorflowLinear(Linear):
         return self._sweep(*self._pulling(output, inputs), seeds)
 
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        try:
-            return self._sweep(*self._pushing(input, outputs), seeds)
-        except RULES as error:
-            raise UnsupportedError(reason(error)) from error
+        return self._sweep(*self._pushing(input, outputs), seeds)
 
     def _pulling(self, output: int, inputs: Sequence[int]) -> tuple[Any, Sweep]:
-        return ("reverse", output, *inputs), lambda seed: self._pulled(output, inputs, seed)
+        tape, y, xs = self._tapes[-1], self.outputs[output], [self.inputs[i] for i in inputs]
+        return ("reverse", output, *inputs), partial(_pulled, tape, y, xs)
 
     def _pushing(self, input: int, outputs: Sequence[int]) -> tuple[Any, Sweep]:
-        return ("forward", input, *outputs), lambda seed: [self._pushed(input, output, seed) for output in outputs]
-
-    def _pulled(self, output: int, inputs: Sequence[int], seed: Tensor) -> list[Tensor | None]:
-        y = self.outputs[output]
-        gradients = self._tapes[-1].gradient(y, [self.inputs[i] for i in inputs], output_gradients=seed)
-        return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-
-    def _pushed(self, input: int, output: int, seed: Tensor) -> Tensor | None:
-        seed_of_output = tf.zeros_like(self.outputs[output])
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(seed_of_output)
-            (pulled,) = self._pulled(output, [input], seed_of_output)
-        if pulled is None:
-            return None
-        pushed = tape.gradient(pulled, seed_of_output, output_gradients=seed)
-        if pushed is None:
-            raise UnsupportedError("a reverse rule on the way cannot be transposed")
-        return tf.convert_to_tensor(pushed)
+        tape, x, ys = self._tapes[-1], self.inputs[input], [self.outputs[output] for output in outputs]
+        return ("forward", input, *outputs), lambda seed: [_pushed(tape, x, y, seed) for y in ys]
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         if seeds.shape[0] == 1:
-            swept = [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
+            try:
+                swept = [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
+            except (LookupError, NotImplementedError) as error:  # how a rule is missed
+                raise UnsupportedError(reason(error)) from error
         else:
             try:
                 swept = self._program(key, sweep, seeds[0], seeds.shape[0])(seeds)
@@ -119,17 +103,46 @@ class TensorflowLinear(Linear):
             return 0
 
 
+def _pulled(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor) -> list[Tensor | None]:
+    gradients = tape.gradient(y, xs, output_gradients=seed)
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+def _pushed(tape: Any, x: Tensor, y: Tensor, seed: Tensor) -> Tensor | None:
+    seed_of_output = tf.zeros_like(y)
+    with tf.GradientTape(watch_accessed_variables=False) as outer:
+        outer.watch(seed_of_output)
+        (pulled,) = _pulled(tape, y, [x], seed_of_output)
+    if pulled is None:
+        return None
+    try:
+        pushed = outer.gradient(pulled, seed_of_output, output_gradients=seed)
+    except (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError) as error:
+        raise UnsupportedError(reason(error)) from error
+    if pushed is None:
+        raise UnsupportedError("a reverse rule on the way cannot be transposed")
+    return tf.convert_to_tensor(pushed)
+
+
 class _Program:
     """A sweep over stacks of seeds, traced once; it knows which derivatives have a path, and how large they get."""
 
     def __init__(self, sweep: Sweep, like: Tensor, count: int | None):
-        self.count = count or 0
-        self.work = 0
-        self._sweep = sweep
-        self._paths: list[bool] = []
+        paths: list[bool] = []
+        work: list[int] = []
+
+        def one(seed: Tensor) -> list[Tensor]:
+            swept = sweep(seed)
+            paths[:] = [derivative is not None for derivative in swept]
+            work[:] = map(_bytes, tf.compat.v1.get_default_graph().get_operations())
+            return [derivative for derivative in swept if derivative is not None] or [tf.zeros([])]
+
         signature = [tf.TensorSpec([count, *like.shape], like.dtype)]
-        self._run = tf.function(self._stacked, input_signature=signature, autograph=False)
+        self._run = tf.function(lambda seeds: tf.vectorized_map(one, seeds), signature, autograph=False)
         self._run.get_concrete_function()
+        self._paths = paths
+        self.work = max(work, default=0)
+        self.count = count or 0
 
     def __call__(self, seeds: Tensor) -> list[Tensor | None]:
         count = seeds.shape[0]
@@ -137,15 +150,6 @@ class _Program:
             seeds = tf.concat([seeds, tf.zeros([self.count - count, *seeds.shape[1:]], seeds.dtype)], 0)
         derivatives = iter(self._run(seeds))
         return [next(derivatives)[:count] if path else None for path in self._paths]
-
-    def _stacked(self, seeds: Tensor) -> list[Tensor]:
-        return tf.vectorized_map(self._one, seeds)
-
-    def _one(self, seed: Tensor) -> list[Tensor]:
-        swept = self._sweep(seed)
-        self._paths = [derivative is not None for derivative in swept]
-        self.work = max(map(_bytes, tf.compat.v1.get_default_graph().get_operations()), default=0)
-        return [derivative for derivative in swept if derivative is not None] or [tf.zeros([])]
 
 
 def _bytes(operation: Any) -> int:

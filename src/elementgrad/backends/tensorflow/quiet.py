@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager.context import Context, context
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
-WRITES = ("assign", "scatter_", "batch_scatter_")
+WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
 """How the methods of a variable that change it begin."""
 
 

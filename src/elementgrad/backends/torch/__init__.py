@@ -9,9 +9,10 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from elementgrad import backends
-from elementgrad.backends.linear import Function, Linear
+from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.torch.linear import TorchLinear
+from elementgrad.backends.torch.quiet import plainly
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -129,7 +130,7 @@ class TorchBackend(Backend):
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)
 
-    def linearize(self, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
+    def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TorchLinear.of(run, inputs, create_graph)
 
     def itemsize(self, x: Tensor) -> int:
@@ -155,7 +156,8 @@ class TorchBackend(Backend):
         return x.permute(axes)
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        return x @ y
+        with plainly():
+            return x @ y
 
     def free(self, like: Tensor) -> int | None:
         return torch.cuda.mem_get_info(like.device)[0] if like.is_cuda else None

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
-from elementgrad.backends.torch.quiet import plainly, random_state, undisturbed
+from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
+from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
 
 Tensor = torch.Tensor
 Graph = tuple[list[Tensor], list[Tensor]]
 """The leaves of one evaluation, and its outputs."""
 FUSED = "scaled_dot_product"
 """Stands in the errors about attention kernels that lack a derivative which the plain kernel has."""
+
+MISSING = "is not implemented"
+"""Stands in the errors about derivatives that an operation does not have."""
 
 
 class TorchLinear(Linear):
@@ -27,7 +30,7 @@ class TorchLinear(Linear):
         inputs: Sequence[Tensor],
         evaluate: Callable[[bool], Graph],
         replay: Function,
-        state: Any,
+        state: State,
         create_graph: bool,
     ):
         self.inputs = inputs
@@ -41,16 +44,20 @@ class TorchLinear(Linear):
         self.leaves, self.outputs = evaluate(False)
 
     @classmethod
-    def of(cls, run: Function, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinear":
+    def of(cls, run: Run, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinear":
         """Evaluate a function at its inputs."""
-        state = random_state()
+        now = state()
 
         def evaluate(attention: bool) -> Graph:
-            with undisturbed(state if attention else None, attention):
+            with undisturbed(run.function, now if attention else None, attention):
                 leaves = [_leaf(x, create_graph) for x in inputs]
                 return leaves, list(run(*[leaf.clone() for leaf in leaves]))  # clones may be written to in place
 
-        return cls(inputs, evaluate, run, state, create_graph)
+        versions = [_version(x) for x in run.others]
+        linear = cls(inputs, evaluate, run, now, create_graph)
+        if [_version(x) for x in run.others] != versions:
+            linear.without["forward"] = "the function writes to an argument in place"
+        return linear
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
         def evaluate(attention: bool) -> Graph:
@@ -59,13 +66,15 @@ class TorchLinear(Linear):
             if not y.requires_grad:
                 return leaves, [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
             with torch.inference_mode(False), torch.enable_grad():
-                gradients = torch.autograd.grad(y, leaves, seed, create_graph=True, materialize_grads=True)
+                gradients = torch.autograd.grad(y, leaves, _normal(seed), create_graph=True, materialize_grads=True)
             return leaves, list(gradients)
 
         def replay(*xs: Tensor) -> Sequence[Tensor]:
-            return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](seed)
+            return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](_normal(seed))
 
-        return TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
+        linear = TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
+        linear.without.update(self.without)
+        return linear
 
     def value(self, output: int) -> Tensor:
         return self.outputs[output] if self._create_graph else self.outputs[output].detach()
@@ -84,12 +93,11 @@ class TorchLinear(Linear):
         y = self.outputs[output]
         if not y.requires_grad:
             return [None] * len(inputs)
-        leaves = [self.leaves[i] for i in inputs]
+        leaves, seeds = [self.leaves[i] for i in inputs], _normal(seeds)
         options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
         with plainly():
             if len(seeds) == 1:
-                swept = torch.autograd.grad(y, leaves, seeds[0], **options)
-                return [None if derivative is None else derivative.unsqueeze(0) for derivative in swept]
+                return [None if g is None else g.unsqueeze(0) for g in self._one(y, leaves, seeds[0], options)]
             paths: list[bool] = []
 
             def one(seed: Tensor) -> list[Tensor]:
@@ -106,6 +114,16 @@ class TorchLinear(Linear):
                     raise
                 raise UnstackableError(reason(error)) from error
 
+    def _one(self, y: Tensor, leaves: list[Tensor], seed: Tensor, options: Any) -> Sequence[Tensor | None]:
+        try:
+            return torch.autograd.grad(y, leaves, seed, **options)
+        except (NotImplementedError, RuntimeError) as error:
+            if MISSING not in str(error) and not isinstance(error, NotImplementedError):
+                raise
+            if FUSED in str(error) and not self._attention:
+                raise
+            raise UnsupportedError(reason(error)) from error
+
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
             raise UnsupportedError("an argument was changed in place after the function was evaluated")
@@ -120,7 +138,8 @@ class TorchLinear(Linear):
         except Exception as error:
             raise (UnsupportedError if len(seeds) == 1 else UnstackableError)(reason(error)) from error
         kept = [tangent if self._create_graph else tangent.detach() for tangent in tangents]
-        paths = [self._vouched(input, output, seeds, tangent) for output, tangent in zip(outputs, kept, strict=True)]
+        with plainly():
+            paths = [self._vouched(input, output, seeds, t) for output, t in zip(outputs, kept, strict=True)]
         return [tangent if path else None for tangent, path in zip(kept, paths, strict=True)]
 
     def _vouched(self, input: int, output: int, seeds: Tensor, tangents: Tensor) -> bool:
@@ -138,8 +157,8 @@ class TorchLinear(Linear):
         if pulled is None:
             return False
         count, probe, pulled = len(seeds), probe.flatten(), pulled.flatten()
-        tangents = tangents.detach().reshape(count, len(probe))
-        forward, reverse = tangents @ probe, seeds.detach().reshape(count, len(pulled)) @ pulled
+        tangents = tangents.detach().reshape(count, len(probe)).to(probe.dtype)
+        forward, reverse = tangents @ probe, (seeds.detach().reshape(count, len(pulled)) @ pulled).to(probe.dtype)
         near = torch.finfo(probe.dtype).eps ** 0.5 * (tangents.abs() @ probe)
         if not ((forward - reverse).abs() <= near).all():
             raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
@@ -153,13 +172,13 @@ class TorchLinear(Linear):
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))[1]
 
-        with undisturbed(self._state, attention), _no_advice():
+        with undisturbed(self._replay, self._state, attention), _no_advice():
             x = self.inputs[input]
             x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
             return torch.func.vmap(one, randomness="same")(seeds)
 
     def _push_one(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
-        with undisturbed(self._state, attention), forward_ad.dual_level():
+        with undisturbed(self._replay, self._state, attention), forward_ad.dual_level():
             x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seeds[0])
             duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
             tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]
@@ -194,6 +213,14 @@ def _leaf(x: Tensor, create_graph: bool) -> Tensor:
     if x.is_inference():
         return x.clone().requires_grad_()
     return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+
+
+def _normal(x: Tensor) -> Tensor:
+    """What was made in inference mode cannot be saved for a gradient."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 def _version(x: Tensor) -> int | None:

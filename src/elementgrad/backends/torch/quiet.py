@@ -9,31 +9,42 @@ import torch
 from torch._dynamo.eval_frame import cached_backends  # what torch.compile was called with
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+DEVICES = ("cpu", "cuda")
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
+Precision = tuple[tuple[bool, torch.dtype], ...]
+State = tuple[RandomState, Precision]
+"""What a function runs from: the generators, and the autocast of each device."""
 
 
-def random_state() -> RandomState:
-    """The state of the generators of the processor and of every device in use."""
+def state() -> State:
+    """What a function would run from now."""
+    return _random(), _precision()
+
+
+def _random() -> RandomState:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), devices
 
 
-def set_random_state(state: RandomState) -> None:
-    """Put the generators back."""
+def _set_random(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
 
 
+def _precision() -> Precision:
+    return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
+
+
 @contextmanager
-def undisturbed(state: RandomState | None = None, attention: bool = False) -> Iterator[None]:
-    """Run with gradients on, from a state of the generators; buffers and generators are as before afterwards.
+def undisturbed(function: Any, again: State | None = None, attention: bool = False) -> Iterator[None]:
+    """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
     """
     with ExitStack() as stack:
-        stack.callback(set_random_state, random_state())
-        stack.callback(_lend_buffers())
+        stack.callback(_set_random, _random())
+        stack.callback(_lend_buffers(getattr(function, "__self__", None)))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
@@ -42,8 +53,11 @@ def undisturbed(state: RandomState | None = None, attention: bool = False) -> It
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if attention:
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        if state is not None:
-            set_random_state(state)
+        if again is not None:
+            _set_random(again[0])
+            for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
+                if before != now:
+                    stack.enter_context(torch.autocast(device, dtype=before[1], enabled=before[0]))
         yield
 
 
@@ -53,16 +67,16 @@ def plainly() -> Any:
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
-    for device in ("cpu", "cuda"):
+    for device in DEVICES:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 
-def _lend_buffers() -> Callable[[], None]:
+def _lend_buffers(first: Any) -> Callable[[], None]:
     """Lend copies of its buffers to every module that is called from now on, and say how to end that.
 
-    What a module writes to its buffers is lost then.
+    What a module writes to its buffers is lost then. The first is one whose method is called, if it is a module.
     """
     thread = threading.get_ident()
     lent: dict[int, torch.Tensor] = {}  # by the original, so that a shared buffer stays shared
@@ -82,6 +96,8 @@ def _lend_buffers() -> Callable[[], None]:
                     lent[id(buffer)] = buffer.detach().clone()
                 buffers[name] = lent[id(buffer)]
 
+    if isinstance(first, torch.nn.Module):
+        lend(first, None)
     hook = register_module_forward_pre_hook(lend)
 
     def end() -> None:

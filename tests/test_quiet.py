@@ -1,0 +1,424 @@
+"""Reading derivatives disturbs nothing of the user's, also when it fails half-way."""
+
+import gc
+import threading
+import warnings
+import weakref
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+import torch._dynamo  # now: it adds a warnings filter
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+from torch import nn
+
+import elementgrad as eg
+from tests.frameworks import TENSORFLOW, TORCH
+
+READS = {
+    "row": lambda J: J[(0, 0), :],
+    "rows": lambda J: J[(0, ...), :],
+    "column": lambda J: J[:, (0, 0)],
+    "columns": lambda J: J[:, (0, ...)],
+    "entries": lambda J: J.entries(([0, 1], [0, 1]), ([0, 1], [0, 1])),
+    "diagonal": lambda J: J.diagonal(),
+    "product": lambda J: J @ np.ones((2, 3)),
+    "products": lambda J: J @ np.ones((2, 3, 2)),
+    "row product": lambda J: np.ones((2, 3)) @ J,
+    "whole": lambda J: J.dense(),
+}
+X = np.array([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
+
+
+class Interrupted(nn.Module):
+    """Passes on what it is given, or raises: when called, or when differentiated."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.later = None
+
+    def forward(self, x):
+        if self.now is not None:
+            raise self.now
+        return Fragile.apply(x, self)
+
+
+class Fragile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, owner):
+        ctx.owner = owner
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.owner.later is not None:
+            raise ctx.owner.later
+        return gradient, None
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh(), Interrupted(), nn.Linear(4, 3)
+    ).double()
+    model[3].eval()
+    model.register_buffer("shared", model[1].running_mean)
+    model[0].weight.requires_grad_(False)
+    model[5].weight.grad = torch.full((3, 4), 7.0, dtype=torch.float64)
+    return model
+
+
+class Seen:
+    """Everything of a model and of PyTorch that a read might change."""
+
+    def __init__(self, model, x):
+        self.model, self.x = model, x
+        self.fired = []
+        x.register_hook(lambda g: self.fired.append("tensor"))
+        model[5].weight.register_hook(lambda g: self.fired.append("parameter"))
+        model[5].register_full_backward_hook(lambda *_: None)
+        model[1].register_forward_hook(lambda *_: None)
+        self.before = self.state()
+
+    def state(self):
+        model, x = self.model, self.x
+        hooks = [len(hooks) for m in model.modules() for hooks in (m._forward_hooks, m._backward_hooks)]
+        return {
+            "buffers": {name: (id(b), b.tolist(), b._version) for name, b in model.named_buffers()},
+            "every buffer": [id(b) for m in model.modules() for b in m._buffers.values()],
+            "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
+            "requires_grad": [p.requires_grad for p in [*model.parameters(), x]],
+            "training": [m.training for m in model.modules()],
+            "hooks": [*hooks, len(x._backward_hooks), len(nn.modules.module._global_forward_pre_hooks)],
+            "random numbers": torch.get_rng_state().tolist(),
+            "argument": (x.tolist(), x._version, x.grad, x.is_leaf),
+            "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
+            "warnings": list(warnings.filters),
+            "stance": torch._dynamo.eval_frame._stance.stance,
+            "attention": torch.backends.cuda.flash_sdp_enabled(),
+        }
+
+    def check(self):
+        for name, value in self.state().items():
+            assert value == self.before[name], name
+        assert not self.fired
+
+
+@pytest.fixture
+def seen():
+    return Seen(network(), torch.tensor(X, requires_grad=True))
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_leaves_a_model_of_pytorch_as_it_was(seen, read):
+    J = eg.jacobian(seen.model, seen.x)
+    seen.check()
+    READS[read](J)
+    seen.check()
+    del J
+    seen.check()
+
+
+def test_gradients_and_hessians_leave_a_model_of_pytorch_as_it_was(seen):
+    eg.grad(seen.model, seen.x, of="output[0, 0]")
+    H = eg.hessian(lambda x: seen.model(x).sum(), seen.x)
+    H[(0, 0), :], H[:, (0, 1)], H.diagonal()
+    seen.check()
+
+
+def test_hooks_of_the_user_fire_once_in_their_own_backward(seen):
+    eg.jacobian(seen.model, seen.x).dense()
+    seen.model(seen.x).sum().backward()
+    assert sorted(seen.fired) == ["parameter", "tensor"]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_all_is_as_it_was_after_the_function_raised(seen, kind, mode):
+    raised = seen.model[4].now = kind("mine")
+    with mode():
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with pytest.raises(kind) as caught:
+            eg.jacobian(seen.model, seen.x)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == modes
+    assert caught.value is raised
+    seen.check()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("read", READS)
+def test_all_is_as_it_was_after_a_backward_raised(seen, kind, read):
+    J = eg.jacobian(seen.model, seen.x)
+    seen.model[4].later = kind("mine")
+    with pytest.raises(kind, match="mine"):
+        READS[read](J)
+    seen.check()
+    seen.model[4].later = None
+    assert READS[read](J).isfinite().all()
+
+
+def test_a_second_run_that_is_interrupted_leaves_all_as_it_was(seen):
+    J = eg.jacobian(seen.model, seen.x)
+    seen.model[4].now = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        J[:, (0, 0)]
+    seen.check()
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_the_function_writes_into_its_argument_stays_inside(read):
+    x = torch.tensor(X)
+
+    def f(x):
+        x[0] *= 2
+        return x.add_(1) * x
+
+    J = eg.jacobian(f, x)
+    READS[read](J)
+    assert x.tolist() == X.tolist()
+    assert x._version == 0
+
+
+def test_a_function_that_writes_into_another_argument_is_not_run_again():
+    total = torch.zeros(2, 3, dtype=torch.float64)
+    J = eg.jacobian(lambda x, total: x * total.add_(x.detach()), torch.tensor(X), total, wrt="x")
+    assert J[:, (0, 0)].tolist() == [[X[0, 0], 0, 0], [0, 0, 0]]
+    assert total.tolist() == X.tolist()
+    assert "writes to an argument in place" in str(J.plan(..., (0, 0)))
+
+
+def test_buffers_stay_where_a_method_of_their_module_is_called():
+    norm = nn.BatchNorm1d(3).double()
+    eg.jacobian(norm.forward, torch.tensor(X))[(0, 0), :]
+    assert norm.running_mean.tolist() == [0, 0, 0]
+    assert norm.num_batches_tracked == 0
+
+
+def test_a_dropout_mask_is_the_same_for_all_reads_of_one_jacobian():
+    x = torch.rand(2, 3, dtype=torch.float64) + 1
+    J = eg.jacobian(lambda x: nn.functional.dropout(x, 0.5), x)
+    expected = torch.diag((J.value / x).flatten()).reshape(2, 3, 2, 3)
+    assert 0 < (expected > 0).sum() < 6, "some are dropped and some are not"
+    units = torch.eye(6, dtype=torch.float64).reshape(6, 2, 3)
+    torch.rand(5)  # the user goes on drawing
+    assert torch.equal(J.dense(), expected)
+    assert torch.equal(torch.stack([J[:, (i // 3, i % 3)] for i in range(6)], -1).reshape(2, 3, 2, 3), expected)
+    assert torch.equal(J @ units.movedim(0, -1), expected.reshape(2, 3, 6))
+    assert torch.equal(J.diagonal(), J.value / x)
+    assert torch.equal(J[:, ([0, 1], [0, 2])], expected[..., [0, 1], [0, 2]])
+
+
+def test_the_user_draws_the_random_numbers_they_would_have_drawn(fw):
+    def draw():
+        if fw is TORCH:
+            return torch.rand(3).tolist()
+        return tf.random.uniform([3]).numpy().tolist() if fw is TENSORFLOW else []
+
+    def f(x):
+        noise = {"torch": torch.rand_like, "tensorflow": lambda x: tf.random.uniform(x.shape, dtype=x.dtype)}
+        return x * noise.get(fw.name, jnp.ones_like)(x)
+
+    def session(read):
+        torch.manual_seed(3)
+        tf.random.set_seed(3)
+        return draw(), read(), draw(), draw()
+
+    J = None
+
+    def read():
+        nonlocal J
+        J = eg.jacobian(f, fw.tensor(X))
+        J[:, (0, 0)], J[(0, 0), :]
+
+    assert session(read)[2:] == session(lambda: None)[2:]
+    np.testing.assert_allclose(fw.numpy(J.diagonal()), fw.numpy(J.value) / X, rtol=1e-12)
+
+
+WRITES = {
+    "assign": lambda v: v.assign(v * 2),
+    "assign_add": lambda v: v.assign_add(v),
+    "assign_sub": lambda v: v.assign_sub(v / 2),
+    "assign a slice": lambda v: v[1].assign(5.0),
+    "scatter_add": lambda v: v.scatter_add(tf.IndexedSlices(tf.constant([1.0], tf.float64), [0])),
+    "scatter_update": lambda v: v.scatter_update(tf.IndexedSlices(tf.constant([1.0], tf.float64), [0])),
+    "scatter_nd_add": lambda v: v.scatter_nd_add([[0]], tf.constant([1.0], tf.float64)),
+    "scatter_nd_update": lambda v: v.scatter_nd_update([[0]], tf.constant([1.0], tf.float64)),
+    "old style": lambda v: tf.compat.v1.assign_add(v, v),
+    "map": lambda v: tf.map_fn(lambda i: v.assign_add(v), tf.range(2), fn_output_signature=tf.float64),
+}
+
+
+def methods():
+    return [{n: m for n, m in vars(owner).items() if callable(m)} for owner in (BaseResourceVariable, ResourceVariable)]
+
+
+@pytest.mark.parametrize("where", ["eager", "traced inside", "traced before", "inside a loop", "in a user's graph"])
+@pytest.mark.parametrize("write", WRITES)
+def test_variables_of_tensorflow_hold_what_they_held(write, where):
+    v = tf.Variable(tf.constant([3.0, 4.0, 5.0], tf.float64))
+    before = methods()
+
+    def f(x):
+        WRITES[write](v)
+        return x * v
+
+    if where == "inside a loop":
+        f = tf.function(lambda x, f=f: tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, f(x)), (0, x))[1])
+    elif where.startswith("traced"):
+        f = tf.function(f)
+    if where == "traced before":
+        f(TENSORFLOW.tensor(X))
+        v.assign([3.0, 4.0, 5.0])
+
+    def read(x):
+        J = eg.jacobian(f, x)
+        return J[(0, 0), :], J[:, (0, 0)], J.dense()
+
+    (tf.function(read) if where == "in a user's graph" else read)(TENSORFLOW.tensor(X))
+    assert v.numpy().tolist() == [3, 4, 5]
+    assert methods() == before
+
+
+def test_layers_of_keras_keep_their_statistics_and_seeds():
+    layers = [keras.layers.BatchNormalization(dtype="float64"), keras.layers.Dropout(0.5, seed=1, dtype="float64")]
+    x = TENSORFLOW.tensor(X)
+
+    def f(x):
+        for layer in layers:
+            x = layer(x, training=True)
+        return x
+
+    f(x)
+    held = [variable.numpy().tolist() for layer in layers for variable in layer.variables]
+    assert held
+    for function in (f, tf.function(f)):
+        J = eg.jacobian(function, x)
+        J[(0, 0), :], J[:, (0, 0)], J.dense()
+        assert [variable.numpy().tolist() for layer in layers for variable in layer.variables] == held
+
+
+@pytest.mark.parametrize("draw", ["normal", "make_seeds", "split", "skip"])
+def test_generators_of_tensorflow_stay_where_they_were(draw):
+    generator = tf.random.Generator.from_seed(1)
+    arguments = {"normal": ([3],), "make_seeds": (), "split": (), "skip": (2,)}[draw]
+    before = generator.state.numpy().tolist()
+    for wrap in (lambda f: f, tf.function)[: 1 if draw == "split" else 2]:  # a generator cannot be made in a graph
+        eg.jacobian(wrap(lambda x: (getattr(generator, draw)(*arguments), x * 2)[1]), TENSORFLOW.tensor(X)).dense()
+        assert generator.state.numpy().tolist() == before
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_variables_hold_what_they_held_after_the_function_raised(kind):
+    v = tf.Variable([1.0, 2.0])
+    before = methods()
+
+    def f(x):
+        v.assign([5.0, 5.0])
+        raise kind
+
+    tf.random.set_seed(0)
+    expected = [tf.random.uniform([2]).numpy().tolist() for _ in range(2)]
+    tf.random.set_seed(0)
+    assert tf.random.uniform([2]).numpy().tolist() == expected[0]
+    with pytest.raises(kind):
+        eg.jacobian(f, TENSORFLOW.tensor(X))
+    assert v.numpy().tolist() == [1, 2]
+    assert methods() == before
+    assert tf.random.uniform([2]).numpy().tolist() == expected[1]
+
+
+def test_two_threads_read_at_once_and_a_third_writes_on():
+    variables = [tf.Variable([float(i)]) for i in range(3)]
+    before, inside, written = methods(), threading.Barrier(3), threading.Barrier(3)
+
+    def reader(i):
+        def f(x):
+            variables[i].assign([-1.0])
+            inside.wait(60)
+            written.wait(60)
+            return x * tf.cast(variables[i], tf.float64)
+
+        assert eg.jacobian(f, TENSORFLOW.tensor([2.0]))[0, 0].numpy() == -1
+
+    def writer():
+        inside.wait(60)
+        variables[2].assign([7.0])
+        written.wait(60)
+
+    failures = []
+
+    def run(task, *arguments):
+        try:
+            task(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    tasks = [(reader, 0), (reader, 1), (writer,)]
+    threads = [threading.Thread(target=run, args=task) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert [v.numpy().tolist() for v in variables] == [[0], [1], [7]]
+    assert methods() == before
+
+
+def test_a_changed_closure_gives_a_fresh_answer(fw):
+    scale = [2.0]
+
+    def f(x):
+        return x * scale[0]
+
+    x = fw.tensor(X)
+    first = eg.jacobian(f, x)
+    assert fw.numpy(first[(0, 0), (0, 0)]) == 2
+    scale[0] = 5.0
+    assert fw.numpy(eg.jacobian(f, x)[(0, 0), (0, 0)]) == 5
+    assert fw.numpy(first[(0, ...), (0, ...)])[0, 0] == 2
+    assert fw.numpy(first[:, (0, 0)])[0, 0] == 2
+    assert fw.numpy(eg.grad(f, x, of="output[0, 0]", wrt="x[0, 0]")) == 5
+
+
+@pytest.mark.parametrize("reads", [[], ["row"], ["column"], ["rows", "columns", "whole"]], ids=str)
+def test_what_a_jacobian_holds_is_free_once_it_is_gone(fw, reads):
+    def make():
+        large = fw.tensor(np.arange(6.0).reshape(2, 3))
+        return (lambda x: x * large * fw.sum(x)), weakref.ref(large)
+
+    for read in reads:  # what is made once and kept for all is no leak
+        READS[read](eg.jacobian(make()[0], fw.tensor(X)))
+    gc.collect()
+    gc.disable()
+    try:
+        f, alive = make()
+        J = eg.jacobian(f, fw.tensor(X))
+        for read in reads:
+            READS[read](J)
+        del f, J
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_graph_of_pytorch_is_free_once_the_jacobian_is_gone():
+    alive = []
+
+    def f(x):
+        h = x.exp()
+        alive.append(weakref.ref(h))
+        return h * h
+
+    gc.collect()
+    gc.disable()
+    try:
+        J = eg.jacobian(f, torch.tensor(X))
+        J[(0, 0), :], J.dense()
+        assert alive[0]() is not None
+        del J
+        assert all(ref() is None for ref in alive)
+    finally:
+        gc.enable()

@@ -1,0 +1,504 @@
+"""Reading a Jacobian or Hessian: what each index means, products, batches, unconnected tensors, dtypes, calls made."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import elementgrad as eg
+from tests import made
+from tests.frameworks import JAX, TENSORFLOW, TORCH
+from tests.operations import OPS, point
+
+X = np.arange(1.0, 7.0).reshape(2, 3)
+FULL = (X**2).sum() * np.eye(6).reshape(2, 3, 2, 3) + 2 * np.multiply.outer(X, X)  # exact: all are whole numbers
+MASK = X % 2 == 0
+
+
+def stretched(fw):
+    """x times its squared length, of which FULL is the Jacobian at X."""
+    return lambda x: x * fw.sum(x**2)
+
+
+def outer(full, shape, out, into):
+    """The block of a Jacobian that NumPy's own indexing of both sides names."""
+    split = full.ndim - len(shape)
+    rows = np.arange(int(np.prod(full.shape[:split]))).reshape(full.shape[:split])[out]
+    columns = np.arange(int(np.prod(shape))).reshape(shape)[into]
+    matrix = full.reshape(-1, int(np.prod(shape)))
+    return matrix[np.reshape(rows, -1)][:, np.reshape(columns, -1)].reshape(np.shape(rows) + np.shape(columns))
+
+
+def same(fw, read, expected):
+    assert tuple(read.shape) == np.shape(expected)
+    np.testing.assert_allclose(fw.numpy(read), expected, rtol=1e-12)
+
+
+SIDES = [
+    (0, 1),
+    (np.int64(-1), np.int32(2)),
+    (0, ...),
+    (..., 0),
+    (slice(None), 0),
+    (slice(None, None, -1), slice(0, 3, 2)),
+    slice(1, None),
+    ([0, 1], [2, -1]),
+    ([[0], [1]], [0, 0, 2]),
+    [1, 0, 1],
+    np.array([-1, 0]),
+    MASK,
+    (slice(None), np.array([True, False, True])),
+    slice(None),
+    ...,
+    (),
+    slice(0, 0),
+    [],
+    np.zeros((2, 3), bool),
+    (0, slice(3, 3)),
+]
+
+
+@pytest.mark.parametrize("index", SIDES, ids=str)
+def test_each_side_takes_every_index_of_numpy(fw, index):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    for out, into in [(index, (1, 2)), (index, ...), ((0, ...), index), (..., index), (index, index)]:
+        same(fw, J[out, into], outer(FULL, X.shape, out, into))
+    H = eg.hessian(lambda x: fw.sum(x**2) ** 2 / 4, fw.tensor(X))
+    same(fw, H[index, (1, 2)], outer(FULL, X.shape, index, (1, 2)))
+
+
+def test_made_indices_of_both_sides_name_the_outer_block(fw):
+    @settings(max_examples=made.counts(25))
+    @given(made.shapes_and_indices(max_axes=3, min_size=1), made.shapes_and_indices(max_axes=3, min_size=1))
+    def check(out_side, in_side):
+        (out, row), (into, column) = out_side, in_side
+        assume(made.fits_numpy(out, row) and made.fits_numpy(into, column))
+        full = np.random.default_rng(0).normal(size=(*out, *into))
+        J = eg.jacobian(lambda x: made_linear(fw, full, len(out), x), fw.tensor(np.ones(into)))
+        lone = [i for i, shape in ((row, out), (column, into)) if isinstance(i, int | np.integer) and len(shape) > 1]
+        if any(not isinstance(i, bool | np.bool_) for i in lone):
+            with pytest.raises(eg.SelectionError, match=r"write \(-?\d, \.\.\.\) for all of that row"):
+                J[row, column]
+        else:
+            same(fw, J[row, column], outer(full, into, row, column))
+
+    check()
+
+
+def made_linear(fw, full, split, x):
+    matrix = fw.tensor(full.reshape(int(np.prod(full.shape[:split])), -1))
+    o = OPS[fw.name]
+    return o.reshape(matrix @ o.reshape(x, (-1, 1)), full.shape[:split])
+
+
+def test_index_tensors_of_the_framework_itself_are_indices(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    rows, mask = fw.tensor([1, 0, 1], "int64"), fw.tensor(MASK, "bool")
+    same(fw, J[rows, mask], outer(FULL, X.shape, [1, 0, 1], MASK))
+    same(fw, J[(rows, fw.tensor(0, "int32")), (0, 0)], outer(FULL, X.shape, ([1, 0, 1], 0), (0, 0)))
+
+
+def test_a_place_is_an_index_if_it_is_about_this_side(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    same(fw, J[eg.at[0, 1], eg.at[:, 2]], FULL[0, 1, :, 2])
+    same(fw, J[eg.at("output")[0, 1], eg.at("x").coords([[0, 1], [1, 2]])], FULL[0, 1, [0, 1], [1, 2]])
+    with pytest.raises(eg.PlaceError, match=r"x\[0, 0\] is not about output; give an index, such as eg.at\[0, 5\]"):
+        J[eg.at("x")[0, 0], :]
+    with pytest.raises(eg.PlaceError, match="is not about output"):
+        J[eg.at(fw.tensor(X))[0], :]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ((0, (0, 0)), r"0 for output of 2 axes: write \(0, \.\.\.\) for all of that row, or one int per axis"),
+        (((0, 0), np.int64(1)), r"1 for x of 2 axes: write \(1, \.\.\.\)"),
+        (0, r"one index: a Jacobian has two sides, J\[out, in\]"),
+        (slice(None), "one index: a Jacobian has two sides"),
+        ((0, 0, 0), "3 indices: a Jacobian has two sides"),
+        ((), "0 indices: a Jacobian has two sides"),
+        (((0, 3), ...), "output: .*index 3 is out of range for axis 1 of size 3"),
+        ((..., (-3, 0)), "x: .*index -3 is out of range for axis 0 of size 2"),
+        ((..., [0, 2]), "x: .*index 2 is out of range for axis 0 of size 2"),
+        (((0, 0, 0), ...), "3 indices for a tensor of 2 axes"),
+        ((np.zeros(3, bool), ...), "a mask of shape"),
+        ((..., None), "an index is made of"),
+        ((..., 1.0), "an index is made of"),
+        ((..., "x"), "an index is made of"),
+    ],
+    ids=str,
+)
+def test_what_is_no_index_of_two_sides_is_refused(fw, index, message):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    with pytest.raises(IndexError, match=message):
+        J[index]
+
+
+def test_a_side_without_axes_is_all_of_itself(fw):
+    J = eg.jacobian(lambda x: fw.sum(x**2), fw.tensor(X))
+    for out in (slice(None), ..., (), eg.at[...]):
+        same(fw, J[out, (1, 2)], 12.0)
+        same(fw, J[out, :], 2 * X)
+    with pytest.raises(eg.SelectionError, match="1 indices for a tensor of 0 axes"):
+        J[0, :]
+    same(fw, eg.jacobian(lambda x: x**3, fw.tensor(2.0))[:, :], 12.0)
+    same(fw, eg.hessian(lambda x: x**3, fw.tensor(2.0)).diagonal(), 12.0)
+
+
+def test_entries_pair_up_and_broadcast(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    same(fw, J.entries((0, 1), (1, 2)), FULL[0, 1, 1, 2])
+    same(fw, J.entries(([1, 0], [0, 0]), (..., 2)), FULL[[1, 0], [0, 0], [0, 1], [2, 2]])
+    same(fw, J.entries((0, 0), MASK), FULL[0, 0][MASK])
+    same(fw, J.entries(([[0], [1]], 0), ([0, 1, 1], 2)), FULL[[[0], [1]], 0, [0, 1, 1], 2])
+    same(fw, J.entries(([], []), ([], [])), np.zeros(0))
+    same(fw, J.entries(..., ...), np.einsum("ijij->ij", FULL))
+    with pytest.raises(eg.BroadcastError, match=r"outs of shape \(3,\) and ins of shape \(2,\) do not pair up"):
+        J.entries((0, ...), (..., 0))
+    with pytest.raises(eg.SelectionError, match=r"have no diagonal; they must be of one shape"):
+        eg.jacobian(lambda x: x[0], fw.tensor(X)).diagonal()
+
+
+def test_restricted_sides_are_sides_for_every_read(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X), of="output[:, 1:]", wrt="x[0, ::2]")
+    full = FULL[:, 1:, 0, ::2]
+    assert J.shape == (2, 2, 2)
+    same(fw, J.value, (X * 91)[:, 1:])
+    same(fw, J.dense(), full)
+    same(fw, J[(1, 0), :], full[1, 0])
+    same(fw, J[(0, ...), -1], full[0, :, -1])
+    same(fw, J[:, [1, 1]], full[..., [1, 1]])
+    same(fw, J.entries(([0, 1], 0), [1, 0]), full[[0, 1], 0, [1, 0]])
+    same(fw, J @ fw.tensor([2.0, 3.0]), full @ [2, 3])
+    u = np.array([[1.0, 2.0], [3.0, 4.0]])
+    same(fw, fw.tensor(u) @ J, np.tensordot(u, full, 2))
+    assert J.plan((0, 0), ...).task.columns == 2
+    with pytest.raises(IndexError, match=r"x: .*index 2 is out of range for axis 0 of size 2"):
+        J[(0, 0), 2]
+    twice = eg.jacobian(stretched(fw), fw.tensor(X), of=eg.at[[1, 1], [2, 0]], wrt=eg.at("x").coords([[1, 2], [1, 2]]))
+    same(fw, twice.diagonal(), FULL[[1, 1], [2, 0], 1, 2])
+    same(fw, twice @ fw.tensor([1.0, 10.0]), 11 * FULL[[1, 1], [2, 0], 1, 2])
+    H = eg.hessian(lambda x: fw.sum(x**2) ** 2 / 4, fw.tensor(X), wrt="x[1, :2]")
+    same(fw, H.dense(), FULL[1, :2, 1, :2])
+    nothing = eg.jacobian(stretched(fw), fw.tensor(X), wrt=eg.at[:0])
+    same(fw, nothing.dense(), np.zeros((2, 3, 0, 3)))
+    same(fw, eg.grad(stretched(fw), fw.tensor(X), of="output[0, 0]", wrt="x[2:]"), np.zeros((0, 3)))
+
+
+def test_several_inputs_share_one_function(fw):
+    def f(x, y):
+        return x * y[0], fw.sum(y**2)
+
+    x, y = fw.tensor([2.0, 3.0]), fw.tensor([5.0, 7.0])
+    (a, b), (c, d) = eg.jacobian(f, x, y, of=["output.0", "output.1"], wrt=["x", "y"], unconnected="zero")
+    same(fw, a.dense(), 5 * np.eye(2))
+    same(fw, b.dense(), [[2, 0], [3, 0]])
+    same(fw, c.dense(), [0, 0])
+    same(fw, d.dense(), [10, 14])
+    same(fw, eg.grad(f, x, y, of="output.0[1]", wrt=["y", "x[1]"])[1], 5)
+
+
+def test_products_take_more_axes_behind_or_before(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    rng = np.random.default_rng(0)
+    for more in [(), (4,), (2, 3), (1,)]:
+        v, u = rng.normal(size=(2, 3, *more)), rng.normal(size=(*more, 2, 3))
+        same(fw, J @ fw.tensor(v), np.tensordot(FULL, v, 2))
+        same(fw, fw.tensor(u) @ J, np.tensordot(u, FULL, 2))
+    same(fw, np.ones((2, 3)) @ J, FULL.sum((0, 1)))
+    same(fw, J @ np.ones((2, 3)), FULL.sum((2, 3)))
+    total = eg.jacobian(lambda x: fw.sum(x), fw.tensor(X))
+    same(fw, total @ fw.tensor(X), X.sum())
+    same(fw, fw.tensor([2.0, 3.0]) @ total, np.stack([2 * np.ones((2, 3)), 3 * np.ones((2, 3))]))
+
+
+def test_no_products_at_all_are_an_empty_answer(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    same(fw, J @ fw.tensor(np.ones((2, 3, 0))), np.ones((2, 3, 0)))
+    same(fw, fw.tensor(np.ones((0, 2, 3))) @ J, np.ones((0, 2, 3)))
+
+
+def test_factors_that_do_not_fit_are_refused(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    message = r"a factor of shape \(3,\) against x of shape \(2, 3\); give the same shape, with more axes behind it"
+    with pytest.raises(eg.BroadcastError, match=message):
+        J @ fw.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(eg.BroadcastError, match=r"against output of shape .* more axes before it"):
+        np.ones((2, 3, 4)) @ J
+    # TensorFlow says instead what it had to say when it tried to make a tensor of the Jacobian.
+    error, message = (
+        (eg.FrameworkError, "did not fit") if fw is TENSORFLOW else (eg.BroadcastError, "more axes before it")
+    )
+    with pytest.raises(error, match=message):
+        fw.tensor(np.ones((2, 3, 4))) @ J
+    other = TENSORFLOW if fw is TORCH else TORCH
+    with pytest.raises(eg.FrameworkError, match=f"the Jacobian is {fw.name}'s and the other factor is not"):
+        J @ other.tensor(X)
+
+
+@pytest.mark.parametrize("given_as", ["tensor", "array", "list"])
+def test_a_complex_factor_for_real_numbers_is_refused(fw, given_as):
+    J = eg.jacobian(lambda x: x**2, fw.tensor([2.0]))
+    factor = {"tensor": fw.tensor([1j], "complex128"), "array": np.array([1j]), "list": [1j]}[given_as]
+    with pytest.raises(eg.DtypeError, match="a complex factor for x, which is real"):
+        J @ factor
+
+
+def test_a_jacobian_shows_itself_and_is_no_sequence(fw):
+    J = eg.jacobian(stretched(fw), fw.tensor(X))
+    assert repr(J) == (
+        f"<Jacobian of output (2, 3) with respect to x (2, 3): {fw.name} float64, shape (2, 3, 2, 3), 288 B if dense>"
+    )
+    assert J.shape == (2, 3, 2, 3)
+    same(fw, J.value, 91 * X)
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(J)
+    assert "for each of 2 examples" in repr(eg.jacobian(lambda x: x, fw.tensor(X), batch=True))
+    assert "the gradient of output" in repr(eg.hessian(lambda x: fw.sum(x), fw.tensor(X)))
+
+
+def test_the_function_runs_once_and_reverse_reads_never_run_it_again(fw):
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return x * fw.sum(x**2)
+
+    J = eg.jacobian(f, fw.tensor(X))
+    assert len(calls) == 1
+    J[(0, 0), :], J[(0, 0), (1, 1)], J[([0, 1], 0), :], J.value, J.entries((0, 0), ...), np.ones((2, 3)) @ J
+    J[(0, ...), :], repr(J), J.plan()
+    assert len(calls) == 1
+    eg.grad(f, fw.tensor(X), of="output[0, 1]")
+    assert len(calls) == 2
+    H = eg.hessian(lambda x: fw.sum(f(x)), fw.tensor(X))
+    before = len(calls)
+    H[(0, 0), :]
+    assert len(calls) == before
+
+
+UNCONNECTED = {
+    "cut": lambda o, x: o.stop(x) * 2,
+    "unused": lambda o, x: o.numbers(3),
+    "cut inside a compiled function": lambda o, x: o.framework.jit(lambda x: o.stop(x) * 2)(x),
+    "compared": lambda o, x: o.where(x > 0, o.numbers(3), o.numbers(3) * 2),
+}
+
+
+@pytest.mark.parametrize("cut", UNCONNECTED)
+def test_unconnected_is_an_error_unless_zeros_will_do(fw, cut):
+    f, x = functools.partial(UNCONNECTED[cut], OPS[fw.name]), fw.tensor([1.0, 2.0, 3.0])
+    reads = {
+        "row": lambda J: J[0, :],
+        "column": lambda J: J[:, 0],
+        "entries": lambda J: J.entries([0, 1], [1, 2]),
+        "diagonal": lambda J: J.diagonal(),
+        "whole": lambda J: J.dense(),
+        "product": lambda J: J @ fw.tensor([1.0, 1.0, 1.0]),
+        "products": lambda J: J @ fw.tensor(np.ones((3, 2))),
+        "row product": lambda J: np.ones(3) @ J,
+    }
+    J, zeros = eg.jacobian(f, x), eg.jacobian(f, x, unconnected="zero")
+    for name, read in reads.items():
+        with pytest.raises(
+            eg.UnconnectedError, match=rf"output does not depend on x in {fw.name}'s derivative program"
+        ):
+            read(J)
+        assert not fw.numpy(read(zeros)).any(), name
+    with pytest.raises(eg.UnconnectedError, match='pass unconnected="zero" if zeros will do'):
+        eg.grad(f, x, of="output[0]")
+    same(fw, eg.grad(f, x, of="output[:2]", unconnected="zero"), np.zeros((2, 3)))
+
+
+def test_one_of_several_inputs_may_be_unconnected(fw):
+    f = lambda x, y: fw.sum(x**2)  # noqa: E731
+    x = fw.tensor([1.0, 2.0])
+    with pytest.raises(eg.UnconnectedError, match="output does not depend on y"):
+        eg.grad(f, x, x, wrt=["x", "y"])
+    first, second = eg.grad(f, x, x, wrt=["x", "y"], unconnected="zero")
+    same(fw, first, [2, 4])
+    same(fw, second, [0, 0])
+
+
+def test_unconnected_inside_a_scan_of_jax():
+    def f(x):
+        return jax.lax.scan(lambda c, a: (c + jax.lax.stop_gradient(a), c * 2.0), jnp.zeros(()), x)[1]
+
+    x = JAX.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(eg.UnconnectedError, match="output does not depend on x"):
+        eg.jacobian(f, x)[1, :]
+    with pytest.raises(eg.UnconnectedError, match="output does not depend on x"):
+        eg.jacobian(jax.jit(f), x)[:, 1]
+
+
+def test_a_linear_function_has_no_second_derivative(fw):
+    H = eg.hessian(lambda x: fw.sum(3 * x), fw.tensor([1.0, 2.0]))
+    for read in (lambda: H[0, 1], lambda: H[:, 0], lambda: H.diagonal(), lambda: H @ fw.tensor([1.0, 1.0])):
+        with pytest.raises(eg.UnconnectedError, match="the gradient of output does not depend on x"):
+            read()
+    same(fw, eg.hessian(lambda x: fw.sum(3 * x), fw.tensor([1.0, 2.0]), unconnected="zero").dense(), np.zeros((2, 2)))
+
+
+def test_rounding_is_flat_on_pytorch_and_unconnected_elsewhere(fw):
+    f = lambda x: OPS[fw.name].round(x)  # noqa: E731
+    J = eg.jacobian(f, fw.tensor([1.2, 2.7]))
+    for read in (lambda: J[0, :], lambda: J[:, 0], lambda: J.dense()):
+        if fw is TORCH:
+            assert not fw.numpy(read()).any()
+        else:
+            with pytest.raises(eg.UnconnectedError):
+                read()
+
+
+CROWD = point(5, 3)
+
+
+def test_a_batch_has_one_jacobian_per_example(fw):
+    o = OPS[fw.name]
+    f = lambda x: o.tanh(x) @ o.numbers(3, 2) * o.sum(x**2, axis=1, keepdims=True)  # noqa: E731
+    J = eg.jacobian(f, fw.tensor(CROWD), batch=True)
+    each = np.stack([fw.numpy(eg.jacobian(f, fw.tensor(row[None])).dense())[0, :, 0] for row in CROWD])
+    assert J.shape == (5, 2, 3)
+    same(fw, J.dense(), each)
+    same(fw, J[1, :], each[:, 1])
+    same(fw, J[:, 2], each[:, :, 2])
+    same(fw, J[1, 2], each[:, 1, 2])
+    same(fw, J[[1, 1, 0], [0, 2]], each[:, [1, 1, 0]][:, :, [0, 2]])
+    same(fw, J.entries([0, 1], [2, 0]), each[:, [0, 1], [2, 0]])
+    same(fw, J.value, fw.numpy(f(fw.tensor(CROWD))))
+    same(fw, J @ fw.tensor(CROWD), np.einsum("bij,bj->bi", each, CROWD))
+    same(fw, fw.tensor(CROWD[:, :2]) @ J, np.einsum("bi,bij->bj", CROWD[:, :2], each))
+    same(fw, J @ fw.tensor(np.ones((5, 3, 4))), np.einsum("bij,bjk->bik", each, np.ones((5, 3, 4))))
+    assert J.plan(0, ...).sweeps == 1
+    same(fw, eg.jacobian(f, fw.tensor(CROWD), of="output[1]", wrt="x[1:]", batch=True).dense(), each[:, 1, 1:])
+    same(fw, eg.grad(f, fw.tensor(CROWD), of="output[1]", batch=True), each[:, 1])
+
+
+def test_a_batch_has_one_hessian_per_example(fw):
+    o = OPS[fw.name]
+    f = lambda x: o.sum(o.exp(x) * x[:, :1], axis=1)  # noqa: E731
+    H = eg.hessian(f, fw.tensor(CROWD), batch=True)
+    one = lambda row: fw.numpy(eg.hessian(lambda x: fw.sum(f(x)), fw.tensor(row[None])).dense())[0, :, 0]  # noqa: E731
+    each = np.stack([one(row) for row in CROWD])
+    same(fw, H.dense(), each)
+    same(fw, H[0, :], each[:, 0])
+    same(fw, H.diagonal(), np.einsum("bii->bi", each))
+
+
+MIXED = "the examples mix: example .* depend on each other.*leave batch=True out"
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [lambda o, x: x - o.mean(x, axis=0, keepdims=True), lambda o, x: o.roll(x, 1, 0), lambda o, x: o.cumsum(x, 0)],
+    ids=["normalised", "rolled", "summed up"],
+)
+def test_examples_that_mix_are_told(fw, mix):
+    o = OPS[fw.name]
+    J = eg.jacobian(lambda x: mix(o, x), fw.tensor(CROWD), batch=True)
+    for read in (lambda: J[0, :], lambda: J[:, 0], lambda: J.diagonal(), lambda: J @ fw.tensor(CROWD)):
+        with pytest.raises(eg.BatchError, match=MIXED):
+            read()
+    with pytest.raises(eg.BatchError, match=MIXED):
+        eg.grad(lambda x: mix(o, x), fw.tensor(CROWD), of="output[0]", batch=True)
+    with pytest.raises(eg.BatchError, match=MIXED):
+        eg.hessian(lambda x: o.sum(mix(o, x) ** 2 * x, axis=1), fw.tensor(CROWD), batch=True)[0, 0]
+
+
+@settings(max_examples=made.counts(30))
+@given(st.integers(2, 9).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)))))
+def test_any_two_examples_that_mix_are_told(case):
+    count, (one, other, *_) = case
+    x = torch.ones(count, 2, dtype=torch.float64)
+
+    def f(x):
+        y = x.clone()
+        y[one] = x[one] * x[other]
+        return y
+
+    with pytest.raises(eg.BatchError, match=MIXED):
+        eg.jacobian(f, x, batch=True)[0, :]
+
+
+def test_a_batch_needs_as_many_examples_on_every_side(fw):
+    x = fw.tensor(CROWD)
+    with pytest.raises(eg.OptionError, match=r"needs as many examples on every side, and there are .*output.*4"):
+        eg.jacobian(lambda x: x[:4], x, batch=True)
+    with pytest.raises(eg.OptionError, match="output has no axes, so it holds no batch; leave batch=True out"):
+        eg.jacobian(lambda x: fw.sum(x), x, batch=True)
+    calls = []
+    with pytest.raises(eg.OptionError, match="x has no axes, so it holds no batch"):
+        eg.jacobian(lambda x: calls.append(1) or x, fw.tensor(1.0), batch=True)
+    assert not calls
+    same(fw, eg.jacobian(lambda x: x**2, x[:1], batch=True).diagonal(), 2 * CROWD[:1])
+
+
+def test_a_batch_of_no_examples_has_no_jacobians(fw):
+    J = eg.jacobian(lambda x: x**2, fw.tensor(CROWD[:0]), batch=True)
+    same(fw, J.dense(), np.zeros((0, 3, 3)))
+    same(fw, J[0, :], np.zeros((0, 3)))
+    same(fw, J.diagonal(), np.zeros((0, 3)))
+
+
+COMPLEX = {
+    "holomorphic": lambda o, z: z * z,
+    "real valued": lambda o, z: o.abs(z) ** 2,
+    "conjugate": lambda o, z: o.conj(z) * z[0],
+}
+
+
+def own_pull(fw, f, z, seed):
+    if fw is JAX:
+        return jax.vjp(f, z)[1](seed)[0]
+    if fw is TORCH:
+        z = z.clone().requires_grad_()
+        return torch.autograd.grad(f(z), z, seed)[0]
+    with tf.GradientTape() as tape:
+        tape.watch(z)
+        y = f(z)
+    return tape.gradient(y, z, output_gradients=seed)
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_derivatives_follow_the_reverse_mode_of_the_framework(fw, name):
+    f = functools.partial(COMPLEX[name], OPS[fw.name])
+    z = fw.tensor([1 + 2j, 3 - 1j, -0.5 + 0.25j], "complex128")
+    dtype = "float64" if name == "real valued" else "complex128"
+    rows = [fw.numpy(own_pull(fw, f, z, fw.tensor(unit, dtype))) for unit in np.eye(3)]
+    J = eg.jacobian(f, z)
+    same(fw, J.dense(), rows)
+    same(fw, J[1, :], rows[1])
+    same(fw, J[:, 1], np.stack(rows)[:, 1])
+    same(fw, J.diagonal(), np.diagonal(rows))
+    u = np.array([1.0, 2.0, 3.0]) * (1 if dtype == "float64" else 1 + 1j)
+    same(fw, fw.tensor(u, dtype) @ J, fw.numpy(own_pull(fw, f, z, fw.tensor(u, dtype))))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_low_precision_stays_what_it_is(fw, dtype):
+    x = fw.tensor([1.0, 2.0], dtype)
+    J = eg.jacobian(lambda x: x * fw.sum(x * x), x)
+    whole = np.array([[7.0, 4.0], [4.0, 13.0]])
+    reads = [
+        (J.dense(), whole),
+        (J[0, :], whole[0]),
+        (J[:, 1], whole[:, 1]),
+        (J.diagonal(), [7, 13]),
+        (J @ x, whole @ [1, 2]),
+        (x @ J, whole @ [1, 2]),
+        (J @ np.ones(2), whole.sum(1)),
+        (J.value, [5, 10]),
+        (J[[], :], np.zeros((0, 2))),
+        (eg.hessian(lambda x: fw.sum(x * x * x), x)[1, :], [0, 12]),
+        (eg.grad(lambda x: fw.sum(x * x), x), [2, 4]),
+        (eg.jacobian(lambda x: fw.tensor([1.0], dtype), x, unconnected="zero").dense(), np.zeros((1, 2))),
+    ]
+    for read, expected in reads:
+        assert dtype in str(read.dtype)
+        same(fw, read, expected)
