@@ -190,7 +190,7 @@ def test_without_wrt_there_must_be_one_floating_input(fw):
         eg.grad(lambda i: fw.sum(i), whole)
     with pytest.raises(eg.PlaceError, match=r"there are 2 outputs, output.0, output.1; name one, as in of='output.0'"):
         eg.jacobian(lambda x: (x, x), fw.tensor(A))
-    with pytest.raises(eg.PlaceError, match="wrt names nothing; name an input"):
+    with pytest.raises(eg.PlaceError, match="of or wrt names nothing; name a tensor"):
         eg.grad(lambda x: fw.sum(x), fw.tensor(A), wrt=[])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad.plan import budget as bytes_of
-from elementgrad.plan.plan import AT_ONCE, Task, choose, direction
+from elementgrad.plan.plan import AT_ONCE, Task, direction, fit
 
 counts = st.integers(1, 10**6)
 
@@ -28,7 +28,7 @@ def tasks(draw):
 
 @given(tasks())
 def test_sweeps_are_the_fewer_of_rows_and_columns(task):
-    plan = choose(task, direction(task, {}))
+    plan = fit(task, direction(task, {}))
     assert plan.sweeps == min(task.rows, task.columns)
     assert plan.mode == ("reverse" if task.rows <= task.columns else "forward")
 
@@ -40,7 +40,7 @@ def test_a_direction_without_a_rule_is_not_taken(task, missing):
 
 @given(tasks(), st.integers(1, 10**9), st.integers(1, 10**7))
 def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
-    plan = choose(task, direction(task, {}), work, budget)
+    plan = fit(task, direction(task, {}), work, budget)
     each = (task.of_size + task.wrt_size) * task.itemsize + AT_ONCE * work
     assert plan.chunk * plan.chunks >= plan.sweeps
     assert plan.chunk * (plan.chunks - 1) < plan.sweeps
@@ -52,7 +52,7 @@ def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
 
 @given(tasks(), st.integers(1, 10**9))
 def test_a_plan_prints_what_is_asked_and_what_it_saves(task, budget):
-    plan = choose(task, direction(task, {}), 100, budget)
+    plan = fit(task, direction(task, {}), 100, budget)
     printed = str(plan)
     assert f"{plan.sweeps} {plan.mode} sweep" in printed
     assert [line.split()[0] for line in printed.splitlines()][:4] == ["asked", "naive", "planned", "speed-up"]

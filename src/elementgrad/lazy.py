@@ -24,7 +24,7 @@ SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), 
 class Jacobian:
     """The derivative of one tensor with respect to another, computed where you index it. Make one with `eg.jacobian`.
 
-    The function was evaluated when the Jacobian was made, once. Each read plans the fewest sweeps it can: reverse ones
+    The function was evaluated when the Jacobian was made. Each read plans the fewest sweeps it can: reverse ones
     for rows, forward ones for columns.
 
     >>> import torch, elementgrad as eg
@@ -44,8 +44,8 @@ class Jacobian:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise FrameworkError(
-            "a Jacobian is no array until it is read, and J.dense() is all of it; if this was a product, its other "
-            "factor did not fit, and J.__rmatmul__(u) says why"
+            "a Jacobian is no array until it is read, and J.dense() is all of it; if this was a product u @ J, "
+            "J.__rmatmul__(u) did not fit: it says why"
         )
 
     def __init__(
@@ -163,6 +163,10 @@ class Jacobian:
             f"<Jacobian of {of.name} {of.shape} with respect to {wrt.name} {wrt.shape}{batch}: "
             f"{self._backend.name} {dtype}, shape {self.shape}, {bytes_of.to_text(size)} if dense>"
         )
+
+    def require_apart(self) -> None:
+        """Raise `BatchError` if the examples of a batch mix."""
+        self._reader.require_apart()
 
     @property
     def _examples(self) -> tuple[int, ...]:

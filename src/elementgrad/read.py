@@ -155,9 +155,9 @@ class _Reading:
         call = Call(f, args, kwargs)
         backend = call.backend
         inputs = tree.mapped(wrt, lambda wanted: find(call.inputs, wanted, "input", backend, batch))
-        numbers = sorted({side.number for _, side in tree.leaves(inputs, "")})
-        if not numbers:
-            raise PlaceError("wrt names nothing; name an input, or leave it out where there is only one")
+        numbers = sorted({side.number for side in tree.flat(inputs)})
+        if not numbers or not tree.flat(of):
+            raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
         tensors = [call.inputs[number][1] for number in numbers]
         linear = backend.linearize(Run(call, numbers), tensors, create_graph, order)
         inputs = tree.mapped(inputs, lambda side: replace(side, number=numbers.index(side.number)))
@@ -166,7 +166,8 @@ class _Reading:
         reading = cls(backend, linear, outputs, inputs, unconnected == "zero", limit, batch)
         reading._examples()
         if any(backend.kind(side.tensor) == "c" for side in reading._sides()):
-            linear.without["forward"] = "derivatives of complex numbers follow reverse mode"
+            for side in tree.flat(outputs):
+                linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
         return reading
 
     def jacobian(self, of: Side, wrt: Side) -> Jacobian:
@@ -181,7 +182,7 @@ class _Reading:
             )
         if single:
             of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
-        blocks = iter(read_together([self.jacobian(of, wrt) for _, wrt in tree.leaves(self.wrt, "")]))
+        blocks = iter(read_together([self.jacobian(of, wrt) for wrt in tree.flat(self.wrt)]))
         return tree.mapped(self.wrt, lambda _: next(blocks))
 
     def gradient(self, of: Side) -> "_Reading":
@@ -191,7 +192,9 @@ class _Reading:
                 f"{of.name} of shape {of.shape} has a Hessian for each element; say which, as in "
                 f'of="{of.name}[{", ".join("0" * len(of.shape))}]"'
             )
-        position = of.select(..., self.backend).flat().reshape(-1)
+        whole = of.select(..., self.backend)
+        self.jacobian(of, tree.flat(self.wrt)[0]).require_apart()
+        position = whole.flat().reshape(-1)
         seeds = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
         return replace(self, linear=self.linear.gradient(of.number, seeds[0]))
 
@@ -200,7 +203,7 @@ class _Reading:
         return replace(wrt, name=f"the gradient of {of.name}", tensor=self.linear.value(wrt.number))
 
     def _sides(self) -> list[Side]:
-        return [side for _, side in [*tree.leaves(self.of, ""), *tree.leaves(self.wrt, "")]]
+        return [*tree.flat(self.of), *tree.flat(self.wrt)]
 
     def _examples(self) -> int | None:
         if not self.batch:

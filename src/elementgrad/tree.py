@@ -18,6 +18,11 @@ def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
+def flat(tree: Any) -> list[Any]:
+    """The leaves alone."""
+    return [leaf for _, leaf in leaves(tree, "")]
+
+
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The same structure of tuples, lists and dicts around a function of each leaf, taken in the order of `leaves`.
 

@@ -1,8 +1,8 @@
 """A function evaluated once, ready for sweeps through its derivative: what each framework supplies for reading."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 Tensor = Any
@@ -42,16 +42,16 @@ class Linear(ABC):
 
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    mirrored = False
+    """Whether forward sweeps are the transposes of reverse ones by construction, so that nobody need check."""
 
-    @cached_property
-    def looped(self) -> dict[str, str]:
-        """The directions whose sweeps run one after another instead of as one stack, and why."""
-        return {}
-
-    @cached_property
-    def without(self) -> dict[str, str]:
-        """The directions found to have no rule for this function, and why."""
-        return {}
+    def __init__(self) -> None:
+        self.looped: dict[int, dict[str, str]] = defaultdict(dict)
+        """For each output, the directions whose sweeps run one after another instead of as one stack, and why."""
+        self.without: dict[int, dict[str, str]] = defaultdict(dict)
+        """For each output, the directions found to have no rule, and why."""
+        self.apart: set[int] = set()
+        """The outputs whose examples are known not to mix."""
 
     @abstractmethod
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:

@@ -99,6 +99,10 @@ class Backend(ABC):
         """A stack of seeds for a tensor, one per position: ones there in each of `batch` examples, zeros elsewhere."""
 
     @abstractmethod
+    def floats(self, x: Tensor) -> np.ndarray | None:
+        """The values as float64, or None if they are traced and nobody can know them."""
+
+    @abstractmethod
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Stacks joined along their first axis."""
 

@@ -1,52 +1,46 @@
 """Whether the examples of a batch keep apart, as `batch=True` takes for granted."""
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from elementgrad.backends.linear import UnsupportedError
 from elementgrad.errors import BatchError
-
-if TYPE_CHECKING:
-    from elementgrad.plan.run import Reader
+from elementgrad.plan.sweep import Sweeper
 
 Tensor = Any
 
 
-def require_apart(reader: "Reader") -> None:
+def require_apart(sweeper: Sweeper) -> None:
     """Raise if examples mix. Any two differ in a bit of their number: seeds that go by bits tell them apart."""
-    if reader.apart or reader.batch <= 1:
-        return
-    for bit in range((reader.batch - 1).bit_length()):
-        seeded = (np.arange(reader.batch) >> bit & 1) == np.array([[0], [1]])
-        for derivative in _seeded(reader, seeded):
-            values = None if derivative is None else reader.backend.read(derivative)
+    for bit in range(max(0, sweeper.batch - 1).bit_length()):
+        seeded = (np.arange(sweeper.batch) >> bit & 1) == np.array([[0], [1]])
+        for derivative in _seeded(sweeper, seeded):
+            values = None if derivative is None else sweeper.backend.read(derivative)
             if values is None:  # no path, or nobody can know while tracing
                 continue
-            values = np.abs(values).reshape(2, reader.batch, -1)
+            values = np.abs(values).reshape(2, sweeper.batch, -1)
             leaked = (values > 0) & np.isfinite(values) & ~seeded[..., None]
             if leaked.any():
                 raise BatchError(
                     f"the examples mix: example {leaked.any((0, 2)).argmax()} and another depend on each other, so "
                     "they have no Jacobians of their own; leave batch=True out"
                 )
-    reader.apart = True
 
 
-def _seeded(reader: "Reader", examples: np.ndarray) -> list[Tensor | None]:
+def _seeded(sweeper: Sweeper, examples: np.ndarray) -> list[Tensor | None]:
     """Derivatives from seeds for some examples, by whichever direction there is."""
-    linear, backend = reader.linear, reader.backend
+    linear, backend = sweeper.linear, sweeper.backend
 
     def seeds(like: Tensor) -> Tensor:
         shape = tuple(backend.shape(like))
-        weights = np.random.default_rng(0).uniform(0.5, 1.5, shape[1:])  # such that nothing cancels
+        weights = np.random.default_rng(0).uniform(0.5, 1.5, shape)  # such that nothing cancels
         return backend.cast(examples.reshape(2, -1, *(1 for _ in shape[1:])) * weights, like)
 
     try:
-        return reader.each("reverse", reader.pull, seeds(linear.outputs[reader.output]))
+        return sweeper.sweep_from("reverse", sweeper.pulling(), seeds(linear.outputs[sweeper.output]), 2)
     except UnsupportedError:
         return [
-            reader.each("forward", partial(reader.push, number), seeds(linear.inputs[number]))[0]
-            for number in reader.inputs
+            sweeper.sweep_from("forward", sweeper.pushing(number), seeds(linear.inputs[number]), 2)[0]
+            for number in sweeper.inputs
         ]

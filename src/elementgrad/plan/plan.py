@@ -15,8 +15,8 @@ AT_ONCE = 3
 class Task:
     """What is asked for, in numbers alone.
 
-    `rows` and `columns` are distinct; `numbers` is how many come back. `work` is the largest derivative that a sweep
-    makes on its way, in bytes. With a batch, rows, columns and sizes are those of one example.
+    `rows` and `columns` are distinct; `numbers` is how many come back. With a batch, rows, columns and sizes are
+    those of one example.
     """
 
     rows: int
@@ -96,10 +96,13 @@ def direction(task: Task, without: Mapping[str, str]) -> Mode:
     return other if mode in without and other not in without else mode
 
 
-def choose(
+def fit(
     task: Task, mode: Mode, work: int = 0, budget: int | None = None, notes: tuple[str, ...] = (), looped: bool = False
 ) -> Plan:
-    """Fit the sweeps of a direction into a budget, in chunks of about equal size."""
+    """Fit the sweeps of a direction into a budget, in chunks of about equal size.
+
+    `work` is the largest derivative that a sweep makes on its way, in bytes.
+    """
     sweeps = task.columns if mode == "forward" else task.rows
     if sweeps <= 1 or budget is None:
         return Plan(task, mode, sweeps, max(1, sweeps), 0, None, notes)

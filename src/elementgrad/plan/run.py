@@ -1,67 +1,47 @@
 """Reading derivatives by sweeps: blocks, single entries and products, for every framework alike."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from elementgrad.backends import Backend
-from elementgrad.backends.linear import Linear, UnstackableError, UnsupportedError
+from elementgrad.backends.linear import UnsupportedError
 from elementgrad.errors import FrameworkError
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.batch import require_apart
-from elementgrad.plan.plan import Mode, Plan, Task, choose, direction
-from elementgrad.plan.progress import Progress
+from elementgrad.plan.plan import Mode, Plan, Task, direction, fit
+from elementgrad.plan.sweep import Sweeper
 from elementgrad.selection import Selection
 
 Tensor = Any
 Keep = Callable[[Tensor, int, int], Tensor]
 """From a stack of sweeps, (k, batch, elements), and its place among all: what is kept, sweeps first."""
 
-Sweep = Callable[[Tensor], list[Tensor | None]]
-"""From a stack of seeds to a stack of derivatives for each end."""
-
 
 @dataclass
-class Reader:
-    """Sweeps between one output and one or several inputs of a linearised function.
+class Reader(Sweeper):
+    """Reads blocks, single entries and products. A derivative without a path comes back as None."""
 
-    A tensor counts as `batch` examples of `n` elements; without a batch there is one example. A derivative without a
-    path comes back as None.
-    """
-
-    backend: Backend
-    linear: Linear
-    output: int
-    inputs: Sequence[int]
-    of_size: int
-    wrt_sizes: Sequence[int]
-    batch: int = 1
-    budget: int | None = None
-    apart: bool = False
-    """Whether the examples of the batch are known not to mix."""
-
-    def plan(self, rows: int, columns: Sequence[int], numbers: int) -> Plan:
-        """The plan for so many distinct rows, and columns of each input."""
+    def plan(self, rows: int, columns: Sequence[int], numbers: int, mode: Mode | None = None) -> Plan:
+        """The plan for so many distinct rows, and columns of each input; in the cheaper direction unless told."""
         linear = self.linear
         x = linear.inputs[self.inputs[0]]
         of_size, wrt_size = self.of_size, sum(self.wrt_sizes)
         task = Task(rows, sum(columns), of_size, wrt_size, numbers, self.backend.itemsize(x), self.batch)
-        mode = direction(task, linear.without)
-        notes = [f"no {other} sweeps: {why}" for other, why in linear.without.items()]
-        notes += [f"one sweep after another: {linear.looped[mode]}"] if mode in linear.looped else []
+        mode = mode or direction(task, self.without)
+        notes = [f"no {other} sweeps: {why}" for other, why in self.without.items()]
+        notes += [f"one sweep after another: {self.looped[mode]}"] if mode in self.looped else []
         sweeps = task.columns if mode == "forward" else rows
         if sweeps <= 1:
-            return choose(task, mode, notes=tuple(notes))
+            return fit(task, mode, notes=tuple(notes))
         if mode == "forward":
             work = max(map(linear.work, repeat(True), self.inputs, repeat([self.output]), columns))
         else:
             work = linear.work(False, self.output, self.inputs, sweeps)
         budget = self.budget or bytes_of.default(self.backend.free(x))
-        return choose(task, mode, work, budget, tuple(notes), mode in linear.looped)
+        return fit(task, mode, work, budget, tuple(notes), mode in self.looped)
 
     def plan_of(self, rows: Selection, columns: Sequence[Selection]) -> Plan:
         """The plan for a block."""
@@ -127,10 +107,9 @@ class Reader:
 
         def plan() -> Plan:
             numbers = count * self.batch * target
-            if direct in linear.without:
+            if direct in self.without:
                 return self.plan(self.of_size, self.wrt_sizes, numbers)
-            itemsize = backend.itemsize(linear.inputs[number])
-            return choose(Task(count, count, self.of_size, wrt_size, numbers, itemsize, self.batch), direct)
+            return self.plan(count, [count], numbers, direct)
 
         def contract(stack: Tensor, start: int, stop: int) -> Tensor:
             factors = backend.transpose(backend.reshape(seeds, (count, self.batch, source)), (1, 2, 0))
@@ -138,7 +117,8 @@ class Reader:
 
         def read(mode: Mode, plan: Plan) -> Tensor | None:
             if mode == direct:
-                return self.each(mode, partial(self.push, number) if forward else self.pull, seeds)[0]
+                sweep = self.pushing(number) if forward else self.pulling()
+                return self.sweep_from(mode, sweep, seeds, plan.chunk)[0]
             if forward:
                 (parts,) = self._reverse(plan, np.arange(target), [contract])
             else:
@@ -149,77 +129,50 @@ class Reader:
 
         return self._run(plan, read)
 
+    def require_apart(self) -> None:
+        """Raise if the examples of a batch mix; looked at once for each output."""
+        if self.output not in self.linear.apart:
+            require_apart(self)
+            self.linear.apart.add(self.output)
+
     def _run(self, plan: Callable[[], Plan], read: Callable[[Mode, Plan], Any]) -> Any:
         """Read by the plan; where its direction turns out to have no rule, by the other."""
-        require_apart(self)
+        self.require_apart()
         while True:
             chosen = plan()
             try:
                 return read(chosen.mode, chosen)
             except UnsupportedError as error:
-                without = self.linear.without
-                if without:
+                if self.without:
                     message = f"{self.backend.name} can differentiate this in no direction: {error}"
                     raise FrameworkError(message) from error
-                without[chosen.mode] = str(error)
+                self.without[chosen.mode] = str(error)
 
     def _reverse(self, plan: Plan, places: np.ndarray, keep: Sequence[Keep]) -> list[list[Tensor] | None]:
-        y = self.linear.outputs[self.output]
         kept: list[list[Tensor] | None] = [[] for _ in self.inputs]
-        for start, stop, swept in self._sweeps(plan, y, places, self.pull):
+
+        def add(swept: list[Tensor | None], start: int, stop: int) -> None:
             for i, derivative in enumerate(swept):
                 parts = kept[i]
                 if derivative is None or parts is None:
                     kept[i] = None
                 else:
                     parts.append(keep[i](self._stack(derivative, self.wrt_sizes[i]), start, stop))
+
+        seeds = self.units(self.linear.outputs[self.output], places)
+        self.sweep("reverse", self.pulling(), seeds, len(places), plan.chunk, add)
         return kept
 
     def _forward(self, plan: Plan, number: int, places: np.ndarray, keep: Keep) -> list[Tensor] | None:
-        kept = []
-        sweep = partial(self.push, number)
-        for start, stop, (derivative,) in self._sweeps(plan, self.linear.inputs[number], places, sweep):
-            if derivative is None:
-                return None
-            kept.append(keep(self._stack(derivative, self.of_size), start, stop))
-        return kept
+        kept: list[Tensor | None] = []
 
-    def pull(self, seeds: Tensor) -> list[Tensor | None]:
-        """Reverse sweeps to all inputs."""
-        return self.linear.pull(self.output, self.inputs, seeds)
+        def add(swept: list[Tensor | None], start: int, stop: int) -> None:
+            (derivative,) = swept
+            kept.append(None if derivative is None else keep(self._stack(derivative, self.of_size), start, stop))
 
-    def push(self, number: int, seeds: Tensor) -> list[Tensor | None]:
-        """Forward sweeps from one input."""
-        return self.linear.push(number, [self.output], seeds)
-
-    def _sweeps(
-        self, plan: Plan, like: Tensor, places: np.ndarray, sweep: Sweep
-    ) -> Iterator[tuple[int, int, list[Tensor | None]]]:
-        """Sweep from each place, in chunks; one by one from where they turn out not to go together."""
-        looped = self.linear.looped
-        with Progress(len(places), f"{len(places)} {plan.mode} sweeps") as progress:
-            start = 0
-            while start < len(places):
-                stop = min(start + (1 if plan.mode in looped else plan.chunk), len(places))
-                try:
-                    swept = sweep(self.backend.units(like, places[start:stop].copy(), self.batch))
-                except UnstackableError as error:
-                    looped[plan.mode] = str(error)
-                    continue
-                yield start, stop, swept
-                start = stop
-                progress.done(start)
-
-    def each(self, mode: Mode, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
-        """Sweep from given seeds, together or one by one."""
-        count = self.backend.shape(seeds)[0]
-        if count == 1 or mode not in self.linear.looped:
-            try:
-                return sweep(seeds)
-            except UnstackableError as error:
-                self.linear.looped[mode] = str(error)
-        each = [sweep(seeds[i : i + 1]) for i in range(count)]
-        return [None if of_one[0] is None else self.backend.concat(of_one) for of_one in zip(*each, strict=True)]
+        seeds = self.units(self.linear.inputs[number], places)
+        self.sweep("forward", self.pushing(number), seeds, len(places), plan.chunk, add)
+        return None if kept[0] is None else kept
 
     def nothing(self, shape: tuple[int, ...]) -> Tensor:
         """What there is to read where nothing is asked for."""

@@ -106,6 +106,10 @@ class JaxBackend(Backend):
     def units(self, like: Array, positions: np.ndarray, batch: int) -> Array:
         return _units(positions, like.shape, like.dtype, batch)
 
+    def floats(self, x: Array) -> np.ndarray | None:
+        values = self.read(x)
+        return None if values is None else values.astype(np.float64)
+
     def concat(self, parts: Sequence[Array]) -> Array:
         return jnp.concatenate(parts)
 

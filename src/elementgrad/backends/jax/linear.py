@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
@@ -16,6 +15,8 @@ from elementgrad.errors import FrameworkError
 
 Array = jax.Array
 Sweep = Callable[[Any, Array], tuple[Array, ...]]
+MISSING = ("JVP", "ifferentiation", "autodiff")
+"""One of these stands in the errors about rules that an operation does not have."""
 
 
 class JaxLinear(Linear):
@@ -24,13 +25,17 @@ class JaxLinear(Linear):
     Programs are compiled for this object alone. A cache by function would give stale answers once a closure changes.
     """
 
+    mirrored = True
+
     def __init__(self, run: Function, inputs: Sequence[Array]):
+        super().__init__()
         self.inputs = inputs
         self._run = run
         try:
             self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
-        except Exception as error:
-            run(*inputs)  # what fails without derivatives as well is the user's, and raised as it is
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if not any(word in str(error) for word in MISSING):
+                raise
             raise FrameworkError(f"jax can differentiate this in no direction: {reason(error)}") from error
         self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
         self._single: set[Any] = set()
@@ -109,4 +114,4 @@ def _made(jaxpr: Any) -> Iterator[Any]:
 
 
 def _bytes(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * np.dtype(getattr(aval, "dtype", np.bool_)).itemsize
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

@@ -121,6 +121,9 @@ class TensorflowBackend(Backend):
         seeds = tf.one_hot(positions, math.prod(like.shape) // batch, dtype=like.dtype)
         return tf.reshape(tf.repeat(seeds, batch, 0) if batch > 1 else seeds, [len(positions), *like.shape])
 
+    def floats(self, x: Tensor) -> np.ndarray | None:
+        return self.read(tf.cast(x, tf.float64))
+
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return tf.concat(parts, 0)
 

@@ -25,6 +25,7 @@ class TensorflowLinear(Linear):
     """
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tapes: list[Any], create_graph: bool):
+        super().__init__()
         self.inputs = inputs
         self.outputs = outputs
         self._tapes = tapes
@@ -45,7 +46,7 @@ class TensorflowLinear(Linear):
 
     def gradient(self, output: int, seed: Tensor) -> "TensorflowLinear":
         *outer, inner = self._tapes
-        with ExitStack() as stack:
+        with undisturbed(), ExitStack() as stack:
             for tape in outer:
                 stack.enter_context(tape)
             zero = tf.UnconnectedGradients.ZERO
@@ -68,6 +69,10 @@ class TensorflowLinear(Linear):
         return ("forward", input, *outputs), lambda seed: [_pushed(tape, x, y, seed) for y in ys]
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+        with undisturbed():  # a rule may run parts of the function again
+            return self._swept(key, sweep, seeds)
+
+    def _swept(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         if seeds.shape[0] == 1:
             try:
                 swept = [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]

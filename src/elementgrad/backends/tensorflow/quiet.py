@@ -40,27 +40,21 @@ class _Saved:
 _local = threading.local()
 _lock = threading.Lock()
 _users = 0
-_originals: list[tuple[type, str, Callable[..., Any]]] = []
+_originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Afterwards variables hold what they held before, and operations draw the seeds that they would have drawn."""
     saved = _Saved()
-    here = context()
-    seeds = getattr(here, "_rng", None)
     stack: list[_Saved] = _local.__dict__.setdefault("stack", [])
-    _watch_writes(+1)
+    _watch(+1)
     stack.append(saved)
     try:
-        if seeds is not None:
-            here._rng = _apart(seeds)
         yield
     finally:
         stack.remove(saved)
-        _watch_writes(-1)
-        if seeds is not None:
-            here._rng = seeds
+        _watch(-1)
         saved.restore()
 
 
@@ -71,7 +65,7 @@ def _apart(seeds: random.Random) -> random.Random:
     return random.Random(ahead.getrandbits(64) ^ 0x5EED)
 
 
-def _watch_writes(users: int) -> None:
+def _watch(users: int) -> None:
     """Put the watchers into TensorFlow's classes while somebody needs them, in whichever threads."""
     global _users
     with _lock:
@@ -89,6 +83,10 @@ def _install() -> None:
             _wrap(owner, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
     _wrap(tf.random.Generator, "_skip_single_var", lambda _, variable, *__: _save(variable.handle, variable.dtype))
     _wrap(Context, "call_function", _save_inputs)
+    seeds = getattr(context(), "_rng", None)
+    if seeds is not None:
+        _originals.append((context(), "_rng", seeds))
+        context()._rng = _apart(seeds)
 
 
 def _wrap(owner: type, name: str, before: Callable[..., None]) -> None:

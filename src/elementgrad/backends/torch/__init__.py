@@ -149,6 +149,9 @@ class TorchBackend(Backend):
             seeds[torch.from_numpy(examples + positions[:, None]).to(like.device)] = 1
         return seeds.view(count, *like.shape)
 
+    def floats(self, x: Tensor) -> np.ndarray | None:
+        return self.read(x.detach().double())
+
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))
 

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
+from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Graph = tuple[list[Tensor], list[Tensor]]
@@ -33,6 +34,7 @@ class TorchLinear(Linear):
         state: State,
         create_graph: bool,
     ):
+        super().__init__()
         self.inputs = inputs
         self._evaluate = evaluate
         self._replay = replay
@@ -40,12 +42,14 @@ class TorchLinear(Linear):
         self._create_graph = create_graph
         self._attention = False
         self._versions = [_version(x) for x in inputs]
-        self._probes: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.leaves, self.outputs = evaluate(False)
 
     @classmethod
     def of(cls, run: Run, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinear":
         """Evaluate a function at its inputs."""
+        for x in inputs:
+            if x.layout is not torch.strided:
+                raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
         now = state()
 
         def evaluate(attention: bool) -> Graph:
@@ -56,7 +60,8 @@ class TorchLinear(Linear):
         versions = [_version(x) for x in run.others]
         linear = cls(inputs, evaluate, run, now, create_graph)
         if [_version(x) for x in run.others] != versions:
-            linear.without["forward"] = "the function writes to an argument in place"
+            for output in range(len(linear.outputs)):
+                linear.without[output]["forward"] = "the function writes to an argument in place"
         return linear
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
@@ -65,7 +70,7 @@ class TorchLinear(Linear):
             y = outputs[output]
             if not y.requires_grad:
                 return leaves, [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
-            with torch.inference_mode(False), torch.enable_grad():
+            with undisturbed(None):
                 gradients = torch.autograd.grad(y, leaves, _normal(seed), create_graph=True, materialize_grads=True)
             return leaves, list(gradients)
 
@@ -73,11 +78,13 @@ class TorchLinear(Linear):
             return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](_normal(seed))
 
         linear = TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
-        linear.without.update(self.without)
+        for i in range(len(linear.outputs)):
+            linear.without[i].update(self.without[output])
         return linear
 
     def value(self, output: int) -> Tensor:
-        return self.outputs[output] if self._create_graph else self.outputs[output].detach()
+        y = self.outputs[output]
+        return y if self._create_graph else y.detach().clone()  # it may share its memory with the user's
 
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         try:
@@ -86,7 +93,13 @@ class TorchLinear(Linear):
             if FUSED not in str(error) or self._attention:
                 raise
         self._attention = True
+        before = self.outputs[output]
         self.leaves, self.outputs = self._evaluate(True)
+        if not _alike(before, self.outputs[output]):
+            raise FrameworkError(
+                "attention must be evaluated again for this derivative, and the function gives another value by now; "
+                "make the Jacobian anew"
+            )
         return self._pull(output, inputs, seeds)
 
     def _pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
@@ -95,7 +108,7 @@ class TorchLinear(Linear):
             return [None] * len(inputs)
         leaves, seeds = [self.leaves[i] for i in inputs], _normal(seeds)
         options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
-        with plainly():
+        with undisturbed(None), plainly():  # a rule may run parts of the function again
             if len(seeds) == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._one(y, leaves, seeds[0], options)]
             paths: list[bool] = []
@@ -137,36 +150,7 @@ class TorchLinear(Linear):
                 tangents = sweep(input, outputs, seeds, True)
         except Exception as error:
             raise (UnsupportedError if len(seeds) == 1 else UnstackableError)(reason(error)) from error
-        kept = [tangent if self._create_graph else tangent.detach() for tangent in tangents]
-        with plainly():
-            paths = [self._vouched(input, output, seeds, t) for output, t in zip(outputs, kept, strict=True)]
-        return [tangent if path else None for tangent, path in zip(kept, paths, strict=True)]
-
-    def _vouched(self, input: int, output: int, seeds: Tensor, tangents: Tensor) -> bool:
-        """Whether there is a path; an error if the numbers are not those of reverse sweeps.
-
-        A forward sweep runs the function again, by other rules: it knows nothing of gradient hooks, of a state that
-        the first run has changed, of a `backward` that is no derivative. One reverse sweep from a generic seed is
-        enough to hold any number of forward ones against.
-        """
-        if (input, output) not in self._probes:
-            y = self.outputs[output]
-            probe = torch.linspace(1, 2, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
-            self._probes[input, output] = probe, self._probed(input, output, probe)
-        probe, pulled = self._probes[input, output]
-        if pulled is None:
-            return False
-        count, probe, pulled = len(seeds), probe.flatten(), pulled.flatten()
-        tangents = tangents.detach().reshape(count, len(probe)).to(probe.dtype)
-        forward, reverse = tangents @ probe, (seeds.detach().reshape(count, len(pulled)) @ pulled).to(probe.dtype)
-        near = torch.finfo(probe.dtype).eps ** 0.5 * (tangents.abs() @ probe)
-        if not ((forward - reverse).abs() <= near).all():
-            raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
-        return True
-
-    def _probed(self, input: int, output: int, probe: Tensor) -> Tensor | None:
-        (pulled,) = self.pull(output, [input], probe.unsqueeze(0))
-        return None if pulled is None else pulled[0].detach()
+        return [tangent if self._create_graph else tangent.detach() for tangent in tangents]
 
     def _push_stack(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
         def one(seed: Tensor) -> Any:
@@ -189,23 +173,39 @@ class TorchLinear(Linear):
         return tuple([values[o] for o in outputs])
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
-        return max(_largest(self.outputs[output]) for output in (targets if forward else [source]))
+        ends = [source] if forward else targets
+        outputs = targets if forward else [source]
+        return max(_largest(self.outputs[output], [self.leaves[i] for i in ends]) for output in outputs)
 
 
-def _largest(y: Tensor) -> int:
+def _largest(y: Tensor, leaves: Sequence[Tensor]) -> int:
     """The bytes of the largest derivative on the way from an output to the leaves."""
-    seen: set[Any] = set()
-    largest = 0
+    with torch.inference_mode(False), torch.enable_grad():
+        ends = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves}
+    leads: dict[Any, bool] = {}  # whether a node leads to a leaf: parameters of a model hang on the graph as well
     ahead = [y.grad_fn] if y.grad_fn is not None else []
     while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for made in node._input_metadata:
-            largest = max(largest, math.prod(made.shape) * made.dtype.itemsize)
-        ahead.extend(following for following, _ in node.next_functions if following is not None)
-    return largest
+        node = ahead[-1]
+        following = [other for other, _ in node.next_functions if other is not None]
+        unseen = [other for other in following if other not in leads]
+        if unseen and node not in leads:
+            leads[node] = False
+            ahead.extend(unseen)
+        else:
+            leads[node] = node in ends or any(leads[other] for other in following)
+            ahead.pop()
+    sizes = [
+        math.prod(made.shape) * made.dtype.itemsize
+        for node, leading in leads.items()
+        if leading
+        for made in node._input_metadata
+    ]
+    return max(sizes, default=0)
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    near = torch.finfo(x.dtype).eps ** 0.5
+    return torch.allclose(x.detach(), y.detach(), near, near, equal_nan=True)
 
 
 def _leaf(x: Tensor, create_graph: bool) -> Tensor:

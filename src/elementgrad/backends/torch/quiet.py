@@ -1,13 +1,13 @@
 """Running the user's function without leaving a trace: modes, buffers, random numbers and compiled code."""
 
-import threading
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import cached_backends  # what torch.compile was called with
-from torch.nn.modules.module import register_module_forward_pre_hook
+
+from elementgrad.backends.torch.modules import Lending
 
 DEVICES = ("cpu", "cuda")
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
@@ -44,12 +44,14 @@ def undisturbed(function: Any, again: State | None = None, attention: bool = Fal
     """
     with ExitStack() as stack:
         stack.callback(_set_random, _random())
-        stack.callback(_lend_buffers(getattr(function, "__self__", None)))
+        stack.callback(Lending(getattr(function, "__self__", None)).end)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
             stack.enter_context(torch.enable_grad())
-        if any(cached_backends.values()):  # compiled code has no derivatives beyond the first, and hides its modules
+        frames = sys.modules.get("torch._dynamo.eval_frame")
+        # Compiled code has no derivatives beyond the first, and hides its modules.
+        if frames is not None and any(frames.cached_backends.values()):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if attention:
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
@@ -71,39 +73,3 @@ def plainly() -> Any:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
-
-
-def _lend_buffers(first: Any) -> Callable[[], None]:
-    """Lend copies of its buffers to every module that is called from now on, and say how to end that.
-
-    What a module writes to its buffers is lost then. The first is one whose method is called, if it is a module.
-    """
-    thread = threading.get_ident()
-    lent: dict[int, torch.Tensor] = {}  # by the original, so that a shared buffer stays shared
-    originals: dict[int, tuple[torch.nn.Module, dict[str, Any]]] = {}
-
-    def lend(module: torch.nn.Module, _: Any) -> None:
-        buffers = module._buffers
-        if not buffers or id(module) in originals or threading.get_ident() != thread:
-            return
-        if isinstance(module, torch.jit.ScriptModule):
-            return
-        kept = dict(buffers)
-        originals[id(module)] = module, kept
-        for name, buffer in kept.items():
-            if buffer is not None:
-                if id(buffer) not in lent:
-                    lent[id(buffer)] = buffer.detach().clone()
-                buffers[name] = lent[id(buffer)]
-
-    if isinstance(first, torch.nn.Module):
-        lend(first, None)
-    hook = register_module_forward_pre_hook(lend)
-
-    def end() -> None:
-        hook.remove()
-        for module, kept in originals.values():
-            module._buffers.clear()
-            module._buffers.update(kept)
-
-    return end

@@ -1,0 +1,66 @@
+"""Modules that the user's function calls work on copies of their buffers, so that what they write to them is lost."""
+
+import threading
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+Module = torch.nn.Module
+
+
+class Lending:
+    """Lends copies of its buffers to every module that this thread calls, for the time of each call, until the end.
+
+    Within one run a module finds what it wrote there in an earlier call. Its attributes are put back at the end, since
+    they may say something about its buffers. The first is one whose method is called without a call of the module.
+    """
+
+    def __init__(self, first: Any):
+        self._thread = threading.get_ident()
+        self._copies: dict[int, tuple[Any, Any]] = {}  # by the original, which is kept: a shared buffer stays shared
+        self._open: list[tuple[Module, dict[str, Any]]] = []
+        self._attributes: dict[int, tuple[Module, dict[str, Any]]] = {}
+        if isinstance(first, Module):
+            self._enter(first, None)
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+
+    def _enter(self, module: Module, _: Any) -> None:
+        buffers = module._buffers
+        if not buffers or threading.get_ident() != self._thread or isinstance(module, torch.jit.ScriptModule):
+            return
+        if any(isinstance(buffer, torch.nn.UninitializedBuffer) for buffer in buffers.values()):
+            return  # it becomes itself in its first call, which cannot be undone
+        kept = dict(buffers)
+        self._open.append((module, kept))
+        self._attributes.setdefault(id(module), (module, dict(module.__dict__)))
+        for name, buffer in kept.items():
+            if buffer is not None:
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer, buffer.detach().clone()
+                buffers[name] = self._copies[id(buffer)][1]
+
+    def _leave(self, module: Module, _: Any, __: Any) -> None:
+        if self._open and self._open[-1][0] is module and threading.get_ident() == self._thread:
+            self._take_back(*self._open.pop())
+
+    def _take_back(self, module: Module, kept: dict[str, Any]) -> None:
+        for name, buffer in kept.items():
+            if buffer is not None:
+                self._copies[id(buffer)] = buffer, module._buffers.get(name)  # it may have been replaced
+        module._buffers.clear()
+        module._buffers.update(kept)
+
+    def end(self) -> None:
+        """Put back what is still lent, and what was kept."""
+        for hook in self._hooks:
+            hook.remove()
+        while self._open:
+            self._take_back(*self._open.pop())
+        for module, attributes in self._attributes.values():
+            for name in set(module.__dict__) - set(attributes):
+                del module.__dict__[name]
+            module.__dict__.update(attributes)

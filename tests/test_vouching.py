@@ -1,0 +1,154 @@
+"""Columns and products are never other numbers than rows, whatever a reverse rule, a hook or a state may do."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import elementgrad as eg
+
+
+def hooked(x):
+    h = x * 1.0
+    if h.requires_grad:
+        h.register_hook(lambda g: 2 * g)
+    return h
+
+
+HOOKED = {
+    "second differences": (lambda x: hooked(x)[:-2] - 2 * hooked(x)[1:-1] + hooked(x)[2:], torch.float64),
+    "beside large rows": (lambda x: torch.cat([1e5 * x, hooked(x)]), torch.float32),
+    "in half precision": (lambda x: torch.cat([hooked(x) * 3e4, -hooked(x) * 3e4]), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_columns_of_hooked_functions_are_those_of_rows(name):
+    f, dtype = HOOKED[name]
+    J = eg.jacobian(f, torch.linspace(0.1, 0.8, 5, dtype=dtype))
+    rows = torch.stack([J[i, :] for i in range(J.shape[0])])
+    assert torch.equal(J[:, 2], rows[:, 2])
+    assert torch.equal(J[:, [0, 3]], rows[:, [0, 3]])
+    assert "they give other numbers than reverse sweeps" in str(J.plan(..., 2))
+
+
+RULES = {
+    "guided": lambda dy, x: dy * tf.cast(dy > 0, dy.dtype) * tf.cast(x > 0, dy.dtype),
+    "clipped": lambda dy, x: tf.clip_by_value(dy, -0.1, 0.1),
+    "clipped by norm": lambda dy, x: tf.clip_by_norm(10 * dy, 1.0),
+    "shifted": lambda dy, x: dy + 1,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_columns_through_rules_that_are_not_linear_are_those_of_rows(rule):
+    @tf.custom_gradient
+    def f(x):
+        return tf.nn.relu(x), lambda dy: RULES[rule](dy, x)
+
+    J = eg.jacobian(lambda x: f(x) * 2, tf.constant([1.0, 2.0, 3.0]))
+    rows = np.stack([J[i, :].numpy() for i in range(3)])
+    np.testing.assert_array_equal(J[:, 0].numpy(), rows[:, 0])
+    np.testing.assert_array_equal(J[:, [0, 1]].numpy(), rows[:, :2])
+    np.testing.assert_allclose((J @ tf.constant([1.0, 2.0, 3.0])).numpy(), rows @ [1, 2, 3], rtol=1e-6)
+
+
+def test_columns_that_are_not_finite_are_those_of_rows():
+    J = eg.jacobian(lambda x: tf.where(x > 0, tf.math.log(x), 0.0), tf.constant([0.0, 1.0]))
+    assert np.isnan(J[0, :].numpy()[0])
+    assert np.isnan(J[:, 0].numpy()[0])
+
+
+def test_attention_that_must_be_evaluated_again_is_not_evaluated_elsewhere():
+    x = torch.rand(1, 1, 4, 8)
+    H = eg.hessian(lambda x: (scaled_dot_product_attention(x, x, x) ** 2).sum(), x)
+    x.mul_(3)
+    with pytest.raises(eg.FrameworkError, match="make the Jacobian anew"):
+        H[(0, 0, 0, 0), :]
+
+
+def test_a_batch_whose_examples_mix_has_no_hessians_either(fw):
+    x = fw.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    total = lambda x: fw.sum(x**2) + (x**2)[:, 0]  # noqa: E731
+    with pytest.raises(eg.BatchError, match="the examples mix"):
+        eg.hessian(total, x, batch=True)
+    H = eg.hessian(lambda x: x[:, 0] ** 2 * x[:, 1], x, batch=True)
+    assert fw.numpy(H.dense())[2].tolist() == [[12, 10], [10, 0]]
+
+
+def test_examples_that_mix_with_opposite_signs_are_found_out(fw):
+    signs = fw.tensor([[0.0], [1.0], [1.0], [-1.0]])
+    J = eg.jacobian(lambda x: x + signs * x[:1], fw.tensor(np.ones((4, 2))), batch=True)
+    with pytest.raises(eg.BatchError, match="the examples mix"):
+        J.dense()
+
+
+def test_products_keep_to_the_budget():
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Tanh())
+    J = eg.jacobian(model, torch.rand(200), budget="10KB")
+    loose = eg.jacobian(model, J._wrt.tensor)
+    assert J.plan().chunk == 2  # the weights, which hang on the graph, are not on the way
+    torch.testing.assert_close(J @ torch.eye(200), loose.dense())
+    torch.testing.assert_close(torch.eye(200) @ J, loose.dense())
+
+
+def test_buffers_stay_when_a_sweep_computes_them_again():
+    norm = torch.nn.BatchNorm1d(2)
+    J = eg.jacobian(lambda x: checkpoint(norm, x, use_reentrant=False) ** 2, torch.rand(3, 2))
+    J[(0, 0), :]
+    J.dense()
+    eg.hessian(lambda x: (checkpoint(norm, x, use_reentrant=False) ** 3).sum(), torch.rand(3, 2))[(0, 0), :]
+    assert norm.num_batches_tracked == 0
+    assert norm.running_mean.tolist() == [0, 0]
+
+
+def test_buffers_given_for_one_call_go_with_it():
+    norm = torch.nn.BatchNorm1d(2)
+    own, given = norm.running_mean, {name: buffer.clone() + 5 for name, buffer in norm.named_buffers()}
+    eg.grad(lambda x: torch.func.functional_call(norm, given, (x,)).sum(), torch.rand(3, 2))
+    assert norm.running_mean is own
+    assert given["running_mean"].tolist() == [5, 5]
+
+
+class Growing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size, self.calls = 2, 0
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if len(x) > self.size:
+            self.size = len(x)
+            self.register_buffer("scale", torch.ones(self.size))
+        self.calls += 1
+        self.count += 1
+        return x * self.scale * float(self.count)
+
+
+def test_buffers_and_what_goes_with_them_stay_together():
+    module = Growing()
+    gradient = eg.grad(lambda x: (module(x) + 10 * module(x)).sum(), torch.rand(4))
+    assert gradient.tolist() == [21] * 4  # the second call finds what the first has counted
+    assert (module.size, module.calls, module.count, len(module.scale)) == (2, 0, 0, 2)
+    assert module(torch.ones(4)).tolist() == [1] * 4
+
+
+def test_a_variable_stays_when_a_sweep_computes_it_again():
+    v = tf.Variable(0.0)
+
+    def f(x):
+        v.assign_add(1.0)
+        return x**2
+
+    J = eg.jacobian(lambda x: tf.recompute_grad(f)(x), tf.constant([1.0, 2.0]))
+    J[0, :], J.dense()
+    assert v.numpy() == 0
+
+
+def test_the_value_is_nobody_elses_memory():
+    y = torch.ones(2)
+    eg.jacobian(lambda x: y, torch.ones(2)).value.add_(1)
+    assert y.tolist() == [1, 1]
