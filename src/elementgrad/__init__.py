@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import ParseError as ParseError
     from elementgrad.errors import PlaceError as PlaceError
     from elementgrad.errors import SelectionError as SelectionError
+    from elementgrad.errors import SizeError as SizeError
     from elementgrad.errors import TracedError as TracedError
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.lazy import Jacobian as Jacobian
@@ -51,6 +52,7 @@ _HOMES = {
     "ParseError": "errors",
     "PlaceError": "errors",
     "SelectionError": "errors",
+    "SizeError": "errors",
     "TracedError": "errors",
     "UnconnectedError": "errors",
 }

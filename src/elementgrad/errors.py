@@ -55,6 +55,10 @@ class OptionError(ElementgradError, ValueError):
     """An option of a call has a value that it cannot have."""
 
 
+class SizeError(ElementgradError, MemoryError):
+    """What is asked for is larger than the memory that is free."""
+
+
 class UnconnectedError(ElementgradError, ValueError):
     """The framework's derivative program has no path between two tensors: there is no gradient, not a gradient of zero.
 

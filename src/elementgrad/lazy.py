@@ -197,6 +197,8 @@ class Jacobian:
 
     def _product(self, other: Any, this: Side, that: Side, forward: bool) -> Tensor:
         backend = self._backend
+        if isinstance(other, Jacobian):
+            raise FrameworkError("two Jacobians are not multiplied; read one of them first, as in J @ K.dense()")
         if owner(other) not in (None, backend):
             raise FrameworkError(f"the Jacobian is {backend.name}'s and the other factor is not; use one framework")
         complex_ = backend.kind(other) == "c" if owner(other) else np.iscomplexobj(other)
@@ -204,7 +206,12 @@ class Jacobian:
             raise DtypeError(
                 f"a complex factor for {this.name}, which is real; take its real and imaginary parts apart"
             )
-        other = backend.cast(other, this.tensor)
+        try:
+            other = backend.cast(other, this.tensor)
+        except Exception:
+            raise DtypeError(
+                f"{type(other).__name__} is no factor for {this.name}; give a tensor of its shape"
+            ) from None
         shape, mine = tuple(backend.shape(other)), (*self._examples, *this.shape)
         count = len(shape) - len(mine)
         fits = count >= 0 and mine == (shape[: len(mine)] if forward else shape[count:])

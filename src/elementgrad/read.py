@@ -1,6 +1,7 @@
 """`jacobian`, `hessian` and `grad`: names and options in, lazy Jacobians or their entries out."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from elementgrad import tree
-from elementgrad.backends import Backend, plain
+from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, read_together
@@ -151,7 +152,9 @@ class _Reading:
             if not isinstance(flag, bool):
                 raise OptionError(f"{name}={flag!r} is neither True nor False")
         limit = bytes_of.parse(budget)
-        of, wrt = tree.mapped(of, _parsed), tree.mapped(wrt, _parsed)
+        if not isinstance(kwargs, Mapping):
+            raise OptionError(f"kwargs={kwargs!r} is no dict of arguments by name")
+        of, wrt = tree.mapped(of, _of_an_output), tree.mapped(wrt, _parsed)
         call = Call(f, args, kwargs)
         backend = call.backend
         inputs = tree.mapped(wrt, lambda wanted: find(call.inputs, wanted, "input", backend, batch))
@@ -215,4 +218,22 @@ class _Reading:
 
 
 def _parsed(wanted: Wanted) -> Wanted:
-    return Place.parse(wanted) if isinstance(wanted, str) else wanted
+    place = Place.parse(wanted) if isinstance(wanted, str) else wanted
+    if place is not None and not isinstance(place, Place) and owner(place) is None:
+        raise PlaceError(f'{place!r} names no tensor; give a name such as "x" or "output[0]", a place or a tensor')
+    return place
+
+
+def _of_an_output(wanted: Wanted) -> Wanted:
+    """What `of` may be, as far as that is known before the function has run."""
+    place = _parsed(wanted)
+    if place is None:
+        return place
+    if not isinstance(place, Place) or place.tensor is not None:
+        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
+    if place.name is not None and re.split(r"[.:]", place.name)[0] != "output":
+        raise PlaceError(
+            f'no output is named {place.name!r}; they are named "output", or "output.key" and "output:0" inside a dict '
+            "or tuple"
+        )
+    return place

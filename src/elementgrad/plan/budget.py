@@ -29,7 +29,7 @@ def parse(budget: int | str | None) -> int | None:
 
 def default(free: int | None) -> int:
     """A part of what is free: on the device where that is known, on this machine otherwise."""
-    return max(1, (free if free is not None else _available()) // SHARE)
+    return max(1, (free if free is not None else available()) // SHARE)
 
 
 def to_text(count: float) -> str:
@@ -41,7 +41,8 @@ def to_text(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _available() -> int:
+def available() -> int:
+    """The bytes of memory that are free on this machine, as far as it says."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad.backends.linear import UnsupportedError
-from elementgrad.errors import FrameworkError
+from elementgrad.errors import FrameworkError, SizeError
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.batch import require_apart
 from elementgrad.plan.plan import Mode, Plan, Task, direction, fit
@@ -18,6 +18,8 @@ from elementgrad.selection import Selection
 Tensor = Any
 Keep = Callable[[Tensor, int, int], Tensor]
 """From a stack of sweeps, (k, batch, elements), and its place among all: what is kept, sweeps first."""
+ROOM = 10**8
+"""Results of up to so many bytes are not held against the memory that is free."""
 
 
 @dataclass
@@ -140,6 +142,7 @@ class Reader(Sweeper):
         self.require_apart()
         while True:
             chosen = plan()
+            self._require_room(chosen.task)
             try:
                 return read(chosen.mode, chosen)
             except UnsupportedError as error:
@@ -147,6 +150,17 @@ class Reader(Sweeper):
                     message = f"{self.backend.name} can differentiate this in no direction: {error}"
                     raise FrameworkError(message) from error
                 self.without[chosen.mode] = str(error)
+
+    def _require_room(self, task: Task) -> None:
+        """Refuse a result that fits into no memory: the system would end the process without a word."""
+        size = task.numbers * task.itemsize
+        if size > ROOM:
+            free = self.backend.free(self.linear.inputs[self.inputs[0]]) or bytes_of.available()
+            if size > free:
+                raise SizeError(
+                    f"the result would take {bytes_of.to_text(size)}, and {bytes_of.to_text(free)} are free; read some "
+                    "of its rows or columns at a time"
+                )
 
     def _reverse(self, plan: Plan, places: np.ndarray, keep: Sequence[Keep]) -> list[list[Tensor] | None]:
         kept: list[list[Tensor] | None] = [[] for _ in self.inputs]

@@ -93,9 +93,14 @@ class Sweeper:
 
     def _push(self, number: int, seeds: Tensor) -> list[Tensor | None]:
         (pushed,) = self.linear.push(number, [self.output], seeds)
-        if pushed is None or self.linear.mirrored or self._vouched(number, seeds, pushed):
+        if pushed is None or self.linear.mirrored:
             return [pushed]
-        return [None]
+        try:
+            return [pushed if self._vouched(number, seeds, pushed) else None]
+        except UnsupportedError as error:
+            if self.backend.shape(seeds)[0] == 1:
+                raise
+            raise UnstackableError(str(error)) from error  # one by one they may be right
 
     def _vouched(self, number: int, seeds: Tensor, pushed: Tensor) -> bool:
         """Whether there is a path at all; an error if the numbers are not those of reverse sweeps.

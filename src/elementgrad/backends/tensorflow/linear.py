@@ -92,11 +92,11 @@ class TensorflowLinear(Linear):
         """
         programs = self._programs.setdefault(key, [])
         if not programs:
-            programs.append(_Program(sweep, like, count))
+            programs.append(_Program.quietly(sweep, like, count))
         if count <= programs[0].count <= FILLING * count:
             return programs[0]
         if len(programs) == 1:
-            programs.append(_Program(sweep, like, None))
+            programs.append(_Program.quietly(sweep, like, None))
         return programs[1]
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
@@ -148,6 +148,16 @@ class _Program:
         self._paths = paths
         self.work = max(work, default=0)
         self.count = count or 0
+
+    @classmethod
+    def quietly(cls, sweep: Sweep, like: Tensor, count: int | None) -> "_Program":
+        """Trace without TensorFlow's reports: what cannot be traced runs in another way."""
+        logger = tf.get_logger()
+        before, logger.disabled = logger.disabled, True
+        try:
+            return cls(sweep, like, count)
+        finally:
+            logger.disabled = before
 
     def __call__(self, seeds: Tensor) -> list[Tensor | None]:
         count = seeds.shape[0]

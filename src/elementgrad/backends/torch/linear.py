@@ -19,6 +19,13 @@ Graph = tuple[list[Tensor], list[Tensor]]
 FUSED = "scaled_dot_product"
 """Stands in the errors about attention kernels that lack a derivative which the plain kernel has."""
 
+GONE = {
+    "modified by an inplace operation": "a tensor that this derivative needs was changed in place after the function "
+    "was evaluated, as an optimizer does; make the Jacobian anew",
+    "backward through the graph a second time": "backward() freed the graph that this derivative needs; call it with "
+    "retain_graph=True, or make the Jacobian anew",
+}
+"""What PyTorch says when the graph of the evaluation can no longer be used, and what that means."""
 MISSING = "is not implemented"
 """Stands in the errors about derivatives that an operation does not have."""
 
@@ -131,6 +138,9 @@ class TorchLinear(Linear):
         try:
             return torch.autograd.grad(y, leaves, seed, **options)
         except (NotImplementedError, RuntimeError) as error:
+            for sign, why in GONE.items():
+                if sign in str(error):
+                    raise FrameworkError(why) from error
             if MISSING not in str(error) and not isinstance(error, NotImplementedError):
                 raise
             if FUSED in str(error) and not self._attention:
