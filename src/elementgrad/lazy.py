@@ -207,7 +207,7 @@ class Jacobian:
                 f"a complex factor for {this.name}, which is real; take its real and imaginary parts apart"
             )
         try:
-            other = backend.cast(other, this.tensor)
+            other = backend.cast(other if other is not None else "", this.tensor)  # old JAX makes a number of None
         except Exception:
             raise DtypeError(
                 f"{type(other).__name__} is no factor for {this.name}; give a tensor of its shape"

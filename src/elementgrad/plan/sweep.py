@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -118,8 +118,7 @@ class Sweeper:
         if not np.isfinite(forward).all():
             raise UnsupportedError("they are not finite, and then the two directions differ")
         largest = np.abs(forward).max(0)
-        weights = np.random.default_rng(0).uniform(0.5, 1.5, largest.size)  # positive, as the seeds of rows are
-        probe = weights / np.where(largest > 0, largest, 1)
+        probe = _generic(largest.size) / np.where(largest > 0, largest, 1)
         seed = backend.cast(probe.reshape(1, *backend.shape(y)), y)
         try:
             (pulled,) = self.linear.pull(self.output, [number], seed)
@@ -128,9 +127,20 @@ class Sweeper:
         if pulled is None:
             return False
         seen = np.asarray(backend.floats(seed)).reshape(-1)
-        reverse = given @ np.asarray(backend.floats(pulled)).reshape(-1)
+        reverse = _along(given, np.asarray(backend.floats(pulled)).reshape(-1))
         sizes = backend.itemsize(y), backend.itemsize(self.linear.inputs[number])
-        near = max(PRECISION[size] for size in sizes) ** 0.5 * (np.abs(forward) @ np.abs(seen))
-        if not (np.abs(forward @ seen - reverse) <= near).all():
+        near = max(PRECISION[size] for size in sizes) ** 0.5 * _along(np.abs(forward), np.abs(seen))
+        if not (np.abs(_along(forward, seen) - reverse) <= near).all():
             raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
         return True
+
+
+@lru_cache(maxsize=8)
+def _generic(size: int) -> np.ndarray:
+    """Weights that no function cancels but by chance; positive, as the seeds of rows are."""
+    return np.random.default_rng(0).uniform(0.5, 1.5, size)
+
+
+def _along(stack: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    """A product without the threads of a matrix library, which would wait for those of the framework."""
+    return np.einsum("ij,j->i", stack, vector)
