@@ -163,8 +163,9 @@ class _Program:
         count = seeds.shape[0]
         if count < self.count:
             seeds = tf.concat([seeds, tf.zeros([self.count - count, *seeds.shape[1:]], seeds.dtype)], 0)
-        derivatives = iter(self._run(seeds))
-        return [next(derivatives)[:count] if path else None for path in self._paths]
+        swept = self._run(seeds)
+        derivatives = iter([stack[:count] for stack in swept] if count < self.count else swept)
+        return [next(derivatives) if path else None for path in self._paths]
 
 
 def _bytes(operation: Any) -> int:
