@@ -28,7 +28,7 @@ def outer(full, shape, out, into):
     return matrix[np.reshape(rows, -1)][:, np.reshape(columns, -1)].reshape(np.shape(rows) + np.shape(columns))
 
 
-def same(fw, read, expected):
+def assert_same(fw, read, expected):
     assert tuple(read.shape) == np.shape(expected)
     np.testing.assert_allclose(fw.numpy(read), expected, rtol=1e-12)
 
@@ -61,9 +61,9 @@ SIDES = [
 def test_each_side_takes_every_index_of_numpy(fw, index):
     J = eg.jacobian(stretched(fw), fw.tensor(X))
     for out, into in [(index, (1, 2)), (index, ...), ((0, ...), index), (..., index), (index, index)]:
-        same(fw, J[out, into], outer(FULL, X.shape, out, into))
+        assert_same(fw, J[out, into], outer(FULL, X.shape, out, into))
     H = eg.hessian(lambda x: fw.sum(x**2) ** 2 / 4, fw.tensor(X))
-    same(fw, H[index, (1, 2)], outer(FULL, X.shape, index, (1, 2)))
+    assert_same(fw, H[index, (1, 2)], outer(FULL, X.shape, index, (1, 2)))
 
 
 def test_made_indices_of_both_sides_name_the_outer_block(fw):
@@ -79,7 +79,7 @@ def test_made_indices_of_both_sides_name_the_outer_block(fw):
             with pytest.raises(eg.SelectionError, match=r"write \(-?\d, \.\.\.\) for all of that row"):
                 J[row, column]
         else:
-            same(fw, J[row, column], outer(full, into, row, column))
+            assert_same(fw, J[row, column], outer(full, into, row, column))
 
     check()
 
@@ -93,14 +93,14 @@ def made_linear(fw, full, split, x):
 def test_index_tensors_of_the_framework_itself_are_indices(fw):
     J = eg.jacobian(stretched(fw), fw.tensor(X))
     rows, mask = fw.tensor([1, 0, 1], "int64"), fw.tensor(MASK, "bool")
-    same(fw, J[rows, mask], outer(FULL, X.shape, [1, 0, 1], MASK))
-    same(fw, J[(rows, fw.tensor(0, "int32")), (0, 0)], outer(FULL, X.shape, ([1, 0, 1], 0), (0, 0)))
+    assert_same(fw, J[rows, mask], outer(FULL, X.shape, [1, 0, 1], MASK))
+    assert_same(fw, J[(rows, fw.tensor(0, "int32")), (0, 0)], outer(FULL, X.shape, ([1, 0, 1], 0), (0, 0)))
 
 
 def test_a_place_is_an_index_if_it_is_about_this_side(fw):
     J = eg.jacobian(stretched(fw), fw.tensor(X))
-    same(fw, J[eg.at[0, 1], eg.at[:, 2]], FULL[0, 1, :, 2])
-    same(fw, J[eg.at("output")[0, 1], eg.at("x").coords([[0, 1], [1, 2]])], FULL[0, 1, [0, 1], [1, 2]])
+    assert_same(fw, J[eg.at[0, 1], eg.at[:, 2]], FULL[0, 1, :, 2])
+    assert_same(fw, J[eg.at("output")[0, 1], eg.at("x").coords([[0, 1], [1, 2]])], FULL[0, 1, [0, 1], [1, 2]])
     with pytest.raises(eg.PlaceError, match=r"x\[0, 0\] is not about output; give an index, such as eg.at\[0, 5\]"):
         J[eg.at("x")[0, 0], :]
     with pytest.raises(eg.PlaceError, match="is not about output"):
@@ -136,22 +136,22 @@ def test_what_is_no_index_of_two_sides_is_refused(fw, index, message):
 def test_a_side_without_axes_is_all_of_itself(fw):
     J = eg.jacobian(lambda x: fw.sum(x**2), fw.tensor(X))
     for out in (slice(None), ..., (), eg.at[...]):
-        same(fw, J[out, (1, 2)], 12.0)
-        same(fw, J[out, :], 2 * X)
+        assert_same(fw, J[out, (1, 2)], 12.0)
+        assert_same(fw, J[out, :], 2 * X)
     with pytest.raises(eg.SelectionError, match="1 indices for a tensor of 0 axes"):
         J[0, :]
-    same(fw, eg.jacobian(lambda x: x**3, fw.tensor(2.0))[:, :], 12.0)
-    same(fw, eg.hessian(lambda x: x**3, fw.tensor(2.0)).diagonal(), 12.0)
+    assert_same(fw, eg.jacobian(lambda x: x**3, fw.tensor(2.0))[:, :], 12.0)
+    assert_same(fw, eg.hessian(lambda x: x**3, fw.tensor(2.0)).diagonal(), 12.0)
 
 
 def test_entries_pair_up_and_broadcast(fw):
     J = eg.jacobian(stretched(fw), fw.tensor(X))
-    same(fw, J.entries((0, 1), (1, 2)), FULL[0, 1, 1, 2])
-    same(fw, J.entries(([1, 0], [0, 0]), (..., 2)), FULL[[1, 0], [0, 0], [0, 1], [2, 2]])
-    same(fw, J.entries((0, 0), MASK), FULL[0, 0][MASK])
-    same(fw, J.entries(([[0], [1]], 0), ([0, 1, 1], 2)), FULL[[[0], [1]], 0, [0, 1, 1], 2])
-    same(fw, J.entries(([], []), ([], [])), np.zeros(0))
-    same(fw, J.entries(..., ...), np.einsum("ijij->ij", FULL))
+    assert_same(fw, J.entries((0, 1), (1, 2)), FULL[0, 1, 1, 2])
+    assert_same(fw, J.entries(([1, 0], [0, 0]), (..., 2)), FULL[[1, 0], [0, 0], [0, 1], [2, 2]])
+    assert_same(fw, J.entries((0, 0), MASK), FULL[0, 0][MASK])
+    assert_same(fw, J.entries(([[0], [1]], 0), ([0, 1, 1], 2)), FULL[[[0], [1]], 0, [0, 1, 1], 2])
+    assert_same(fw, J.entries(([], []), ([], [])), np.zeros(0))
+    assert_same(fw, J.entries(..., ...), np.einsum("ijij->ij", FULL))
     with pytest.raises(eg.BroadcastError, match=r"outs of shape \(3,\) and ins of shape \(2,\) do not pair up"):
         J.entries((0, ...), (..., 0))
     with pytest.raises(eg.SelectionError, match=r"have no diagonal; they must be of one shape"):
@@ -162,26 +162,26 @@ def test_restricted_sides_are_sides_for_every_read(fw):
     J = eg.jacobian(stretched(fw), fw.tensor(X), of="output[:, 1:]", wrt="x[0, ::2]")
     full = FULL[:, 1:, 0, ::2]
     assert J.shape == (2, 2, 2)
-    same(fw, J.value, (X * 91)[:, 1:])
-    same(fw, J.dense(), full)
-    same(fw, J[(1, 0), :], full[1, 0])
-    same(fw, J[(0, ...), -1], full[0, :, -1])
-    same(fw, J[:, [1, 1]], full[..., [1, 1]])
-    same(fw, J.entries(([0, 1], 0), [1, 0]), full[[0, 1], 0, [1, 0]])
-    same(fw, J @ fw.tensor([2.0, 3.0]), full @ [2, 3])
+    assert_same(fw, J.value, (X * 91)[:, 1:])
+    assert_same(fw, J.dense(), full)
+    assert_same(fw, J[(1, 0), :], full[1, 0])
+    assert_same(fw, J[(0, ...), -1], full[0, :, -1])
+    assert_same(fw, J[:, [1, 1]], full[..., [1, 1]])
+    assert_same(fw, J.entries(([0, 1], 0), [1, 0]), full[[0, 1], 0, [1, 0]])
+    assert_same(fw, J @ fw.tensor([2.0, 3.0]), full @ [2, 3])
     u = np.array([[1.0, 2.0], [3.0, 4.0]])
-    same(fw, fw.tensor(u) @ J, np.tensordot(u, full, 2))
+    assert_same(fw, fw.tensor(u) @ J, np.tensordot(u, full, 2))
     assert J.plan((0, 0), ...).task.columns == 2
     with pytest.raises(IndexError, match=r"x: .*index 2 is out of range for axis 0 of size 2"):
         J[(0, 0), 2]
     twice = eg.jacobian(stretched(fw), fw.tensor(X), of=eg.at[[1, 1], [2, 0]], wrt=eg.at("x").coords([[1, 2], [1, 2]]))
-    same(fw, twice.diagonal(), FULL[[1, 1], [2, 0], 1, 2])
-    same(fw, twice @ fw.tensor([1.0, 10.0]), 11 * FULL[[1, 1], [2, 0], 1, 2])
+    assert_same(fw, twice.diagonal(), FULL[[1, 1], [2, 0], 1, 2])
+    assert_same(fw, twice @ fw.tensor([1.0, 10.0]), 11 * FULL[[1, 1], [2, 0], 1, 2])
     H = eg.hessian(lambda x: fw.sum(x**2) ** 2 / 4, fw.tensor(X), wrt="x[1, :2]")
-    same(fw, H.dense(), FULL[1, :2, 1, :2])
+    assert_same(fw, H.dense(), FULL[1, :2, 1, :2])
     nothing = eg.jacobian(stretched(fw), fw.tensor(X), wrt=eg.at[:0])
-    same(fw, nothing.dense(), np.zeros((2, 3, 0, 3)))
-    same(fw, eg.grad(stretched(fw), fw.tensor(X), of="output[0, 0]", wrt="x[2:]"), np.zeros((0, 3)))
+    assert_same(fw, nothing.dense(), np.zeros((2, 3, 0, 3)))
+    assert_same(fw, eg.grad(stretched(fw), fw.tensor(X), of="output[0, 0]", wrt="x[2:]"), np.zeros((0, 3)))
 
 
 def test_several_inputs_share_one_function(fw):
@@ -190,11 +190,11 @@ def test_several_inputs_share_one_function(fw):
 
     x, y = fw.tensor([2.0, 3.0]), fw.tensor([5.0, 7.0])
     (a, b), (c, d) = eg.jacobian(f, x, y, of=["output.0", "output.1"], wrt=["x", "y"], unconnected="zero")
-    same(fw, a.dense(), 5 * np.eye(2))
-    same(fw, b.dense(), [[2, 0], [3, 0]])
-    same(fw, c.dense(), [0, 0])
-    same(fw, d.dense(), [10, 14])
-    same(fw, eg.grad(f, x, y, of="output.0[1]", wrt=["y", "x[1]"])[1], 5)
+    assert_same(fw, a.dense(), 5 * np.eye(2))
+    assert_same(fw, b.dense(), [[2, 0], [3, 0]])
+    assert_same(fw, c.dense(), [0, 0])
+    assert_same(fw, d.dense(), [10, 14])
+    assert_same(fw, eg.grad(f, x, y, of="output.0[1]", wrt=["y", "x[1]"])[1], 5)
 
 
 def test_products_take_more_axes_behind_or_before(fw):
@@ -202,19 +202,19 @@ def test_products_take_more_axes_behind_or_before(fw):
     rng = np.random.default_rng(0)
     for more in [(), (4,), (2, 3), (1,)]:
         v, u = rng.normal(size=(2, 3, *more)), rng.normal(size=(*more, 2, 3))
-        same(fw, J @ fw.tensor(v), np.tensordot(FULL, v, 2))
-        same(fw, fw.tensor(u) @ J, np.tensordot(u, FULL, 2))
-    same(fw, np.ones((2, 3)) @ J, FULL.sum((0, 1)))
-    same(fw, J @ np.ones((2, 3)), FULL.sum((2, 3)))
+        assert_same(fw, J @ fw.tensor(v), np.tensordot(FULL, v, 2))
+        assert_same(fw, fw.tensor(u) @ J, np.tensordot(u, FULL, 2))
+    assert_same(fw, np.ones((2, 3)) @ J, FULL.sum((0, 1)))
+    assert_same(fw, J @ np.ones((2, 3)), FULL.sum((2, 3)))
     total = eg.jacobian(lambda x: fw.sum(x), fw.tensor(X))
-    same(fw, total @ fw.tensor(X), X.sum())
-    same(fw, fw.tensor([2.0, 3.0]) @ total, np.stack([2 * np.ones((2, 3)), 3 * np.ones((2, 3))]))
+    assert_same(fw, total @ fw.tensor(X), X.sum())
+    assert_same(fw, fw.tensor([2.0, 3.0]) @ total, np.stack([2 * np.ones((2, 3)), 3 * np.ones((2, 3))]))
 
 
 def test_no_products_at_all_are_an_empty_answer(fw):
     J = eg.jacobian(stretched(fw), fw.tensor(X))
-    same(fw, J @ fw.tensor(np.ones((2, 3, 0))), np.ones((2, 3, 0)))
-    same(fw, fw.tensor(np.ones((0, 2, 3))) @ J, np.ones((0, 2, 3)))
+    assert_same(fw, J @ fw.tensor(np.ones((2, 3, 0))), np.ones((2, 3, 0)))
+    assert_same(fw, fw.tensor(np.ones((0, 2, 3))) @ J, np.ones((0, 2, 3)))
 
 
 def test_factors_that_do_not_fit_are_refused(fw):
@@ -247,7 +247,7 @@ def test_a_jacobian_shows_itself_and_is_no_sequence(fw):
         f"<Jacobian of output (2, 3) with respect to x (2, 3): {fw.name} float64, shape (2, 3, 2, 3), 288 B if dense>"
     )
     assert J.shape == (2, 3, 2, 3)
-    same(fw, J.value, 91 * X)
+    assert_same(fw, J.value, 91 * X)
     with pytest.raises(TypeError, match="not iterable"):
         iter(J)
     assert "for each of 2 examples" in repr(eg.jacobian(lambda x: x, fw.tensor(X), batch=True))

@@ -15,7 +15,7 @@ import elementgrad as eg
 from tests import made
 from tests.frameworks import JAX, TORCH
 from tests.operations import OPS, point
-from tests.test_read import same
+from tests.test_read import assert_same
 
 UNCONNECTED = {
     "cut": lambda o, x: o.stop(x) * 2,
@@ -47,7 +47,7 @@ def test_unconnected_is_an_error_unless_zeros_will_do(fw, cut):
         assert not fw.numpy(read(zeros)).any(), name
     with pytest.raises(eg.UnconnectedError, match='pass unconnected="zero" if zeros will do'):
         eg.grad(f, x, of="output[0]")
-    same(fw, eg.grad(f, x, of="output[:2]", unconnected="zero"), np.zeros((2, 3)))
+    assert_same(fw, eg.grad(f, x, of="output[:2]", unconnected="zero"), np.zeros((2, 3)))
 
 
 def test_one_of_several_inputs_may_be_unconnected(fw):
@@ -56,8 +56,8 @@ def test_one_of_several_inputs_may_be_unconnected(fw):
     with pytest.raises(eg.UnconnectedError, match="output does not depend on y"):
         eg.grad(f, x, x, wrt=["x", "y"])
     first, second = eg.grad(f, x, x, wrt=["x", "y"], unconnected="zero")
-    same(fw, first, [2, 4])
-    same(fw, second, [0, 0])
+    assert_same(fw, first, [2, 4])
+    assert_same(fw, second, [0, 0])
 
 
 def test_unconnected_inside_a_scan_of_jax():
@@ -76,7 +76,9 @@ def test_a_linear_function_has_no_second_derivative(fw):
     for read in (lambda: H[0, 1], lambda: H[:, 0], lambda: H.diagonal(), lambda: H @ fw.tensor([1.0, 1.0])):
         with pytest.raises(eg.UnconnectedError, match="the gradient of output does not depend on x"):
             read()
-    same(fw, eg.hessian(lambda x: fw.sum(3 * x), fw.tensor([1.0, 2.0]), unconnected="zero").dense(), np.zeros((2, 2)))
+    assert_same(
+        fw, eg.hessian(lambda x: fw.sum(3 * x), fw.tensor([1.0, 2.0]), unconnected="zero").dense(), np.zeros((2, 2))
+    )
 
 
 def test_rounding_is_flat_on_pytorch_and_unconnected_elsewhere(fw):
@@ -99,19 +101,19 @@ def test_a_batch_has_one_jacobian_per_example(fw):
     J = eg.jacobian(f, fw.tensor(CROWD), batch=True)
     each = np.stack([fw.numpy(eg.jacobian(f, fw.tensor(row[None])).dense())[0, :, 0] for row in CROWD])
     assert J.shape == (5, 2, 3)
-    same(fw, J.dense(), each)
-    same(fw, J[1, :], each[:, 1])
-    same(fw, J[:, 2], each[:, :, 2])
-    same(fw, J[1, 2], each[:, 1, 2])
-    same(fw, J[[1, 1, 0], [0, 2]], each[:, [1, 1, 0]][:, :, [0, 2]])
-    same(fw, J.entries([0, 1], [2, 0]), each[:, [0, 1], [2, 0]])
-    same(fw, J.value, fw.numpy(f(fw.tensor(CROWD))))
-    same(fw, J @ fw.tensor(CROWD), np.einsum("bij,bj->bi", each, CROWD))
-    same(fw, fw.tensor(CROWD[:, :2]) @ J, np.einsum("bi,bij->bj", CROWD[:, :2], each))
-    same(fw, J @ fw.tensor(np.ones((5, 3, 4))), np.einsum("bij,bjk->bik", each, np.ones((5, 3, 4))))
+    assert_same(fw, J.dense(), each)
+    assert_same(fw, J[1, :], each[:, 1])
+    assert_same(fw, J[:, 2], each[:, :, 2])
+    assert_same(fw, J[1, 2], each[:, 1, 2])
+    assert_same(fw, J[[1, 1, 0], [0, 2]], each[:, [1, 1, 0]][:, :, [0, 2]])
+    assert_same(fw, J.entries([0, 1], [2, 0]), each[:, [0, 1], [2, 0]])
+    assert_same(fw, J.value, fw.numpy(f(fw.tensor(CROWD))))
+    assert_same(fw, J @ fw.tensor(CROWD), np.einsum("bij,bj->bi", each, CROWD))
+    assert_same(fw, fw.tensor(CROWD[:, :2]) @ J, np.einsum("bi,bij->bj", CROWD[:, :2], each))
+    assert_same(fw, J @ fw.tensor(np.ones((5, 3, 4))), np.einsum("bij,bjk->bik", each, np.ones((5, 3, 4))))
     assert J.plan(0, ...).sweeps == 1
-    same(fw, eg.jacobian(f, fw.tensor(CROWD), of="output[1]", wrt="x[1:]", batch=True).dense(), each[:, 1, 1:])
-    same(fw, eg.grad(f, fw.tensor(CROWD), of="output[1]", batch=True), each[:, 1])
+    assert_same(fw, eg.jacobian(f, fw.tensor(CROWD), of="output[1]", wrt="x[1:]", batch=True).dense(), each[:, 1, 1:])
+    assert_same(fw, eg.grad(f, fw.tensor(CROWD), of="output[1]", batch=True), each[:, 1])
 
 
 def test_a_batch_has_one_hessian_per_example(fw):
@@ -120,9 +122,9 @@ def test_a_batch_has_one_hessian_per_example(fw):
     H = eg.hessian(f, fw.tensor(CROWD), batch=True)
     one = lambda row: fw.numpy(eg.hessian(lambda x: fw.sum(f(x)), fw.tensor(row[None])).dense())[0, :, 0]  # noqa: E731
     each = np.stack([one(row) for row in CROWD])
-    same(fw, H.dense(), each)
-    same(fw, H[0, :], each[:, 0])
-    same(fw, H.diagonal(), np.einsum("bii->bi", each))
+    assert_same(fw, H.dense(), each)
+    assert_same(fw, H[0, :], each[:, 0])
+    assert_same(fw, H.diagonal(), np.einsum("bii->bi", each))
 
 
 MIXED = "the examples mix: example .* depend on each other.*leave batch=True out"
@@ -170,14 +172,14 @@ def test_a_batch_needs_as_many_examples_on_every_side(fw):
     with pytest.raises(eg.OptionError, match="x has no axes, so it holds no batch"):
         eg.jacobian(lambda x: calls.append(1) or x, fw.tensor(1.0), batch=True)
     assert not calls
-    same(fw, eg.jacobian(lambda x: x**2, x[:1], batch=True).diagonal(), 2 * CROWD[:1])
+    assert_same(fw, eg.jacobian(lambda x: x**2, x[:1], batch=True).diagonal(), 2 * CROWD[:1])
 
 
 def test_a_batch_of_no_examples_has_no_jacobians(fw):
     J = eg.jacobian(lambda x: x**2, fw.tensor(CROWD[:0]), batch=True)
-    same(fw, J.dense(), np.zeros((0, 3, 3)))
-    same(fw, J[0, :], np.zeros((0, 3)))
-    same(fw, J.diagonal(), np.zeros((0, 3)))
+    assert_same(fw, J.dense(), np.zeros((0, 3, 3)))
+    assert_same(fw, J[0, :], np.zeros((0, 3)))
+    assert_same(fw, J.diagonal(), np.zeros((0, 3)))
 
 
 COMPLEX = {
@@ -206,12 +208,12 @@ def test_complex_derivatives_follow_the_reverse_mode_of_the_framework(fw, name):
     dtype = "float64" if name == "real valued" else "complex128"
     rows = [fw.numpy(own_pull(fw, f, z, fw.tensor(unit, dtype))) for unit in np.eye(3)]
     J = eg.jacobian(f, z)
-    same(fw, J.dense(), rows)
-    same(fw, J[1, :], rows[1])
-    same(fw, J[:, 1], np.stack(rows)[:, 1])
-    same(fw, J.diagonal(), np.diagonal(rows))
+    assert_same(fw, J.dense(), rows)
+    assert_same(fw, J[1, :], rows[1])
+    assert_same(fw, J[:, 1], np.stack(rows)[:, 1])
+    assert_same(fw, J.diagonal(), np.diagonal(rows))
     u = np.array([1.0, 2.0, 3.0]) * (1 if dtype == "float64" else 1 + 1j)
-    same(fw, fw.tensor(u, dtype) @ J, fw.numpy(own_pull(fw, f, z, fw.tensor(u, dtype))))
+    assert_same(fw, fw.tensor(u, dtype) @ J, fw.numpy(own_pull(fw, f, z, fw.tensor(u, dtype))))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -235,4 +237,4 @@ def test_low_precision_stays_what_it_is(fw, dtype):
     ]
     for read, expected in reads:
         assert dtype in str(read.dtype)
-        same(fw, read, expected)
+        assert_same(fw, read, expected)

@@ -78,6 +78,17 @@ def test_a_batch_whose_examples_mix_has_no_hessians_either(fw):
     assert fw.numpy(H.dense())[2].tolist() == [[12, 10], [10, 0]]
 
 
+def test_each_input_of_a_batch_is_looked_at(fw):
+    x = fw.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    f = lambda x, y: x**2 + fw.sum(y**2)  # noqa: E731
+    apart, mixed = eg.jacobian(f, x, x, wrt=["x", "y"], batch=True)
+    apart.dense()
+    with pytest.raises(eg.BatchError, match="the examples mix"):
+        mixed.dense()
+    with pytest.raises(eg.BatchError, match="the examples mix"):
+        eg.hessian(lambda x, y: f(x, y)[:, 0], x, x, wrt=["x", "y"], batch=True)
+
+
 def test_examples_that_mix_with_opposite_signs_are_found_out(fw):
     signs = fw.tensor([[0.0], [1.0], [1.0], [-1.0]])
     J = eg.jacobian(lambda x: x + signs * x[:1], fw.tensor(np.ones((4, 2))), batch=True)

@@ -196,7 +196,8 @@ class _Reading:
                 f'of="{of.name}[{", ".join("0" * len(of.shape))}]"'
             )
         whole = of.select(..., self.backend)
-        self.jacobian(of, tree.flat(self.wrt)[0]).require_apart()
+        for wrt in tree.flat(self.wrt):
+            self.jacobian(of, wrt).require_apart()
         position = whole.flat().reshape(-1)
         seeds = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
         return replace(self, linear=self.linear.gradient(of.number, seeds[0]))

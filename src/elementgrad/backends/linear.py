@@ -50,8 +50,8 @@ class Linear(ABC):
         """For each output, the directions whose sweeps run one after another instead of as one stack, and why."""
         self.without: dict[int, dict[str, str]] = defaultdict(dict)
         """For each output, the directions found to have no rule, and why."""
-        self.apart: set[int] = set()
-        """The outputs whose examples are known not to mix."""
+        self.apart: set[tuple[int, ...]] = set()
+        """An output and inputs, where their examples are known not to mix."""
 
     @abstractmethod
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:

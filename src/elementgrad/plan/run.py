@@ -132,10 +132,11 @@ class Reader(Sweeper):
         return self._run(plan, read)
 
     def require_apart(self) -> None:
-        """Raise if the examples of a batch mix; looked at once for each output."""
-        if self.output not in self.linear.apart:
+        """Raise if the examples of a batch mix; looked at once for each output and its inputs."""
+        ends = self.output, *self.inputs
+        if ends not in self.linear.apart:
             require_apart(self)
-            self.linear.apart.add(self.output)
+            self.linear.apart.add(ends)
 
     def _run(self, plan: Callable[[], Plan], read: Callable[[Mode, Plan], Any]) -> Any:
         """Read by the plan; where its direction turns out to have no rule, by the other."""
