@@ -120,6 +120,11 @@ def edits(draw: st.DrawFn, verbs: tuple[str, ...]) -> tuple[str, np.ndarray, Any
     return verb, x, index, value
 
 
+def spread(value: np.ndarray | None, x: np.ndarray, index: Any) -> np.ndarray:
+    """The value, one for every element taken: `ufunc.at` reads past the end of one that a vector's index repeats."""
+    return np.array(np.broadcast_to(np.asarray(value), x[index].shape))
+
+
 def numpy_edit(verb: str, x: np.ndarray, index: Any, value: np.ndarray | None) -> np.ndarray:
     """What NumPy itself makes of an edit: the oracle."""
     if verb == "get":
@@ -128,9 +133,9 @@ def numpy_edit(verb: str, x: np.ndarray, index: Any, value: np.ndarray | None) -
     if verb == "set":
         edited[index] = value
     elif verb == "add":
-        np.add.at(edited, index, value)
+        np.add.at(edited, index, spread(value, edited, index))
     elif verb == "multiply":
-        np.multiply.at(edited, index, value)
+        np.multiply.at(edited, index, spread(value, edited, index))
     elif verb == "apply":
         edited[index] = np.asarray(edited[index]) ** 3
     return edited
