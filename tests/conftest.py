@@ -8,12 +8,11 @@ import torch  # before TensorFlow: the other order is known to crash
 from hypothesis import HealthCheck, settings
 
 from tests.frameworks import FRAMEWORKS, Framework
-from tests.made import LONG
 
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "elementgrad", deadline=None, derandomize=not LONG, suppress_health_check=list(HealthCheck), database=None
+    "elementgrad", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
 )
 settings.load_profile("elementgrad")
 
