@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elementgrad.read import hessian as hessian
     from elementgrad.read import jacobian as jacobian
     from elementgrad.selection import Selection as Selection
+    from elementgrad.tap import tag as tag
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _HOMES = {
     "grad": "read",
     "hessian": "read",
     "jacobian": "read",
+    "tag": "tap",
     "Jacobian": "lazy",
     "Plan": "plan.plan",
     "Place": "place",

@@ -15,7 +15,7 @@ from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.run import Reader
 from elementgrad.selection import Selection
-from elementgrad.trace import Side
+from elementgrad.side import Side
 
 Tensor = Any
 SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
@@ -271,7 +271,13 @@ def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
 
 def unconnected(of: Side, wrt: Side, backend: Backend) -> UnconnectedError:
     """The error about two tensors without a path between them."""
+    backwards = of.order is not None and wrt.order is not None and of.order < wrt.order
+    hint = (
+        f'{wrt.name} is computed after {of.name}, so ask the other way round, of="{wrt.name}" and wrt="{of.name}"'
+        if backwards
+        else 'pass unconnected="zero" if zeros will do'
+    )
     return UnconnectedError(
         f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: no path leads from one to "
-        'the other, so there is no gradient, not even a zero one; pass unconnected="zero" if zeros will do'
+        f"the other, so there is no gradient, not even a zero one; {hint}"
     )

@@ -1,7 +1,6 @@
 """`jacobian`, `hessian` and `grad`: names and options in, lazy Jacobians or their entries out."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -16,9 +15,12 @@ from elementgrad.errors import OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
-from elementgrad.trace import Call, Run, Side, Wanted, find
+from elementgrad.side import Side
+from elementgrad.trace import Call, Run, Source
 
 Tensor = Any
+Wanted = str | Place | Tensor | None
+"""What `of` and `wrt` take: the text of a place, a place, one of the tensors given, or None for the only one."""
 Tree = Any
 """Something, or a tuple, list or dict of it."""
 Unconnected = Literal["error", "zero"]
@@ -154,22 +156,36 @@ class _Reading:
         limit = bytes_of.parse(budget)
         if not isinstance(kwargs, Mapping):
             raise OptionError(f"kwargs={kwargs!r} is no dict of arguments by name")
-        of, wrt = tree.mapped(of, _of_an_output), tree.mapped(wrt, _parsed)
+        of, wrt = tree.mapped(of, _of_a_name), tree.mapped(wrt, _parsed)
         call = Call(f, args, kwargs)
-        backend = call.backend
-        inputs = tree.mapped(wrt, lambda wanted: find(call.inputs, wanted, "input", backend, batch))
-        numbers = sorted({side.number for side in tree.flat(inputs)})
-        if not numbers or not tree.flat(of):
+        sources = [call.source(place) for place in tree.flat(wrt)]
+        targets = [call.target(place) for place in tree.flat(of)]
+        inputs, outputs = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        if not inputs or not outputs:
             raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
-        tensors = [call.inputs[number][1] for number in numbers]
-        linear = backend.linearize(Run(call, numbers), tensors, create_graph, order)
-        inputs = tree.mapped(inputs, lambda side: replace(side, number=numbers.index(side.number)))
-        named = [(name, linear.value(number)) for number, name in enumerate(call.outputs)]
-        outputs = tree.mapped(of, lambda wanted: find(named, wanted, "output", backend, batch))
-        reading = cls(backend, linear, outputs, inputs, unconnected == "zero", limit, batch)
+        for place, source in zip(tree.flat(wrt), sources, strict=True):
+            if not source.met:
+                call.side(place, source, 0, source.tensor, batch)
+        run = Run(call, inputs, outputs)
+        linear = call.backend.linearize(run, [source.tensor for source in inputs], create_graph, order)
+
+        def sides(
+            places: Tree, found: Sequence[Source], among: Sequence[Source], value: Callable[[int], Tensor]
+        ) -> Tree:
+            left = iter(found)
+
+            def side(place: Place) -> Side:
+                number = among.index(source := next(left))
+                return call.side(place, source, number, value(number), batch)
+
+            return tree.mapped(places, side)
+
+        of = sides(of, targets, outputs, linear.value)
+        wrt = sides(wrt, sources, inputs, linear.inputs.__getitem__)
+        reading = cls(call.backend, linear, of, wrt, unconnected == "zero", limit, batch)
         reading._examples()
-        if any(backend.kind(side.tensor) == "c" for side in reading._sides()):
-            for side in tree.flat(outputs):
+        if any(call.backend.kind(side.tensor) == "c" for side in reading._sides()):
+            for side in tree.flat(of):
                 linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
         return reading
 
@@ -218,23 +234,16 @@ class _Reading:
         return next(iter(counts.values()))
 
 
-def _parsed(wanted: Wanted) -> Wanted:
+def _parsed(wanted: Wanted) -> Place:
     place = Place.parse(wanted) if isinstance(wanted, str) else wanted
     if place is not None and not isinstance(place, Place) and owner(place) is None:
         raise PlaceError(f'{place!r} names no tensor; give a name such as "x" or "output[0]", a place or a tensor')
-    return place
+    return place if isinstance(place, Place) else Place(place)
 
 
-def _of_an_output(wanted: Wanted) -> Wanted:
+def _of_a_name(wanted: Wanted) -> Place:
     """What `of` may be, as far as that is known before the function has run."""
     place = _parsed(wanted)
-    if place is None:
-        return place
-    if not isinstance(place, Place) or place.tensor is not None:
+    if place.tensor is not None:
         raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
-    if place.name is not None and re.split(r"[.:]", place.name)[0] != "output":
-        raise PlaceError(
-            f'no output is named {place.name!r}; they are named "output", or "output.key" and "output:0" inside a dict '
-            "or tuple"
-        )
     return place

@@ -9,6 +9,8 @@ A name is anything without brackets or parentheses, such as `encoder.layer.3.att
 """
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -158,3 +160,15 @@ class _Parser:
         given = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
         shown = re.sub(r"\s", " ", self.text)
         return ParseError(f"expected {fits} at character {self.at + 1}, found {given}\n  {shown}\n  {' ' * self.at}^")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Which of the names somebody may have meant, as the end of a sentence."""
+    inside = [other for other in names if re.match(re.escape(name) + "[.:/#]", other)]
+    near = inside or get_close_matches(name, names, n=3)
+    return f"nearest: {listed(near)}" if near else f"there are: {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence, not all of a great many."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,33 +1,61 @@
-"""Names to tensors: what the inputs and outputs of a function are called, and how to run it on other inputs."""
+"""Names to tensors: what inputs, parameters, activations and outputs are called, and a run in which they are met."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
-from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError, TracedError
-from elementgrad.index import normalize
+from elementgrad.backends.model import Model
+from elementgrad.errors import DtypeError, FrameworkError, PlaceError
 from elementgrad.place import Place
-from elementgrad.resolve import resolve
-from elementgrad.selection import Selection
+from elementgrad.side import Side
+from elementgrad.tap import Passage, Transform, Wanted
+from elementgrad.text import listed, nearest
 
 Tensor = Any
-Wanted = str | Place | Tensor | None
-"""What `of` and `wrt` take: the text of a place, a place, one of the tensors given, or None for the only one."""
 ANY = inspect.signature(lambda *args, **kwargs: None)
+MET = ("activation", "output")
+"""The kinds whose tensors are there once the function has run."""
 _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
-class Call:
-    """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`.
+@dataclass(frozen=True)
+class Source(tree.Leaf):
+    """A tensor that has a name: an input by its number, what a model holds by its name, or what a run will meet."""
 
-    It is the seam between names and derivatives: whatever else can be named and replaced (activations, parameters)
-    joins `inputs` and `outputs` here.
-    """
+    name: str
+    kind: str | None
+    tensor: Tensor = field(default=None, compare=False)
+    """None for what is met."""
+    number: int | None = None
+
+    @property
+    def wanted(self) -> Wanted:
+        """Its name, for a run to meet it."""
+        return Wanted(self.name, self.kind)
+
+    @property
+    def met(self) -> bool:
+        """Whether its tensor is there only once the function has run."""
+        return self.tensor is None
+
+    @property
+    def held(self) -> bool:
+        """Whether the function holds it itself, as a model does its parameters."""
+        return self.tensor is not None and self.number is None
+
+
+ONLY_OUTPUT = Source("", "output")
+"""The only floating output, whatever it is called."""
+
+
+class Call:
+    """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         if not callable(function):
@@ -35,35 +63,162 @@ class Call:
         self._bound = _bind(function, args, kwargs)
         leaves = [leaf for name, value in self._bound.arguments.items() for leaf in tree.leaves(value, name)]
         self._leaves = [number for number, (_, leaf) in enumerate(leaves) if backends.owner(leaf) is not None]
-        self.inputs = [leaves[number] for number in self._leaves]
-        self.outputs: list[str] = []
-        self.backend = _one_backend(self.inputs, args)
+        self.inputs = [
+            Source(leaves[leaf][0], "input", leaves[leaf][1], number) for number, leaf in enumerate(self._leaves)
+        ]
+        self.backend = _one_backend(function, self.inputs, args)
         self.function = function
+        self.output = "output"
+        """What the only output is called."""
+        self.orders: dict[Wanted, int] = {}
+        """How many tensors were met before each that was asked for."""
 
-    def run(self, inputs: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call the function with some of its inputs replaced; all tensors in what it returns."""
-        new = {self._leaves[number]: tensor for number, tensor in zip(inputs, tensors, strict=True)}
+    @cached_property
+    def model(self) -> Model:
+        """The function, with the names that it holds."""
+        return self.backend.model(self.function)
+
+    def source(self, place: Place) -> Source:
+        """What a place is about; a name that nothing bears yet may be met when the function runs."""
+        if place.tensor is not None:
+            return self._by_identity(place.tensor)
+        if place.name is None:
+            return self._only_input()
+        name = place.name
+        named = [source for source in self.inputs if source.name == name.replace(":", ".")]
+        named += [Source(name, kind, tensor) for kind, tensor in self.model.bearing(name)]
+        fitting = [source for source in named if place.kind in (None, source.kind)]
+        kinds = [source.kind for source in fitting]
+        if len(set(kinds)) > 1:
+            raise PlaceError(
+                f"{' and '.join(sorted(map(str, set(kinds))))} are both named {name!r}; say which, as in "
+                f'eg.at("{name}", kind="{kinds[0]}")'
+            )
+        if len(fitting) > 1:
+            raise PlaceError(
+                f"{len(fitting)} {kinds[0]}s are named {name!r}; rename the keys of the dicts that hold them"
+            )
+        if not fitting and place.kind not in (None, *MET):
+            raise self.unknown(name, place.kind, [])
+        return fitting[0] if fitting else Source(name, place.kind)
+
+    def target(self, place: Place) -> Source:
+        """What a place is about, as something to derive; without a name it is the only floating output."""
+        return ONLY_OUTPUT if place.name is None else self.source(place)
+
+    def side(self, place: Place, source: Source, number: int, tensor: Tensor, batch: bool) -> Side:
+        """A source or target as one side of a Jacobian, once its tensor is there."""
+        name = self.output if source is ONLY_OUTPUT else source.name
+        order = -1 if not source.met else math.inf if source is ONLY_OUTPUT else self.orders.get(source.wanted)
+        return Side.at(place, name, number, tensor, self.backend, batch, order)
+
+    def unknown(self, name: str, kind: str | None, met: Sequence[str]) -> PlaceError:
+        """The error about a name that nothing bears."""
+        held = [(other, sort) for other, sort, _ in self.model.held()]
+        known = [(source.name, "input") for source in self.inputs] + held
+        known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in met]
+        names = [other for other, sort in known if kind in (None, sort)] or [other for other, _ in known]
+        return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
+
+    def run(self, sources: Sequence[Source], tensors: Sequence[Any], targets: Sequence[Source]) -> list[Tensor]:
+        """Call the function with some of its tensors replaced, and give those that are asked for.
+
+        For what the run meets, the replacement is a function of it, a tensor to add to it, or None to leave it.
+        """
+        new = {self._leaves[s.number]: x for s, x in zip(sources, tensors, strict=True) if s.number is not None}
+        held = {s.name: x for s, x in zip(sources, tensors, strict=True) if s.held and x is not None}
+        changes = {s.wanted: _change(x) for s, x in zip(sources, tensors, strict=True) if s.met}
+        kept = [target.wanted for target in targets if target.met and target is not ONLY_OUTPUT]
+        passage = Passage(self.backend, changes, kept) if changes or kept else None
+        outputs = self._run(new, held, passage)
+        if passage is not None:
+            self._require_met(passage)
+        replaced = {s: x for s, x in zip(sources, tensors, strict=True) if x is not None}
+        return [
+            self._only_output(outputs)
+            if target is ONLY_OUTPUT
+            else passage.tensors[target.wanted]
+            if passage is not None and target.met
+            else replaced.get(target, target.tensor)
+            for target in targets
+        ]
+
+    def everything(self) -> Passage:
+        """One run that meets all that has a name."""
+        passage = Passage(self.backend, {}, [], everything=True)
+        self._run({}, {}, passage)
+        return passage
+
+    def _run(
+        self, new: Mapping[int, Tensor], held: Mapping[str, Tensor], passage: Passage | None
+    ) -> list[tuple[str, Tensor]]:
         arguments = tree.replaced(dict(self._bound.arguments), new)
         bound = inspect.BoundArguments(self._bound.signature, arguments)  # type: ignore[arg-type]
-        returned = self.backend.traceable(self.function)(*bound.args, **bound.kwargs)
+        if not held and passage is None:
+            returned = self.backend.traceable(self.function)(*bound.args, **bound.kwargs)
+        else:
+            with self.model.running(held, passage) as function:
+                returned = self.backend.traceable(function)(*bound.args, **bound.kwargs)
         named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
-        if not named:
-            raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
         for name, tensor in named:
             if backends.owner(tensor) is not self.backend:
                 raise FrameworkError(
                     f"{name} is not a tensor of {self.backend.name} as the arguments are; use one framework"
                 )
-        self.outputs = [name for name, _ in named]
-        return [tensor for _, tensor in named]
+        if passage is not None:
+            named = [(name, passage.pass_on("output", "output", name[len("output.") :], x)) for name, x in named]
+        if not named and not (passage and passage.met):
+            raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
+        return named
+
+    def _by_identity(self, tensor: Tensor) -> Source:
+        backends.find(tensor)
+        same = [source for source in self.inputs if source.tensor is tensor]
+        if not same:
+            same = [Source(name, kind, other) for name, kind, other in self.model.held() if other is tensor][:1]
+        if len(same) == 1:
+            return same[0]
+        if same:
+            names = listed([source.name for source in same])
+            raise PlaceError(f"the tensor was given as {names}; say which by its name")
+        names = listed([source.name for source in self.inputs])
+        raise PlaceError(f"the tensor is none of the inputs {names}; pass it to the function, or name one of these")
+
+    def _only_input(self) -> Source:
+        floats = [source for source in self.inputs if self.backend.kind(source.tensor) in "fc"]
+        _require_one([(source.name, source.tensor) for source in self.inputs], [s.name for s in floats], "input", "wrt")
+        return floats[0]
+
+    def _only_output(self, outputs: Sequence[tuple[str, Tensor]]) -> Tensor:
+        floats = {name: tensor for name, tensor in outputs if self.backend.kind(tensor) in "fc"}
+        _require_one(outputs, list(floats), "output", "of")
+        (self.output,) = floats
+        return floats[self.output]
+
+    def _require_met(self, passage: Passage) -> None:
+        """Every name that was asked for is borne by one tensor that the run met."""
+        for wanted, met in passage.matches.items():
+            if len(met) == 1:
+                self.orders[wanted] = met[0].order
+                continue
+            alike = [name for name, other in passage.named() if other in met or (not met and other.base == wanted.base)]
+            if alike:
+                raise PlaceError(f"{wanted.name!r} is {len(alike)} tensors here; name one: {listed(alike)}")
+            if ("activation", None) in self.model.bearing(wanted.base):
+                raise PlaceError(
+                    f"{wanted.name!r} is not computed with these arguments; name a layer that is called, or pass "
+                    "arguments that lead to this one"
+                )
+            raise self.unknown(wanted.name, wanted.kind, [name for name, _ in passage.named()])
 
 
 @dataclass(frozen=True)
 class Run:
-    """A call as a function of some of its inputs."""
+    """A call as a function from some of its tensors to others."""
 
     call: Call
-    inputs: Sequence[int]
+    sources: Sequence[Source]
+    targets: Sequence[Source]
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -73,75 +228,22 @@ class Run:
     @property
     def others(self) -> list[Tensor]:
         """The other inputs, which are passed on as they are."""
-        return [tensor for number, (_, tensor) in enumerate(self.call.inputs) if number not in self.inputs]
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """All tensors of what the function returns."""
-        return self.call.run(self.inputs, tensors)
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a Jacobian: a tensor by its number among the inputs or outputs, or some of its elements."""
-
-    name: str
-    number: int
-    tensor: Tensor
-    of: tuple[int, ...]
-    """The shape of the tensor; of one example, with a batch."""
-    base: Selection | None = None
-    """The elements that the side is made of; None for all."""
+        return [source.tensor for source in self.call.inputs if source not in self.sources]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that is indexed."""
-        return self.of if self.base is None else self.base.shape
+    def held(self) -> list[bool]:
+        """Which of the sources the function holds itself."""
+        return [source.held for source in self.sources]
 
-    def select(self, index: Any, backend: Backend) -> Selection:
-        """The elements of the whole tensor that an index into this side names; a bare `:` or `...` is all of it."""
-        if isinstance(index, Place):
-            if index.tensor is not None or index.name not in (None, self.name):
-                raise PlaceError(f"{index} is not about {self.name}; give an index, such as eg.at[0, 5]")
-            index = index.index
-        if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
-            return resolve((), self.of) if self.base is None else self.base
-        parts = normalize(index, backend)
-        if len(self.shape) > 1 and not isinstance(index, tuple) and isinstance(parts[0], int):
-            raise SelectionError(
-                f"{parts[0]} for {self.name} of {len(self.shape)} axes: write ({parts[0]}, ...) for all of that row, "
-                "or one int per axis"
-            )
-        try:
-            chosen = resolve(parts, self.shape)
-        except SelectionError as error:
-            raise SelectionError(f"{self.name}: {error}") from None
-        if chosen.traced:
-            raise TracedError(f"{self.name}: the index is traced, so sweeps cannot be planned; use a concrete one")
-        if self.base is None:
-            return chosen
-        return Selection.at_flat(self.base.flat().reshape(-1)[chosen.flat()], self.of)
+    def __call__(self, *tensors: Any) -> list[Tensor]:
+        """The tensors that are asked for."""
+        return self.call.run(self.sources, tensors, self.targets)
 
 
-def find(named: Sequence[tuple[str, Tensor]], wanted: Wanted, kind: str, backend: Backend, batch: bool) -> Side:
-    """The input or output that somebody asks for."""
-    place = wanted if isinstance(wanted, Place) else Place(wanted)
-    if place.kind not in (None, kind):
-        raise PlaceError(f"{place} is not an {kind}")
-    if place.tensor is not None:
-        number = _by_identity(named, place.tensor, kind)
-    elif place.name is not None:
-        number = _by_name(named, place.name, kind)
-    else:
-        number = _the_only_one(named, kind, backend)
-    name, tensor = named[number]
-    if backend.kind(tensor) not in "fc":
-        raise DtypeError(f"{name} is of dtype {tensor.dtype}, which has no gradients; make it floating point first")
-    shape = _known(name, backend.shape(tensor))
-    if batch and not shape:
-        raise OptionError(f"{name} has no axes, so it holds no batch; leave batch=True out")
-    shape = shape[1:] if batch else shape
-    base = Place(None, name, place.index, place.kind, pointwise=place.pointwise).select(shape) if place.index else None
-    return Side(name, number, tensor, shape, base)
+def _change(new: Any) -> Transform:
+    if new is None:
+        return lambda met: met
+    return new if callable(new) else lambda met: met + new
 
 
 def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
@@ -163,60 +265,23 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return known
 
 
-def _one_backend(inputs: Sequence[tuple[str, Tensor]], args: Sequence[Any]) -> Backend:
-    if not inputs:
+def _one_backend(function: Callable[..., Any], inputs: Sequence[Source], args: Sequence[Any]) -> Backend:
+    found = {backends.find(source.tensor).name: backends.find(source.tensor) for source in inputs}
+    holder = backends.holder(function) if not found else None
+    if holder is not None:
+        return holder
+    if not found:
         backends.find(args[0] if args else None)
-    found = {backends.find(tensor).name: backends.find(tensor) for _, tensor in inputs}
     if len(found) > 1:
         raise FrameworkError(f"the arguments are tensors of {' and '.join(sorted(found))}; use one framework for all")
     return next(iter(found.values()))
 
 
-def _by_name(named: Sequence[tuple[str, Tensor]], name: str, kind: str) -> int:
-    wanted = name.replace(":", ".")
-    numbers = [number for number, (other, _) in enumerate(named) if other == wanted]
-    if len(numbers) == 1:
-        return numbers[0]
-    if numbers:
-        raise PlaceError(f"{len(numbers)} {kind}s are named {name!r}; rename the keys of the dicts that hold them")
-    names = [other for other, _ in named]
-    inside = [other for other in names if other.startswith(f"{wanted}.")]
-    nearest = inside or get_close_matches(wanted, names, n=3) or names
-    raise PlaceError(
-        f"no {kind} is named {name!r}; {'nearest' if nearest != names else 'there are'}: {_listed(nearest)}"
-    )
-
-
-def _by_identity(named: Sequence[tuple[str, Tensor]], tensor: Tensor, kind: str) -> int:
-    backends.find(tensor)
-    numbers = [number for number, (_, other) in enumerate(named) if other is tensor]
-    if len(numbers) == 1:
-        return numbers[0]
-    names = _listed([name for name, _ in named])
-    if numbers:
-        raise PlaceError(f"the tensor was given as {_listed([named[n][0] for n in numbers])}; say which by its name")
-    raise PlaceError(f"the tensor is none of the {kind}s {names}; pass it to the function, or name one of these")
-
-
-def _the_only_one(named: Sequence[tuple[str, Tensor]], kind: str, backend: Backend) -> int:
-    numbers = [number for number, (_, tensor) in enumerate(named) if backend.kind(tensor) in "fc"]
-    if len(numbers) == 1:
-        return numbers[0]
-    argument = "wrt" if kind == "input" else "of"
-    if not numbers:
+def _require_one(named: Sequence[tuple[str, Tensor]], floats: Sequence[str], kind: str, argument: str) -> None:
+    if not floats:
         raise DtypeError(
-            f"no {kind} is floating point ({_listed([f'{name}: {tensor.dtype}' for name, tensor in named])}), "
+            f"no {kind} is floating point ({listed([f'{name}: {tensor.dtype}' for name, tensor in named])}), "
             "and nothing else has gradients"
         )
-    names = [named[number][0] for number in numbers]
-    raise PlaceError(f"there are {len(names)} {kind}s, {_listed(names)}; name one, as in {argument}={names[0]!r}")
-
-
-def _known(name: str, shape: Sequence[Any]) -> tuple[int, ...]:
-    if None in shape:
-        raise TracedError(f"the shape {tuple(shape)} of {name} is not known while tracing; give it with a signature")
-    return tuple(int(size) for size in shape)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    if len(floats) > 1:
+        raise PlaceError(f"there are {len(floats)} {kind}s, {listed(floats)}; name one, as in {argument}={floats[0]!r}")

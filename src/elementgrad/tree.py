@@ -1,21 +1,31 @@
-"""Tensors inside tuples, lists and dicts: what each is called, and the same structure around others."""
+"""Tensors inside tuples, lists, dicts, dataclasses and what a framework knows to open: what each is called there."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
+from elementgrad import backends
+
+Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
+"""The keys of what is inside (None in a box, whose content bears its name), what is inside, how to put others in."""
+
+SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
+
+
+class Leaf:
+    """Base of what is never opened, though it has fields."""
+
 
 def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything that is no tuple, list or dict, with its path: `"x.weights.0"`."""
-    if isinstance(tree, dict):
-        for key, branch in tree.items():
-            yield from leaves(branch, f"{name}.{key}")
-    elif isinstance(tree, (tuple, list)):
-        for key, branch in zip(getattr(tree, "_fields", count()), tree, strict=False):
-            yield from leaves(branch, f"{name}.{key}")
-    else:
+    """Everything that cannot be opened, with its path: `"x.weights.0"`."""
+    node = _opened(tree)
+    if node is None:
         yield name, tree
+    else:
+        for key, branch in zip(*node[:2], strict=True):
+            yield from leaves(branch, name if key is None else f"{name}.{key}")
 
 
 def flat(tree: Any) -> list[Any]:
@@ -24,24 +34,17 @@ def flat(tree: Any) -> list[Any]:
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure of tuples, lists and dicts around a function of each leaf, taken in the order of `leaves`.
+    """The same structure around a function of each leaf, taken in the order of `leaves`.
 
     A container in which nothing changes is passed on as it is.
     """
-    if isinstance(tree, dict):
-        branches = {key: mapped(branch, function) for key, branch in tree.items()}
-        if all(branches[key] is tree[key] for key in tree):
-            return tree
-        other = copy.copy(tree)  # a subclass stays what it is
-        for key, branch in branches.items():
-            other[key] = branch
-        return other
-    if isinstance(tree, (tuple, list)):
-        entries = [mapped(branch, function) for branch in tree]
-        if all(entry is branch for entry, branch in zip(entries, tree, strict=True)):
-            return tree
-        return type(tree)(*entries) if hasattr(tree, "_fields") else type(tree)(entries)
-    return function(tree)
+    node = _opened(tree)
+    if node is None:
+        return function(tree)
+    _, branches, rebuild = node
+    entries = [mapped(branch, function) for branch in branches]
+    changed = any(entry is not branch for entry, branch in zip(entries, branches, strict=True))
+    return rebuild(entries) if changed else tree
 
 
 def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
@@ -52,3 +55,32 @@ def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
         return new.get(next(numbers), leaf)
 
     return mapped(tree, other)
+
+
+def _opened(tree: Any) -> Node | None:
+    if isinstance(tree, dict):
+        return list(tree), list(tree.values()), lambda entries: _with_items(tree, entries)
+    if isinstance(tree, (tuple, list)):
+        named = getattr(tree, "_fields", None)
+        rebuild = getattr(type(tree), "_make", type(tree))
+        return named or range(len(tree)), tree, rebuild
+    if isinstance(tree, Leaf) or type(tree) in SIMPLE or backends.owner(tree) is not None:
+        return None
+    if hasattr(type(tree), "__dataclass_fields__"):
+        names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
+        return names, [getattr(tree, name) for name in names], lambda entries: _with_fields(tree, names, entries)
+    return backends.opened(tree)
+
+
+def _with_items(tree: dict[Any, Any], entries: Sequence[Any]) -> Any:
+    other = copy.copy(tree)  # a subclass stays what it is
+    for key, entry in zip(tree, entries, strict=True):
+        other[key] = entry
+    return other
+
+
+def _with_fields(tree: Any, names: Sequence[str], entries: Sequence[Any]) -> Any:
+    other = copy.copy(tree)
+    for name, entry in zip(names, entries, strict=True):
+        object.__setattr__(other, name, entry)  # a frozen one too
+    return other

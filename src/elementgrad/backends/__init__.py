@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from elementgrad.backends.protocol import Backend
 from elementgrad.errors import FrameworkError
 
-__all__ = ["Backend", "find", "on_whole", "owner", "plain", "whole"]
+__all__ = ["Backend", "find", "holder", "on_whole", "opened", "owner", "plain", "whole"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _found: dict[type, Backend] = {}
@@ -56,6 +56,23 @@ def find(value: Any) -> Backend:
     if backend is None:
         raise FrameworkError(_not_a_tensor(value))
     return backend
+
+
+def opened(value: Any) -> tuple[Any, Any, Any] | None:
+    """The keys and contents of a container that a framework knows, and a function that puts others in."""
+    for backend in _imported():
+        found = backend.opened(value)
+        if found is not None:
+            return found
+    return None
+
+
+def holder(function: Any) -> Backend | None:
+    """The backend of which a function is a model."""
+    for backend in _imported():
+        if backend.models(function):
+            return backend
+    return None
 
 
 def _compiler() -> Backend | None:

@@ -21,8 +21,16 @@ class Run(Protocol):
     def others(self) -> Sequence[Tensor]:
         """The tensors among its arguments that stay as they are."""
 
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """All tensors of the output."""
+    @property
+    def held(self) -> Sequence[bool]:
+        """Which of the tensors that are differentiated the function holds itself, as a model does its parameters."""
+
+    def __call__(self, *tensors: Any) -> Sequence[Tensor]:
+        """The tensors that are asked for.
+
+        A tensor that is None at first is one that the function computes on its way. What is given for it is a function
+        of it, a tensor to add to it, or None to leave it as it is.
+        """
 
 
 class UnsupportedError(Exception):

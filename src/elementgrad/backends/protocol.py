@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.model import Model
 from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
@@ -164,3 +165,19 @@ class Backend(ABC):
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the user's as it would run if the user called it here, where code may be rewritten."""
         return function
+
+    def opened(self, value: Any) -> tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]] | None:
+        """The keys and contents of a container of the framework's own, and a function that puts others in."""
+        return None
+
+    def models(self, function: Any) -> bool:
+        """Whether a function holds tensors and layers that this framework can name."""
+        return False
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        """A function, with the names that it holds."""
+        return Model(function)
+
+    def staged(self, x: Tensor, name: str) -> Tensor:
+        """A tensor that is being traced, with a name that stays in the program; any other as it is."""
+        return x

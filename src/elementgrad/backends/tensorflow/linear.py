@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
+from elementgrad.backends.linear import Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.tensorflow.quiet import undisturbed
 
 Tensor = Any
@@ -33,16 +33,21 @@ class TensorflowLinear(Linear):
         self._programs: dict[Any, list[_Program]] = {}
 
     @classmethod
-    def of(cls, run: Function, inputs: Sequence[Tensor], create_graph: bool, order: int) -> "TensorflowLinear":
+    def of(cls, run: Run, inputs: Sequence[Any], create_graph: bool, order: int) -> "TensorflowLinear":
         """Evaluate a function at its inputs, on as many tapes as derivatives will be taken one of another."""
-        inputs = [tf.identity(x) for x in inputs]  # one tensor given twice is two inputs
         tapes = [tf.GradientTape(persistent=True, watch_accessed_variables=False) for _ in range(order)]
+        # One tensor given twice is two inputs; a variable that the function holds is read by it itself.
+        sources = [
+            _Met(tapes) if x is None else x if held else tf.identity(x)
+            for x, held in zip(inputs, run.held, strict=True)
+        ]
         with undisturbed(), ExitStack() as stack:
             for tape in tapes:
                 stack.enter_context(tape)
-                tape.watch(inputs)
-            outputs = [tf.convert_to_tensor(y) for y in run(*inputs)]
-        return cls(inputs, outputs, tapes, create_graph)
+                tape.watch([x for x in sources if not isinstance(x, _Met)])
+            given = [None if held else x for x, held in zip(sources, run.held, strict=True)]
+            outputs = [tf.convert_to_tensor(y) for y in run(*given)]
+        return cls([x.value if isinstance(x, _Met) else x for x in sources], outputs, tapes, create_graph)
 
     def gradient(self, output: int, seed: Tensor) -> "TensorflowLinear":
         *outer, inner = self._tapes
@@ -106,6 +111,21 @@ class TensorflowLinear(Linear):
             return self._program(key, sweep, like, sweeps).work
         except Exception:  # what cannot be traced runs one by one
             return 0
+
+
+class _Met:
+    """A value that the function computes, watched from where it passes."""
+
+    value: Tensor
+
+    def __init__(self, tapes: Sequence[Any]):
+        self._tapes = tapes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.value = tf.identity(x)
+        for tape in self._tapes if x.dtype.is_floating or x.dtype.is_complex else ():
+            tape.watch(self.value)
+        return self.value
 
 
 def _pulled(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor) -> list[Tensor | None]:

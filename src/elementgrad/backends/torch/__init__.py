@@ -10,8 +10,10 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from elementgrad import backends
 from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.torch.linear import TorchLinear
+from elementgrad.backends.torch.model import TorchModel, root
 from elementgrad.backends.torch.quiet import plainly
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
@@ -129,6 +131,12 @@ class TorchBackend(Backend):
 
     def graft(self, value: Tensor, slope: Tensor) -> Tensor:
         return _graft(value, slope)
+
+    def models(self, function: Any) -> bool:
+        return root(function) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return TorchModel(function)
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TorchLinear.of(run, inputs, create_graph)

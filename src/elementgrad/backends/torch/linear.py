@@ -14,8 +14,9 @@ from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
-Graph = tuple[list[Tensor], list[Tensor]]
-"""The leaves of one evaluation, and its outputs."""
+End = Tensor | torch.autograd.graph.GradientEdge
+Graph = tuple[list[Any], list[Tensor]]
+"""Where gradients of one evaluation end, and its outputs."""
 FUSED = "scaled_dot_product"
 """Stands in the errors about attention kernels that lack a derivative which the plain kernel has."""
 
@@ -55,14 +56,19 @@ class TorchLinear(Linear):
     def of(cls, run: Run, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinear":
         """Evaluate a function at its inputs."""
         for x in inputs:
-            if x.layout is not torch.strided:
+            if x is not None and x.layout is not torch.strided:
                 raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
         now = state()
+        met = [x is None for x in inputs]
+        inputs = list(inputs)
 
         def evaluate(attention: bool) -> Graph:
             with undisturbed(run.function, now if attention else None, attention):
-                leaves = [_leaf(x, create_graph) for x in inputs]
-                return leaves, list(run(*[leaf.clone() for leaf in leaves]))  # clones may be written to in place
+                leaves = [_Met() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
+                # clones may be written to in place
+                outputs = run(*[leaf if isinstance(leaf, _Met) else leaf.clone() for leaf in leaves])
+            inputs[:] = [leaf.like if isinstance(leaf, _Met) else x for leaf, x in zip(leaves, inputs, strict=True)]
+            return [leaf.end if isinstance(leaf, _Met) else leaf for leaf in leaves], list(outputs)
 
         versions = [_version(x) for x in run.others]
         linear = cls(inputs, evaluate, run, now, create_graph)
@@ -76,10 +82,12 @@ class TorchLinear(Linear):
             leaves, outputs = self._evaluate(True) if attention else (self.leaves, self.outputs)
             y = outputs[output]
             if not y.requires_grad:
-                return leaves, [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+                return leaves, [torch.zeros_like(x, requires_grad=False) for x in self.inputs]
             with undisturbed(None):
-                gradients = torch.autograd.grad(y, leaves, _normal(seed), create_graph=True, materialize_grads=True)
-            return leaves, list(gradients)
+                options: Any = {"create_graph": True, "allow_unused": True}
+                gradients = torch.autograd.grad(y, leaves, _normal(seed), **options)
+            pairs = zip(gradients, self.inputs, strict=True)
+            return leaves, [torch.zeros_like(x, requires_grad=False) if g is None else g for g, x in pairs]
 
         def replay(*xs: Tensor) -> Sequence[Tensor]:
             return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](_normal(seed))
@@ -134,7 +142,7 @@ class TorchLinear(Linear):
                     raise
                 raise UnstackableError(reason(error)) from error
 
-    def _one(self, y: Tensor, leaves: list[Tensor], seed: Tensor, options: Any) -> Sequence[Tensor | None]:
+    def _one(self, y: Tensor, leaves: list[Any], seed: Tensor, options: Any) -> Sequence[Tensor | None]:
         try:
             return torch.autograd.grad(y, leaves, seed, **options)
         except (NotImplementedError, RuntimeError) as error:
@@ -179,7 +187,8 @@ class TorchLinear(Linear):
             return [tangent.unsqueeze(0) for tangent in tangents]
 
     def _again(self, input: int, outputs: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
-        values = self._replay(*[(x if i == input else other).clone() for i, other in enumerate(self.inputs)])
+        xs = [x if i == input else other for i, other in enumerate(self.inputs)]
+        values = self._replay(*[x.clone() for x in xs])
         return tuple([values[o] for o in outputs])
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
@@ -188,10 +197,36 @@ class TorchLinear(Linear):
         return max(_largest(self.outputs[output], [self.leaves[i] for i in ends]) for output in outputs)
 
 
-def _largest(y: Tensor, leaves: Sequence[Tensor]) -> int:
+class _Met:
+    """Where gradients end at a value that the function computes: it goes on as it is, so nothing else changes.
+
+    Its place in the graph is noted, since it may be written to in place later. A value without gradients goes on as
+    one that has them.
+    """
+
+    end: End
+    like: Tensor
+    """Zeros of its shape, to which forward sweeps add their seeds."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.like = torch.zeros_like(x, requires_grad=False)
+        if x.requires_grad:
+            self.end = torch.autograd.graph.get_gradient_edge(x)
+            return x
+        self.end = x.detach()
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        return self.end.requires_grad_().clone()
+
+
+def _node(end: End) -> Any:
+    return (torch.autograd.graph.get_gradient_edge(end) if isinstance(end, Tensor) else end).node
+
+
+def _largest(y: Tensor, leaves: Sequence[End]) -> int:
     """The bytes of the largest derivative on the way from an output to the leaves."""
     with torch.inference_mode(False), torch.enable_grad():
-        ends = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves}
+        ends = {_node(leaf) for leaf in leaves}
     leads: dict[Any, bool] = {}  # whether a node leads to a leaf: parameters of a model hang on the graph as well
     ahead = [y.grad_fn] if y.grad_fn is not None else []
     while ahead:
@@ -233,8 +268,8 @@ def _normal(x: Tensor) -> Tensor:
         return x.clone()
 
 
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+def _version(x: Tensor | None) -> int | None:
+    return 0 if x is None else None if x.is_inference() else x._version
 
 
 @contextmanager

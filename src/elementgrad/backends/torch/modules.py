@@ -40,7 +40,7 @@ class Lending:
         for name, buffer in kept.items():
             if buffer is not None:
                 if id(buffer) not in self._copies:
-                    self._copies[id(buffer)] = buffer, buffer.detach().clone()
+                    self._copies[id(buffer)] = buffer, buffer.clone()
                 buffers[name] = self._copies[id(buffer)][1]
 
     def _leave(self, module: Module, _: Any, __: Any) -> None:

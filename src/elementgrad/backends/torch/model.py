@@ -1,0 +1,133 @@
+"""The names inside a PyTorch module: its submodules, parameters and buffers, whatever wraps it left out."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from elementgrad.backends.model import Model, Passage
+
+Module = torch.nn.Module
+Tensor = torch.Tensor
+WRAPPERS = ("module", "_orig_mod")
+"""What a wrapper calls the module that it wraps: `DataParallel`, `DistributedDataParallel`, `torch.compile`."""
+
+
+def root(function: Any) -> Module | None:
+    """The module that a function is, or is a method of."""
+    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, Module) else None
+
+
+class TorchModel(Model):
+    """A module, or a method of one."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        self._root = root(function)
+
+    def held(self) -> Iterator[tuple[str, str, Tensor]]:
+        seen = set()
+        for path, module in self._modules():
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        yield _joined(path, name), kind, tensor
+
+    def layers(self) -> Iterator[str]:
+        return (path for path, _ in self._modules() if path)
+
+    def bearing(self, name: str) -> list[tuple[str, Tensor | None]]:
+        found: list[tuple[str, Tensor | None]] = []
+        if self._root is None:
+            return found
+        above, _, last = name.rpartition(".")
+        module = self._find(above)
+        if module is not None:
+            found += [
+                (kind, tensors[last])
+                for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
+                if tensors.get(last) is not None
+            ]
+        return found + ([("activation", None)] if self._find(name) is not None else [])
+
+    @contextmanager
+    def running(self, new: Mapping[str, Tensor], passage: Passage | None) -> Iterator[Callable[..., Any]]:
+        with ExitStack() as stack:
+            if passage is not None:
+                stack.enter_context(passage.open())
+                for path, module in self._watched(passage):
+                    hook = module.register_forward_hook(partial(_pass, passage, path))
+                    stack.callback(hook.remove)
+            if new:
+                originals = {name: self.bearing(name)[0][1] for name in new}
+                stack.enter_context(self._replaced({id(originals[name]): tensor for name, tensor in new.items()}))
+            yield self.function
+
+    def _watched(self, passage: Passage) -> Iterator[tuple[str, Module]]:
+        if passage.everything:
+            yield from ((path, module) for path, module in self._modules() if path)
+        for name in passage.bases:
+            module = self._find(name)
+            if module is not None:
+                yield name, module
+
+    @contextmanager
+    def _replaced(self, new: Mapping[int, Tensor]) -> Iterator[None]:
+        """Other tensors in the place of some, wherever modules share them. What modules note about them is put back."""
+        changed = []
+        for _, module in self._modules():
+            for tensors in (module._parameters, module._buffers):
+                here = {name: new[id(tensor)] for name, tensor in tensors.items() if id(tensor) in new}
+                if here:
+                    changed.append((module, tensors, dict(tensors), dict(module.__dict__)))
+                    tensors.update(here)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for module, tensors, before, attributes in reversed(changed):
+                tensors.update(before)  # type: ignore[arg-type]
+                for name in set(module.__dict__) - set(attributes):
+                    del module.__dict__[name]
+                module.__dict__.update(attributes)
+
+    def _modules(self) -> Iterator[tuple[str, Module]]:
+        """Every module by its first path, the root by an empty one."""
+        seen: set[int] = set()
+
+        def walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
+            module = _unwrapped(module)
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+                for name, child in module._modules.items():
+                    if child is not None:
+                        yield from walk(child, _joined(path, name))
+
+        return walk(self._root, "") if self._root is not None else iter(())
+
+    def _find(self, path: str) -> Module | None:
+        module = None if self._root is None else _unwrapped(self._root)
+        for name in path.split(".") if path else ():
+            child = module._modules.get(name) if module is not None else None
+            module = None if child is None else _unwrapped(child)
+        return module
+
+
+def _unwrapped(module: Module) -> Module:
+    """The module inside of wrappers: those hold nothing else."""
+    while list(module._modules) in ([name] for name in WRAPPERS) and not module._parameters and not module._buffers:
+        module = next(iter(module._modules.values()))  # type: ignore[assignment]
+    return module
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _pass(passage: Passage, path: str, module: Module, _: Any, result: Any) -> Any:
+    passed = passage.meet("activation", path, result)
+    return None if passed is result else passed

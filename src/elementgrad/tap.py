@@ -1,0 +1,150 @@
+"""Values on their way through a function, met by name: tags, the results of layers, the output."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from elementgrad import backends, tree
+from elementgrad.backends import Backend
+from elementgrad.errors import PlaceError
+
+Tensor = Any
+Value = Any
+"""A tensor, or a tuple, list or dict of them."""
+Transform = Callable[[Tensor], Tensor]
+MARKS = frozenset("#:[]()\n")
+"""What no name of a tag may hold: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
+_local = threading.local()
+_lock = threading.Lock()
+_open = 0  # passages open in any thread: a plain number, which a compiler of Python code can look at for nothing
+
+
+def tag(value: Value, name: str) -> Value:
+    """Give a value inside a function a name, by which `of` and `wrt` can ask for it; it is passed on as it is.
+
+    A tensor that gets the name again is `name#1`, and the first is `name#0` then. Parts of a tuple, list or dict are
+    `name:0` or `name:key`. Tags cost nothing while nobody asks, and stay in compiled code.
+
+    >>> import torch, elementgrad as eg
+    >>> def f(x):
+    ...     hidden = eg.tag(x ** 2, "hidden")
+    ...     return hidden.sum() * 3
+    >>> eg.grad(f, torch.tensor([1.0, 2.0]), wrt="hidden")
+    tensor([3., 3.])
+    >>> eg.grad(f, torch.tensor([1.0, 2.0]), of="hidden[1]")
+    tensor([0., 4.])
+    """
+    if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
+        raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
+    if _open:
+        passages = _local.__dict__.get("passages")
+        if passages:
+            return passages[-1].meet("activation", name, value)
+    backend = backends.owner(value)
+    if backend is not None:
+        return backend.staged(value, name)
+    keys = iter([key for key, _ in tree.leaves(value, "")])
+    return tree.mapped(value, lambda leaf: backends.find(leaf).staged(leaf, f"{name}:{next(keys)[1:]}"))
+
+
+@dataclass(frozen=True)
+class Met:
+    """One tensor that a run met: of which kind and name, in which call of that name, as which part."""
+
+    kind: str
+    base: str
+    call: int
+    key: str
+    order: int
+    """How many were met before it."""
+
+    def spelled(self, numbered: bool) -> list[str]:
+        """All that it is called, with or without the number of the call, the usual one first."""
+        head = f"{self.base}#{self.call}" if numbered else self.base
+        tails = (
+            [""] if not self.key else [f".{self.key}", f":{self.key}"] if self.kind == "output" else [f":{self.key}"]
+        )
+        return [head + tail for tail in tails]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The name of a value that a run is to meet, and what kind it must be, if somebody said so."""
+
+    name: str
+    kind: str | None = None
+
+    @property
+    def base(self) -> str:
+        """What bears the name, without the number of a call or a part."""
+        return self.name.partition(":")[0].partition("#")[0]
+
+    def fits(self, met: Met) -> bool:
+        """Whether this is the value that is meant."""
+        head, colon, key = self.name.partition(":")
+        text = head + colon + key.replace(":", ".")
+        return self.kind in (None, met.kind) and text in (*met.spelled(False), *met.spelled(True))
+
+
+class Passage:
+    """One run of a function: it changes the values that somebody wants to change, and keeps those that they want."""
+
+    def __init__(
+        self, backend: Backend, changed: Mapping[Wanted, Transform], kept: Sequence[Wanted], everything: bool = False
+    ):
+        self.everything = everything
+        """Whether all that can be met is to be met."""
+        self.bases = {wanted.base for wanted in (*changed, *kept)}
+        """What else is to be met."""
+        self.met: list[Met] = []
+        self.matches: dict[Wanted, list[Met]] = {wanted: [] for wanted in (*changed, *kept)}
+        self.tensors: dict[Wanted | Met, Tensor] = {}
+        self._backend = backend
+        self._changed = changed
+        self._kept = kept
+        self._calls: Counter[tuple[str, str, str]] = Counter()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Meet what this thread tags."""
+        global _open
+        passages = _local.__dict__.setdefault("passages", [])
+        passages.append(self)
+        with _lock:
+            _open += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                _open -= 1
+            passages.remove(self)
+
+    def meet(self, kind: str, base: str, value: Value) -> Value:
+        """A value that bears a name: what goes on in its place."""
+        keys = iter([key for key, _ in tree.leaves(value, "")])
+        return tree.mapped(value, lambda leaf: self.pass_on(kind, base, next(keys)[1:], leaf))
+
+    def pass_on(self, kind: str, base: str, key: str, tensor: Any) -> Any:
+        """One part of a value that bears a name."""
+        if backends.owner(tensor) is not self._backend:
+            return tensor
+        met = Met(kind, base, self._calls[kind, base, key], key, len(self.met))
+        self._calls[kind, base, key] += 1
+        self.met.append(met)
+        fitting = [wanted for wanted in self.matches if wanted.fits(met)]
+        for wanted in fitting:
+            self.matches[wanted].append(met)
+            tensor = self._changed[wanted](tensor) if wanted in self._changed else tensor
+        for wanted in fitting:
+            if wanted in self._kept:
+                self.tensors[wanted] = self._backend.fresh(tensor)
+        if self.everything:
+            self.tensors[met] = tensor
+        return tensor
+
+    def named(self) -> list[tuple[str, Met]]:
+        """All that was met, each by the shortest name that is its own."""
+        return [(met.spelled(self._calls[met.kind, met.base, met.key] > 1)[0], met) for met in self.met]
