@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 Tensor = Any
@@ -31,6 +32,15 @@ class Run(Protocol):
         A tensor that is None at first is one that the function computes on its way. What is given for it is a function
         of it, a tensor to add to it, or None to leave it as it is.
         """
+
+
+@dataclass(frozen=True)
+class Use:
+    """One argument slot of one operation in the user's function."""
+
+    operation: str
+    where: str | None
+    """File and line of the user's code, if they are known."""
 
 
 class UnsupportedError(Exception):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.errors import TracedError
 
@@ -86,6 +86,10 @@ class Backend(ABC):
     @abstractmethod
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         """Evaluate a function at its inputs, ready for sweeps through derivatives up to an order."""
+
+    def uses(self, run: Run, inputs: Sequence[Tensor], input: int) -> tuple[Linear, list[Use]]:
+        """Evaluate a function as one of all the uses that it makes of one of its inputs, each an input of its own."""
+        raise NotImplementedError(self.name)
 
     @abstractmethod
     def itemsize(self, x: Tensor) -> int:
