@@ -207,31 +207,33 @@ def test_a_gradient_without_of_needs_a_single_number(fw):
 @pytest.mark.parametrize(
     ("wrt", "message"),
     [
-        ("weigth", "no input is named 'weigth'; nearest: weight"),
-        ("p", "no input is named 'p'; nearest: p.a, p.b"),
-        ("nothing like it", "no input is named 'nothing like it'; there are: weight, p.a, p.b"),
-        ("output", "no input is named 'output'"),
+        ("weigth", "no tensor is named 'weigth'; nearest: weight$"),
+        ("p", "no tensor is named 'p'; nearest: p.a, p.b$"),
+        ("nothing like it", "no tensor is named 'nothing like it'; there are: weight, p.a, p.b, output$"),
+        ("output.loss", "no tensor is named 'output.loss'; nearest: output$"),
+        (eg.at("output", kind="input"), "no input is named 'output'; there are: weight, p.a, p.b$"),
     ],
 )
-def test_a_wrong_name_lists_the_nearest_before_any_work(fw, wrt, message):
-    calls = []
-
-    def f(weight, p):
-        calls.append(1)
-        return fw.sum(weight)
-
+def test_a_wrong_name_lists_the_nearest(fw, wrt, message):
     with pytest.raises(eg.PlaceError, match=message):
-        eg.grad(f, fw.tensor(A), {"a": fw.tensor(A), "b": fw.tensor(B)}, wrt=wrt)
+        eg.grad(lambda weight, p: fw.sum(weight), fw.tensor(A), {"a": fw.tensor(A), "b": fw.tensor(B)}, wrt=wrt)
+
+
+@pytest.mark.parametrize("wrt", ["p", eg.at("output", kind="input"), eg.at("x", kind="parameter")], ids=str)
+def test_a_name_that_no_run_could_meet_is_refused_before_any_work(fw, wrt):
+    calls = []
+    with pytest.raises(eg.PlaceError, match="is named"):
+        eg.grad(lambda p: calls.append(1) or fw.sum(p["a"]), {"a": fw.tensor(A)}, wrt=wrt)
     assert not calls
 
 
 def test_a_wrong_output_lists_the_nearest(fw):
     f = lambda x: {"loss": fw.sum(x), "logits": x}  # noqa: E731
-    with pytest.raises(eg.PlaceError, match=r"no output is named 'output.los'; .*: output.loss, output.logits"):
+    with pytest.raises(eg.PlaceError, match=r"no tensor is named 'output.los'; nearest: output.loss, output.logits"):
         eg.grad(f, fw.tensor(A), of="output.los")
-    with pytest.raises(eg.PlaceError, match=r"no output is named 'output'; there are: output.loss, output.logits"):
+    with pytest.raises(eg.PlaceError, match=r"'output' is 2 tensors here; name one: output.loss, output.logits"):
         eg.grad(f, fw.tensor(A), of="output")
-    with pytest.raises(eg.PlaceError, match=r"output.loss \(parameter\) is not an output"):
+    with pytest.raises(eg.PlaceError, match=r"no parameter is named 'output.loss'; there are: x"):
         eg.grad(f, fw.tensor(A), of=eg.at("output.loss", kind="parameter"))
 
 

@@ -194,10 +194,10 @@ def test_a_graph_that_is_gone_is_told_in_a_sentence():
         J[0, :]
 
 
-@pytest.mark.parametrize("of", [0, 3.5, b"output", "ouput", "x", torch.ones(2)], ids=str)
+@pytest.mark.parametrize("of", [0, 3.5, b"output", torch.ones(2)], ids=str)
 def test_what_cannot_be_an_output_is_refused_before_the_function_runs(of):
     calls = []
-    with pytest.raises(eg.PlaceError, match=r"names no tensor|no output is named|of is given by name"):
+    with pytest.raises(eg.PlaceError, match=r"names no tensor|of is given by name"):
         eg.grad(lambda x: calls.append(1) or x.sum(), torch.ones(2), of=of)
     assert not calls
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import TracedError as TracedError
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.lazy import Jacobian as Jacobian
+    from elementgrad.naming import names as names
     from elementgrad.place import Place as Place
     from elementgrad.place import at as at
     from elementgrad.plan.plan import Plan as Plan
@@ -39,6 +40,7 @@ _HOMES = {
     "grad": "read",
     "hessian": "read",
     "jacobian": "read",
+    "names": "naming",
     "tag": "tap",
     "Jacobian": "lazy",
     "Plan": "plan.plan",

@@ -60,6 +60,8 @@ class Met:
     key: str
     order: int
     """How many were met before it."""
+    alone: bool = False
+    """Whether it is the only tensor in the value that bears the name, which then means it as well."""
 
     def spelled(self, numbered: bool) -> list[str]:
         """All that it is called, with or without the number of the call, the usual one first."""
@@ -124,14 +126,16 @@ class Passage:
 
     def meet(self, kind: str, base: str, value: Value) -> Value:
         """A value that bears a name: what goes on in its place."""
-        keys = iter([key for key, _ in tree.leaves(value, "")])
-        return tree.mapped(value, lambda leaf: self.pass_on(kind, base, next(keys)[1:], leaf))
+        leaves = list(tree.leaves(value, ""))
+        alone = sum([backends.owner(leaf) is self._backend for _, leaf in leaves]) == 1
+        keys = iter([key[1:] for key, _ in leaves])
+        return tree.mapped(value, lambda leaf: self.pass_on(kind, base, next(keys), leaf, alone))
 
-    def pass_on(self, kind: str, base: str, key: str, tensor: Any) -> Any:
+    def pass_on(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
         """One part of a value that bears a name."""
         if backends.owner(tensor) is not self._backend:
             return tensor
-        met = Met(kind, base, self._calls[kind, base, key], key, len(self.met))
+        met = Met(kind, base, self._calls[kind, base, key], key, len(self.met), alone)
         self._calls[kind, base, key] += 1
         self.met.append(met)
         fitting = [wanted for wanted in self.matches if wanted.fits(met)]

@@ -98,7 +98,8 @@ class Call:
             raise PlaceError(
                 f"{len(fitting)} {kinds[0]}s are named {name!r}; rename the keys of the dicts that hold them"
             )
-        if not fitting and place.kind not in (None, *MET):
+        inside = any(source.name.startswith(f"{name}.") for source in self.inputs)
+        if not fitting and (inside or place.kind not in (None, *MET)):
             raise self.unknown(name, place.kind, [])
         return fitting[0] if fitting else Source(name, place.kind)
 
@@ -165,10 +166,11 @@ class Call:
                 raise FrameworkError(
                     f"{name} is not a tensor of {self.backend.name} as the arguments are; use one framework"
                 )
-        if passage is not None:
-            named = [(name, passage.pass_on("output", "output", name[len("output.") :], x)) for name, x in named]
         if not named and not (passage and passage.met):
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
+        if passage is not None:
+            returned = passage.meet("output", "output", returned)
+            named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         return named
 
     def _by_identity(self, tensor: Tensor) -> Source:

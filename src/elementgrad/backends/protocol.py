@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -181,6 +182,10 @@ class Backend(ABC):
     def model(self, function: Callable[..., Any]) -> Model:
         """A function, with the names that it holds."""
         return Model(function)
+
+    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Run a function of the user's in here, and nothing that it changes stays changed."""
+        return nullcontext()
 
     def staged(self, x: Tensor, name: str) -> Tensor:
         """A tensor that is being traced, with a name that stays in the program; any other as it is."""

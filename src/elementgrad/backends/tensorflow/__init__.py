@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.positions import Rows
+from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.errors import TracedError
 from elementgrad.selection import Selection, forward
 
@@ -107,6 +109,9 @@ class TensorflowBackend(Backend):
             return function
         autograph = tf.__internal__.autograph
         return autograph.tf_convert(function, autograph.control_status_ctx())
+
+    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        return undisturbed()
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TensorflowLinear.of(run, inputs, create_graph, order)

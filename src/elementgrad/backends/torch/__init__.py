@@ -1,6 +1,7 @@
 """PyTorch."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root
-from elementgrad.backends.torch.quiet import plainly
+from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -137,6 +138,9 @@ class TorchBackend(Backend):
 
     def model(self, function: Callable[..., Any]) -> Model:
         return TorchModel(function)
+
+    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        return undisturbed(function)
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TorchLinear.of(run, inputs, create_graph)

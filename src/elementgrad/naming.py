@@ -1,0 +1,63 @@
+"""`names`: a table of everything in a function or model that `of` and `wrt` can name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elementgrad.backends import Backend, plain
+from elementgrad.read import NOTHING
+from elementgrad.trace import Call
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Name:
+    """One tensor of a function or model: what it is called, and what it is."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Names(tuple[Name, ...]):
+    """Names in the order in which a run meets them, printed as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        rows = [("name", "kind", "shape", "dtype")]
+        rows += [(row.name, row.kind, "x".join(map(str, row.shape)) or "()", row.dtype) for row in self]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+@plain
+def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOTHING) -> Names:
+    """Every tensor of a function or model that can be named, found by one run of it that disturbs nothing.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    >>> eg.names(model, torch.ones(1, 3))
+    name      kind        shape  dtype
+    input     input       1x3    float32
+    0         activation  1x2    float32
+    1         activation  1x2    float32
+    output    output      1x2    float32
+    0.weight  parameter   2x3    float32
+    0.bias    parameter   2      float32
+    """
+    call = Call(model, args, kwargs)
+    with call.backend.undisturbed(model):
+        passage = call.everything()
+    found: list[tuple[str, str, Tensor]] = [(source.name, "input", source.tensor) for source in call.inputs]
+    found += [(name, met.kind, passage.tensors[met]) for name, met in passage.named()]
+    found += list(call.model.held())
+    return Names([_described(name, kind, tensor, call.backend) for name, kind, tensor in found])
+
+
+def _described(name: str, kind: str, tensor: Tensor, backend: Backend) -> Name:
+    dtype = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
+    return Name(name, kind, backend.shape(tensor), dtype)
