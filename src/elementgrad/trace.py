@@ -237,6 +237,11 @@ class Run:
         """Which of the sources the function holds itself."""
         return [source.held for source in self.sources]
 
+    @property
+    def inside(self) -> bool:
+        """Whether it replaces, changes or gives tensors that are neither arguments nor outputs."""
+        return any(source.held or source.met and source is not ONLY_OUTPUT for source in (*self.sources, *self.targets))
+
     def __call__(self, *tensors: Any) -> list[Tensor]:
         """The tensors that are asked for."""
         return self.call.run(self.sources, tensors, self.targets)

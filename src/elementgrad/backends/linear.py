@@ -26,6 +26,10 @@ class Run(Protocol):
     def held(self) -> Sequence[bool]:
         """Which of the tensors that are differentiated the function holds itself, as a model does its parameters."""
 
+    @property
+    def inside(self) -> bool:
+        """Whether it replaces, changes or gives tensors that are neither arguments nor outputs."""
+
     def __call__(self, *tensors: Any) -> Sequence[Tensor]:
         """The tensors that are asked for.
 

@@ -61,10 +61,11 @@ class TorchLinear(Linear):
                 raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
         now = state()
         met = [x is None for x in inputs]
+        inside = run.inside
         inputs = list(inputs)
 
         def evaluate(attention: bool) -> Graph:
-            with undisturbed(run.function, now if attention else None, attention), straight():
+            with undisturbed(run.function, now if attention else None, attention), straight(inside):
                 leaves = [_Met() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
                 # clones may be written to in place
                 outputs = run(*[leaf if isinstance(leaf, _Met) else leaf.clone() for leaf in leaves])
@@ -175,13 +176,13 @@ class TorchLinear(Linear):
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))[1]
 
-        with undisturbed(self._replay, self._state, attention), straight(), _no_advice():
+        with undisturbed(self._replay, self._state, attention), straight(True), _no_advice():
             x = self.inputs[input]
             x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
             return torch.func.vmap(one, randomness="same")(seeds)
 
     def _push_one(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
-        with undisturbed(self._replay, self._state, attention), straight(), forward_ad.dual_level():
+        with undisturbed(self._replay, self._state, attention), straight(True), forward_ad.dual_level():
             x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seeds[0])
             duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
             tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]

@@ -1,6 +1,7 @@
 """Running the user's function without leaving a trace: modes, buffers, random numbers and compiled code."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -53,6 +54,8 @@ def undisturbed(function: Any, again: State | None = None, attention: bool = Fal
         # Compiled code has no derivatives beyond the first, and hides its modules.
         if frames is not None and any(frames.cached_backends.values()):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # they are ours
         if attention:
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         if again is not None:
