@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import elementgrad as eg
 from tests.torch_models import MODELS, made

@@ -60,4 +60,4 @@ def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOT
 
 def _described(name: str, kind: str, tensor: Tensor, backend: Backend) -> Name:
     dtype = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
-    return Name(name, kind, backend.shape(tensor), dtype)
+    return Name(name, kind, tuple(backend.shape(tensor)), dtype)

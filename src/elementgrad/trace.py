@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -121,14 +122,22 @@ class Call:
         names = [other for other, sort in known if kind in (None, sort)] or [other for other, _ in known]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
-    def run(self, sources: Sequence[Source], tensors: Sequence[Any], targets: Sequence[Source]) -> list[Tensor]:
+    def run(
+        self,
+        sources: Sequence[Source],
+        tensors: Sequence[Any],
+        targets: Sequence[Source],
+        cuts: Mapping[Wanted, Transform] = MappingProxyType({}),
+    ) -> list[Tensor]:
         """Call the function with some of its tensors replaced, and give those that are asked for.
 
-        For what the run meets, the replacement is a function of it, a tensor to add to it, or None to leave it.
+        For what the run meets, the replacement is a function of it, a tensor to add to it, or None to leave it. What is
+        met where there is a cut is changed in any case.
         """
         new = {self._leaves[s.number]: x for s, x in zip(sources, tensors, strict=True) if s.number is not None}
         held = {s.name: x for s, x in zip(sources, tensors, strict=True) if s.held and x is not None}
         changes = {s.wanted: _change(x) for s, x in zip(sources, tensors, strict=True) if s.met}
+        changes = {**cuts, **changes}
         kept = [target.wanted for target in targets if target.met and target is not ONLY_OUTPUT]
         passage = Passage(self.backend, changes, kept) if changes or kept else None
         outputs = self._run(new, held, passage)
@@ -221,6 +230,7 @@ class Run:
     call: Call
     sources: Sequence[Source]
     targets: Sequence[Source]
+    cuts: Mapping[Wanted, Transform] = field(default_factory=dict)
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -240,11 +250,13 @@ class Run:
     @property
     def inside(self) -> bool:
         """Whether it replaces, changes or gives tensors that are neither arguments nor outputs."""
-        return any(source.held or source.met and source is not ONLY_OUTPUT for source in (*self.sources, *self.targets))
+        return any(
+            source.held or (source.met and source is not ONLY_OUTPUT) for source in (*self.sources, *self.targets)
+        )
 
     def __call__(self, *tensors: Any) -> list[Tensor]:
         """The tensors that are asked for."""
-        return self.call.run(self.sources, tensors, self.targets)
+        return self.call.run(self.sources, tensors, self.targets, self.cuts)
 
 
 def _change(new: Any) -> Transform:

@@ -1,0 +1,132 @@
+"""`contributions`: a derivative split over the uses of its source, and over what its paths pass on their way."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from elementgrad import tree
+from elementgrad.backends import Backend, owner, plain
+from elementgrad.backends.linear import Linear
+from elementgrad.errors import OptionError, PlaceError
+from elementgrad.lazy import unconnected as no_path
+from elementgrad.place import Place
+from elementgrad.plan.sweep import Sweeper
+from elementgrad.read import NOTHING, Wanted
+from elementgrad.shares import Share, Shares
+from elementgrad.side import Side
+from elementgrad.trace import Call, Run, Source
+
+Tensor = Any
+
+
+@plain
+def contributions(
+    f: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    of: Wanted = None,
+    wrt: Wanted = None,
+    via: str | Sequence[str] = (),
+    without: str | Sequence[str] = (),
+    unconnected: Literal["error", "zero"] = "error",
+) -> Shares:
+    """The derivative of one place with respect to another, as one share for each use of the source.
+
+    A use is one argument slot of one operation; the shares add up to the derivative. With `via="block1"` only the paths
+    that pass this activation or tag count (all of them, if there are several names), with `without="block1"` only those
+    that do not.
+
+    >>> import torch, elementgrad as eg
+    >>> shares = eg.contributions(lambda x: 2 * x[2] + x.sum(), torch.tensor([1.0, 2.0, 3.0]), wrt="x[2]")
+    >>> [(share.operation, share.value.item()) for share in shares], shares.total
+    ([('select', 2.0), ('sum', 1.0)], tensor(3.))
+    """
+    if unconnected not in ("error", "zero"):
+        raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
+    place, target_place = _one(wrt, "wrt"), _one(of, "of")
+    call = Call(f, args, kwargs)
+    backend = call.backend
+    source, target = call.source(place), call.target(target_place)
+    stops = {_waypoint(call, name): Place.parse(name) for name in _listed(via)}
+    cuts = {_waypoint(call, name).wanted: _cut(backend, Place.parse(name)) for name in _listed(without)}
+    run = Run(call, [source], [target, *stops], cuts)
+    linear, uses = backend.uses(run, [source.tensor], 0)
+    to = call.side(target_place, target, 0, linear.value(0), batch=False)
+    since = call.side(place, source, 0, linear.inputs[0] if source.met else source.tensor, batch=False)
+    seeds: Tensor | None = backend.units(to.tensor, to.select(..., backend).flat().reshape(-1), 1)
+    number = 0
+    for stop in sorted(stops, key=lambda stop: call.orders[stop.wanted], reverse=True):
+        seeds = _through(run, number, stop, stops[stop], seeds)
+        number = run.targets.index(stop)
+    pulled = [None] * len(uses) if seeds is None else _pulled(backend, linear, number, range(len(uses)), seeds)
+    if unconnected == "error" and all(derivative is None for derivative in pulled):
+        raise no_path(to, since, backend)
+    shape = (*to.shape, *since.shape)
+    shares = [
+        Share(use.operation, use.where, _taken(backend, derivative, since, shape))
+        for use, derivative in zip(uses, pulled, strict=True)
+        if derivative is not None
+    ]
+    return Shares(shares, backend.zeros(shape, since.tensor))
+
+
+def _waypoint(call: Call, name: str) -> Source:
+    """What paths pass or do not pass: something that the function computes."""
+    source = call.source(Place.parse(name))
+    if not source.met:
+        raise PlaceError(f"{name!r} is an {source.kind} and not computed; name an activation or a tag that paths pass")
+    return source
+
+
+def _cut(backend: Backend, place: Place) -> Callable[[Tensor], Tensor]:
+    """What lets no path through the elements that a place names."""
+    if not place.index:
+        return backend.stop
+    return lambda x: backend.all_but(x, place.select(backend.shape(x)))
+
+
+def _through(run: Run, number: int, stop: Source, place: Place, seeds: Tensor | None) -> Tensor | None:
+    """Derivatives with respect to elements on the way, from those with respect to a later tensor."""
+    if seeds is None:
+        return None
+    backend = run.call.backend
+    linear = backend.linearize(Run(run.call, [stop], run.targets, run.cuts), [None], False, 1)
+    (passed,) = _pulled(backend, linear, number, [0], seeds)
+    if passed is None or not place.index:
+        return passed
+    shape = backend.shape(passed)
+    where = place.select(shape[1:]).behind(shape[:1])
+    return backend.put(backend.zeros(shape, passed), where, backend.take(passed, where))
+
+
+def _pulled(backend: Backend, linear: Linear, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+    sweeper = Sweeper(backend, linear, output, inputs, 0, [])
+    return sweeper.sweep_from("reverse", sweeper.pulling(), seeds, backend.shape(seeds)[0])
+
+
+def _taken(backend: Backend, stack: Tensor, side: Side, shape: tuple[int, ...]) -> Tensor:
+    """Of a stack of derivatives those of the elements that make up a side."""
+    count = backend.shape(stack)[0]
+    if side.base is not None:
+        where = side.base.stacked((count,))
+        stack = backend.take(backend.reshape(stack, where.of), where)
+    return backend.reshape(stack, shape)
+
+
+def _one(wanted: Wanted, argument: str) -> Place:
+    """One place: shares of several would belong to several sums."""
+    place = Place.parse(wanted) if isinstance(wanted, str) else wanted
+    if place is not None and not isinstance(place, Place):
+        if tree.flat(place) != [place] or owner(place) is None:
+            raise PlaceError(f'{argument}={place!r} is no single place; give one, such as "x[2]"')
+        place = Place(place)
+    if argument == "of" and place is not None and place.tensor is not None:
+        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
+    return place or Place()
+
+
+def _listed(names: Any) -> list[str]:
+    listed = [names] if isinstance(names, str) else list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise PlaceError(f"{name!r} is no name of a tensor on the way; give a str, such as 'block1'")
+    return listed
