@@ -66,9 +66,11 @@ class Met:
     def spelled(self, numbered: bool) -> list[str]:
         """All that it is called, with or without the number of the call, the usual one first."""
         head = f"{self.base}#{self.call}" if numbered else self.base
-        tails = (
-            [""] if not self.key else [f".{self.key}", f":{self.key}"] if self.kind == "output" else [f":{self.key}"]
-        )
+        tails = [f":{self.key}"] if self.key else [""]
+        if self.key and self.kind == "output":
+            tails = [f".{self.key}", *tails]
+        if self.key and self.alone:
+            tails = [*tails, ""]
         return [head + tail for tail in tails]
 
 
