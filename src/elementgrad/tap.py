@@ -42,12 +42,11 @@ def tag(value: Value, name: str) -> Value:
     if _open:
         passages = _local.__dict__.get("passages")
         if passages:
-            return passages[-1].meet("activation", name, value)
+            passage, here = passages[-1]
+            if here(name):
+                return passage.meet("activation", name, value)
     backend = backends.owner(value)
-    if backend is not None:
-        return backend.staged(value, name)
-    keys = iter([key for key, _ in tree.leaves(value, "")])
-    return tree.mapped(value, lambda leaf: backends.find(leaf).staged(leaf, f"{name}:{next(keys)[1:]}"))
+    return backend.staged(value, name) if backend is not None else _staged(value, name)
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,11 @@ class Passage:
         self._calls: Counter[tuple[str, str, str]] = Counter()
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Meet what this thread tags."""
+    def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+        """Meet what this thread tags, where `here` says so of a name; elsewhere it is staged."""
         global _open
         passages = _local.__dict__.setdefault("passages", [])
-        passages.append(self)
+        passages.append((self, here))
         with _lock:
             _open += 1
         try:
@@ -124,7 +123,7 @@ class Passage:
         finally:
             with _lock:
                 _open -= 1
-            passages.remove(self)
+            passages.remove((self, here))
 
     def meet(self, kind: str, base: str, value: Value) -> Value:
         """A value that bears a name: what goes on in its place."""
@@ -154,3 +153,19 @@ class Passage:
     def named(self) -> list[tuple[str, Met]]:
         """All that was met, each by the shortest name that is its own."""
         return [(met.spelled(self._calls[met.kind, met.base, met.key] > 1)[0], met) for met in self.met]
+
+
+def _staged(value: Value, name: str) -> Value:
+    """The tensors inside a value staged one by one, as `name:key`, or as `name::key` where there is only one."""
+    leaves = [(key[1:], backends.owner(leaf)) for key, leaf in tree.leaves(value, "")]
+    tensors = [key for key, backend in leaves if backend is not None]
+    if not tensors:
+        backends.find(value)  # says what fits
+    colon = "::" if len(tensors) == 1 else ":"
+    parts = iter(leaves)
+
+    def staged(leaf: Any) -> Any:
+        key, backend = next(parts)
+        return leaf if backend is None else backend.staged(leaf, f"{name}{colon}{key}")
+
+    return tree.mapped(value, staged)

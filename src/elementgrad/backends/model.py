@@ -18,13 +18,13 @@ class Passage(Protocol):
     def bases(self) -> set[str]:
         """The names whose values are to pass by, without the number of a call or a part."""
 
-    def open(self) -> Any:
-        """A context in which this thread's tags pass by."""
+    def open(self, here: Callable[[str], bool] = ...) -> Any:
+        """A context in which this thread's tags pass by, where `here` says so of a name; elsewhere they are staged."""
 
     def meet(self, kind: str, base: str, value: Any) -> Any:
         """A value that bears a name: what goes on in its place."""
 
-    def pass_on(self, kind: str, base: str, key: str, tensor: Any) -> Any:
+    def pass_on(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
         """One part of a value that bears a name."""
 
 
