@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad.backends.jax.model import Copying, JaxModel, opened
+from elementgrad.backends.jax.program import staged
 from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.selection import Selection
 
@@ -95,7 +98,22 @@ class JaxBackend(Backend):
         return _graft(value, slope)
 
     def linearize(self, run: Run, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
-        return JaxLinear(run, inputs)
+        return JaxLinear.of(run, inputs)
+
+    def opened(self, value: Any) -> tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]] | None:
+        return opened(value)
+
+    def models(self, function: Any) -> bool:
+        return next(iter(JaxModel(function).held()), None) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return JaxModel(function)
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if isinstance(function, Copying) else Copying(function)
+
+    def staged(self, x: Array, name: str) -> Array:
+        return staged(x, name)
 
     def itemsize(self, x: Array) -> int:
         return x.dtype.itemsize

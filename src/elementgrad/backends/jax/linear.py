@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
-from elementgrad.backends.linear import Function, Linear, UnstackableError, UnsupportedError, reason
-from elementgrad.errors import FrameworkError
+from elementgrad.backends.jax.program import shifted
+from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
+from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
 
 Array = jax.Array
 Sweep = Callable[[Any, Array], tuple[Array, ...]]
@@ -33,12 +34,26 @@ class JaxLinear(Linear):
         self._run = run
         try:
             self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+        except ElementgradError as error:
+            raise type(error)(*error.args) from None  # without the note on frames that JAX adds
         except (NotImplementedError, TypeError, ValueError) as error:
             if not any(word in str(error) for word in MISSING):
                 raise
             raise FrameworkError(f"jax can differentiate this in no direction: {reason(error)}") from error
         self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
         self._single: set[Any] = set()
+
+    @classmethod
+    def of(cls, run: Run, inputs: Sequence[Array | None]) -> "JaxLinear":
+        """Evaluate a function at its inputs; one that it computes on its way has a change for an input, at zero."""
+        if not any(x is None for x in inputs):
+            return cls(run, inputs)  # type: ignore[arg-type]
+        met = [x is None for x in inputs]
+
+        def changed(*xs: Array) -> Sequence[Array]:
+            return run(*[partial(_changed, x) if new else x for x, new in zip(xs, met, strict=True)])
+
+        return cls(changed, _with_changes(run, inputs))
 
     def gradient(self, output: int, seed: Array) -> "JaxLinear":
         def pulled(*xs: Array) -> tuple[Array, ...]:
@@ -103,6 +118,39 @@ class JaxLinear(Linear):
             {i for i, used in enumerate(dce_jaxpr(jaxpr, [o == output for o in range(len(self.outputs))])[1]) if used}
             for output in range(len(self.outputs))
         ]
+
+
+def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
+    """The inputs, with zeros in place of what the function computes on its way, of the shape that it turns out to have.
+
+    That is found without computing anything, where the function can be traced.
+    """
+    found: dict[int, Array] = {}
+
+    def note(number: int, x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
+            raise DtypeError(f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array")
+        found[number] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x
+
+    def look(*given: Array) -> tuple[()]:
+        left = iter(given)
+        run(*[partial(note, number) if x is None else next(left) for number, x in enumerate(inputs)])
+        return ()
+
+    given = [x for x in inputs if x is not None]
+    try:
+        jax.eval_shape(look, *given)
+        traced = True
+    except Exception:  # one that is not about tracing comes again, without what JAX adds to it
+        traced = False
+    if not traced:
+        look(*given)
+    return [jnp.zeros(found[n].shape, found[n].dtype) if x is None else x for n, x in enumerate(inputs)]
+
+
+def _changed(change: Array, met: Array) -> Array:
+    return shifted(met, change) if jnp.issubdtype(met.dtype, jnp.inexact) else met
 
 
 def _made(jaxpr: Any) -> Iterator[Any]:
