@@ -20,7 +20,7 @@ class Leaf:
 
 def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Everything that cannot be opened, with its path: `"x.weights.0"`."""
-    node = _opened(tree)
+    node = opened(tree)
     if node is None:
         yield name, tree
     else:
@@ -38,7 +38,7 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
     A container in which nothing changes is passed on as it is.
     """
-    node = _opened(tree)
+    node = opened(tree)
     if node is None:
         return function(tree)
     _, branches, rebuild = node
@@ -57,7 +57,8 @@ def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
     return mapped(tree, other)
 
 
-def _opened(tree: Any) -> Node | None:
+def opened(tree: Any) -> Node | None:
+    """What is inside of one level of a structure, or None for what is never opened."""
     if isinstance(tree, dict):
         return list(tree), list(tree.values()), lambda entries: _with_items(tree, entries)
     if isinstance(tree, (tuple, list)):
@@ -66,10 +67,11 @@ def _opened(tree: Any) -> Node | None:
         return named or range(len(tree)), tree, rebuild
     if isinstance(tree, Leaf) or type(tree) in SIMPLE or backends.owner(tree) is not None:
         return None
-    if hasattr(type(tree), "__dataclass_fields__"):
+    known = backends.opened(tree)  # a framework that knows a dataclass knows which of its fields stay as they are
+    if known is None and hasattr(type(tree), "__dataclass_fields__"):
         names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
         return names, [getattr(tree, name) for name in names], lambda entries: _with_fields(tree, names, entries)
-    return backends.opened(tree)
+    return known
 
 
 def _with_items(tree: dict[Any, Any], entries: Sequence[Any]) -> Any:
