@@ -168,7 +168,7 @@ class Backend(ABC):
         return function(*arguments, **options)
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the user's as it would run if the user called it here, where code may be rewritten or copied."""
+        """A function of the user's as it would run if they called it here, where code may be rewritten or copied."""
         return function
 
     def opened(self, value: Any) -> tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]] | None:

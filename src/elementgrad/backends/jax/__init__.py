@@ -12,7 +12,8 @@ import numpy as np
 from elementgrad.backends.jax.linear import JaxLinear
 from elementgrad.backends.jax.model import Copying, JaxModel, opened
 from elementgrad.backends.jax.program import staged
-from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.jax.uses import uses
+from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.selection import Selection
@@ -99,6 +100,9 @@ class JaxBackend(Backend):
 
     def linearize(self, run: Run, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
         return JaxLinear.of(run, inputs)
+
+    def uses(self, run: Run, inputs: Sequence[Array | None], input: int) -> tuple[Linear, list[Use]]:
+        return uses(run, inputs, input)
 
     def opened(self, value: Any) -> tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]] | None:
         return opened(value)

@@ -62,7 +62,7 @@ class JaxLinear(Linear):
         return JaxLinear(pulled, self.inputs)
 
     def pull(self, output: int, inputs: Sequence[int], seeds: Array) -> list[Array | None]:
-        paths = [i in self._paths[output] for i in inputs]
+        paths = [i in self.paths[output] for i in inputs]
         if not any(paths):
             return [None] * len(inputs)
 
@@ -84,7 +84,7 @@ class JaxLinear(Linear):
             return tuple([pushed[o] for o in outputs])
 
         swept = self._sweep(("forward", input, *outputs), sweep, seeds)
-        return [y if input in self._paths[o] else None for o, y in zip(outputs, swept, strict=True)]
+        return [y if input in self.paths[o] else None for o, y in zip(outputs, swept, strict=True)]
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
         if key not in self._sweeps:
@@ -111,7 +111,7 @@ class JaxLinear(Linear):
         return jax.make_jaxpr(self._program)(*self.inputs)
 
     @cached_property
-    def _paths(self) -> list[set[int]]:
+    def paths(self) -> list[set[int]]:
         """For each output the inputs that its derivative is computed from."""
         jaxpr = self._jaxpr.jaxpr
         return [
@@ -125,11 +125,13 @@ def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
 
     That is found without computing anything, where the function can be traced.
     """
-    found: dict[int, Array] = {}
+    found: dict[int, jax.ShapeDtypeStruct] = {}
 
     def note(number: int, x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
-            raise DtypeError(f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array")
+            raise DtypeError(
+                f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array"
+            )
         found[number] = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return x
 

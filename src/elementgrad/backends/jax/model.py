@@ -1,4 +1,4 @@
-"""The names inside a JAX module: the arrays of a callable that is a pytree, by their paths; and runs on copies of it."""
+"""The names inside a JAX module: the arrays of a callable that is a pytree, by their paths; runs on copies of it."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,8 @@ def opened(value: Any) -> Node | None:
     if any(not path for path, _ in branches):
         return None
     keys = [_key(path[0]) for path, _ in branches]
-    return [None] if keys == BOX else keys, [branch for _, branch in branches], structure.unflatten
+    rebuild = partial(jax.tree_util.tree_unflatten, structure)
+    return [None] if keys == BOX else keys, [branch for _, branch in branches], rebuild
 
 
 class JaxModel(Model):
@@ -51,9 +52,9 @@ class Copying:
     They are made inside whatever transformation calls it: there alone may a module of flax NNX be written to.
     """
 
-    def __init__(self, function: Callable[..., Any], new: Mapping[str, Array] = {}):  # noqa: B006
+    def __init__(self, function: Callable[..., Any], new: Mapping[str, Array] | None = None):
         self._function = function
-        self._new = new
+        self._new = new or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[int, tuple[Any, Any]] = {}

@@ -1,0 +1,140 @@
+"""The uses that a JAX function makes of one value: every argument slot of every equation that takes it."""
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.core import jaxprs_in_params
+from jax.ad_checkpoint import checkpoint_name
+
+from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad.backends.jax.program import FOLLOWED, bind, evaluate, follow, shifted
+from elementgrad.backends.linear import Run, Use, reason
+from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
+
+Array = jax.Array
+MARK = "elementgrad"
+"""The name that the value bears in the program, so that it is known there: no tag has it, as theirs go on."""
+PACKAGES = ("jax", "jaxlib", "flax", "elementgrad")
+"""Whose lines of code are not the user's."""
+BETWEEN = ("contextlib.py", "functools.py")
+"""Files of Python's own that calls in them go through."""
+
+
+def uses(run: Run, inputs: Sequence[Array | None], input: int) -> tuple[JaxLinear, list[Use]]:
+    """A function of changes to one of its inputs, each in one of its uses alone, at zero."""
+    watching = _Watching(run, inputs, input)
+    found = watching.found()
+    linear = JaxLinear(watching.outputs, watching.zeros(len(found)))
+    leading = sorted(set().union(*linear.paths))
+    if len(leading) == len(found):
+        return linear, found
+
+    def fewer(*changes: Array) -> Sequence[Array]:
+        placed = dict(zip(leading, changes, strict=True))
+        return watching.outputs(*[placed.get(number) for number in range(len(found))])
+
+    return JaxLinear(fewer, watching.zeros(len(leading))), [found[number] for number in leading]
+
+
+class _Watched:
+    """The value, wherever it goes in the program under another name."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class _Watching:
+    """A program in which one value is watched, and changed in some of its uses."""
+
+    _aval: Any
+    """Shape and dtype of the value, once it was come by."""
+
+    def __init__(self, run: Run, inputs: Sequence[Array | None], input: int):
+        mark = partial(checkpoint_name, name=MARK)
+        x = inputs[input]
+        try:
+            self._program = jax.make_jaxpr(
+                lambda: tuple(run(*inputs[:input], mark if x is None else mark(x), *inputs[input + 1 :]))
+            )()
+        except ElementgradError as error:
+            raise type(error)(*error.args) from None
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            raise FrameworkError(
+                f"uses are told in a function that jax can trace, and this one branches on values: {reason(error)}"
+            ) from error
+
+    def found(self) -> list[Use]:
+        """All uses, in the order in which they come."""
+        found: list[Use] = []
+        jax.eval_shape(lambda: self._run([], found))
+        return found
+
+    def outputs(self, *changes: Array | None) -> list[Array]:
+        """The results, with a change in each of the uses, or None for none."""
+        return self._run(changes, [])
+
+    def zeros(self, count: int) -> list[Array]:
+        """So many changes that change nothing."""
+        return [jnp.zeros(self._aval.shape, self._aval.dtype) for _ in range(count)]
+
+    def _run(self, changes: Sequence[Array | None], found: list[Use]) -> list[Array]:
+        def used(value: Any, operation: str, where: str | None) -> Any:
+            change = changes[len(found)] if changes else None
+            found.append(Use(operation, where))
+            return value if change is None else shifted(value, change)
+
+        def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
+            if equation.primitive.name == "name" and equation.params["name"] == MARK:
+                return [self._watch(operands[0], equation.invars[0].aval)]
+            if not any(isinstance(operand, _Watched) for operand in operands):
+                return bind(equation, operands)
+            if equation.primitive.name == "name":
+                return operands  # a name is no use
+            if equation.primitive.name in FOLLOWED:
+                return follow(equation, operands, step)
+            told = _operation(equation), _where(equation)
+            return bind(
+                equation, [used(other.value, *told) if isinstance(other, _Watched) else other for other in operands]
+            )
+
+        results = evaluate(self._program.jaxpr, self._program.consts, [], step)
+        return [used(result.value, "return", None) if isinstance(result, _Watched) else result for result in results]
+
+    def _watch(self, value: Any, aval: Any) -> _Watched:
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise DtypeError(f"what is named is of dtype {aval.dtype}, which has no gradients; make it floating point")
+        self._aval = aval
+        return _Watched(value)
+
+
+def _operation(equation: Any) -> str:
+    """What the user knows an equation by: the function that has rules of its own, or the body of a loop."""
+    primitive = equation.primitive.name
+    inner = next(iter(jaxprs_in_params(equation.params)), None)
+    if inner is None or primitive in ("cond", "while"):
+        return primitive
+    name, _, source = str(getattr(inner.debug_info, "func_src_info", None) or "").partition(" at ")
+    if len(inner.eqns) == 1 and inner.eqns[0].primitive.name in FOLLOWED:
+        name = name or inner.eqns[0].params.get("name", "")
+    own = primitive == "scan" and not _is_users(source)  # a loop that JAX makes around the body
+    return primitive if own or not name.isidentifier() else name
+
+
+def _where(equation: Any) -> str | None:
+    """The innermost line of the user's code that an equation comes from."""
+    traceback = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if _is_users(frame.file_name):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return None
+
+
+def _is_users(file: str) -> bool:
+    known = [sys.modules[name] for name in PACKAGES if name in sys.modules]
+    folders = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in known)
+    return bool(file) and not file.startswith(folders) and os.path.basename(file) not in BETWEEN
