@@ -134,13 +134,18 @@ class Passage:
 
     def pass_on(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
         """One part of a value that bears a name."""
-        if backends.owner(tensor) is not self._backend:
+        if backends.owner(tensor) is not self._backend or not self._backend.passes(tensor):
             return tensor
         met = Met(kind, base, self._calls[kind, base, key], key, len(self.met), alone)
         self._calls[kind, base, key] += 1
         self.met.append(met)
         fitting = [wanted for wanted in self.matches if wanted.fits(met)]
         for wanted in fitting:
+            if not self._backend.single(tensor):
+                raise PlaceError(
+                    f"{wanted.name!r} is computed inside a loop or branch of a graph, so it has no single value; name "
+                    "what comes out of it, or run it outside of tf.function"
+                )
             self.matches[wanted].append(met)
             tensor = self._changed[wanted](tensor) if wanted in self._changed else tensor
         for wanted in fitting:

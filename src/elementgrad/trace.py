@@ -62,6 +62,7 @@ class Call:
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
         self._bound = _bind(function, args, kwargs)
+        self._positional = len(args)
         leaves = [leaf for name, value in self._bound.arguments.items() for leaf in tree.leaves(value, name)]
         self._leaves = [number for number, (_, leaf) in enumerate(leaves) if backends.owner(leaf) is not None]
         self.inputs = [
@@ -86,7 +87,7 @@ class Call:
         if place.name is None:
             return self._only_input()
         name = place.name
-        named = [source for source in self.inputs if source.name == name.replace(":", ".")]
+        named = [source for source in self.inputs if source.name == name.replace(":", ".")] or self._by_alias(name)
         named += [Source(name, kind, tensor) for kind, tensor in self.model.bearing(name)]
         fitting = [source for source in named if place.kind in (None, source.kind)]
         kinds = [source.kind for source in fitting]
@@ -164,11 +165,14 @@ class Call:
     ) -> list[tuple[str, Tensor]]:
         arguments = tree.replaced(dict(self._bound.arguments), new)
         bound = inspect.BoundArguments(self._bound.signature, arguments)  # type: ignore[arg-type]
+        # What was given by name is passed on by name: it may be that the function takes it in no other way.
+        args, more = bound.args[: self._positional], bound.args[self._positional :]
+        kwargs = dict(zip(list(arguments)[self._positional :], more, strict=False)) | bound.kwargs
         if not held and passage is None:
-            returned = self.backend.traceable(self.function)(*bound.args, **bound.kwargs)
+            returned = self.backend.traceable(self.function)(*args, **kwargs)
         else:
             with self.model.running(held, passage) as function:
-                returned = self.backend.traceable(function)(*bound.args, **bound.kwargs)
+                returned = self.backend.traceable(function)(*args, **kwargs)
         named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         for name, tensor in named:
             if backends.owner(tensor) is not self.backend:
@@ -182,11 +186,17 @@ class Call:
             named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         return named
 
+    def _by_alias(self, name: str) -> list[Source]:
+        """The input for which the model has a name of its own."""
+        places = self.model.inputs().get(name, ())
+        return [source for place in places for source in self.inputs if source.name == place][:1]
+
     def _by_identity(self, tensor: Tensor) -> Source:
         backends.find(tensor)
         same = [source for source in self.inputs if source.tensor is tensor]
         if not same:
-            same = [Source(name, kind, other) for name, kind, other in self.model.held() if other is tensor][:1]
+            bare = self.backend.bare(tensor)
+            same = [Source(name, kind, other) for name, kind, other in self.model.held() if other is bare][:1]
         if len(same) == 1:
             return same[0]
         if same:
@@ -266,8 +276,8 @@ def _change(new: Any) -> Transform:
 
 
 def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    target = getattr(function, "forward", function) if hasattr(function, "named_modules") else function
-    return _signature(target).bind(*args, **kwargs)
+    holder = backends.holder(function)
+    return _signature(function if holder is None else holder.called(function)).bind(*args, **kwargs)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -1,6 +1,6 @@
 """What a function holds that has names of its own: parameters, buffers and layers. A plain function holds nothing."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -41,6 +41,10 @@ class Model:
     def layers(self) -> Iterator[str]:
         """The names of all layers."""
         return iter(())
+
+    def inputs(self) -> Mapping[str, Sequence[str]]:
+        """Names of its own that a model has for inputs, and what each may be called among the arguments."""
+        return {}
 
     def bearing(self, name: str) -> list[tuple[str, Tensor | None]]:
         """Kind and tensor of what bears a name; a layer's result is an activation, whose tensor nobody has yet."""

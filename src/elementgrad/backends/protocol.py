@@ -183,6 +183,22 @@ class Backend(ABC):
         """A function, with the names that it holds."""
         return Model(function)
 
+    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a model, the function whose parameters its arguments are."""
+        return function
+
+    def bare(self, x: Tensor) -> Tensor:
+        """The tensor that a model holds, for one that stands for it in the user's hands."""
+        return x
+
+    def passes(self, x: Tensor) -> bool:
+        """Whether a value that bears a name is computed here, and not just traced to find out its shape."""
+        return True
+
+    def single(self, x: Tensor) -> bool:
+        """Whether a value that bears a name is one value, and not one for each time that a loop comes by."""
+        return True
+
     def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         """Run a function of the user's in here, and nothing that it changes stays changed."""
         return nullcontext()

@@ -139,6 +139,9 @@ class TorchBackend(Backend):
     def model(self, function: Callable[..., Any]) -> Model:
         return TorchModel(function)
 
+    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function.forward if root(function) is function else function  # type: ignore[attr-defined]
+
     def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         return undisturbed(function)
 
