@@ -9,8 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
+from elementgrad.backends.tensorflow import layers, staging
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
+from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.errors import TracedError
@@ -109,6 +112,25 @@ class TensorflowBackend(Backend):
             return function
         autograph = tf.__internal__.autograph
         return autograph.tf_convert(function, autograph.control_status_ctx())
+
+    def models(self, function: Any) -> bool:
+        return root(function) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return TensorflowModel(function) if root(function) is None else KerasModel(function)
+
+    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function.call if root(function) is function else function  # type: ignore[attr-defined]
+
+    def bare(self, x: Tensor) -> Tensor:
+        value = getattr(x, "_value", None)
+        return value if isinstance(value, tf.Variable) else x
+
+    def passes(self, x: Tensor) -> bool:
+        return layers.computing()
+
+    def single(self, x: Tensor) -> bool:
+        return not staging.inside(x)
 
     def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         return undisturbed()

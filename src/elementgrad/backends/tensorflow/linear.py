@@ -38,8 +38,7 @@ class TensorflowLinear(Linear):
         tapes = [tf.GradientTape(persistent=True, watch_accessed_variables=False) for _ in range(order)]
         # One tensor given twice is two inputs; a variable that the function holds is read by it itself.
         sources = [
-            _Met(tapes) if x is None else x if held else tf.identity(x)
-            for x, held in zip(inputs, run.held, strict=True)
+            _Met(tapes) if x is None else x if held else again(x) for x, held in zip(inputs, run.held, strict=True)
         ]
         with undisturbed(), ExitStack() as stack:
             for tape in tapes:
@@ -113,6 +112,15 @@ class TensorflowLinear(Linear):
             return 0
 
 
+def again(x: Tensor) -> Tensor:
+    """The same values as another tensor, with what Keras keeps on a tensor to say which steps count."""
+    same = tf.identity(x)
+    mask = getattr(x, "_keras_mask", None)
+    if mask is not None:
+        same._keras_mask = mask
+    return same
+
+
 class _Met:
     """A value that the function computes, watched from where it passes."""
 
@@ -122,7 +130,7 @@ class _Met:
         self._tapes = tapes
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.value = tf.identity(x)
+        self.value = again(x)
         for tape in self._tapes if x.dtype.is_floating or x.dtype.is_complex else ():
             tape.watch(self.value)
         return self.value

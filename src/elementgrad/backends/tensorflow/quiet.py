@@ -1,6 +1,7 @@
 """Running the user's function without leaving a trace: whatever it writes to variables is written back."""
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,16 +11,21 @@ import tensorflow as tf
 from tensorflow.python.eager.context import Context, context
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
+from elementgrad.backends.tensorflow.patch import Patch, Replace
+
 WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
 """How the methods of a variable that change it begin."""
+LOSSES = ("add_loss", "_clear_losses")
+"""The methods of a Keras layer that change the losses of its last call."""
 
 
 class _Saved:
-    """The values that variables had before they were first written to."""
+    """The values that variables had before they were first written to, and the losses that layers had."""
 
     def __init__(self) -> None:
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.values: dict[int, tuple[Any, Any]] = {}
+        self.losses: dict[int, tuple[Any, list[Any], set[int]]] = {}
 
     def save(self, handle: Any, dtype: Any) -> None:
         if id(handle) not in self.values:
@@ -27,10 +33,17 @@ class _Saved:
                 value = tf.identity(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
             self.values[id(handle)] = handle, value
 
+    def save_losses(self, layer: Any) -> None:
+        self.losses.setdefault(id(layer), (layer, list(layer._losses), set(layer._loss_ids)))
+
     def restore(self) -> None:
         with self._outside():
             for handle, value in self.values.values():
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        for layer, losses, ids in self.losses.values():
+            layer._losses[:] = losses
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)
 
     def _outside(self) -> Any:
         """Where the caller stands: the function may itself have gone on into another graph."""
@@ -38,9 +51,6 @@ class _Saved:
 
 
 _local = threading.local()
-_lock = threading.Lock()
-_users = 0
-_originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
@@ -48,13 +58,14 @@ def undisturbed() -> Iterator[None]:
     """Afterwards variables hold what they held before, and operations draw the seeds that they would have drawn."""
     saved = _Saved()
     stack: list[_Saved] = _local.__dict__.setdefault("stack", [])
-    _watch(+1)
-    stack.append(saved)
     try:
-        yield
+        with _watched.on():
+            stack.append(saved)
+            try:
+                yield
+            finally:
+                stack.remove(saved)
     finally:
-        stack.remove(saved)
-        _watch(-1)
         saved.restore()
 
 
@@ -65,44 +76,42 @@ def _apart(seeds: random.Random) -> random.Random:
     return random.Random(ahead.getrandbits(64) ^ 0x5EED)
 
 
-def _watch(users: int) -> None:
-    """Put the watchers into TensorFlow's classes while somebody needs them, in whichever threads."""
-    global _users
-    with _lock:
-        _users += users
-        if _users == users == 1:
-            _install()
-        elif _users == 0:
-            while _originals:
-                setattr(*_originals.pop())
-
-
-def _install() -> None:
+def _install(replace: Replace) -> None:
     for owner in (BaseResourceVariable, ResourceVariable):
         for name in [name for name in vars(owner) if name.startswith(WRITES)]:
-            _wrap(owner, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
-    _wrap(tf.random.Generator, "_skip_single_var", lambda _, variable, *__: _save(variable.handle, variable.dtype))
-    _wrap(Context, "call_function", _save_inputs)
+            _wrap(replace, owner, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
+    skip = "_skip_single_var"
+    _wrap(replace, tf.random.Generator, skip, lambda _, variable, *__: _save(variable.handle, variable.dtype))
+    _wrap(replace, Context, "call_function", _save_inputs)
+    layer = getattr(sys.modules.get("keras"), "Layer", None)
+    for name in LOSSES if hasattr(layer, LOSSES[-1]) else ():
+        _wrap(replace, layer, name, lambda layer, *_, **__: _save_losses(layer))
     seeds = getattr(context(), "_rng", None)
     if seeds is not None:
-        _originals.append((context(), "_rng", seeds))
-        context()._rng = _apart(seeds)
+        replace(context(), "_rng", _apart(seeds))
 
 
-def _wrap(owner: type, name: str, before: Callable[..., None]) -> None:
+def _wrap(replace: Replace, owner: Any, name: str, before: Callable[..., None]) -> None:
     original = getattr(owner, name)
 
     def watched(*arguments: Any, **options: Any) -> Any:
         before(*arguments, **options)
         return original(*arguments, **options)
 
-    _originals.append((owner, name, original))
-    setattr(owner, name, watched)
+    replace(owner, name, watched)
+
+
+_watched = Patch(_install)
 
 
 def _save(handle: Any, dtype: Any) -> None:
     for saved in getattr(_local, "stack", ()):
         saved.save(handle, dtype)
+
+
+def _save_losses(layer: Any) -> None:
+    for saved in getattr(_local, "stack", ()):
+        saved.save_losses(layer)
 
 
 def _save_inputs(_: Any, name: Any, inputs: Any, *__: Any, **___: Any) -> None:

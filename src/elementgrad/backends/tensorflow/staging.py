@@ -1,0 +1,64 @@
+"""Functions of `tf.function` that run as the Python they were written in, so that what they compute can be met."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+from elementgrad.backends.tensorflow.patch import Patch, Replace
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+
+_local = _Local()
+
+
+@contextmanager
+def unstaged() -> Iterator[None]:
+    """Have this thread's calls of compiled functions run their Python, traced or not as the caller is."""
+    with _calls.on():
+        _local.graphs.append(_graph())
+        try:
+            yield
+        finally:
+            _local.graphs.pop()
+
+
+def inside(x: Any) -> bool:
+    """Whether a tensor is of a graph inside of that in which the run started: of a loop or a branch."""
+    return bool(_local.graphs) and getattr(x, "graph", None) is not _local.graphs[-1]
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _install(replace: Replace) -> None:
+    original = Function.__call__
+
+    @wraps(original)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python = function.python_function
+        if not _local.graphs or _of_tensorflow(python):
+            return original(function, *args, **kwargs)
+        if function._autograph and not tf.executing_eagerly():
+            autograph = tf.__internal__.autograph
+            python = autograph.tf_convert(python, autograph.control_status_ctx())
+        return python(*args, **kwargs)
+
+    replace(Function, "__call__", call)
+
+
+_calls = Patch(_install)
+
+
+def _of_tensorflow(function: Any) -> bool:
+    """TensorFlow's own functions, such as those of `tf.vectorized_map`, need the graphs that they are traced into."""
+    return str(getattr(function, "__module__", "")).startswith("tensorflow.")
