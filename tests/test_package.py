@@ -14,7 +14,7 @@ from elementgrad.cli import main, tour
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
-VERBS = {"place", "edit", "choice", "read", "lazy", "trace", "record", "train", "explain", "show", "cli"}
+VERBS = {"place", "edit", "choice", "read", "lazy", "trace", "recording", "shares", "train", "explain", "show", "cli"}
 LEAVES = {"show", "cli"}
 
 

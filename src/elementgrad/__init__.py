@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from elementgrad.read import grad as grad
     from elementgrad.read import hessian as hessian
     from elementgrad.read import jacobian as jacobian
+    from elementgrad.recording import Recording as Recording
+    from elementgrad.recording import record as record
     from elementgrad.selection import Selection as Selection
     from elementgrad.tap import tag as tag
+    from elementgrad.shares import Share as Share
+    from elementgrad.shares import Shares as Shares
 
 __version__ = "0.1.0"
 
@@ -42,6 +46,10 @@ _HOMES = {
     "jacobian": "read",
     "names": "naming",
     "tag": "tap",
+    "record": "recording",
+    "Recording": "recording",
+    "Share": "shares",
+    "Shares": "shares",
     "Jacobian": "lazy",
     "Plan": "plan.plan",
     "Place": "place",

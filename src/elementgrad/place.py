@@ -30,7 +30,7 @@ class Place:
     conv1[0, 12, 5:9]
     """
 
-    __slots__ = ("_backend", "_index", "_kind", "_later", "_name", "_pointwise", "_tensor")
+    __slots__ = ("_backend", "_index", "_kind", "_later", "_name", "_pointwise", "_tensor", "_write")
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class Place:
         backend: Backend | None = None,
         pointwise: bool = False,
         later: bool = False,
+        write: int | None = None,
     ):
         self._tensor = tensor
         self._name = name
@@ -49,6 +50,7 @@ class Place:
         self._backend = backend
         self._pointwise = pointwise
         self._later = later  # made while compiling: the index is as the user wrote it
+        self._write = write
 
     @property
     def tensor(self) -> Tensor:
@@ -75,6 +77,11 @@ class Place:
         """Whether the elements were given by their coordinates, one row each."""
         return self._pointwise
 
+    @property
+    def write(self) -> int | None:
+        """Which write of each element is meant, in a recording; None for the last that matters."""
+        return self._write
+
     @classmethod
     def parse(cls, source: str) -> "Place":
         """The place that a text such as `"fc.weight[3, :]"` describes; the text is parsed, never evaluated.
@@ -97,8 +104,8 @@ class Place:
             raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
         backend = self._backend
         if backend is not None and backend.compiling():
-            return Place(self._tensor, self._name, index, self._kind, backend, later=True)
-        return Place(self._tensor, self._name, normalize(index, backend), self._kind, backend)
+            return Place(self._tensor, self._name, index, self._kind, backend, later=True, write=self._write)
+        return Place(self._tensor, self._name, normalize(index, backend), self._kind, backend, write=self._write)
 
     def coords(self, rows: Any) -> "Place":
         """One row of coordinates per element, in an array of shape (elements, axes).
@@ -119,7 +126,14 @@ class Place:
         if not place._later and any(isinstance(column, IndexArray) and column.boolean for column in place._index):
             raise SelectionError(COORDS)
         return Place(
-            self._tensor, self._name, place._index, self._kind, self._backend, pointwise=True, later=place._later
+            self._tensor,
+            self._name,
+            place._index,
+            self._kind,
+            self._backend,
+            pointwise=True,
+            later=place._later,
+            write=self._write,
         )
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
@@ -206,11 +220,11 @@ class Place:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Place):
             return NotImplemented
-        named = (self._name, self._kind, self.index) == (other._name, other._kind, other.index)
-        return named and self._tensor is other._tensor
+        mine = (self._name, self._kind, self._write, self.index)
+        return mine == (other._name, other._kind, other._write, other.index) and self._tensor is other._tensor
 
     def __hash__(self) -> int:
-        return hash((id(self._tensor), self._name, self._kind, self.index))
+        return hash((id(self._tensor), self._name, self._kind, self._write, self.index))
 
     def __str__(self) -> str:
         name = self._name or ("" if self._tensor is None else "tensor")
@@ -220,7 +234,8 @@ class Place:
     def __repr__(self) -> str:
         if self._backend is None:
             return f"Place.parse({str(self)!r})"
-        return f"<Place {self} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
+        write = "" if self._write is None else f" at write {self._write}"
+        return f"<Place {self}{write} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
 
     def _live(self, verb: str) -> Backend:
         if self._backend is None:
@@ -228,6 +243,8 @@ class Place:
         return self._backend
 
     def _edit(self, verb: str, *values: Any) -> Tensor:
+        if self._write is not None:
+            raise PlaceError(f"{self!r} is about a write in a recording, which has no values to {verb}; leave write out")
         backend, x = self._backend or self._live(verb), self._tensor
         if self._later or backend.compiling():
             return edit.run(verb, x, self._index if self._later else as_written(self._index), *values)
@@ -259,13 +276,30 @@ class At:
 
     __slots__ = ()
 
-    def __call__(self, target: Tensor | str | Place, *, kind: str | None = None) -> Place:
-        """The place of a tensor, of a name or of a place's text; all of its elements, until you index it."""
+    def __call__(
+        self, target: Tensor | str | Place, *, kind: str | None = None, write: int | None = None
+    ) -> Place:
+        """The place of a tensor, of a name or of a place's text; all of its elements, until you index it.
+
+        In a recording, `write` chooses the k-th write of each element, from the end if negative.
+
+        >>> import torch, elementgrad as eg
+        >>> t = torch.tensor([3.0, 0.0])
+        >>> with eg.record(t) as rec:
+        ...     t[0] = t[0] * 2
+        ...     t[1] = t[0] ** 2
+        ...     t[0] = t[0] * 5
+        ...     y = t[0] + t[1]
+        >>> rec.grad(y, eg.at(t, write=0)[0]), rec.grad(y, eg.at(t)[0])
+        (tensor(17.), tensor(1.))
+        """
         if kind is not None and kind not in text.KINDS:
             raise PlaceError(f"kind {kind!r} is none of {', '.join(text.KINDS)}")
         backend = backends.owner(target)
+        if write is not None:
+            _require_write(write, backend)
         if backend is not None and kind is None:
-            return Place(target, None, (), None, backend)
+            return Place(target, None, (), None, backend, write=write)
         if isinstance(target, str):
             target = Place.parse(target)
         if not isinstance(target, Place):
@@ -275,7 +309,8 @@ class At:
             )
         if kind not in (None, target.kind) and target.kind is not None:
             raise PlaceError(f"{target} is a place of kind {target.kind!r} and not {kind!r}; give one kind")
-        return Place(target.tensor, target.name, target.index, kind or target.kind, target._backend, target._pointwise)
+        kind = kind or target.kind
+        return Place(target.tensor, target.name, target.index, kind, target._backend, target.pointwise, write=target.write)
 
     def __getitem__(self, index: Any) -> Place:
         return Place(None, None, normalize(index))
@@ -284,6 +319,13 @@ class At:
 
     def __repr__(self) -> str:
         return "elementgrad.at"
+
+
+def _require_write(write: Any, backend: Backend | None) -> None:
+    if isinstance(write, bool) or not isinstance(write, int):
+        raise PlaceError(f"write={write!r} is not an int; give 0 for the first write of an element, -1 for the last")
+    if backend is None:
+        raise PlaceError(f"write={write} is about a live tensor in a recording; give the tensor itself, as in eg.at(t)")
 
 
 at = At()

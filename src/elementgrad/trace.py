@@ -82,6 +82,8 @@ class Call:
 
     def source(self, place: Place) -> Source:
         """What a place is about; a name that nothing bears yet may be met when the function runs."""
+        if place.write is not None:
+            raise PlaceError(f"{place!r} is about a write in a recording, and this is a function; leave write out")
         if place.tensor is not None:
             return self._by_identity(place.tensor)
         if place.name is None:
@@ -260,9 +262,8 @@ class Run:
     @property
     def inside(self) -> bool:
         """Whether it replaces, changes or gives tensors that are neither arguments nor outputs."""
-        return any(
-            source.held or (source.met and source is not ONLY_OUTPUT) for source in (*self.sources, *self.targets)
-        )
+        named = (*self.sources, *self.targets)
+        return bool(self.cuts) or any(s.held or (s.met and s is not ONLY_OUTPUT) for s in named)
 
     def __call__(self, *tensors: Any) -> list[Tensor]:
         """The tensors that are asked for."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
-from elementgrad.errors import TracedError
+from elementgrad.backends.recorder import Recorder
+from elementgrad.errors import FrameworkError, TracedError
 
 if TYPE_CHECKING:
     from elementgrad.selection import Selection
@@ -119,6 +120,13 @@ class Backend(ABC):
     @abstractmethod
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """The product of two matrices."""
+
+    def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
+        """Who records eager code that computes with these tensors."""
+        raise FrameworkError(
+            f"eager code of {self.name} cannot be recorded, since it leaves no trace; put it into a function f and use "
+            "eg.jacobian(f, x) or eg.grad(f, x)"
+        )
 
     def free(self, like: Tensor) -> int | None:
         """The bytes free on the device of a tensor, if it has memory of its own."""

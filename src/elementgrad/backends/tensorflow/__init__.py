@@ -12,10 +12,12 @@ from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.tensorflow import layers, staging
+from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.backends.tensorflow.recorder import TensorflowRecorder
 from elementgrad.errors import TracedError
 from elementgrad.selection import Selection, forward
 
@@ -137,6 +139,9 @@ class TensorflowBackend(Backend):
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TensorflowLinear.of(run, inputs, create_graph, order)
+
+    def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
+        return TensorflowRecorder(tensors)
 
     def itemsize(self, x: Tensor) -> int:
         return tf.as_dtype(x.dtype).size

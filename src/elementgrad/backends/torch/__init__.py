@@ -13,6 +13,7 @@ from elementgrad import backends
 from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
+from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root
 from elementgrad.backends.torch.quiet import plainly, undisturbed
@@ -147,6 +148,11 @@ class TorchBackend(Backend):
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TorchLinear.of(run, inputs, create_graph)
+
+    def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
+        from elementgrad.backends.torch.recorder import TorchRecorder
+
+        return TorchRecorder(tensors)
 
     def itemsize(self, x: Tensor) -> int:
         return x.element_size()

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ Tensor = torch.Tensor
 End = Tensor | torch.autograd.graph.GradientEdge
 Graph = tuple[list[Any], list[Tensor]]
 """Where gradients of one evaluation end, and its outputs."""
+Sweep = Callable[[Tensor], Sequence[Tensor | None]]
 FUSED = "scaled_dot_product"
 """Stands in the errors about attention kernels that lack a derivative which the plain kernel has."""
 
@@ -34,6 +35,8 @@ MISSING = "is not implemented"
 
 class TorchLinear(Linear):
     """One evaluation with its graph; forward sweeps run the function again, from the same random numbers."""
+
+    gone: Mapping[str, str] = GONE
 
     def __init__(
         self,
@@ -120,18 +123,17 @@ class TorchLinear(Linear):
         return self._pull(output, inputs, seeds)
 
     def _pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        y = self.outputs[output]
-        if not y.requires_grad:
+        sweep = self._sweep(output, inputs)
+        if sweep is None:
             return [None] * len(inputs)
-        leaves, seeds = [self.leaves[i] for i in inputs], _normal(seeds)
-        options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
+        seeds = _normal(seeds)
         with undisturbed(None), plainly():  # a rule may run parts of the function again
             if len(seeds) == 1:
-                return [None if g is None else g.unsqueeze(0) for g in self._one(y, leaves, seeds[0], options)]
+                return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
             paths: list[bool] = []
 
             def one(seed: Tensor) -> list[Tensor]:
-                swept = torch.autograd.grad(y, leaves, seed, **options)
+                swept = sweep(seed)
                 paths[:] = [derivative is not None for derivative in swept]
                 return [derivative for derivative in swept if derivative is not None]
 
@@ -144,11 +146,19 @@ class TorchLinear(Linear):
                     raise
                 raise UnstackableError(reason(error)) from error
 
-    def _one(self, y: Tensor, leaves: list[Any], seed: Tensor, options: Any) -> Sequence[Tensor | None]:
+    def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
+        """One reverse sweep as a function of its seed; None if there is no path at all."""
+        y, leaves = self.outputs[output], [self.leaves[i] for i in inputs]
+        if not y.requires_grad:
+            return None
+        options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
+        return lambda seed: torch.autograd.grad(y, leaves, seed, **options)
+
+    def _one(self, sweep: Sweep, seed: Tensor) -> Sequence[Tensor | None]:
         try:
-            return torch.autograd.grad(y, leaves, seed, **options)
+            return sweep(seed)
         except (NotImplementedError, RuntimeError) as error:
-            for sign, why in GONE.items():
+            for sign, why in self.gone.items():
                 if sign in str(error):
                     raise FrameworkError(why) from error
             if MISSING not in str(error) and not isinstance(error, NotImplementedError):
@@ -196,7 +206,9 @@ class TorchLinear(Linear):
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets
         outputs = targets if forward else [source]
-        return max(_largest(self.outputs[output], [self.leaves[i] for i in ends]) for output in outputs)
+        with torch.inference_mode(False), torch.enable_grad():
+            nodes = {_node(self.leaves[i]) for i in ends}
+        return max(largest(self.outputs[output].grad_fn, nodes) for output in outputs)
 
 
 class _Met:
@@ -225,12 +237,10 @@ def _node(end: End) -> Any:
     return (torch.autograd.graph.get_gradient_edge(end) if isinstance(end, Tensor) else end).node
 
 
-def _largest(y: Tensor, leaves: Sequence[End]) -> int:
-    """The bytes of the largest derivative on the way from an output to the leaves."""
-    with torch.inference_mode(False), torch.enable_grad():
-        ends = {_node(leaf) for leaf in leaves}
-    leads: dict[Any, bool] = {}  # whether a node leads to a leaf: parameters of a model hang on the graph as well
-    ahead = [y.grad_fn] if y.grad_fn is not None else []
+def largest(start: Any, ends: set[Any]) -> int:
+    """The bytes of the largest derivative on the way from a node of the graph to some others."""
+    leads: dict[Any, bool] = {}  # whether a node leads to an end: parameters of a model hang on the graph as well
+    ahead = [start] if start is not None else []
     while ahead:
         node = ahead[-1]
         following = [other for other, _ in node.next_functions if other is not None]

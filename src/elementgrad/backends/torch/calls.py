@@ -1,0 +1,128 @@
+"""Which functions of PyTorch's are called for the user in which way, and the user's line that called them."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import elementgrad
+
+Tensor = torch.Tensor
+WHERE = "elementgrad.where"
+"""Under this key a node of the graph says which line of the user's made it."""
+HOMES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, elementgrad))
+EXPORTS = {
+    "numpy",
+    "__array__",
+    "tolist",
+    "item",
+    "is_nonzero",
+    "__bool__",
+    "__complex__",
+    "__dlpack__",
+    "__float__",
+    "__index__",
+    "__int__",
+}
+"""Leave PyTorch with bare values, which it refuses or warns of where a tensor has derivatives."""
+ALONE = {
+    "__deepcopy__",
+    "__dir__",
+    "__format__",
+    "__hash__",
+    "__reduce_ex__",
+    "__repr__",
+    "__setstate__",
+    "_is_view",
+    "data_ptr",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "storage",
+    "untyped_storage",
+}
+"""Are about the tensor itself and not about its values."""
+PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
+"""Are about its values, while all other properties are about the tensor."""
+
+
+def name_of(func: Any) -> str:
+    """The name of a function; of a property with what is done to it, as in `grad.__get__`."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{getattr(func.__self__, '__name__', '')}.{name}"
+    return name
+
+
+def leaves_alone(func: Any, name: str) -> bool:
+    """Whether a function gets the user's tensors as they are."""
+    title, _, access = name.partition(".")
+    return title not in PROPERTIES if access else name in ALONE
+
+
+def with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function. PyTorch has no derivatives for `out=`, so a result is written there afterwards."""
+    out = kwargs.get("out")
+    if out is None or not torch.is_grad_enabled() or not _any_requires_grad((args, kwargs)):
+        return func(*args, **kwargs)
+    result = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    for room, value in zip(_listed(out), _listed(result), strict=False):
+        if room.shape != value.shape:
+            room.resize_(value.shape)
+        room.copy_(value)
+    return out
+
+
+def note_line(node: Any, start: int, where: str | None) -> str | None:
+    """Note the user's line in each node that was made since autograd counted to `start`, and did not say yet."""
+    ahead = [node]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node._sequence_nr() < start or hasattr(node, "variable") or WHERE in node.metadata:
+            continue
+        where = where or user_line()
+        node.metadata[WHERE] = where
+        ahead.extend([following for following, _ in node.next_functions])
+    return where
+
+
+def user_line() -> str:
+    """The line, as `file.py:12`, of the nearest caller outside PyTorch and this library."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOMES):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
+    """What to do when a tensor is gone: forget it. Knows the table alone, and not who keeps it."""
+    return lambda _: table.pop(key, None)
+
+
+def plainly() -> ExitStack:
+    """Run the user's code with gradients on, out of inference mode, and without the compiler, which hides its steps."""
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+    if not torch.is_grad_enabled():
+        stack.enter_context(torch.enable_grad())
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is not None and any(frames.cached_backends.values()):
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    return stack
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _any_requires_grad(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, dict):
+        return any(map(_any_requires_grad, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(_any_requires_grad, value))

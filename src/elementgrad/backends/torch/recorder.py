@@ -1,0 +1,304 @@
+"""Recording eager PyTorch code: plain tensors get a place in the graph, and every write in place is noted."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from elementgrad import tree
+from elementgrad.backends.linear import Linear
+from elementgrad.backends.recorder import Asked, Recorder, Use
+from elementgrad.backends.torch import calls
+from elementgrad.backends.torch.recorded import RecordedLinear
+from elementgrad.backends.torch.regions import Region, Write
+from elementgrad.backends.torch.shadow import Ground
+from elementgrad.backends.torch.shares import uses
+from elementgrad.backends.torch.versions import Found, Track, Version, chain, edge_of, same
+from elementgrad.backends.torch.writes import Keeper, Writes, storage, unpack
+from elementgrad.errors import FrameworkError
+
+Tensor = torch.Tensor
+clock = torch.autograd._get_sequence_nr
+"""How many operations autograd has counted so far."""
+
+
+class TorchRecorder(Recorder):
+    """Watches a block of code from above, where functions are called, and from below, where memory is written to."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        for x in tensors:
+            if x.layout is not torch.strided or storage(x) is None:
+                raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
+        self._tensors = list(tensors)
+        self._keeper = Keeper()
+        self._grounds: dict[int, Ground] = {}
+        self._tracks: dict[int, tuple[Track, Any]] = {}
+        self._pending: list[tuple[Track, Tensor, Write]] = []
+        self._made: dict[int, Any] = {}
+        self._lent: list[tuple[Tensor, Tensor]] = []
+        self._writes = 0
+        self._limit = 64
+        self._window = (0, sys.maxsize)
+        self._apart = 0
+        self._stack = ExitStack()
+
+    @property
+    def copies(self) -> int:
+        """How many saved tensors had to be copied, since their memory was written to."""
+        return self._keeper.copies
+
+    def start(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(calls.plainly())
+            self._window = (clock(), sys.maxsize)
+            together: dict[Any, list[Tensor]] = {}
+            for x in self._tensors:
+                together.setdefault(storage(x), []).append(x)
+            for key, tensors in together.items():
+                self._grounds[key] = Ground(tensors, clock())
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._keeper.pack, unpack)
+            stack.enter_context(hooks)
+            stack.enter_context(Writes(self._keeper, self._before_write, self._is_recorded))
+            stack.enter_context(_Calls(self))
+            stack.enter_context(_functions(self))
+            self._stack = stack.pop_all()
+
+    def stop(self) -> None:
+        try:
+            self._stack.close()
+        finally:
+            self._flush()
+            self._window = (self._window[0], clock())
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While we work ourselves, nothing is recorded."""
+        self._apart += 1
+        try:
+            yield
+        finally:
+            self._apart -= 1
+
+    @property
+    def watching(self) -> bool:
+        """Whether calls and writes are the user's."""
+        return not self._apart
+
+    def linear(self, of: Sequence[Asked], wrt: Sequence[Asked]) -> Linear:
+        with self.aside():
+            self._flush()
+            found = [[(asked, self._find(asked)) for asked in side] for side in (of, wrt)]
+            linear = RecordedLinear(self, *found)
+            for output in range(len(of)):
+                linear.ways(output, range(len(wrt)))  # errors come before any work
+            return linear
+
+    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Use] | None:
+        with self.aside():
+            self._flush()
+            return uses((of, self._find(of)), position, (wrt, self._find(wrt)))
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch's for the user, with stand-ins for the recorded tensors."""
+        if not self.watching:
+            return func(*args, **kwargs)
+        name = calls.name_of(func)
+        if name in calls.EXPORTS:
+            return func(*[x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args], **kwargs)
+        if calls.leaves_alone(func, name):
+            result = func(*args, **kwargs)
+            self._after_leaving_alone(name, args)
+            return self._noted(result, sys.maxsize)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function with stand-ins, and note what it made and wrote."""
+        start, originals = clock(), {}
+
+        def stand_in(x: Any) -> Any:
+            other = self._stand_in(x) if isinstance(x, Tensor) else x
+            if other is not x:
+                originals[id(other)] = x
+            return other
+
+        if torch.is_grad_enabled():
+            args, kwargs = tree.mapped(args, stand_in), tree.mapped(kwargs, stand_in)
+        try:
+            result = calls.with_out(func, args, kwargs)
+        finally:
+            self._flush()
+        result = self._noted(result, start)
+        if not originals:
+            return result
+        return tree.mapped(result, lambda x: originals.get(id(x), x))
+
+    def _stand_in(self, x: Tensor) -> Tensor:
+        """What takes the place of an argument: a plain tensor that lies in recorded memory, unless it was cut off."""
+        if x.requires_grad:
+            return x
+        ground = self._grounds.get(storage(x) or 0)
+        if ground is None:
+            return self._lend(x) if x.is_inference() else x
+        if not ground.shadow or x.dtype != ground.dtype or self._was_made(x):
+            return x
+        return ground.view(x, clock())
+
+    def _lend(self, x: Tensor) -> Tensor:
+        """A copy of an inference tensor, which could not be saved for a derivative."""
+        copy = x.clone()
+        self._lent.append((x, copy))
+        return copy
+
+    def _after_leaving_alone(self, name: str, args: Any) -> None:
+        if name in ("requires_grad_", "requires_grad.__set__") and args[0].requires_grad:
+            ground = self._grounds.get(storage(args[0]) or 0)
+            if ground is not None and ground.shadow and any(x is args[0] for x in ground.originals):
+                self._writes += 1
+                ground.adopt(args[0], self._writes, clock())
+        self._flush()
+
+    def _noted(self, result: Any, start: int) -> Any:
+        """Note for each new node of the graph the user's line, and for each other tensor that it was made here."""
+        where = None
+        for x in tree.flat(result):
+            if isinstance(x, Tensor):
+                if x.grad_fn is not None:
+                    where = calls.note_line(x.grad_fn, start, where)
+                else:
+                    self._made[id(x)] = weakref.ref(x, calls.forgetting(self._made, id(x)))
+        return result
+
+    def _was_made(self, x: Tensor) -> bool:
+        made = self._made.get(id(x))
+        return made is not None and made() is x
+
+    def _is_recorded(self, x: Any) -> bool:
+        return self.watching and any(x is ground.tensor for ground in self._grounds.values() if ground.shadow)
+
+    def _before_write(self, x: Tensor, key: int, write: Write) -> None:
+        """Below autograd, and before it knows: the graph still leads to what the tensor was."""
+        if not self.watching:
+            return
+        base = x._base if x._is_view() and x._base is not None else x
+        track: Track | None = self._grounds.get(key)
+        if track is None:
+            known = self._tracks.get(key)
+            track = known[0] if known else self._begin(key, base)
+        self._pending.append((track, base, write))
+
+    def _begin(self, key: int, base: Tensor) -> Track:
+        if len(self._tracks) >= self._limit:
+            self._tracks = {k: kept for k, kept in self._tracks.items() if not kept[1].expired()}
+            self._limit = max(64, 2 * len(self._tracks))
+        made = base.grad_fn._sequence_nr() if base.grad_fn is not None else -1
+        track = Track(Version(edge_of(base), Region.of(base), -1, made))
+        self._tracks[key] = track, StorageWeakRef(base.untyped_storage())
+        return track
+
+    def _flush(self) -> None:
+        """Note the versions that the last function made, now that autograd knows of them."""
+        lent, self._lent = self._lent, []
+        pending, self._pending = self._pending, []
+        if not pending and not lent:
+            return
+        with self.aside():
+            for x, copy in lent:
+                if copy._version:
+                    with torch.inference_mode():
+                        x.copy_(copy.detach())
+            for track in dict.fromkeys(track for track, _, _ in pending):
+                writes = [(base, write) for other, base, write in pending if other is track]
+                self._note_versions(track, writes)
+
+    def _note_versions(self, track: Track, writes: Sequence[tuple[Tensor, Write]]) -> None:
+        tensor, before = writes[-1][0], track.now.edge
+        if isinstance(track, Ground):
+            if track.shadow and same(edge_of(track.tensor), before):
+                track.cut([write for _, write in writes])
+            if track.inference:
+                track.give_back()
+            tensor = track.tensor
+        edge, time = edge_of(tensor), clock()
+        if edge is not None:
+            calls.note_line(edge.node, self._window[0], None)
+        nodes = chain(edge, before)
+        for _, write in writes:
+            self._writes += 1
+            track.versions.append(Version(edge, Region.of(tensor), self._writes, time, write, nodes))
+
+    def _find(self, asked: Asked) -> Found:
+        """The track that a named tensor is part of."""
+        x = asked.tensor
+        key = storage(x)
+        if key is None:
+            raise asked.outside()
+        ground = self._grounds.get(key)
+        own = x.requires_grad and x.is_leaf
+        if ground is not None and not (own and all(x is not other for other in ground.originals)):
+            found = Found(ground, Region.of(x))
+            if (ground.now.region.locate(found.addresses(asked.positions)) < 0).any():
+                raise asked.outside()
+            return found
+        base = x._base if x._is_view() and x._base is not None else x
+        number = base.grad_fn._sequence_nr() if base.grad_fn is not None else -1
+        if not (self._window[0] <= number < self._window[1] or self._was_made(base) or self._was_made(x)):
+            raise asked.outside()
+        track = self._tracks[key][0] if key in self._tracks else None
+        return Found(track or Track(Version(edge_of(base), Region.of(base), -1, number)), Region.of(x))
+
+
+class _Calls(TorchFunctionMode):
+    """Sees every function of PyTorch's that is called."""
+
+    def __init__(self, recorder: TorchRecorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.call(func, args, kwargs or {})
+
+
+_local = threading.local()
+_lock = threading.Lock()
+_users = 0
+
+
+@contextmanager
+def _functions(recorder: TorchRecorder) -> Iterator[None]:
+    """See the user's own `autograd.Function`s as well, which no mode does."""
+    stack: list[TorchRecorder] = _local.__dict__.setdefault("stack", [])
+    stack.append(recorder)
+    _count(+1)
+    try:
+        yield
+    finally:
+        _count(-1)
+        stack.remove(recorder)
+
+
+def _count(users: int) -> None:
+    """`Function.apply` finds the method of its base class, also where it was looked up before: there it is watched."""
+    global _users
+    with _lock:
+        _users += users
+        if _users == users == 1:
+            _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+        elif _users == 0:
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    original = super(_SingleLevelFunction, cls).apply
+    stack = getattr(_local, "stack", ())
+    if not stack or not stack[-1].watching:
+        return original(*args, **kwargs)
+    return stack[-1].run(original, args, kwargs)
+
+

@@ -1,0 +1,154 @@
+"""The versions that a tensor goes through when it is written to in place, and which of them a question is about."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from elementgrad.backends.torch.regions import Region, Write
+from elementgrad.errors import PlaceError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Version:
+    """A tensor as it stood after a write, or at first."""
+
+    edge: GradientEdge | None
+    """Where its derivative arrives in the graph; None if it has none."""
+    region: Region
+    """The elements that this derivative is for."""
+    order: int
+    """Its number among all writes of the recording."""
+    time: int
+    """What PyTorch's count of operations stood at: what was computed from it has this number or a higher one."""
+    write: Write | None = None
+    chain: tuple[Any, ...] = ()
+    """The nodes that lead from it to the version before."""
+
+
+class Track:
+    """The versions of the tensors that lie in one storage."""
+
+    def __init__(self, first: Version):
+        self.versions = [first]
+
+    @property
+    def now(self) -> Version:
+        """As it stands now."""
+        return self.versions[-1]
+
+    def hits(self, number: int, addresses: np.ndarray, itemsize: int) -> np.ndarray:
+        """Which elements a version wrote."""
+        write = self.versions[number].write
+        return np.zeros(addresses.shape, bool) if write is None else write.hits(addresses, itemsize)
+
+    def last(self, addresses: np.ndarray, itemsize: int, count: int | None = None) -> np.ndarray:
+        """For each element the last of the first `count` versions that wrote it; 0, where it begins, if none did."""
+        last = np.zeros(addresses.shape, np.int64)
+        missing = np.ones(addresses.shape, bool)
+        for number in range((count or len(self.versions)) - 1, 0, -1):
+            found = missing & self.hits(number, addresses, itemsize)
+            last[found] = number
+            missing &= ~found
+            if not missing.any():
+                break
+        return last
+
+    def after(self, starts: np.ndarray, addresses: np.ndarray, itemsize: int) -> np.ndarray:
+        """For each element the first version after its start that wrote it; the number of versions if none did."""
+        ends = np.full(addresses.shape, len(self.versions), np.int64)
+        for number in range(len(self.versions) - 1, int(starts.min(initial=0)), -1):
+            ends[self.hits(number, addresses, itemsize) & (number > starts)] = number
+        return ends
+
+    def nth(self, addresses: np.ndarray, itemsize: int, write: int) -> np.ndarray:
+        """For each element the version of its `write`-th write, from the end if negative."""
+        table = [self.hits(number, addresses, itemsize) for number in range(len(self.versions))]
+        counts = np.cumsum(table, 0)
+        wanted = counts[-1] + write if write < 0 else np.full(addresses.shape, write)
+        if ((wanted < 0) | (wanted >= counts[-1])).any():
+            few = int(counts[-1].min(initial=0))
+            fits = f"give one of 0 to {few - 1}, or leave write out" if few else "leave write out"
+            raise PlaceError(f"write={write} of an element that was written {few} times in the recording; {fits}")
+        return (counts > wanted).argmax(0)
+
+    def before(self, instants: Sequence["Instant"]) -> np.ndarray:
+        """For each instant how many versions there were."""
+        orders = np.array([version.order for version in self.versions[1:]])
+        times = np.array([version.time for version in self.versions[1:]])
+        return np.array([1 + int(instant.after(orders, times).sum()) for instant in instants], np.int64)
+
+
+@dataclass(frozen=True)
+class Instant:
+    """When a target came to be: by a write, or as a tensor made by an operation."""
+
+    order: int | None
+    time: int
+
+    def after(self, orders: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """Which writes it came after."""
+        return orders < self.order if self.order is not None else times <= self.time
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor that somebody named: the elements of a track that it is made of."""
+
+    track: Track
+    region: Region
+    """Where its elements lie."""
+
+    def addresses(self, positions: np.ndarray) -> np.ndarray:
+        """Where the elements at these positions lie."""
+        return self.region.at(positions)
+
+    def versions(self, positions: np.ndarray, write: int | None, count: int | None = None) -> np.ndarray:
+        """The version that each element is asked about at: the chosen write, or the last among the first `count`."""
+        addresses, itemsize = self.addresses(positions), self.region.itemsize
+        if write is None:
+            return self.track.last(addresses, itemsize, count)
+        return self.track.nth(addresses, itemsize, write)
+
+    def instants(self, numbers: np.ndarray) -> list[Instant]:
+        """When each element was last written, or made if it never was."""
+        versions = self.track.versions
+        return [Instant(versions[n].order if n else None, versions[n].time) for n in numbers.reshape(-1)]
+
+
+def edge_of(x: Tensor) -> GradientEdge | None:
+    """Where the derivative of a tensor arrives, if it has one."""
+    return get_gradient_edge(x) if x.requires_grad else None
+
+
+def same(one: GradientEdge | None, other: GradientEdge | None) -> bool:
+    """Whether two edges are one."""
+    if one is None or other is None:
+        return one is other
+    return one.node is other.node and one.output_nr == other.output_nr
+
+
+def chain(edge: GradientEdge | None, before: GradientEdge | None) -> tuple[Any, ...]:
+    """The nodes by which a version was made of the one before: their first slots hand on what they do not write."""
+    nodes: list[Any] = []
+    node, number = (edge.node, edge.output_nr) if edge is not None else (None, 0)
+    while node is not None and before is not None and (node, number) != (before.node, before.output_nr):
+        nodes.append(node)
+        node, number = node.next_functions[0] if node.next_functions else (None, 0)
+    return tuple(nodes) if node is not None else ()
+
+
+def named(node: Any, write: Write | None = None) -> str:
+    """What an operation is called, from the node that it left in the graph: MulBackward0 is mul."""
+    made_by = getattr(node, "_forward_cls", None)
+    if made_by is not None:
+        return str(made_by.__name__)
+    if write is not None:
+        return write.operation
+    name = node.name().rstrip("0123456789").removesuffix("Backward").lstrip("_")
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
