@@ -62,7 +62,8 @@ class TorchRecorder(Recorder):
             for x in self._tensors:
                 together.setdefault(storage(x), []).append(x)
             for key, tensors in together.items():
-                self._grounds[key] = Ground(tensors, clock())
+                ground = Ground(tensors, clock())
+                self._grounds[key] = self._grounds[storage(ground.tensor) or key] = ground
             hooks = torch.autograd.graph.saved_tensors_hooks(self._keeper.pack, unpack)
             stack.enter_context(hooks)
             stack.enter_context(Writes(self._keeper, self._before_write, self._is_recorded))
@@ -148,7 +149,8 @@ class TorchRecorder(Recorder):
             return self._lend(x) if x.is_inference() else x
         if not ground.shadow or x.dtype != ground.dtype or self._was_made(x):
             return x
-        return ground.view(x, clock())
+        with self.aside():
+            return ground.view(x, clock())
 
     def _lend(self, x: Tensor) -> Tensor:
         """A copy of an inference tensor, which could not be saved for a derivative."""

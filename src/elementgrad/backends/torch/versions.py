@@ -48,8 +48,8 @@ class Track:
         return np.zeros(addresses.shape, bool) if write is None else write.hits(addresses, itemsize)
 
     def last(self, addresses: np.ndarray, itemsize: int, count: int | None = None) -> np.ndarray:
-        """For each element the last of the first `count` versions that wrote it; 0, where it begins, if none did."""
-        last = np.zeros(addresses.shape, np.int64)
+        """For each element the last of the first `count` versions that wrote it; where it begins, if none did."""
+        last = self._begin(addresses)
         missing = np.ones(addresses.shape, bool)
         for number in range((count or len(self.versions)) - 1, 0, -1):
             found = missing & self.hits(number, addresses, itemsize)
@@ -58,6 +58,17 @@ class Track:
             if not missing.any():
                 break
         return last
+
+    def _begin(self, addresses: np.ndarray) -> np.ndarray:
+        """For each element the first version that has it: a ground may become wider."""
+        begin = np.zeros(addresses.shape, np.int64)
+        missing = self.versions[0].region.locate(addresses) < 0
+        for number, version in enumerate(self.versions if missing.any() else ()):
+            if version.region != self.versions[number - 1].region:
+                found = missing & (version.region.locate(addresses) >= 0)
+                begin[found] = number
+                missing &= ~found
+        return begin
 
     def after(self, starts: np.ndarray, addresses: np.ndarray, itemsize: int) -> np.ndarray:
         """For each element the first version after its start that wrote it; the number of versions if none did."""
@@ -72,9 +83,10 @@ class Track:
         counts = np.cumsum(table, 0)
         wanted = counts[-1] + write if write < 0 else np.full(addresses.shape, write)
         if ((wanted < 0) | (wanted >= counts[-1])).any():
-            few = int(counts[-1].min(initial=0))
-            fits = f"give one of 0 to {few - 1}, or leave write out" if few else "leave write out"
-            raise PlaceError(f"write={write} of an element that was written {few} times in the recording; {fits}")
+            few = int(counts[-1].min())
+            fits = f"give one of {-few} to {few - 1}, or leave it out" if few else "leave it out"
+            times = "once" if few == 1 else f"{few} times"
+            raise PlaceError(f"write={write} of an element that was written {times} in the recording; {fits}")
         return (counts > wanted).argmax(0)
 
     def before(self, instants: Sequence["Instant"]) -> np.ndarray:
@@ -118,7 +130,7 @@ class Found:
     def instants(self, numbers: np.ndarray) -> list[Instant]:
         """When each element was last written, or made if it never was."""
         versions = self.track.versions
-        return [Instant(versions[n].order if n else None, versions[n].time) for n in numbers.reshape(-1)]
+        return [Instant(versions[n].order if versions[n].write else None, versions[n].time) for n in numbers.reshape(-1)]
 
 
 def edge_of(x: Tensor) -> GradientEdge | None:
