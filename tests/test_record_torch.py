@@ -1,0 +1,267 @@
+"""Recordings of PyTorch: slices are parts of their base, and plain tensors stay what they are."""
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import elementgrad as eg
+
+
+def test_slices_from_before_inside_and_after_are_parts_of_their_base():
+    x = torch.arange(1.0, 7.0).reshape(2, 3)
+    before = x[0]
+    with eg.record(x) as rec:
+        inside = x[0]
+        z = (inside * x[1] * before).reshape(3, 1)
+    expected = [[2 * 1 * 4, 0, 0], [1, 0, 0]]
+    assert rec.grad(z[0, 0], x).tolist() == expected
+    for row in (before, inside, x[0], eg.at(x)[0], x.T[:, 0], x.view(-1)[:3], x.detach()[0]):
+        assert rec.grad(z[0, 0], row).tolist() == expected[0]
+        assert rec.grad(eg.at(z)[0, 0], row).tolist() == expected[0]
+    assert rec.grad(z[0, 0], x[:, ::2]).tolist() == [[8, 0], [1, 0]]
+    assert rec.grad(z.squeeze()[0], x[1, 0]).item() == 1
+
+
+@pytest.mark.parametrize(
+    "made", [lambda b: b.T, lambda b: b[::2, 1:], lambda b: b.permute(1, 0)[1:], lambda b: b[0], lambda b: b[:, :1]]
+)
+def test_recorded_tensors_need_not_be_contiguous(made):
+    base = torch.arange(12.0).reshape(3, 4)
+    x = made(base)
+    flat = x.reshape(-1)
+    with eg.record(x) as rec:
+        y = (x**2).sum() + (base * 3).sum()
+        assert rec.grad(y, x).tolist() == (2 * x + 3).tolist()
+    assert rec.grad(y, eg.at(x)[..., 0]).tolist() == (2 * x + 3)[..., 0].tolist()
+    assert flat.tolist() == x.reshape(-1).tolist()
+    part = torch.zeros_like(base)
+    made(part).copy_(2 * x)
+    assert rec.grad(y, base).tolist() == (3 + part).tolist()
+
+
+def test_an_expanded_tensor_has_one_element_in_many_places():
+    x = torch.tensor([2.0]).expand(3)
+    with eg.record(x) as rec:
+        y = (x * torch.tensor([1.0, 10.0, 100.0])).sum()
+    assert rec.grad(y, x).tolist() == [111, 111, 111]
+
+
+def test_a_copy_made_outside_is_refused_and_one_made_inside_is_an_intermediate():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with eg.record(x) as rec:
+        c = x[[0, 2]]
+        y = (c**2).sum()
+    assert rec.grad(y, c).tolist() == [2, 6]
+    for outside in (x[[0, 2]], x * 1, c[[0]]):
+        with pytest.raises(eg.PlaceError, match=r"from outside the recording.*eg.at\(x\)\[...\]"):
+            rec.grad(y, outside)
+
+
+def test_tensors_that_share_memory_may_be_recorded_together():
+    base = torch.arange(6.0)
+    a, b = base[:4], base[2:]
+    with eg.record(a, b) as rec:
+        y = (a**2).sum() + (b * 5).sum()
+    assert rec.grad(y, a).tolist() == [0, 2, 9, 11]
+    assert rec.grad(y, b).tolist() == [9, 11, 5, 5]
+    w = torch.ones(3, requires_grad=True)
+    with pytest.raises(eg.PlaceError, match="lie in one piece of memory but apart in the graph"), eg.record(w, w.detach()):
+        pass
+
+
+def test_what_the_user_detaches_stays_detached():
+    x = torch.tensor([1.0, 2.0])
+    with eg.record(x) as rec:
+        d = x.detach()
+        with torch.no_grad():
+            n = x * 3
+        y = (d * x + n + x.data).sum()
+        z = d * 2
+    assert rec.grad(y, x).tolist() == [1, 2]
+    assert not n.requires_grad
+    with pytest.raises(eg.UnconnectedError):
+        rec.grad(eg.at(z)[0], x)
+    assert rec.grad(eg.at(n)[0], x, unconnected="zero").tolist() == [0, 0]
+
+
+def state(x):
+    return x.requires_grad, x.is_leaf, x.grad_fn, x.grad, x._version, x._backward_hooks, x.data_ptr(), x.tolist()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_nothing_about_the_tensors_changes(requires_grad):
+    x = torch.tensor([1.0, 2.0], requires_grad=requires_grad)
+    x.grad = torch.tensor([7.0, 7.0]) if requires_grad else None
+    grad, before = x.grad, state(x)[:3] + state(x)[4:]
+    with eg.record(x) as rec:
+        inside = state(x)[:3] + state(x)[4:]
+        y = (x**3).sum()
+        rec.grad(y, x)
+        assert x.grad is grad
+        assert torch.is_grad_enabled()
+    assert inside == before
+    rec.grad(y, x), rec.jacobian(y, x).dense(), rec.contributions(y, x)
+    assert state(x)[:3] + state(x)[4:] == before
+    assert x.grad is grad
+    assert not requires_grad or grad.tolist() == [7, 7]
+    y.backward()
+    assert (x.grad is not None) == requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_gradients_are_on_inside_whatever_the_mode_outside(mode):
+    x = torch.tensor([1.0, 2.0])
+    with mode():
+        enabled = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with eg.record(x) as rec:
+            y = (x**2).sum()
+        assert rec.grad(y, x).tolist() == [2, 4]
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == enabled
+    assert rec.grad(y, x).tolist() == [2, 4]
+
+
+def test_inference_tensors_are_written_to_as_well():
+    with torch.inference_mode():
+        x, k = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])
+        with eg.record(x) as rec:
+            x[0] = x[1] * 3
+            k += 1
+            y = (x * k).sum()
+        assert x.tolist() == [6, 2, 3]
+        assert k.tolist() == [3, 3, 3]
+        assert rec.grad(y, x).tolist() == [3, 12, 3]
+
+
+def test_values_leave_pytorch_inside_the_block_as_ever():
+    x = torch.tensor([1.0, 2.0])
+    with eg.record(x) as rec:
+        y = x * 2
+        s = y.sum()
+        assert y.numpy().tolist() == np.asarray(y).tolist() == y.tolist() == [2, 4]
+        assert s.item() == float(s) == 6
+        assert int(s) == 6
+        assert bool(s > 3)
+        assert np.from_dlpack(y).tolist() == [2, 4]
+        assert {x: 1}[x] == 1
+        assert repr(x) == "tensor([1., 2.])"
+        assert copy.deepcopy(x).tolist() == [1, 2]
+        assert x.mul_(3) is x
+        x += 1
+        assert torch.as_tensor(x) is x
+    assert x.tolist() == [4, 7]
+
+
+def test_a_compiled_function_in_the_block_runs_eagerly():
+    torch.compiler.reset()
+    f = torch.compile(lambda x: (x**2).sum(), backend="aot_eager")
+    f(torch.ones(2))
+    x = torch.tensor([1.0, 2.0])
+    with eg.record(x) as rec:
+        y = f(x)
+    assert rec.grad(y, x).tolist() == [2, 4]
+
+
+class ThriceOnePlusSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.index, ctx.shape = index, x.shape
+        return 3 * x[index] + x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_x = gradient.expand(ctx.shape).clone()
+        of_x[ctx.index] += 3 * gradient
+        return of_x, None
+
+
+bound_before = ThriceOnePlusSum.apply
+
+
+@pytest.mark.parametrize("apply", [bound_before, lambda x, i: ThriceOnePlusSum.apply(x, i)])
+def test_a_users_own_function_with_an_index(apply):
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    with eg.record(x) as rec:
+        y = apply(x, 2)
+    assert rec.grad(y, eg.at(x)[2]).item() == 4
+    assert rec.grad(y, x).tolist() == [1, 1, 4, 1]
+    (share,) = rec.contributions(y, eg.at(x)[2])
+    assert (share.operation, share.value.item()) == ("ThriceOnePlusSum", 4)
+    assert not ThriceOnePlusSum.apply(x, 2).requires_grad
+
+
+def test_models_are_recorded_with_their_parameters():
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(4)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), norm, torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(model)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    weight = model[0].weight
+    with eg.record(x, weight) as rec:
+        y = model(x)
+    leaf = x.clone().requires_grad_()
+    z = reference(leaf)
+    of_x, of_weight = torch.autograd.grad(z[1, 0], [leaf, reference[0].weight])
+    torch.testing.assert_close(rec.grad(eg.at(y)[1, 0], x), of_x)
+    torch.testing.assert_close(rec.grad(eg.at(y)[1, 0], weight), of_weight)
+    assert weight.grad is None
+    torch.testing.assert_close(norm.running_mean, reference[1].running_mean)
+    with pytest.raises(eg.PlaceError, match="from outside the recording"):
+        rec.grad(eg.at(y)[1, 0], model[3].weight)
+
+
+def test_gradients_may_be_switched_on_in_the_block():
+    x = torch.tensor([1.0, 2.0])
+    with eg.record(x) as rec:
+        a = x * 2
+        x.requires_grad_()
+        y = (x**2).sum()
+    y.backward(retain_graph=True)
+    assert x.grad.tolist() == [2, 4]
+    assert rec.grad(y, x).tolist() == [2, 4]
+    assert rec.grad(eg.at(a)[0], x).tolist() == [2, 0]
+
+
+def test_no_memory_is_kept_when_the_recording_is_gone():
+    x = torch.ones(1000)
+    kept = [weakref.ref(x)]
+    with eg.record(x) as rec:
+        x[3] = (x * x).exp().sum()
+        y = x.sin().sum()
+        kept.append(weakref.ref(x.cos()))
+    rec.grad(y, x)
+    recorder = weakref.ref(rec._recorder)
+    gc.disable()
+    try:
+        del rec
+        assert recorder() is None
+        del x
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+    assert y.requires_grad
+
+
+def test_complex_tensors_follow_reverse_mode():
+    z = torch.tensor([1.0 + 2.0j])
+    with eg.record(z) as rec:
+        z[0] = z[0] * 2
+        y = (z.abs() ** 2).sum()
+    assert rec.grad(y, z).tolist() == [4 + 8j]
+
+
+def test_a_graph_that_backward_freed_is_named():
+    x = torch.ones(2)
+    with eg.record(x) as rec:
+        y = (x**2).sum()
+    y.backward()
+    with pytest.raises(eg.FrameworkError, match=r"backward\(\) freed the graph .* or record again"):
+        rec.grad(y, x)
+
+
+def test_layouts_without_elements_are_refused():
+    with pytest.raises(eg.FrameworkError, match="have no derivatives; give x.to_dense"):
+        eg.record(torch.eye(2).to_sparse())
