@@ -1,9 +1,5 @@
 """Recordings of eager code: what may be asked, by whom and when, and that nothing is disturbed."""
 
-import copy
-import gc
-import weakref
-
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -119,9 +115,16 @@ def test_unconnected_is_an_error_or_zeros(fw):
 
 def test_an_exception_in_the_block_leaves_a_usable_recording(fw):
     x = fw.tensor([1.0, 2.0])
-    with pytest.raises(ZeroDivisionError), eg.record(x) as rec:
-        y = x * 3
-        raise ZeroDivisionError
+    made = []
+
+    def fails():
+        with eg.record(x) as rec:
+            made.extend([rec, x * 3])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    rec, y = made
     assert_values(fw, rec.grad(eg.at(y)[0], x), [3, 0])
     assert not _get_current_function_mode_stack()
     assert not _get_current_dispatch_mode_stack()
@@ -166,7 +169,11 @@ BAD = {
     "a named place": (lambda x, rec: rec.grad(x[0], eg.at("x")[0]), eg.PlaceError, "names no tensor in a recording"),
     "a place of nothing": (lambda x, rec: rec.grad(eg.at[0], x), eg.PlaceError, "names no tensor in a recording"),
     "nothing": (lambda x, rec: rec.grad([], x), eg.PlaceError, "names nothing"),
-    "several elements": (lambda x, rec: rec.grad(x, x), eg.SelectionError, r"say which elements, as in eg.at\(z\)\[0\]"),
+    "several elements": (
+        lambda x, rec: rec.grad(x, x),
+        eg.SelectionError,
+        r"say which elements, as in eg.at\(z\)\[0\]",
+    ),
     "another framework": (lambda x, rec: rec.grad(eg.at(x)[0], jnp.ones(2)), eg.FrameworkError, "the tensor is jax's"),
     "out of range": (lambda x, rec: rec.grad(eg.at(x)[7], x), eg.SelectionError, "out of range"),
     "budget": (lambda x, rec: rec.jacobian(x, x, budget="much"), eg.OptionError, "no amount of memory"),
@@ -200,7 +207,9 @@ def test_jax_is_told_the_way():
         eg.record(jnp.ones(3))
 
 
-OUTSIDE = r"is from outside the recording; give it to eg.record, or name elements .* by eg.at\(x\)\[...\] instead of x\[...\]"
+OUTSIDE = (
+    r"is from outside the recording; give it to eg.record, or name elements .* by eg.at\(x\)\[...\] instead of x\[...\]"
+)
 
 
 def test_tensors_from_outside_are_refused_by_both_sides(fw):
@@ -243,7 +252,7 @@ def test_keras_variables_are_recorded_too():
     with eg.record(layer.kernel) as rec:
         y = layer(x)
     assert rec.grad(eg.at(y)[0, 1], layer.kernel).numpy().tolist() == [[0, 1], [0, 2], [0, 3]]
-    with pytest.raises(eg.FrameworkError, match="eg.contributions"):
+    with pytest.raises(eg.FrameworkError, match=r"use eg\.contributions"):
         rec.contributions(eg.at(y)[0, 1], layer.kernel)
     with pytest.raises(eg.PlaceError, match="of a tensor of TensorFlow, which is never written to"):
         rec.grad(eg.at(y)[0, 1], eg.at(layer.kernel, write=0))

@@ -116,7 +116,7 @@ def test_a_write_is_chosen_by_its_number():
         rec.grad(y, eg.at(t, write=2)[0])
     with pytest.raises(eg.PlaceError, match=r"write=0 of an element that was written 0 times .*; leave it out"):
         rec.grad(y, eg.at(y, write=0))
-    with pytest.raises(eg.PlaceError, match="whose value is no longer there; leave write out, or use rec.grad"):
+    with pytest.raises(eg.PlaceError, match=r"whose value is no longer there; leave write out, or use rec\.grad"):
         rec.jacobian(eg.at(t, write=0), t)
 
 
@@ -265,7 +265,10 @@ def test_what_is_never_written_is_never_copied():
 
 def test_a_change_of_shape_in_place_is_refused_in_a_sentence():
     t = torch.ones(3)
-    with eg.record(t) as rec, pytest.raises(eg.FrameworkError, match="unsqueeze_ gives a recorded tensor another shape"):
+    with (
+        eg.record(t) as rec,
+        pytest.raises(eg.FrameworkError, match="unsqueeze_ gives a recorded tensor another shape"),
+    ):
         t.unsqueeze_(0)
     with pytest.raises(eg.PlaceError):
         rec.grad(torch.ones(()), t)

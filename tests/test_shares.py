@@ -1,5 +1,7 @@
 """A derivative split over the uses of its source: the shares add up, and each is what that use alone gives."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ def test_the_direct_use_and_the_use_through_a_sum():
     assert shares.total.item() == shares.value.item() == 3
     line = shares[0].where.split(":")
     assert line[0] == "test_shares.py"
-    assert open(__file__).read().splitlines()[int(line[1]) - 1].strip() == "y = 2 * x[2] + x.sum()"
+    assert Path(__file__).read_text().splitlines()[int(line[1]) - 1].strip() == "y = 2 * x[2] + x.sum()"
 
 
 def test_shares_print_as_a_table():

@@ -244,7 +244,9 @@ class Place:
 
     def _edit(self, verb: str, *values: Any) -> Tensor:
         if self._write is not None:
-            raise PlaceError(f"{self!r} is about a write in a recording, which has no values to {verb}; leave write out")
+            raise PlaceError(
+                f"{self!r} is about a write in a recording, which has no values to {verb}; leave write out"
+            )
         backend, x = self._backend or self._live(verb), self._tensor
         if self._later or backend.compiling():
             return edit.run(verb, x, self._index if self._later else as_written(self._index), *values)
@@ -276,9 +278,7 @@ class At:
 
     __slots__ = ()
 
-    def __call__(
-        self, target: Tensor | str | Place, *, kind: str | None = None, write: int | None = None
-    ) -> Place:
+    def __call__(self, target: Tensor | str | Place, *, kind: str | None = None, write: int | None = None) -> Place:
         """The place of a tensor, of a name or of a place's text; all of its elements, until you index it.
 
         In a recording, `write` chooses the k-th write of each element, from the end if negative.
@@ -310,7 +310,9 @@ class At:
         if kind not in (None, target.kind) and target.kind is not None:
             raise PlaceError(f"{target} is a place of kind {target.kind!r} and not {kind!r}; give one kind")
         kind = kind or target.kind
-        return Place(target.tensor, target.name, target.index, kind, target._backend, target.pointwise, write=target.write)
+        return Place(
+            target.tensor, target.name, target.index, kind, target._backend, target.pointwise, write=target.write
+        )
 
     def __getitem__(self, index: Any) -> Place:
         return Place(None, None, normalize(index))

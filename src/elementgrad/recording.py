@@ -12,7 +12,8 @@ from elementgrad import backends, tree
 from elementgrad.backends import Backend, plain
 from elementgrad.backends.recorder import Asked, Recorder
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
-from elementgrad.lazy import Jacobian, read_together, unconnected as no_path
+from elementgrad.lazy import Jacobian, read_together
+from elementgrad.lazy import unconnected as no_path
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.shares import Share, Shares
@@ -204,9 +205,13 @@ class _Reading:
                 slots.setdefault((use.order, use.operation, use.where), {})[number] = use.value
         empty = self.backend.zeros(self.wrt.shape, self.wrt.tensor)
         return [
-            (name, line, self.backend.concat([by_row.get(i, empty)[None] for i in range(len(rows))]))
+            (name, line, self.backend.concat([_row(by_row.get(i, empty)) for i in range(len(rows))]))
             for (_, name, line), by_row in sorted(slots.items(), key=lambda slot: slot[0][0])
         ]
+
+
+def _row(value: Tensor) -> Tensor:
+    return value[None]
 
 
 def _one_backend(tensors: Sequence[Tensor]) -> Backend:

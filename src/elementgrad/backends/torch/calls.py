@@ -11,6 +11,8 @@ import torch
 import elementgrad
 
 Tensor = torch.Tensor
+clock: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""How many operations autograd has counted so far."""
 WHERE = "elementgrad.where"
 """Under this key a node of the graph says which line of the user's made it."""
 HOMES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, elementgrad))

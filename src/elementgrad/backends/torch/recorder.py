@@ -1,14 +1,12 @@
 """Recording eager PyTorch code: plain tensors get a place in the graph, and every write in place is noted."""
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -16,6 +14,8 @@ from elementgrad import tree
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Recorder, Use
 from elementgrad.backends.torch import calls
+from elementgrad.backends.torch.calls import clock
+from elementgrad.backends.torch.functions import watched_by
 from elementgrad.backends.torch.recorded import RecordedLinear
 from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.backends.torch.shadow import Ground
@@ -25,8 +25,6 @@ from elementgrad.backends.torch.writes import Keeper, Writes, storage, unpack
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
-clock = torch.autograd._get_sequence_nr
-"""How many operations autograd has counted so far."""
 
 
 class TorchRecorder(Recorder):
@@ -68,7 +66,7 @@ class TorchRecorder(Recorder):
             stack.enter_context(hooks)
             stack.enter_context(Writes(self._keeper, self._before_write, self._is_recorded))
             stack.enter_context(_Calls(self))
-            stack.enter_context(_functions(self))
+            stack.enter_context(watched_by(self))
             self._stack = stack.pop_all()
 
     def stop(self) -> None:
@@ -265,42 +263,3 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorder.call(func, args, kwargs or {})
-
-
-_local = threading.local()
-_lock = threading.Lock()
-_users = 0
-
-
-@contextmanager
-def _functions(recorder: TorchRecorder) -> Iterator[None]:
-    """See the user's own `autograd.Function`s as well, which no mode does."""
-    stack: list[TorchRecorder] = _local.__dict__.setdefault("stack", [])
-    stack.append(recorder)
-    _count(+1)
-    try:
-        yield
-    finally:
-        _count(-1)
-        stack.remove(recorder)
-
-
-def _count(users: int) -> None:
-    """`Function.apply` finds the method of its base class, also where it was looked up before: there it is watched."""
-    global _users
-    with _lock:
-        _users += users
-        if _users == users == 1:
-            _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
-        elif _users == 0:
-            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
-
-
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    original = super(_SingleLevelFunction, cls).apply
-    stack = getattr(_local, "stack", ())
-    if not stack or not stack[-1].watching:
-        return original(*args, **kwargs)
-    return stack[-1].run(original, args, kwargs)
-
-

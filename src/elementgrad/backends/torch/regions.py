@@ -1,5 +1,6 @@
 """Which elements of a storage a strided tensor covers, and where each of them is in it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ class Region:
     def of(cls, x: Tensor) -> "Region":
         """That of a tensor."""
         item = x.element_size()
-        return cls(x.storage_offset() * item, tuple(x.shape), tuple([step * item for step in x.stride()]), item)
+        return cls(int(x.storage_offset()) * item, tuple(x.shape), tuple([step * item for step in x.stride()]), item)
 
     @cached_property
     def addresses(self) -> np.ndarray:
@@ -61,7 +62,7 @@ class Region:
             return np.full(addresses.shape, -1, np.int64)
         if not self.apart:
             return self._search(addresses)
-        behind = np.cumprod([1, *self.size[::-1]])[-2::-1] if self.size else []
+        behind = [math.prod(self.size[axis + 1 :]) for axis in range(len(self.size))]
         axes = sorted(zip(self.stride, self.size, behind, strict=True), key=lambda axis: -axis[0])
         rest = addresses - self.offset
         positions, inside = np.zeros(addresses.shape, np.int64), rest >= 0

@@ -74,8 +74,8 @@ class Ground(Track):
         bases = [x._base if x._is_view() and x._base is not None else x for x in tensors]
         if not self.shadow and any(base is not bases[0] for base in bases):
             raise PlaceError(
-                "two of the recorded tensors lie in one piece of memory but apart in the graph, as x and x.detach() do; "
-                "record one of them, or a clone of the other"
+                "two of the recorded tensors lie in one piece of memory but apart in the graph, as x and x.detach() "
+                "do; record one of them, or a clone of the other"
             )
         self.tensor = _covering(tensors) if self.shadow else bases[0]
         if self.shadow:

@@ -96,11 +96,11 @@ def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> li
             shares.append(Use("itself", None, value.reshape(named_source.positions.shape), (sys.maxsize, 0)))
     reached = bool(swept) or any(same(end.edge, edge) for edge in sources)
     for node, slot, number, derivative in swept:
-        value = _taken(derivative, versions, edges[number], node, slot, (addresses, itemsize, starts, stops), source)
-        if value is not None:
+        taken = _taken(derivative, versions, edges[number], node, slot, (addresses, itemsize, starts, stops))
+        if taken is not None:
             operation = named(node, _write_of(node, versions))
-            value = value.reshape(named_source.positions.shape)
-            shares.append(Use(operation, node.metadata.get(WHERE), value, (node._sequence_nr(), slot)))
+            taken = taken.reshape(named_source.positions.shape)
+            shares.append(Use(operation, node.metadata.get(WHERE), taken, (node._sequence_nr(), slot)))
     return shares if reached else None
 
 
@@ -112,16 +112,10 @@ def _seed(end: Version, target: Found, position: int, like: Tensor) -> Tensor:
 
 
 def _taken(
-    derivative: Tensor,
-    versions: Sequence[Version],
-    number: int,
-    node: Any,
-    slot: int,
-    named_elements: Any,
-    source: Found,
+    derivative: Tensor, versions: Sequence[Version], number: int, node: Any, slot: int, elements: Any
 ) -> Tensor | None:
     """Of what flows into a version the part for the named elements that live in it; None if that is no use of any."""
-    addresses, itemsize, starts, stops = named_elements
+    addresses, itemsize, starts, stops = elements
     group = [n for n in range(number, len(versions)) if same(versions[n].edge, versions[number].edge)]
     counted = (starts <= group[-1]) & (group[0] < stops)
     following = [version for version in versions[group[-1] + 1 :] if node in version.chain]

@@ -130,7 +130,9 @@ class Found:
     def instants(self, numbers: np.ndarray) -> list[Instant]:
         """When each element was last written, or made if it never was."""
         versions = self.track.versions
-        return [Instant(versions[n].order if versions[n].write else None, versions[n].time) for n in numbers.reshape(-1)]
+        return [
+            Instant(versions[n].order if versions[n].write else None, versions[n].time) for n in numbers.reshape(-1)
+        ]
 
 
 def edge_of(x: Tensor) -> GradientEdge | None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,15 +101,15 @@ class Writes(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             if self._protected(x):
                 raise FrameworkError(
-                    f"{name} gives a recorded tensor another shape or memory; use {name.rstrip('_')}, which makes a new "
-                    "tensor"
+                    f"{name} gives a recorded tensor another shape or memory; use {name.rstrip('_')}, which makes a "
+                    "new tensor"
                 )
             return
         self._keeper.release(key)
         self._before(x, key, Write(Region.of(x), name, *_effect(func, name, x, is_out, args, kwargs)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
     """The arguments of an operation that it writes to, and whether they are for results alone."""
     return tuple(
