@@ -274,3 +274,68 @@ def test_jax_transposes_a_custom_rule_and_refuses_to_push_through_it():
     assert jax.linear_transpose(program, x)(x)[0].tolist() == [7, 7]
     with pytest.raises(TypeError, match="forward-mode"):
         program(x)
+
+
+def test_pytorch_finds_the_apply_of_a_function_in_its_base_class_even_if_it_was_bound_before():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+    from torch.autograd.function import _SingleLevelFunction
+
+    bound, seen = Twice.apply, []
+
+    def apply(cls, *args):
+        seen.append(cls)
+        return super(_SingleLevelFunction, cls).apply(*args)
+
+    _SingleLevelFunction.apply = classmethod(apply)
+    try:
+        assert bound(torch.ones(1)).item() == 2
+    finally:
+        del _SingleLevelFunction.apply
+    assert seen == [Twice]
+    assert bound(torch.ones(1)).item() == 2
+
+
+def test_pytorch_lets_a_function_return_an_alias_that_may_be_written_to():
+    class Alias(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, anchor, x):
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None, None
+
+    x = torch.tensor([1.0, 2.0])
+    alias = Alias.apply(torch.zeros((), requires_grad=True), x)
+    edge = torch.autograd.graph.get_gradient_edge(alias)
+    alias[0] = alias[1] * 3
+    assert x.tolist() == [6, 2]
+    assert alias._version == x._version == 1
+    after = torch.autograd.graph.get_gradient_edge(alias)
+    (gradient,) = torch.autograd.grad([after], [edge], [torch.ones(2)])
+    assert gradient.tolist() == [0, 4]
+
+
+def test_pytorch_counts_operations_and_nodes_keep_notes():
+    x = torch.ones(2, requires_grad=True)
+    start = torch.autograd._get_sequence_nr()
+    y = x * 2
+    assert start <= y.grad_fn._sequence_nr() < torch.autograd._get_sequence_nr()
+    y.grad_fn.metadata["note"] = 1
+    assert y.grad_fn.metadata["note"] == 1
+    assert (y[-1].grad_fn._saved_index, y[:-1].grad_fn._saved_end) == (2**64 - 1, 2**64 - 1)
+
+
+def test_tensorflow_numbers_eager_tensors_as_they_are_made():
+    from tensorflow.python.framework.ops import uid
+
+    start = uid()
+    x = tf.constant(1.0) + 1
+    assert start < x._id < uid()
+    with tf.GradientTape(persistent=True) as tape:
+        assert tape._recording
+    assert not tape._recording

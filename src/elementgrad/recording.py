@@ -132,7 +132,7 @@ class Recording:
         >>> rec.contributions(y, eg.at(x)[2])
         select  ...  2
         sum     ...  1
-        total   ...  3
+        total  ...3
         """
         reading = _Reading(self, of, wrt, unconnected, None)
         if not isinstance(reading.of, Side) or not isinstance(reading.wrt, Side):

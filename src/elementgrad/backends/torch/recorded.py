@@ -18,8 +18,8 @@ from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 GONE = {
-    "modified by an inplace operation": "a tensor that this derivative needs was saved before the recording and changed "
-    "in place since; record from before it was made",
+    "modified by an inplace operation": "a tensor that this derivative needs was saved before the recording and "
+    "changed in place since; record from before it was made",
     "backward through the graph a second time": "backward() freed the graph that this derivative needs; call it with "
     "retain_graph=True, or record again",
 }
