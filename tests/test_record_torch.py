@@ -270,3 +270,61 @@ def test_a_graph_that_backward_freed_is_named():
 def test_layouts_without_elements_are_refused():
     with pytest.raises(eg.FrameworkError, match=r"have no derivatives; give x\.to_dense"):
         eg.record(torch.eye(2).to_sparse())
+
+
+def test_views_that_come_several_at_once_may_be_written_to():
+    def program(t):
+        for row in t:
+            row.mul_(2)
+        for column in t.unbind(1):
+            column.add_(t[0, 0].clone())
+        first, _ = t.split(1)
+        first.mul_(3)
+        return (t**2).sum()
+
+    start = torch.arange(1.0, 7.0).reshape(2, 3)
+    plain, t = start.clone(), start.clone()
+    y = program(plain)
+    with eg.record(t) as rec:
+        z = program(t)
+    assert torch.equal(t, plain)
+    assert z.item() == y.item()
+    assert rec.grad(z, t).tolist() == (2 * t).tolist()
+    assert rec.contributions(z, t).total.tolist() == (2 * t).tolist()
+
+
+def test_an_optimizer_may_step_in_the_block():
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 3), torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with eg.record(x, model.weight) as rec:
+        before = (model(x) ** 2).sum()
+        before.backward(retain_graph=True)
+        gradient = model.weight.grad.clone()
+        optimizer.step()
+        after = (model(x) ** 2).sum()
+    torch.testing.assert_close(rec.grad(before, model.weight), gradient)
+    torch.testing.assert_close(rec.grad(after, model.weight), 2 * model(x).detach().T @ x)
+
+
+def test_transforms_of_functions_see_the_recorded_tensor():
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    with eg.record(x) as rec:
+        rows = torch.func.vmap(lambda row: (row * row).sum() + x[0, 0])(x)
+        cubes = torch.func.grad(lambda v: (v**3).sum())(x)
+        y = rows.sum() + x.sum()
+    assert rec.grad(y, x).tolist() == [[2 + 2 + 1, 5], [7, 9]]
+    assert rec.grad(eg.at(cubes)[1, 0], x).tolist() == [[0, 0], [18, 0]]
+    assert not torch.func.vmap(lambda row: row.sum())(x).requires_grad
+
+
+def test_what_an_inner_recording_saved_may_be_overwritten_in_the_outer():
+    x, y = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    with eg.record(x) as outer:
+        with eg.record(y) as inner:
+            z = (x * x * y).sum()
+        x[0] = x[1] * 10
+        w = (x * z).sum()
+    assert inner.grad(z, y).tolist() == [1, 4]
+    assert outer.grad(z, x).tolist() == [6, 16]
+    assert outer.grad(w, eg.at(x)[0]).item() == z.item()

@@ -1,8 +1,9 @@
 """Which functions of PyTorch's are called for the user in which way, and the user's line that called them."""
 
+import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 """Are about its values, while all other properties are about the tensor."""
 
 
+SEVERAL = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit"}
+"""Give several views at once."""
+
+
 def name_of(func: Any) -> str:
     """The name of a function; of a property with what is done to it, as in `grad.__get__`."""
     name = getattr(func, "__name__", "")
@@ -79,6 +84,33 @@ def with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return out
 
 
+def single(run: Callable[..., Any], func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """Run a function such that each tensor it gives is a view of its own: of several at once none may be written to."""
+    if name == "__iter__" and args[0].ndim:
+        return iter(run(lambda x: [x.select(0, i) for i in range(len(x))], args, kwargs))
+    if name in SEVERAL:
+        return run(lambda *args, **kwargs: _apart(func(*args, **kwargs)), args, kwargs)
+    return run(func, args, kwargs)
+
+
+def _apart(views: Any) -> Any:
+    return type(views)([x if x._base is None or not x.requires_grad else _again(x._base, x) for x in views])
+
+
+def _again(base: Tensor, x: Tensor) -> Tensor:
+    return base.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@contextmanager
+def saving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Have what autograd saves packed, unless the user has it packed otherwise; `torch.func` allows nobody to."""
+    if torch._C._are_functorch_transforms_active() or torch._C._autograd._top_saved_tensors_default_hooks(False):
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 def note_line(node: Any, start: int, where: str | None) -> str | None:
     """Note the user's line in each node that was made since autograd counted to `start`, and did not say yet."""
     ahead = [node]
@@ -97,7 +129,7 @@ def user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(HOMES):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:

@@ -1,11 +1,17 @@
-"""The user's own `autograd.Function`s, which no mode of PyTorch's sees."""
+"""Calls that no mode of PyTorch's sees: the user's own `autograd.Function`s, and the transforms of `torch.func`."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Protocol
 
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 from torch.autograd.function import _SingleLevelFunction
+
+WRAPPERS: Any = [(torch._functorch.vmap, "_add_batch_dim"), (torch._functorch.eager_transforms, "_wrap_for_grad")]
+"""By these `torch.func` takes hold of its arguments."""
 
 
 class Watcher(Protocol):
@@ -14,6 +20,9 @@ class Watcher(Protocol):
     @property
     def watching(self) -> bool:
         """Whether it does so now."""
+
+    def stand_in(self, x: Any) -> Any:
+        """What takes the place of a tensor."""
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call one."""
@@ -27,7 +36,7 @@ _users = 0
 @contextmanager
 def watched_by(recorder: Watcher) -> Iterator[None]:
     """Have a recorder called for every function that this thread applies."""
-    stack: list[Watcher] = _local.__dict__.setdefault("stack", [])
+    stack = watchers()
     stack.append(recorder)
     _count(+1)
     try:
@@ -37,6 +46,11 @@ def watched_by(recorder: Watcher) -> Iterator[None]:
         stack.remove(recorder)
 
 
+def watchers() -> list[Any]:
+    """Who watches in this thread, innermost last."""
+    return _local.__dict__.setdefault("stack", [])
+
+
 def _count(users: int) -> None:
     """`Function.apply` finds the method of its base class, also where it was looked up before: there it is watched."""
     global _users
@@ -44,13 +58,31 @@ def _count(users: int) -> None:
         _users += users
         if _users == users == 1:
             _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+            for home, name in WRAPPERS:
+                setattr(home, name, _wrapping(getattr(home, name)))
         elif _users == 0:
             del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+            for home, name in WRAPPERS:
+                setattr(home, name, getattr(home, name).__wrapped__)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     original = super(_SingleLevelFunction, cls).apply
-    stack = getattr(_local, "stack", ())
+    stack = watchers()
     if not stack or not stack[-1].watching:
         return original(*args, **kwargs)
     return stack[-1].run(original, args, kwargs)
+
+
+def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.func` wraps a tensor with, given the stand-in of a recorded one."""
+
+    @wraps(original)
+    def wrap(x: Any, *args: Any) -> Any:
+        for watcher in reversed(watchers()):
+            if watcher.watching:
+                x = watcher.stand_in(x)
+        return original(x, *args)
+
+    wrap.__wrapped__ = original  # type: ignore[attr-defined]
+    return wrap

@@ -4,9 +4,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -15,7 +17,7 @@ from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Recorder, Use
 from elementgrad.backends.torch import calls
 from elementgrad.backends.torch.calls import clock
-from elementgrad.backends.torch.functions import watched_by
+from elementgrad.backends.torch.functions import watched_by, watchers
 from elementgrad.backends.torch.recorded import RecordedLinear
 from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.backends.torch.shadow import Ground
@@ -55,6 +57,8 @@ class TorchRecorder(Recorder):
     def start(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(calls.plainly())
+            outer = watchers()
+            self._keeper = outer[-1]._keeper if outer else self._keeper  # what one saves, another may overwrite
             self._window = (clock(), sys.maxsize)
             together: dict[Any, list[Tensor]] = {}
             for x in self._tensors:
@@ -62,8 +66,6 @@ class TorchRecorder(Recorder):
             for key, tensors in together.items():
                 ground = Ground(tensors, clock())
                 self._grounds[key] = self._grounds[storage(ground.tensor) or key] = ground
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._keeper.pack, unpack)
-            stack.enter_context(hooks)
             stack.enter_context(Writes(self._keeper, self._before_write, self._is_recorded))
             stack.enter_context(_Calls(self))
             stack.enter_context(watched_by(self))
@@ -115,14 +117,14 @@ class TorchRecorder(Recorder):
             result = func(*args, **kwargs)
             self._after_leaving_alone(name, args)
             return self._noted(result, sys.maxsize)
-        return self.run(func, args, kwargs)
+        return calls.single(self.run, func, name, args, kwargs)
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function with stand-ins, and note what it made and wrote."""
         start, originals = clock(), {}
 
         def stand_in(x: Any) -> Any:
-            other = self._stand_in(x) if isinstance(x, Tensor) else x
+            other = self.stand_in(x)
             if other is not x:
                 originals[id(other)] = x
             return other
@@ -130,7 +132,8 @@ class TorchRecorder(Recorder):
         if torch.is_grad_enabled():
             args, kwargs = tree.mapped(args, stand_in), tree.mapped(kwargs, stand_in)
         try:
-            result = calls.with_out(func, args, kwargs)
+            with calls.saving(self._keeper.pack, unpack):
+                result = calls.with_out(func, args, kwargs)
         finally:
             self._flush()
         result = self._noted(result, start)
@@ -138,9 +141,9 @@ class TorchRecorder(Recorder):
             return result
         return tree.mapped(result, lambda x: originals.get(id(x), x))
 
-    def _stand_in(self, x: Tensor) -> Tensor:
+    def stand_in(self, x: Any) -> Any:
         """What takes the place of an argument: a plain tensor that lies in recorded memory, unless it was cut off."""
-        if x.requires_grad:
+        if not isinstance(x, Tensor) or x.requires_grad or not torch.is_grad_enabled():
             return x
         ground = self._grounds.get(storage(x) or 0)
         if ground is None:
@@ -198,7 +201,9 @@ class TorchRecorder(Recorder):
             self._tracks = {k: kept for k, kept in self._tracks.items() if not kept[1].expired()}
             self._limit = max(64, 2 * len(self._tracks))
         made = base.grad_fn._sequence_nr() if base.grad_fn is not None else -1
-        track = Track(Version(edge_of(base), Region.of(base), -1, made))
+        # Below autograd a leaf does not say where its derivative arrives; what it says afterwards is the same.
+        edge = GradientEdge(base.grad_fn, base.output_nr) if base.grad_fn is not None else None
+        track = Track(Version(edge, Region.of(base), -1, made))
         self._tracks[key] = track, StorageWeakRef(base.untyped_storage())
         return track
 
@@ -218,7 +223,10 @@ class TorchRecorder(Recorder):
                 self._note_versions(track, writes)
 
     def _note_versions(self, track: Track, writes: Sequence[tuple[Tensor, Write]]) -> None:
-        tensor, before = writes[-1][0], track.now.edge
+        tensor = writes[-1][0]
+        if track.now.edge is None and tensor.is_leaf:
+            track.versions[0] = replace(track.versions[0], edge=edge_of(tensor))
+        before = track.now.edge
         if isinstance(track, Ground):
             if track.shadow and same(edge_of(track.tensor), before):
                 track.cut([write for _, write in writes])

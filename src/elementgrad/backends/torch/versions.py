@@ -137,7 +137,14 @@ class Found:
 
 def edge_of(x: Tensor) -> GradientEdge | None:
     """Where the derivative of a tensor arrives, if it has one."""
-    return get_gradient_edge(x) if x.requires_grad else None
+    if not x.requires_grad:
+        return None
+    node = x.grad_fn
+    if node is not None and not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, x.output_nr)
+    # A leaf tells where its derivative arrives only by a view of it; a node of Python's is owned only by way of one.
+    with torch.inference_mode(False), torch.enable_grad():
+        return get_gradient_edge(x)
 
 
 def same(one: GradientEdge | None, other: GradientEdge | None) -> bool:
