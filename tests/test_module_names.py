@@ -1,4 +1,4 @@
-"""The names of a PyTorch module: parameters, buffers, wrappers, calls and parts; what is refused, what stays as it was."""
+"""The names of a PyTorch module: parameters, buffers, wrappers, calls and parts; what is refused, what stays."""
 
 import copy
 import threading
@@ -153,14 +153,14 @@ def test_what_is_no_name_is_refused(of, wrt, message):
 
 def test_the_wrong_way_round_is_explained():
     model, x = made("unet")
-    with pytest.raises(eg.UnconnectedError, match='computed after down1, .* of="up" and wrt="down1"'):
+    with pytest.raises(eg.UnconnectedError, match=r'computed after down1, .* of="up" and wrt="down1"'):
         eg.grad(model, x, of="down1[0, 0, 0, 0]", wrt="up")
     assert eg.grad(model, x, of="up[0, 0, 0, 0]", wrt="down1").shape == (1, 2, 4, 4)
 
 
 def test_several_parts_are_named_one_by_one():
     model, x = made("lstm")
-    with pytest.raises(eg.PlaceError, match="'rnn' is 3 tensors here; name one: rnn:0, rnn:1.0, rnn:1.1"):
+    with pytest.raises(eg.PlaceError, match=r"'rnn' is 3 tensors here; name one: rnn:0, rnn:1.0, rnn:1.1"):
         eg.jacobian(model, x, of="rnn")
     given = eg.jacobian(model, x, of="rnn:1.1")
     assert_close(given.dense(), eg.jacobian(model, x, of="rnn:1:1").dense())

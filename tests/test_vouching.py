@@ -34,7 +34,82 @@ def test_columns_of_hooked_functions_are_those_of_rows(name):
     assert "they give other numbers than reverse sweeps" in str(J.plan(..., 2))
 
 
+HOOKS = {
+    "guided": lambda g: g * (g > 0),
+    "clipped": lambda g: g.clamp(-0.1, 0.1),
+    "clipped by norm": lambda g: g / (g.norm() + 0.1),
+    "shifted": lambda g: g + 1,
+    "absolute": torch.abs,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_stacks_of_columns_past_hooks_that_are_not_linear_are_those_of_rows(hook):
+    weight = torch.linspace(-1, 1, 30, dtype=torch.float64).reshape(6, 5).cos() - 0.8
+
+    def f(x):
+        h = x.tanh()
+        if h.requires_grad:
+            h.register_hook(HOOKS[hook])
+        return weight @ h
+
+    J = eg.jacobian(f, torch.linspace(0.1, 0.8, 5, dtype=torch.float64))
+    columns = J[:, [0, 3]]
+    assert torch.equal(columns, torch.stack([J[i, :] for i in range(6)])[:, [0, 3]])
+    assert "they give other numbers than reverse sweeps" in str(J.plan(..., [0, 3]))
+
+
+def test_a_stack_of_columns_does_not_run_the_function_again():
+    runs = []
+
+    def f(x):
+        runs.append(1)
+        return torch.cat([x, x**2]) * x.prod() * len(runs)
+
+    J = eg.jacobian(f, torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64))
+    columns = J[:, [0, 2]]
+    assert len(runs) == 1
+    assert J.plan(..., [0, 2]).mode == "forward"
+    torch.testing.assert_close(columns, torch.stack([J[i, :] for i in range(6)])[:, [0, 2]])
+
+
+def test_a_stack_of_columns_can_be_differentiated_again():
+    x = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64, requires_grad=True)
+    f = lambda x: torch.cat([x.sin(), x**3]) * x.sum()  # noqa: E731
+    columns = eg.jacobian(f, x, create_graph=True)[:, [0, 2]]
+    (slope,) = torch.autograd.grad(columns.square().sum(), x)
+    (own,) = torch.autograd.grad(torch.func.jacrev(f)(x)[:, [0, 2]].square().sum(), x)
+    torch.testing.assert_close(slope, own)
+
+
+class OnceOnly(torch.autograd.Function):
+    """Its rules have no derivatives of their own, and there is one for each direction."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.slope = 2 * x
+        return x**2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * ctx.slope
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent * ctx.slope
+
+
+def test_columns_through_a_rule_without_derivatives_run_the_function_again():
+    x = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    J = eg.jacobian(lambda x: torch.cat([OnceOnly.apply(x), x]), x)
+    expected = torch.cat([torch.diag(2 * x), torch.eye(3, dtype=torch.float64)])
+    torch.testing.assert_close(J[:, [0, 2]], expected[:, [0, 2]])
+    assert J.plan(..., [0, 2]).mode == "forward"
+
+
 RULES = {
+    "only positive": lambda dy, x: tf.nn.relu(dy),
     "guided": lambda dy, x: dy * tf.cast(dy > 0, dy.dtype) * tf.cast(x > 0, dy.dtype),
     "clipped": lambda dy, x: tf.clip_by_value(dy, -0.1, 0.1),
     "clipped by norm": lambda dy, x: tf.clip_by_norm(10 * dy, 1.0),
@@ -111,6 +186,21 @@ def test_buffers_stay_when_a_sweep_computes_them_again():
     J[(0, 0), :]
     J.dense()
     eg.hessian(lambda x: (checkpoint(norm, x, use_reentrant=False) ** 3).sum(), torch.rand(3, 2))[(0, 0), :]
+    assert norm.num_batches_tracked == 0
+    assert norm.running_mean.tolist() == [0, 0]
+
+
+def test_buffers_stay_of_modules_that_only_a_hook_calls():
+    norm = torch.nn.BatchNorm1d(2)
+
+    def f(x):
+        h = x**2
+        if h.requires_grad:
+            h.register_hook(norm)
+        return h * 3
+
+    J = eg.jacobian(f, torch.rand(3, 2))
+    J[(0, 0), :], J[:, (0, 0)], J[:, (0, ...)], J.dense()
     assert norm.num_batches_tracked == 0
     assert norm.running_mean.tolist() == [0, 0]
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from elementgrad.recording import Recording as Recording
     from elementgrad.recording import record as record
     from elementgrad.selection import Selection as Selection
-    from elementgrad.tap import tag as tag
     from elementgrad.shares import Share as Share
     from elementgrad.shares import Shares as Shares
+    from elementgrad.tap import tag as tag
 
 __version__ = "0.1.0"
 

@@ -66,6 +66,8 @@ class Linear(ABC):
     outputs: Sequence[Tensor]
     mirrored = False
     """Whether forward sweeps are the transposes of reverse ones by construction, so that nobody need check."""
+    traces = False
+    """Whether a stack is traced before it runs, which takes longer than a few sweeps one by one."""
 
     def __init__(self) -> None:
         self.looped: dict[int, dict[str, str]] = defaultdict(dict)

@@ -2,7 +2,8 @@
 
 import os
 import re
-from pathlib import Path
+import time
+from functools import lru_cache
 
 from elementgrad.errors import OptionError
 
@@ -29,7 +30,13 @@ def parse(budget: int | str | None) -> int | None:
 
 def default(free: int | None) -> int:
     """A part of what is free: on the device where that is known, on this machine otherwise."""
-    return max(1, (free if free is not None else available()) // SHARE)
+    return max(1, (free if free is not None else _available_in(int(time.monotonic()))) // SHARE)
+
+
+@lru_cache(maxsize=1)
+def _available_in(_: int) -> int:
+    """What is free in this second of the clock: asking takes as long as a small sweep."""
+    return available()
 
 
 def to_text(count: float) -> str:
@@ -44,9 +51,10 @@ def to_text(count: float) -> str:
 def available() -> int:
     """The bytes of memory that are free on this machine, as far as it says."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration, ValueError):
+        with open("/proc/meminfo", "rb", buffering=0) as file:
+            told = file.read(256)  # it stands in one of the first lines, and every read of a block asks
+        return int(told.partition(b"MemAvailable:")[2].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
         try:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         except (AttributeError, OSError, ValueError):

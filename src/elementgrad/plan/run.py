@@ -194,7 +194,11 @@ class Reader(Sweeper):
         return self.backend.zeros(shape, self.linear.inputs[self.inputs[0]])
 
     def _stack(self, swept: Tensor, size: int) -> Tensor:
-        return self.backend.reshape(swept, (self.backend.shape(swept)[0], self.batch, size))
+        return self._reshaped(swept, (self.backend.shape(swept)[0], self.batch, size))
+
+    def _reshaped(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """In this shape; not a step where it has it already, since one takes as long as a small sweep."""
+        return x if tuple(self.backend.shape(x)) == shape else self.backend.reshape(x, shape)
 
     def _picker(self, selection: Selection) -> Keep:
         """Keep the selected elements of every sweep and example."""
@@ -202,10 +206,10 @@ class Reader(Sweeper):
             return lambda stack, start, stop: stack
 
         def pick(stack: Tensor, start: int, stop: int) -> Tensor:
-            axes = self.backend.shape(stack)[:2]
+            axes = tuple(self.backend.shape(stack)[:2])
             where = selection.behind(axes) if selection.basic else selection.stacked(axes)
-            taken = self.backend.take(self.backend.reshape(stack, where.of), where)
-            return self.backend.reshape(taken, (*axes, selection.size))
+            taken = self.backend.take(self._reshaped(stack, where.of), where)
+            return self._reshaped(taken, (*axes, selection.size))
 
         return pick
 

@@ -106,32 +106,38 @@ class Sweeper:
         """Whether there is a path at all; an error if the numbers are not those of reverse sweeps.
 
         A forward sweep goes by other rules, and may run the function again: it knows nothing of gradient hooks, of a
-        state that the first run has changed, of a reverse rule that is no derivative or not linear. One reverse sweep
-        from a generic seed is enough to hold a stack of forward ones against; it is scaled so that no large row hides
-        a small one. While a program is traced there are no numbers to look at.
+        state that the first run has changed, of a reverse rule that is no derivative or not linear. Or it transposes a
+        reverse sweep, as if that were linear. Reverse sweeps from a generic seed and from its negative are enough to
+        hold a stack of forward ones against: what is cut off on one side of zero, as guided backpropagation does, shows
+        on the other. The seed is scaled so that no large row hides a small one. While a program is traced there are no
+        numbers to look at.
         """
         backend, y = self.backend, self.linear.outputs[self.output]
         forward, given = backend.floats(pushed), backend.floats(seeds)
         if forward is None or given is None:
             return True
         forward, given = forward.reshape(len(given), -1), given.reshape(len(given), -1)
-        if not np.isfinite(forward).all():
+        sizes = np.abs(forward)
+        largest = sizes.max(0)
+        if not np.isfinite(largest).all():
             raise UnsupportedError("they are not finite, and then the two directions differ")
-        largest = np.abs(forward).max(0)
         probe = _generic(largest.size) / np.where(largest > 0, largest, 1)
         seed = backend.cast(probe.reshape(1, *backend.shape(y)), y)
+        seen = np.asarray(backend.floats(seed)).reshape(-1)
+        precision = max(PRECISION[backend.itemsize(end)] for end in (y, self.linear.inputs[number]))
+        near = precision**0.5 * _along(sizes, np.abs(seen))
+        ahead = _along(forward, seen)
+        chunk = 1 if self.linear.traces else min(2, len(given))  # no more at once than there were
+        pulling = partial(self.linear.pull, self.output, [number])
         try:
-            (pulled,) = self.linear.pull(self.output, [number], seed)
+            (pulled,) = self.sweep_from("reverse", pulling, backend.concat([seed, -seed]), chunk)
         except UnsupportedError:  # forward sweeps are all there is
             return True
         if pulled is None:
             return False
-        seen = np.asarray(backend.floats(seed)).reshape(-1)
-        reverse = _along(given, np.asarray(backend.floats(pulled)).reshape(-1))
-        sizes = backend.itemsize(y), backend.itemsize(self.linear.inputs[number])
-        near = max(PRECISION[size] for size in sizes) ** 0.5 * _along(np.abs(forward), np.abs(seen))
-        if not (np.abs(_along(forward, seen) - reverse) <= near).all():
-            raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
+        for sign, reverse in zip((1, -1), np.asarray(backend.floats(pulled)).reshape(2, -1), strict=True):
+            if not (np.abs(sign * ahead - _along(given, reverse)) <= near).all():
+                raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
         return True
 
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 from elementgrad.backends.linear import Linear, Run
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
-from elementgrad.backends.tensorflow import layers, staging
 from elementgrad.backends.recorder import Recorder
+from elementgrad.backends.tensorflow import layers, staging
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
 from elementgrad.backends.tensorflow.positions import Rows

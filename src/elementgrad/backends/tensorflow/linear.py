@@ -24,6 +24,8 @@ class TensorflowLinear(Linear):
     the first sweep but what the second needs.
     """
 
+    traces = True
+
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tapes: list[Any], create_graph: bool):
         super().__init__()
         self.inputs = inputs
@@ -84,30 +86,30 @@ class TensorflowLinear(Linear):
                 raise UnsupportedError(reason(error)) from error
         else:
             try:
-                swept = self._program(key, sweep, seeds[0], seeds.shape[0])(seeds)
+                swept = self._program(key, sweep, seeds.shape[1:], seeds.dtype, seeds.shape[0])(seeds)
             except Exception as error:
                 raise UnstackableError(reason(error)) from error
         return swept if self._create_graph else [None if t is None else tf.stop_gradient(t) for t in swept]
 
-    def _program(self, key: Any, sweep: Sweep, like: Tensor, count: int) -> "_Program":
+    def _program(self, key: Any, sweep: Sweep, shape: Any, dtype: Any, count: int) -> "_Program":
         """The program for a stack of so many seeds: one for the first count asked for, one for all others.
 
         A known count makes tracing faster. A smaller stack is filled up to it, unless most would be filling.
         """
         programs = self._programs.setdefault(key, [])
         if not programs:
-            programs.append(_Program.quietly(sweep, like, count))
+            programs.append(_Program.quietly(sweep, shape, dtype, count))
         if count <= programs[0].count <= FILLING * count:
             return programs[0]
         if len(programs) == 1:
-            programs.append(_Program.quietly(sweep, like, None))
+            programs.append(_Program.quietly(sweep, shape, dtype, None))
         return programs[1]
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         key, sweep = self._pushing(source, targets) if forward else self._pulling(source, targets)
         like = (self.inputs if forward else self.outputs)[source]
         try:
-            return self._program(key, sweep, like, sweeps).work
+            return self._program(key, sweep, like.shape, like.dtype, sweeps).work
         except Exception:  # what cannot be traced runs one by one
             return 0
 
@@ -160,7 +162,7 @@ def _pushed(tape: Any, x: Tensor, y: Tensor, seed: Tensor) -> Tensor | None:
 class _Program:
     """A sweep over stacks of seeds, traced once; it knows which derivatives have a path, and how large they get."""
 
-    def __init__(self, sweep: Sweep, like: Tensor, count: int | None):
+    def __init__(self, sweep: Sweep, shape: Any, dtype: Any, count: int | None):
         paths: list[bool] = []
         work: list[int] = []
 
@@ -170,20 +172,20 @@ class _Program:
             work[:] = map(_bytes, tf.compat.v1.get_default_graph().get_operations())
             return [derivative for derivative in swept if derivative is not None] or [tf.zeros([])]
 
-        signature = [tf.TensorSpec([count, *like.shape], like.dtype)]
-        self._run = tf.function(lambda seeds: tf.vectorized_map(one, seeds), signature, autograph=False)
-        self._run.get_concrete_function()
+        signature = [tf.TensorSpec([count, *shape], dtype)]
+        traced = tf.function(lambda seeds: tf.vectorized_map(one, seeds), signature, autograph=False)
+        self._run = traced.get_concrete_function()
         self._paths = paths
         self.work = max(work, default=0)
         self.count = count or 0
 
     @classmethod
-    def quietly(cls, sweep: Sweep, like: Tensor, count: int | None) -> "_Program":
+    def quietly(cls, sweep: Sweep, shape: Any, dtype: Any, count: int | None) -> "_Program":
         """Trace without TensorFlow's reports: what cannot be traced runs in another way."""
         logger = tf.get_logger()
         before, logger.disabled = logger.disabled, True
         try:
-            return cls(sweep, like, count)
+            return cls(sweep, shape, dtype, count)
         finally:
             logger.disabled = before
 

@@ -161,14 +161,14 @@ class TorchBackend(Backend):
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def units(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
-        count, size = len(positions), like.numel()
-        seeds = torch.zeros(count * size, dtype=like.dtype, device=like.device)
+        count = len(positions)
+        seeds = torch.zeros((count, *like.shape), dtype=like.dtype, device=like.device)
         if count * batch == 1:
-            seeds.select(0, int(positions[0])).fill_(1)
+            seeds.view(-1)[int(positions[0])].fill_(1)
         else:
-            examples = np.arange(count * batch).reshape(count, batch) * (size // batch)
-            seeds[torch.from_numpy(examples + positions[:, None]).to(like.device)] = 1
-        return seeds.view(count, *like.shape)
+            places = torch.from_numpy(positions).to(like.device).view(count, 1, 1).expand(count, batch, 1)
+            seeds.view(count, batch, -1).scatter_(2, places, 1)
+        return seeds
 
     def floats(self, x: Tensor) -> np.ndarray | None:
         return self.read(x.detach().double())

@@ -1,6 +1,8 @@
-"""Sweeps through a PyTorch function: reverse through the graph of one evaluation, forward by dual numbers."""
+"""Sweeps through a PyTorch function: reverse through the graph of one evaluation, forward by transposing those.
 
-import math
+Where that cannot be, and for a single one, forward sweeps go by dual numbers.
+"""
+
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +13,11 @@ from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.torch.checkpoints import straight
+from elementgrad.backends.torch.graph import Met, largest, node_of
 from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
-End = Tensor | torch.autograd.graph.GradientEdge
 Graph = tuple[list[Any], list[Tensor]]
 """Where gradients of one evaluation end, and its outputs."""
 Sweep = Callable[[Tensor], Sequence[Tensor | None]]
@@ -34,7 +36,11 @@ MISSING = "is not implemented"
 
 
 class TorchLinear(Linear):
-    """One evaluation with its graph; forward sweeps run the function again, from the same random numbers."""
+    """One evaluation with its graph.
+
+    A stack of forward sweeps transposes a reverse one. A single one goes by dual numbers, which know no reverse rule,
+    and so does a stack where a reverse rule has no derivative: the function runs again, from the same random numbers.
+    """
 
     gone: Mapping[str, str] = GONE
 
@@ -53,6 +59,7 @@ class TorchLinear(Linear):
         self._state = state
         self._create_graph = create_graph
         self._attention = False
+        self._transposes = True
         self._versions = [_version(x) for x in inputs]
         self.leaves, self.outputs = evaluate(False)
 
@@ -69,11 +76,11 @@ class TorchLinear(Linear):
 
         def evaluate(attention: bool) -> Graph:
             with undisturbed(run.function, now if attention else None, attention), straight(inside):
-                leaves = [_Met() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
+                leaves = [Met() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
                 # clones may be written to in place
-                outputs = run(*[leaf if isinstance(leaf, _Met) else leaf.clone() for leaf in leaves])
-            inputs[:] = [leaf.like if isinstance(leaf, _Met) else x for leaf, x in zip(leaves, inputs, strict=True)]
-            return [leaf.end if isinstance(leaf, _Met) else leaf for leaf in leaves], list(outputs)
+                outputs = run(*[leaf if isinstance(leaf, Met) else leaf.clone() for leaf in leaves])
+            inputs[:] = [leaf.like if isinstance(leaf, Met) else x for leaf, x in zip(leaves, inputs, strict=True)]
+            return [leaf.end if isinstance(leaf, Met) else leaf for leaf in leaves], list(outputs)
 
         versions = [_version(x) for x in run.others]
         linear = cls(inputs, evaluate, run, now, create_graph)
@@ -128,19 +135,10 @@ class TorchLinear(Linear):
             return [None] * len(inputs)
         seeds = _normal(seeds)
         with undisturbed(None), plainly():  # a rule may run parts of the function again
-            if len(seeds) == 1:
+            if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
-            paths: list[bool] = []
-
-            def one(seed: Tensor) -> list[Tensor]:
-                swept = sweep(seed)
-                paths[:] = [derivative is not None for derivative in swept]
-                return [derivative for derivative in swept if derivative is not None]
-
             try:
-                with _no_advice():  # not by is_grads_batched=True, which knows fewer rules and worse ones
-                    stacks = iter(torch.func.vmap(one)(seeds))
-                return [next(stacks) if path else None for path in paths]
+                return self._together(sweep, seeds)
             except Exception as error:
                 if FUSED in str(error) and not self._attention:
                     raise
@@ -149,10 +147,24 @@ class TorchLinear(Linear):
     def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
         """One reverse sweep as a function of its seed; None if there is no path at all."""
         y, leaves = self.outputs[output], [self.leaves[i] for i in inputs]
-        if not y.requires_grad:
-            return None
+        return self._back(y, leaves) if y.requires_grad else None
+
+    def _back(self, y: Tensor, ends: list[Any]) -> Sweep:
         options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
-        return lambda seed: torch.autograd.grad(y, leaves, seed, **options)
+        return lambda seed: torch.autograd.grad(y, ends, seed, **options)
+
+    def _together(self, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+        """Reverse sweeps as a stack."""
+        paths: list[bool] = []
+
+        def one(seed: Tensor) -> list[Tensor]:
+            swept = sweep(seed)
+            paths[:] = [derivative is not None for derivative in swept]
+            return [derivative for derivative in swept if derivative is not None]
+
+        with _no_advice():  # not by is_grads_batched=True, which knows fewer rules and worse ones
+            stacks = iter(torch.func.vmap(one)(seeds))
+        return [next(stacks) if path else None for path in paths]
 
     def _one(self, sweep: Sweep, seed: Tensor) -> Sequence[Tensor | None]:
         try:
@@ -170,6 +182,11 @@ class TorchLinear(Linear):
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
             raise UnsupportedError("an argument was changed in place after the function was evaluated")
+        if len(seeds) > 1 and self._transposes:
+            try:
+                return [self._push_back(input, output, seeds) for output in outputs]
+            except Exception:  # reverse rules without derivatives of their own; then the function runs again
+                self._transposes = False
         sweep = self._push_one if len(seeds) == 1 else self._push_stack
         try:
             try:
@@ -181,6 +198,21 @@ class TorchLinear(Linear):
         except Exception as error:
             raise (UnsupportedError if len(seeds) == 1 else UnstackableError)(reason(error)) from error
         return [tangent if self._create_graph else tangent.detach() for tangent in tangents]
+
+    def _push_back(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
+        """Forward sweeps as transposes of reverse ones, which are linear in their seed: the function does not run."""
+        y, leaf = self.outputs[output], self.leaves[input]
+        if not y.requires_grad:
+            return None
+        with undisturbed(None), plainly():
+            seed = torch.zeros_like(y, requires_grad=True)
+            (pulled,) = torch.autograd.grad(y, leaf, seed, create_graph=True, allow_unused=True)
+            if pulled is None:
+                return None
+            (pushed,) = self._together(self._back(pulled, [seed]), _normal(seeds))
+        if pushed is None:
+            raise UnsupportedError("a reverse rule on the way cannot be transposed")
+        return pushed
 
     def _push_stack(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
         def one(seed: Tensor) -> Any:
@@ -207,57 +239,8 @@ class TorchLinear(Linear):
         ends = [source] if forward else targets
         outputs = targets if forward else [source]
         with torch.inference_mode(False), torch.enable_grad():
-            nodes = {_node(self.leaves[i]) for i in ends}
+            nodes = {node_of(self.leaves[i]) for i in ends}
         return max(largest(self.outputs[output].grad_fn, nodes) for output in outputs)
-
-
-class _Met:
-    """Where gradients end at a value that the function computes: it goes on as it is, so nothing else changes.
-
-    Its place in the graph is noted, since it may be written to in place later. A value without gradients goes on as
-    one that has them.
-    """
-
-    end: End
-    like: Tensor
-    """Zeros of its shape, to which forward sweeps add their seeds."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.like = torch.zeros_like(x, requires_grad=False)
-        if x.requires_grad:
-            self.end = torch.autograd.graph.get_gradient_edge(x)
-            return x
-        self.end = x.detach()
-        if not (x.is_floating_point() or x.is_complex()):
-            return x
-        return self.end.requires_grad_().clone()
-
-
-def _node(end: End) -> Any:
-    return (torch.autograd.graph.get_gradient_edge(end) if isinstance(end, Tensor) else end).node
-
-
-def largest(start: Any, ends: set[Any]) -> int:
-    """The bytes of the largest derivative on the way from a node of the graph to some others."""
-    leads: dict[Any, bool] = {}  # whether a node leads to an end: parameters of a model hang on the graph as well
-    ahead = [start] if start is not None else []
-    while ahead:
-        node = ahead[-1]
-        following = [other for other, _ in node.next_functions if other is not None]
-        unseen = [other for other in following if other not in leads]
-        if unseen and node not in leads:
-            leads[node] = False
-            ahead.extend(unseen)
-        else:
-            leads[node] = node in ends or any(leads[other] for other in following)
-            ahead.pop()
-    sizes = [
-        math.prod(made.shape) * made.dtype.itemsize
-        for node, leading in leads.items()
-        if leading
-        for made in node._input_metadata
-    ]
-    return max(sizes, default=0)
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:

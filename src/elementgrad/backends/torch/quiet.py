@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,36 +43,57 @@ def undisturbed(function: Any, again: State | None = None, attention: bool = Fal
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
     """
-    with ExitStack() as stack:
-        stack.callback(_set_random, _random())
-        stack.callback(Lending(getattr(function, "__self__", None)).end)
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if not torch.is_grad_enabled():
-            stack.enter_context(torch.enable_grad())
-        frames = sys.modules.get("torch._dynamo.eval_frame")
-        # Compiled code has no derivatives beyond the first, and hides its modules.
-        if frames is not None and any(frames.cached_backends.values()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # they are ours
-        if attention:
-            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        if again is not None:
-            _set_random(again[0])
-            for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
-                if before != now:
-                    stack.enter_context(torch.autocast(device, dtype=before[1], enabled=before[0]))
+    random = _random()
+    lending = Lending(getattr(function, "__self__", None))
+    try:
+        with _modes(again, attention):
+            yield
+    finally:
+        lending.end()
+        _set_random(random)
+
+
+def _modes(again: State | None, attention: bool) -> AbstractContextManager[Any]:
+    modes: list[Any] = []
+    if torch.is_inference_mode_enabled():
+        modes.append(torch.inference_mode(False))
+    if not torch.is_grad_enabled():
+        modes.append(torch.enable_grad())
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    # Compiled code has no derivatives beyond the first, and hides its modules.
+    if frames is not None and any(frames.cached_backends.values()):
+        modes += [torch.compiler.set_stance("force_eager"), _hushed()]
+    if attention:
+        modes.append(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+    if again is not None:
+        _set_random(again[0])
+        for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
+            if before != now:
+                modes.append(torch.autocast(device, dtype=before[1], enabled=before[0]))
+    return _entered(modes)
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Leave out PyTorch's warning that modules have hooks which see compiled ones twice: they are ours."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         yield
 
 
-def plainly() -> Any:
+def plainly() -> AbstractContextManager[Any]:
     """For sweeps: out of inference mode, and in the precision of the evaluation where the caller has autocast on."""
     if not torch.is_inference_mode_enabled() and not torch._C._is_any_autocast_enabled():
         return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    for device in DEVICES:
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
+    full = [torch.autocast(device, enabled=False) for device in DEVICES if torch.is_autocast_enabled(device)]
+    return _entered([torch.inference_mode(False), *full])
+
+
+def _entered(modes: list[Any]) -> AbstractContextManager[Any]:
+    """Several contexts as one; mostly there is none, and every sweep waits for this."""
+    if not modes:
+        return nullcontext()
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        return stack.pop_all()

@@ -11,7 +11,8 @@ from torch.autograd.graph import GradientEdge
 
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked
-from elementgrad.backends.torch.linear import Sweep, TorchLinear, largest
+from elementgrad.backends.torch.graph import largest
+from elementgrad.backends.torch.linear import Sweep, TorchLinear
 from elementgrad.backends.torch.regions import Region
 from elementgrad.backends.torch.versions import Found, Version
 from elementgrad.errors import FrameworkError

@@ -1,0 +1,59 @@
+"""The graph of one evaluation: where gradients end, and how large they get on their way."""
+
+import math
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+End = Tensor | torch.autograd.graph.GradientEdge
+
+
+class Met:
+    """Where gradients end at a value that the function computes: it goes on as it is, so nothing else changes.
+
+    Its place in the graph is noted, since it may be written to in place later. A value without gradients goes on as
+    one that has them.
+    """
+
+    end: End
+    like: Tensor
+    """Zeros of its shape, to which forward sweeps add their seeds."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.like = torch.zeros_like(x, requires_grad=False)
+        if x.requires_grad:
+            self.end = torch.autograd.graph.get_gradient_edge(x)
+            return x
+        self.end = x.detach()
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        return self.end.requires_grad_().clone()
+
+
+def node_of(end: End) -> Any:
+    """The node of the graph at which gradients end."""
+    return (torch.autograd.graph.get_gradient_edge(end) if isinstance(end, Tensor) else end).node
+
+
+def largest(start: Any, ends: set[Any]) -> int:
+    """The bytes of the largest derivative on the way from a node of the graph to some others."""
+    leads: dict[Any, bool] = {}  # whether a node leads to an end: parameters of a model hang on the graph as well
+    ahead = [start] if start is not None else []
+    while ahead:
+        node = ahead[-1]
+        following = [other for other, _ in node.next_functions if other is not None]
+        unseen = [other for other in following if other not in leads]
+        if unseen and node not in leads:
+            leads[node] = False
+            ahead.extend(unseen)
+        else:
+            leads[node] = node in ends or any(leads[other] for other in following)
+            ahead.pop()
+    sizes = [
+        math.prod(made.shape) * made.dtype.itemsize
+        for node, leading in leads.items()
+        if leading
+        for made in node._input_metadata
+    ]
+    return max(sizes, default=0)
