@@ -210,7 +210,7 @@ def test_a_gradient_without_of_needs_a_single_number(fw):
         ("weigth", "no tensor is named 'weigth'; nearest: weight$"),
         ("p", "no tensor is named 'p'; nearest: p.a, p.b$"),
         ("nothing like it", "no tensor is named 'nothing like it'; there are: weight, p.a, p.b, output$"),
-        ("output.loss", "no tensor is named 'output.loss'; nearest: output$"),
+        ("output.loss", "no output is named 'output.loss'; nearest: output$"),
         (eg.at("output", kind="input"), "no input is named 'output'; there are: weight, p.a, p.b$"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_name_that_no_run_could_meet_is_refused_before_any_work(fw, wrt):
 
 def test_a_wrong_output_lists_the_nearest(fw):
     f = lambda x: {"loss": fw.sum(x), "logits": x}  # noqa: E731
-    with pytest.raises(eg.PlaceError, match=r"no tensor is named 'output.los'; nearest: output.loss, output.logits"):
+    with pytest.raises(eg.PlaceError, match=r"no output is named 'output.los'; nearest: output.loss, output.logits"):
         eg.grad(f, fw.tensor(A), of="output.los")
     with pytest.raises(eg.PlaceError, match=r"'output' is 2 tensors here; name one: output.loss, output.logits"):
         eg.grad(f, fw.tensor(A), of="output")

@@ -17,7 +17,7 @@ from elementgrad.lazy import unconnected as no_path
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.shares import Share, Shares
-from elementgrad.trace import Side
+from elementgrad.side import Side
 
 Tensor = Any
 Tree = Any

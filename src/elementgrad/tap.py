@@ -102,6 +102,8 @@ class Passage:
         """Whether all that can be met is to be met."""
         self.bases = {wanted.base for wanted in (*changed, *kept)}
         """What else is to be met."""
+        self.inside = everything or any(wanted.kind != "output" for wanted in (*changed, *kept))
+        """Whether there is more to meet than what the function returns."""
         self.met: list[Met] = []
         self.matches: dict[Wanted, list[Met]] = {wanted: [] for wanted in (*changed, *kept)}
         self.tensors: dict[Wanted | Met, Tensor] = {}

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ Tensor = Any
 ANY = inspect.signature(lambda *args, **kwargs: None)
 MET = ("activation", "output")
 """The kinds whose tensors are there once the function has run."""
+OUTPUT = re.compile(r"output([.:]|$)")
 _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
@@ -91,6 +93,8 @@ class Call:
         name = place.name
         named = [source for source in self.inputs if source.name == name.replace(":", ".")] or self._by_alias(name)
         named += [Source(name, kind, tensor) for kind, tensor in self.model.bearing(name)]
+        if OUTPUT.match(name):
+            named.append(Source(name, "output"))
         fitting = [source for source in named if place.kind in (None, source.kind)]
         kinds = [source.kind for source in fitting]
         if len(set(kinds)) > 1:
@@ -147,14 +151,15 @@ class Call:
         if passage is not None:
             self._require_met(passage)
         replaced = {s: x for s, x in zip(sources, tensors, strict=True) if x is not None}
-        return [
-            self._only_output(outputs)
-            if target is ONLY_OUTPUT
-            else passage.tensors[target.wanted]
-            if passage is not None and target.met
-            else replaced.get(target, target.tensor)
-            for target in targets
-        ]
+
+        def given(target: Source) -> Tensor:
+            if target is ONLY_OUTPUT:
+                return self._only_output(outputs)
+            if passage is not None and target.met:
+                return passage.tensors[target.wanted]
+            return replaced.get(target, target.tensor)
+
+        return [given(target) for target in targets]
 
     def everything(self) -> Passage:
         """One run that meets all that has a name."""
@@ -170,10 +175,11 @@ class Call:
         # What was given by name is passed on by name: it may be that the function takes it in no other way.
         args, more = bound.args[: self._positional], bound.args[self._positional :]
         kwargs = dict(zip(list(arguments)[self._positional :], more, strict=False)) | bound.kwargs
-        if not held and passage is None:
+        inside = passage if passage is not None and passage.inside else None
+        if not held and inside is None:
             returned = self.backend.traceable(self.function)(*args, **kwargs)
         else:
-            with self.model.running(held, passage) as function:
+            with self.model.running(held, inside) as function:
                 returned = self.backend.traceable(function)(*args, **kwargs)
         named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         for name, tensor in named:
@@ -263,7 +269,7 @@ class Run:
     def inside(self) -> bool:
         """Whether it replaces, changes or gives tensors that are neither arguments nor outputs."""
         named = (*self.sources, *self.targets)
-        return bool(self.cuts) or any(s.held or (s.met and s is not ONLY_OUTPUT) for s in named)
+        return bool(self.cuts) or any(s.held or (s.met and s.kind != "output") for s in named)
 
     def __call__(self, *tensors: Any) -> list[Tensor]:
         """The tensors that are asked for."""

@@ -21,6 +21,7 @@ class Met:
     """Zeros of its shape, to which forward sweeps add their seeds."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """What goes on in the place of the value."""
         self.like = torch.zeros_like(x, requires_grad=False)
         if x.requires_grad:
             self.end = torch.autograd.graph.get_gradient_edge(x)
