@@ -328,3 +328,48 @@ def test_what_an_inner_recording_saved_may_be_overwritten_in_the_outer():
     assert inner.grad(z, y).tolist() == [1, 4]
     assert outer.grad(z, x).tolist() == [6, 16]
     assert outer.grad(w, eg.at(x)[0]).item() == z.item()
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum()
+
+
+def test_code_that_cannot_be_watched_is_refused_or_seen_by_autograd():
+    x = torch.tensor([1.0, 2.0])
+    with eg.record(x) as rec:
+        y = scripted(x) + x.sum()
+    with pytest.raises(
+        eg.FrameworkError, match="TorchScript, computed with a recorded tensor, so that paths are missing"
+    ):
+        rec.grad(y, x)
+    x.requires_grad_()
+    with eg.record(x) as rec:
+        y = scripted(x)
+    assert rec.grad(y, x).tolist() == [2, 4]
+
+
+def test_a_view_in_another_dtype_is_made_inside():
+    z = torch.tensor([1.0 + 2.0j])
+    parts = torch.view_as_real(z)
+    with eg.record(z) as rec, pytest.raises(eg.PlaceError, match="was made outside the block; make it inside"):
+        parts * 2
+    with eg.record(z) as rec:
+        inside = torch.view_as_real(z)
+        inside[0, 0] = 5.0
+        y = (inside**2).sum()
+    assert rec.grad(y, z).tolist() == [10 + 4j]
+
+
+def test_tensors_of_no_elements_or_no_axes():
+    empty, number = torch.zeros(0), torch.tensor(2.0)
+    with eg.record(empty, number) as rec:
+        y = empty.sum() + number
+        number.mul_(3)
+        z = number**2
+        number.zero_()
+    assert rec.grad(y, empty).tolist() == []
+    assert len(rec.contributions(y, empty)) == 0
+    assert rec.grad(z, number).item() == 12
+    assert rec.contributions(z, number).total.item() == 12
+    assert rec.grad(z, eg.at(number, write=0)).item() == 12

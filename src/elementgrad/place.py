@@ -104,8 +104,11 @@ class Place:
             raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
         backend = self._backend
         if backend is not None and backend.compiling():
-            return Place(self._tensor, self._name, index, self._kind, backend, later=True, write=self._write)
-        return Place(self._tensor, self._name, normalize(index, backend), self._kind, backend, write=self._write)
+            return self._indexed(index, later=True)
+        return self._indexed(normalize(index, backend))
+
+    def _indexed(self, index: Any, pointwise: bool = False, later: bool = False) -> "Place":
+        return Place(self._tensor, self._name, index, self._kind, self._backend, pointwise, later, self._write)
 
     def coords(self, rows: Any) -> "Place":
         """One row of coordinates per element, in an array of shape (elements, axes).
@@ -125,16 +128,7 @@ class Place:
         place = self[tuple([table[:, axis] for axis in range(table.shape[1])])]
         if not place._later and any(isinstance(column, IndexArray) and column.boolean for column in place._index):
             raise SelectionError(COORDS)
-        return Place(
-            self._tensor,
-            self._name,
-            place._index,
-            self._kind,
-            self._backend,
-            pointwise=True,
-            later=place._later,
-            write=self._write,
-        )
+        return self._indexed(place._index, pointwise=True, later=place._later)
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
         """The elements, resolved against the tensor's shape or, for a place without a tensor, a given one.

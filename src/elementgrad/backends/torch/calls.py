@@ -2,6 +2,7 @@
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -132,9 +133,23 @@ def user_line() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def forgetting(table: dict[int, Any], key: int) -> Callable[[Any], None]:
-    """What to do when a tensor is gone: forget it. Knows the table alone, and not who keeps it."""
-    return lambda _: table.pop(key, None)
+class Made:
+    """Tensors, by identity, for as long as they live."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, x: Tensor) -> None:
+        """Remember a tensor."""
+        made, key = self._made, id(x)
+        made[key] = weakref.ref(x, lambda _: made.pop(key, None))
+
+    def __contains__(self, x: Tensor) -> bool:
+        known = self._made.get(id(x))
+        return known is not None and known() is x
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def plainly() -> ExitStack:

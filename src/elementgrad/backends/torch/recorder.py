@@ -1,11 +1,10 @@
 """Recording eager PyTorch code: plain tensors get a place in the graph, and every write in place is noted."""
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -24,7 +23,7 @@ from elementgrad.backends.torch.shadow import Ground
 from elementgrad.backends.torch.shares import uses
 from elementgrad.backends.torch.versions import Found, Track, Version, chain, edge_of, same
 from elementgrad.backends.torch.writes import Keeper, Writes, storage, unpack
-from elementgrad.errors import FrameworkError
+from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = torch.Tensor
 
@@ -41,12 +40,14 @@ class TorchRecorder(Recorder):
         self._grounds: dict[int, Ground] = {}
         self._tracks: dict[int, tuple[Track, Any]] = {}
         self._pending: list[tuple[Track, Tensor, Write]] = []
-        self._made: dict[int, Any] = {}
+        self._made = calls.Made()
         self._lent: list[tuple[Tensor, Tensor]] = []
         self._writes = 0
         self._limit = 64
         self._window = (0, sys.maxsize)
         self._apart = 0
+        self._depth = 0
+        self._unseen = False
         self._stack = ExitStack()
 
     @property
@@ -66,7 +67,7 @@ class TorchRecorder(Recorder):
             for key, tensors in together.items():
                 ground = Ground(tensors, clock())
                 self._grounds[key] = self._grounds[storage(ground.tensor) or key] = ground
-            stack.enter_context(Writes(self._keeper, self._before_write, self._is_recorded))
+            stack.enter_context(Writes(self._keeper, self))
             stack.enter_context(_Calls(self))
             stack.enter_context(watched_by(self))
             self._stack = stack.pop_all()
@@ -94,6 +95,7 @@ class TorchRecorder(Recorder):
 
     def linear(self, of: Sequence[Asked], wrt: Sequence[Asked]) -> Linear:
         with self.aside():
+            self._require_seen()
             self._flush()
             found = [[(asked, self._find(asked)) for asked in side] for side in (of, wrt)]
             linear = RecordedLinear(self, *found)
@@ -103,8 +105,16 @@ class TorchRecorder(Recorder):
 
     def uses(self, of: Asked, position: int, wrt: Asked) -> list[Use] | None:
         with self.aside():
+            self._require_seen()
             self._flush()
             return uses((of, self._find(of)), position, (wrt, self._find(wrt)))
+
+    def _require_seen(self) -> None:
+        if self._unseen:
+            raise FrameworkError(
+                "code that cannot be watched, such as TorchScript, computed with a recorded tensor, so that paths are "
+                "missing; record one that requires gradients, as in x.requires_grad_()"
+            )
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, with stand-ins for the recorded tensors."""
@@ -112,9 +122,14 @@ class TorchRecorder(Recorder):
             return func(*args, **kwargs)
         name = calls.name_of(func)
         if name in calls.EXPORTS:
-            return func(*[x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args], **kwargs)
+            with self.aside():
+                return func(*[x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args], **kwargs)
         if calls.leaves_alone(func, name):
-            result = func(*args, **kwargs)
+            self._depth += 1
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                self._depth -= 1
             self._after_leaving_alone(name, args)
             return self._noted(result, sys.maxsize)
         return calls.single(self.run, func, name, args, kwargs)
@@ -122,6 +137,7 @@ class TorchRecorder(Recorder):
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function with stand-ins, and note what it made and wrote."""
         start, originals = clock(), {}
+        self._depth += 1
 
         def stand_in(x: Any) -> Any:
             other = self.stand_in(x)
@@ -129,12 +145,13 @@ class TorchRecorder(Recorder):
                 originals[id(other)] = x
             return other
 
-        if torch.is_grad_enabled():
-            args, kwargs = tree.mapped(args, stand_in), tree.mapped(kwargs, stand_in)
         try:
+            if torch.is_grad_enabled():
+                args, kwargs = tree.mapped(args, stand_in), tree.mapped(kwargs, stand_in)
             with calls.saving(self._keeper.pack, unpack):
                 result = calls.with_out(func, args, kwargs)
         finally:
+            self._depth -= 1
             self._flush()
         result = self._noted(result, start)
         if not originals:
@@ -148,8 +165,10 @@ class TorchRecorder(Recorder):
         ground = self._grounds.get(storage(x) or 0)
         if ground is None:
             return self._lend(x) if x.is_inference() else x
-        if not ground.shadow or x.dtype != ground.dtype or self._was_made(x):
+        if not ground.shadow or x in self._made:
             return x
+        if x.dtype != ground.dtype:
+            return _refuse_dtype(x, ground) if x.is_floating_point() or x.is_complex() else x
         with self.aside():
             return ground.view(x, clock())
 
@@ -175,17 +194,23 @@ class TorchRecorder(Recorder):
                 if x.grad_fn is not None:
                     where = calls.note_line(x.grad_fn, start, where)
                 else:
-                    self._made[id(x)] = weakref.ref(x, calls.forgetting(self._made, id(x)))
+                    self._made.add(x)
         return result
 
-    def _was_made(self, x: Tensor) -> bool:
-        made = self._made.get(id(x))
-        return made is not None and made() is x
-
-    def _is_recorded(self, x: Any) -> bool:
+    def is_recorded(self, x: Any) -> bool:
+        """Whether this is what stands for a recorded tensor."""
         return self.watching and any(x is ground.tensor for ground in self._grounds.values() if ground.shadow)
 
-    def _before_write(self, x: Tensor, key: int, write: Write) -> None:
+    def look(self, args: Any) -> None:
+        """Note an operation that nobody called through us, and whose result lacks its path to a recorded tensor."""
+        if self._depth or not self.watching or not torch.is_grad_enabled():
+            return
+        for x in tree.flat(args):
+            if isinstance(x, Tensor) and not x.requires_grad and x not in self._made:
+                ground = self._grounds.get(storage(x) or 0)
+                self._unseen |= ground is not None and ground.shadow
+
+    def before_write(self, x: Tensor, key: int, write: Write) -> None:
         """Below autograd, and before it knows: the graph still leads to what the tensor was."""
         if not self.watching:
             return
@@ -256,10 +281,17 @@ class TorchRecorder(Recorder):
             return found
         base = x._base if x._is_view() and x._base is not None else x
         number = base.grad_fn._sequence_nr() if base.grad_fn is not None else -1
-        if not (self._window[0] <= number < self._window[1] or self._was_made(base) or self._was_made(x)):
+        if not (self._window[0] <= number < self._window[1] or base in self._made or x in self._made):
             raise asked.outside()
         track = self._tracks[key][0] if key in self._tracks else None
         return Found(track or Track(Version(edge_of(base), Region.of(base), -1, number)), Region.of(x))
+
+
+def _refuse_dtype(x: Tensor, ground: Ground) -> NoReturn:
+    raise PlaceError(  # which operators do not take for their own error, as they would a TypeError
+        f"a view of dtype {x.dtype} of a recorded tensor of dtype {ground.dtype} was made outside the block; make it "
+        "inside"
+    )
 
 
 class _Calls(TorchFunctionMode):

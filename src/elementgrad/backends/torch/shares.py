@@ -61,7 +61,7 @@ def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -
 def _fitted(derivative: Tensor, source: GradientEdge) -> Tensor:
     """In the shape and dtype of the source."""
     made = source.node._input_metadata[source.output_nr]  # type: ignore[attr-defined]
-    return derivative.sum_to_size(*made.shape).to(made.dtype).clone()
+    return derivative.sum_to_size(tuple(made.shape)).to(made.dtype).clone()
 
 
 def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> list[Use] | None:
@@ -77,6 +77,8 @@ def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> li
     end = target.track.versions[last]
     (count,) = source.track.before(target.instants(np.array([number])))
     elements = named_source.positions.reshape(-1)
+    if not elements.size:
+        return []
     addresses, itemsize = source.addresses(elements), source.region.itemsize
     starts = source.versions(elements, named_source.write, int(count))
     stops = source.track.after(starts, addresses, itemsize)

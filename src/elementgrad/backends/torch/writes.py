@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +17,8 @@ CHANGED = (
     "block, or record again"
 )
 OVERWRITES = {"copy_", "fill_", "zero_", "masked_fill_", "masked_scatter_", "index_fill_", "index_copy_"}
+ALIASES = {"aten::detach", "aten::alias"}
+"""Compute nothing."""
 RANDOM = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_"}
 """Operations whose results do not depend on what was there before."""
 
@@ -73,14 +75,26 @@ def storage(x: Tensor) -> int | None:
         return None
 
 
+class Observer(Protocol):
+    """Who is told of operations before they run."""
+
+    def look(self, args: Any) -> None:
+        """An operation is about to run."""
+
+    def is_recorded(self, x: Any) -> bool:
+        """Whether this is what stands for a recorded tensor."""
+
+    def before_write(self, x: Tensor, key: int, write: Write) -> None:
+        """A tensor in a storage is about to be written to."""
+
+
 class Writes(TorchDispatchMode):
     """Sees every operation below autograd: its schema says which of its arguments it writes to."""
 
-    def __init__(self, keeper: Keeper, before: Callable[[Tensor, int, Write], None], protected: Callable[[Any], bool]):
+    def __init__(self, keeper: Keeper, observer: Observer):
         super().__init__()
         self._keeper = keeper
-        self._before = before
-        self._protected = protected
+        self._observer = observer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,6 +102,8 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.name not in ALIASES:
+            self._observer.look(args)
         names = _written(func)
         if names:
             for x, is_out in _tensors(names, args, kwargs):
@@ -99,14 +115,14 @@ class Writes(TorchDispatchMode):
         if key is None:
             return
         if torch.Tag.inplace_view in func.tags:
-            if self._protected(x):
+            if self._observer.is_recorded(x):
                 raise FrameworkError(
                     f"{name} gives a recorded tensor another shape or memory; use {name.rstrip('_')}, which makes a "
                     "new tensor"
                 )
             return
         self._keeper.release(key)
-        self._before(x, key, Write(Region.of(x), name, *_effect(func, name, x, is_out, args, kwargs)))
+        self._observer.before_write(x, key, Write(Region.of(x), name, *_effect(func, name, x, is_out, args, kwargs)))
 
 
 @cache
