@@ -122,7 +122,8 @@ class TensorflowBackend(Backend):
         return TensorflowModel(function) if root(function) is None else KerasModel(function)
 
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function.call if root(function) is function else function  # type: ignore[attr-defined]
+        written = staging.written(function)
+        return written.call if root(function) is written else written
 
     def bare(self, x: Tensor) -> Tensor:
         value = getattr(x, "_value", None)

@@ -7,7 +7,7 @@ from typing import Any
 from elementgrad import tree
 from elementgrad.backends.model import Model, Passage
 from elementgrad.backends.tensorflow import layers
-from elementgrad.backends.tensorflow.staging import unstaged
+from elementgrad.backends.tensorflow.staging import unstaged, written
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -15,10 +15,13 @@ Tensor = Any
 
 
 def root(function: Any) -> Layer:
-    """The layer that a function is, or is a method of; None if there is none."""
+    """The layer that a function is, or is a method of, compiled or not; None if there is none."""
     kind = layers.kind()
-    owner = function if kind is not None and isinstance(function, kind) else getattr(function, "__self__", None)
-    return owner if kind is not None and isinstance(owner, kind) else None
+    if kind is None:
+        return None
+    function = written(function)
+    owner = function if isinstance(function, kind) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, kind) else None
 
 
 class TensorflowModel(Model):
@@ -55,7 +58,7 @@ class KerasModel(TensorflowModel):
     def inputs(self) -> Mapping[str, Sequence[str]]:
         functional: Any = getattr(self._root, "_functional", None) or self._root
         structure = getattr(functional, "_inputs_struct", None)
-        if structure is None or getattr(self.function, "__name__", "call") != "call":
+        if structure is None or getattr(written(self.function), "__name__", "call") != "call":
             return {}
         # Keras takes them in the structure that the model was made with, in a dict by name, or in a list.
         places = {id(tensor): [place] for place, tensor in tree.leaves(structure, "inputs")}

@@ -4,10 +4,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget
 
 from elementgrad.backends.tensorflow.patch import Patch, Replace
 
@@ -29,6 +31,16 @@ def unstaged() -> Iterator[None]:
             yield
         finally:
             _local.graphs.pop()
+
+
+def written(function: Any) -> Any:
+    """The function that the user wrote, of one that is compiled; any other is that itself."""
+    if not isinstance(function, Function):
+        return function
+    python = getattr(function.python_function, "__wrapped__", function.python_function)
+    owner = getattr(python, "__self__", None)
+    # A compiled method holds its object in a box.
+    return MethodType(python.__func__, owner.target) if isinstance(owner, TfMethodTarget) else python
 
 
 def inside(x: Any) -> bool:

@@ -1,0 +1,206 @@
+"""What a read of a Keras model leaves as it was, what it says of names that do not fit, and compiled code."""
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+import elementgrad as eg
+
+X = tf.constant([[1.0, -2.0, 0.5], [0.3, 0.7, -1.0]])
+UNTOUCHED = [(keras.Layer, "__call__"), (keras.layers.Dense, "call"), (keras.Layer, "add_loss"), (Function, "__call__")]
+
+
+@pytest.fixture(autouse=True)
+def _untouched():
+    before = [vars(owner)[name] for owner, name in UNTOUCHED]
+    yield
+    assert [vars(owner)[name] for owner, name in UNTOUCHED] == before
+
+
+def functional() -> keras.Model:
+    image = keras.Input((3,), name="image")
+    a = layers.Dense(3, "tanh", name="a")
+    x = layers.Dropout(0.5, name="drop")(layers.BatchNormalization(name="bn")(a(a(image))))
+    return keras.Model(image, layers.Dense(2, name="b", activity_regularizer="l2")(x))
+
+
+class Doubled(layers.Dense):
+    """A layer that has its own way of being called."""
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x) * 2
+
+
+class Compiled(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Doubled(3, name="a"), layers.Dense(2, name="b")
+        self.idle = layers.Dense(1, name="idle")
+        self.idle.build((None, 3))
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return self.b(eg.tag(tf.square(self.a(x)), "squared"))
+
+    @tf.function(jit_compile=True)
+    def score(self, x: Any) -> Any:
+        return tf.reduce_sum(self.a(x)) ** 2
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_seeds_and_losses_stay_as_they_were(training):
+    model = functional()
+    loss = model(X, training=training) is not None and model.losses
+    before = [np.array(variable) for variable in model.variables]
+    eg.jacobian(model, 3 * X, kwargs={"training": training}, wrt="a#0")[(0, 0), (0, 0)]
+    eg.grad(model, 3 * X, kwargs={"training": training}, of="b[0, 0]", wrt=["bn/gamma", "a/kernel", "image"])
+    assert all(np.array_equal(variable, old) for variable, old in zip(model.variables, before, strict=True))
+    assert [id(x) for x in model.losses] == [id(x) for x in loss]
+
+
+def test_an_exception_in_a_layer_leaves_nothing_behind():
+    class Fails(layers.Layer):
+        def call(self, x: Any) -> Any:
+            raise RuntimeError("no")
+
+    model = keras.Sequential([layers.Dense(3, name="a"), Fails(name="fails")])
+    with pytest.raises(RuntimeError, match="no"):
+        eg.grad(model, X, wrt="a")
+
+
+@pytest.mark.parametrize(
+    ("of", "wrt", "message"),
+    [
+        ("output[0, 0]", "aa", "no tensor is named 'aa'; nearest: a"),
+        ("output[0, 0]", "a", "'a' is 2 tensors here; name one: a#0, a#1"),
+        ("output[0, 0]", "a#2", "'a#2' is 2 tensors here; name one: a#0, a#1"),
+        ("output[0, 0]", "a/kernle", "no tensor is named 'a/kernle'; nearest: a/kernel"),
+    ],
+)
+def test_names_that_do_not_fit(of, wrt, message):
+    with pytest.raises(eg.PlaceError, match=message):
+        eg.grad(functional(), X, of=of, wrt=wrt)
+
+
+def test_the_wrong_way_round_is_said_so():
+    with pytest.raises(eg.UnconnectedError, match='ask the other way round, of="bn" and wrt="a#0"'):
+        eg.grad(functional(), X, of="a#0[0, 0]", wrt="bn")
+
+
+def test_a_layer_that_is_not_called():
+    with pytest.raises(eg.PlaceError, match="'idle' is not computed with these arguments"):
+        eg.grad(Compiled(), X, of="output[0, 0]", wrt="idle")
+
+
+def test_several_outputs_are_parts():
+    model = keras.Sequential([keras.Input((2, 3)), layers.LSTM(2, return_state=True, name="lstm")])
+    x = tf.ones((1, 2, 3))
+    with pytest.raises(eg.PlaceError, match="'lstm' is 3 tensors here; name one: lstm:0, lstm:1, lstm:2"):
+        eg.grad(model, x, of="output.0[0, 0]", wrt="lstm")
+    assert eg.grad(model, x, of="output.0[0, 1]", wrt="lstm:0[0]").numpy().tolist() == [0, 1]
+
+
+def test_two_layers_of_one_name():
+    class Twins(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = layers.Dense(3, name="d"), layers.Dense(3, name="d")
+
+        def call(self, x: Any) -> Any:
+            return self.two(self.one(x))
+
+    model = Twins()
+    model(X)
+    with pytest.raises(eg.PlaceError, match="2 layers are named 'd'; make them with names of their own"):
+        eg.grad(model, X, of="output[0, 0]", wrt="d")
+    with pytest.raises(eg.PlaceError, match="2 variables are named 'd/kernel'"):
+        eg.grad(model, X, of="output[0, 0]", wrt="d/kernel")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["as it is", "compiled"])
+def test_compiled_models_methods_and_layers_of_another_call(wrap):
+    model = Compiled()
+    model(X)
+    a = (X @ model.a.kernel + model.a.bias) * 2
+    slope = 2 * a[0] * model.b.kernel[:, 1]
+    f = wrap(model)
+    np.testing.assert_allclose(eg.grad(f, X, of="output[0, 1]", wrt="a[0]"), slope, rtol=1e-6)
+    np.testing.assert_allclose(eg.grad(f, X, of="output[0, 1]", wrt="squared[0]"), model.b.kernel[:, 1], rtol=1e-6)
+    np.testing.assert_allclose(eg.grad(f, X, of="a[0, 1]", wrt="x[0]"), 2 * model.a.kernel[:, 1], rtol=1e-6)
+    np.testing.assert_allclose(eg.grad(model.score, X, wrt="a[1]"), [2 * tf.reduce_sum(a)] * 3, rtol=1e-5)
+    np.testing.assert_allclose(eg.grad(model.call, X, of="output[0, 1]", wrt="a[0]"), slope, rtol=1e-6)
+    inside = tf.function(lambda x: eg.grad(f, x, of="output[0, 1]", wrt="a[0]"))
+    np.testing.assert_allclose(inside(X), slope, rtol=1e-6)
+
+
+def test_inputs_go_by_the_names_of_a_functional_model():
+    image, text = keras.Input((3,), name="image"), keras.Input((3,), name="text")
+    parts = [layers.Dense(1, name="a")(image), layers.Dense(1, name="b")(text)]
+    model = keras.Model([image, text], layers.Add(name="sum")(parts))
+    expected = model.get_layer("b").kernel[:, 0]
+    for given in ([X, 2 * X], {"image": X, "text": 2 * X}):
+        np.testing.assert_array_equal(eg.grad(model, given, of="output[0, 0]", wrt="text[0]"), expected)
+    np.testing.assert_array_equal(eg.grad(model, [X, X], of="output[0, 0]", wrt="inputs.1[0]"), expected)
+
+
+def test_variables_go_by_their_own_path_or_themselves_and_stay_parameters_when_frozen():
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="d")], name="inner")
+    model = keras.Sequential([keras.Input((3,)), inner])
+    inner.trainable = False
+    kernel = inner.get_layer("d").kernel
+    assert [row.kind for row in eg.names(model, X)][-2:] == ["parameter"] * 2
+    for wrt in ("inner/d/kernel", kernel, kernel.value, eg.at("inner/d/kernel", kind="parameter")):
+        np.testing.assert_array_equal(eg.grad(model, X, of="output[0, 0]", wrt=wrt)[:, 0], X[0])
+
+
+def test_masks_stay_on_what_passes():
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Embedding(5, 2, mask_zero=True, name="embed"), layers.LSTM(2, name="lstm")]
+    )
+    ids = tf.constant([[1, 2, 0], [3, 0, 0]])
+    J = eg.jacobian(model, ids, wrt="embed")
+    np.testing.assert_array_equal(J.value, model(ids))
+    assert not np.any(J[(0, 0), (0, 2)]) and np.any(J[(0, 0), (0, 1)])
+
+
+def test_threads_meet_their_own():
+    models, found = [functional() for _ in range(4)], {}
+
+    def read(number: int) -> None:
+        found[number] = eg.grad(models[number], X, of="output[0, 0]", wrt="bn[0]")
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, model in enumerate(models):
+        np.testing.assert_allclose(found[number], model.get_layer("b").kernel[:, 0], rtol=1e-6)
+
+
+def test_a_mixed_policy_keeps_the_dtypes():
+    image = keras.Input((3,), name="image")
+    model = keras.Model(image, layers.Dense(2, name="a", dtype="mixed_float16")(image))
+    assert eg.grad(model, X, of="output[0, 0]", wrt="a/kernel").dtype == tf.float32
+    assert eg.grad(model, X, of="output[0, 0]", wrt="a").dtype == tf.float16
+
+
+def looped(x: Any) -> Any:
+    for _ in tf.range(3):
+        x = eg.tag(x * 2, "t")
+    return x
+
+
+def test_a_tag_in_a_loop_counts_steps_and_has_no_single_value_in_a_graph():
+    compiled = tf.function(looped)
+    assert eg.grad(compiled, X, of="output[0, 0]", wrt="t#1[0, 0]") == 2
+    with pytest.raises(eg.PlaceError, match="'t' is computed inside a loop or branch of a graph"):
+        tf.function(lambda x: eg.grad(compiled, x, of="output[0, 0]", wrt="t"))(X)
+    with pytest.raises(eg.PlaceError, match="'t' is computed inside a loop or branch of a graph"):
+        eg.grad(lambda x: tf.vectorized_map(lambda row: eg.tag(row * 2, "t"), x), X, of="t")
