@@ -37,7 +37,11 @@ def written(function: Any) -> Any:
     """The function that the user wrote, of one that is compiled; any other is that itself."""
     if not isinstance(function, Function):
         return function
-    python = getattr(function.python_function, "__wrapped__", function.python_function)
+    python = function.python_function
+    for inner in ("__original_wrapped__", "__wrapped__"):  # AutoGraph puts its own in the second, once it has run
+        if hasattr(python, inner):
+            python = getattr(python, inner)
+            break
     owner = getattr(python, "__self__", None)
     # A compiled method holds its object in a box.
     return MethodType(python.__func__, owner.target) if isinstance(owner, TfMethodTarget) else python
