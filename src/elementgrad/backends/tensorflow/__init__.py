@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.recorder import Recorder
-from elementgrad.backends.tensorflow import layers, staging
+from elementgrad.backends.tensorflow import layers, staging, uses
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
 from elementgrad.backends.tensorflow.positions import Rows
@@ -143,6 +143,8 @@ class TensorflowBackend(Backend):
 
     def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
         return TensorflowRecorder(tensors)
+    def uses(self, run: Run, inputs: Sequence[Tensor], input: int) -> tuple[Linear, list[Use]]:
+        return uses.of(run, inputs, input)
 
     def itemsize(self, x: Tensor) -> int:
         return tf.as_dtype(x.dtype).size

@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget
 
@@ -65,8 +66,7 @@ def _install(replace: Replace) -> None:
         if not _local.graphs or _of_tensorflow(python):
             return original(function, *args, **kwargs)
         if function._autograph and not tf.executing_eagerly():
-            autograph = tf.__internal__.autograph
-            python = autograph.tf_convert(python, autograph.control_status_ctx())
+            python = tf.__internal__.autograph.tf_convert(python, ControlStatusCtx(Status.ENABLED))
         return python(*args, **kwargs)
 
     replace(Function, "__call__", call)

@@ -1,0 +1,183 @@
+"""Every use that a function makes of one tensor, as an input of its own: found in the graph that it is traced into."""
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies
+
+from elementgrad.backends.linear import Run, Use
+from elementgrad.backends.tensorflow.linear import TensorflowLinear, again
+from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.backends.tensorflow.staging import unstaged
+from elementgrad.errors import ElementgradError, FrameworkError
+
+Tensor = Any
+Operation = Any
+HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+UNTRACEABLE = (TypeError, AttributeError, NotImplementedError, ValueError, tf.errors.OpError)
+"""What code raises that needs the values of tensors while it is traced."""
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """A function of one change for each use, which is added to the tensor in that place alone."""
+
+    function: Callable[..., Any]
+    program: Callable[..., Sequence[Tensor]]
+    held: Sequence[bool]
+    others: Sequence[Tensor] = field(default=())
+
+    def __call__(self, *changes: Tensor) -> Sequence[Tensor]:
+        return self.program(*changes)
+
+
+def of(run: Run, inputs: Sequence[Tensor], input: int) -> tuple[TensorflowLinear, list[Use]]:
+    """Evaluate a function as one of the uses that it makes of one of its inputs."""
+    trace = _Trace(run, inputs, input)
+    with undisturbed(), unstaged():
+        wrapped = tf.compat.v1.wrap_function(trace, [])
+    changes = [tf.zeros(change.shape, change.dtype) for change in trace.changes]
+    program = wrapped.prune(trace.changes, trace.outputs)
+    changed = _Changed(run.function, program, [False] * len(changes))
+    return TensorflowLinear.of(changed, changes, create_graph=False, order=1), trace.uses
+
+
+class _Trace:
+    """A run in a graph, in which every place where one tensor is used gets a change of its own."""
+
+    def __init__(self, run: Run, inputs: Sequence[Tensor], input: int):
+        self._run = run
+        self._inputs = inputs
+        self._input = input
+        self._held = run.held[input]
+        self.uses: list[Use] = []
+        self.changes: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        sources: list[Tensor] = []
+        self.outputs = self._traced(sources)
+        found = self._slots(sources)
+        connected = self._connected([change for _, change in found])
+        for (operation, change), path in zip(found, connected, strict=True):
+            if path:
+                self.uses.append(Use(_spelled(operation.type), _where(operation)))
+                self.changes.append(change)
+        return self.outputs
+
+    def _traced(self, sources: list[Tensor]) -> list[Tensor]:
+        def source(x: Tensor) -> Tensor:
+            sources.append(again(x))
+            return sources[-1]
+
+        given: list[Any] = [None if held else x for x, held in zip(self._inputs, self._run.held, strict=True)]
+        if self._inputs[self._input] is None:
+            given[self._input] = source
+        elif not self._held:
+            given[self._input] = source(tf.convert_to_tensor(self._inputs[self._input]))
+        try:
+            with AutomaticControlDependencies() as order:  # what is written and read stays in its order
+                return [order.mark_as_return(tf.convert_to_tensor(y)) for y in self._run(*given)]
+        except ElementgradError:
+            raise
+        except UNTRACEABLE as error:
+            why = (str(error).strip().splitlines() or [""])[-1].strip()  # before it AutoGraph tells where
+            raise FrameworkError(
+                f"the function cannot be traced, so its uses of a tensor cannot be found ({why}); leave out what needs "
+                "the values of tensors in Python, such as .numpy()"
+            ) from error
+
+    def _slots(self, sources: list[Tensor]) -> list[tuple[Operation, Tensor]]:
+        """Every operation that uses the tensor, once for each of its arguments that is it, with its change."""
+        slots: list[tuple[Operation, Tensor]] = []
+        if self._held:
+            slots += self._gathered()
+            sources = self._reads()
+        for source in sources:
+            for operation in dict.fromkeys(source.consumers()):
+                for number, argument in enumerate(operation.inputs):
+                    if argument is source:
+                        change = _change(source)
+                        operation._update_input(number, source + change)
+                        slots.append((operation, change))
+        order = {id(operation): at for at, operation in enumerate(tf.compat.v1.get_default_graph().get_operations())}
+        return sorted(slots, key=lambda slot: order[id(slot[0])])
+
+    def _reads(self) -> list[Tensor]:
+        """The values of the variable, each time that it is read."""
+        reads = [operation.outputs[0] for operation in self._users() if operation.type == "ReadVariableOp"]
+        return [
+            inner.outputs[0] if inner is not None else read
+            for read in reads
+            for inner in [next((c for c in read.consumers() if c.type == "Identity"), None)]
+        ]
+
+    def _gathered(self) -> list[tuple[Operation, Tensor]]:
+        """Rows of the variable that are read without the rest: the change is gathered in the same way."""
+        slots = []
+        for operation in [operation for operation in self._users() if operation.type == "ResourceGather"]:
+            rows = operation.outputs[0]
+            users = list(dict.fromkeys(rows.consumers()))
+            change = _change(self._inputs[self._input])
+            changed = rows + tf.gather(change, operation.inputs[1], batch_dims=operation.get_attr("batch_dims"))
+            for user in users:
+                for number, argument in enumerate(user.inputs):
+                    if argument is rows:
+                        user._update_input(number, changed)
+            slots.append((operation, change))
+        return slots
+
+    def _users(self) -> list[Operation]:
+        graph = tf.compat.v1.get_default_graph()
+        handle = graph.capture(self._inputs[self._input].handle)
+        users = list(dict.fromkeys(handle.consumers()))
+        for operation in users:
+            if operation.type in ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"):
+                raise FrameworkError(
+                    "the variable is read inside a loop or branch of a graph, where its uses cannot be told apart; "
+                    "read it before"
+                )
+        return users
+
+    def _connected(self, changes: list[Tensor]) -> list[bool]:
+        outputs = [y for y in self.outputs if y.dtype.is_floating or y.dtype.is_complex]
+        slopes = tf.gradients(outputs, changes) if outputs and changes else [None] * len(changes)
+        return [slope is not None for slope in slopes]
+
+
+def _change(like: Tensor) -> Tensor:
+    if not like.shape.is_fully_defined():
+        raise FrameworkError(f"the shape {tuple(like.shape)} of the tensor is not known while tracing; give it one")
+    return tf.compat.v1.placeholder_with_default(tf.zeros(like.shape, like.dtype), like.shape)
+
+
+def _spelled(kind: str) -> str:
+    """The type of an operation in lower case, without its version."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", re.sub(r"V\d+$", "", kind)).lower()
+
+
+def _where(operation: Operation) -> str | None:
+    """File and line of the user's code that made an operation."""
+    for frame in reversed(operation.traceback):
+        if os.path.abspath(frame.filename) == os.path.abspath(__file__):
+            return None  # from here on outwards it is the caller's
+        if not os.path.abspath(frame.filename).startswith(_libraries()) and not frame.filename.startswith("<"):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return None
+
+
+def _libraries() -> tuple[str, ...]:
+    """Where code lives that is not the user's."""
+    modules = [sys.modules[name] for name in ("tensorflow", "keras") if name in sys.modules]
+    roots = [os.path.dirname(os.path.abspath(str(module.__file__))) for module in modules]
+    standard = sysconfig.get_paths()["stdlib"]
+    return (
+        *[root + os.sep for root in (*roots, HERE)],
+        *[os.path.join(standard, name) for name in ("contextlib", "functools")],
+    )
