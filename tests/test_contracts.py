@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-from jax._src.core import jaxprs_in_params
+from jax._src.core import get_opaque_trace_state, jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
+from jax._src.source_info_util import current_name_stack, user_context
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
 from tensorflow.python.eager.context import Context, context
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -339,3 +342,73 @@ def test_tensorflow_numbers_eager_tensors_as_they_are_made():
     with tf.GradientTape(persistent=True) as tape:
         assert tape._recording
     assert not tape._recording
+
+
+def test_jax_names_stay_in_programs_that_jit_has_kept_and_lower_to_nothing():
+    f = jax.jit(lambda x: checkpoint_name(x * 2, "named") + 1)
+    f(jnp.ones(2))
+    outer = jax.make_jaxpr(lambda x: f(x))(jnp.ones(2)).jaxpr.eqns[0]
+    assert outer.primitive.name in ("jit", "pjit")
+    inner = outer.params["jaxpr"].jaxpr.eqns
+    assert [equation.primitive.name for equation in inner] == ["mul", "name", "add"]
+    assert inner[1].params == {"name": "named"}
+    assert isinstance(inner[0].invars[1], Literal)
+    assert "named" not in f.lower(jnp.ones(2)).compile().as_text()
+    batched = jax.make_jaxpr(jax.vmap(f))(jnp.ones((3, 2))).jaxpr.eqns[0].params["jaxpr"].jaxpr.eqns[1]
+    assert (batched.primitive.name, batched.invars[0].aval.shape) == ("name", (3, 2))
+
+
+def test_jax_keeps_inner_programs_under_known_names():
+    x = jnp.ones(2)
+    (remat,) = jax.make_jaxpr(jax.checkpoint(lambda x: x * 2))(x).jaxpr.eqns
+    assert remat.primitive.name in ("remat2", "checkpoint")
+    assert remat.params["jaxpr"].eqns
+    for name, f in {
+        "scan": lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=2)[0],
+        "while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x),
+        "cond": lambda x: jax.lax.cond(True, lambda x: x, lambda x: -x, x),
+        "custom_jvp_call": jax.custom_jvp(lambda x: x * 2),
+    }.items():
+        equations = jax.make_jaxpr(f)(x).jaxpr.eqns
+        assert name in [equation.primitive.name for equation in equations]
+        assert any(list(jaxprs_in_params(equation.params)) for equation in equations)
+
+
+def test_jax_binds_an_equation_again_where_it_came_from():
+    (equation,) = jax.make_jaxpr(jax.nn.relu)(jnp.ones(2)).jaxpr.eqns
+    parameters = equation.primitive.get_bind_params(equation.params)
+    functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
+
+    def again(x):
+        stack = current_name_stack() + equation.source_info.name_stack
+        with user_context(equation.source_info.traceback, name_stack=stack), equation.ctx.manager:
+            return equation.primitive.bind(*functions, x, **parameters)[0]
+
+    assert jax.grad(lambda x: again(x).sum())(jnp.array([0.0, 1.0])).tolist() == [0, 1]
+    files = [frame.file_name for frame in jax.make_jaxpr(again)(jnp.ones(2)).jaxpr.eqns[0].source_info.traceback.frames]
+    lines = [frame.line_num for frame in equation.source_info.traceback.frames]
+    assert __file__ in files
+    assert all(line > 0 for line in lines)
+
+
+def test_jax_tells_one_level_of_tracing_from_another():
+    level = get_opaque_trace_state(convention="elementgrad")
+    assert level == get_opaque_trace_state(convention="elementgrad")
+    for around in (jax.jit, jax.vmap, jax.grad):
+        seen = []
+        around(lambda x, seen=seen: seen.append(get_opaque_trace_state(convention="elementgrad") == level) or x.sum())(
+            jnp.ones(2) if around is not jax.grad else jnp.array(1.0)
+        )
+        assert seen == [False]
+
+
+def test_jax_traces_what_closes_over_values_of_an_outer_trace():
+    seen = []
+
+    def f(x):
+        program = jax.make_jaxpr(lambda: x * 2)()
+        seen.append(len(program.consts))
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts)[0]
+
+    assert jax.linearize(f, jnp.ones(2))[1](jnp.ones(2)).tolist() == [2, 2]
+    assert seen == [1]

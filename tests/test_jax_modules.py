@@ -1,4 +1,4 @@
-"""Arrays inside pytrees and modules of JAX: what they are called, and that reading leaves the user's own as they are."""
+"""Arrays inside pytrees and modules of JAX: what they are called, and that reading leaves them as they are."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,9 +34,10 @@ class JaxLinear(Linear):
         self.inputs = inputs
         self._run = run
         try:
-            self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
-        except ElementgradError as error:
-            raise type(error)(*error.args) from None  # without the note on frames that JAX adds
+            with plain_errors():
+                self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+        except ElementgradError:
+            raise
         except (NotImplementedError, TypeError, ValueError) as error:
             if not any(word in str(error) for word in MISSING):
                 raise
@@ -120,6 +122,15 @@ class JaxLinear(Linear):
         ]
 
 
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise our own errors as they were, without the note about its frames that JAX adds on their way."""
+    try:
+        yield
+    except ElementgradError as error:
+        raise type(error)(*error.args) from None
+
+
 def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
     """The inputs, with zeros in place of what the function computes on its way, of the shape that it turns out to have.
 
@@ -144,10 +155,11 @@ def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
     try:
         jax.eval_shape(look, *given)
         traced = True
-    except Exception:  # one that is not about tracing comes again, without what JAX adds to it
+    except Exception:  # one that is not about tracing comes again
         traced = False
     if not traced:
-        look(*given)
+        with plain_errors():
+            look(*given)
     return [jnp.zeros(found[n].shape, found[n].dtype) if x is None else x for n, x in enumerate(inputs)]
 
 

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 from jax._src.core import jaxprs_in_params
 from jax.ad_checkpoint import checkpoint_name
 
-from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad.backends.jax.linear import JaxLinear, plain_errors
 from elementgrad.backends.jax.program import FOLLOWED, bind, evaluate, follow, shifted
 from elementgrad.backends.linear import Run, Use, reason
-from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
+from elementgrad.errors import DtypeError, FrameworkError
 
 Array = jax.Array
 MARK = "elementgrad"
@@ -31,8 +30,10 @@ def uses(run: Run, inputs: Sequence[Array | None], input: int) -> tuple[JaxLinea
     found = watching.found()
     linear = JaxLinear(watching.outputs, watching.zeros(len(found)))
     leading = sorted(set().union(*linear.paths))
-    if len(leading) == len(found):
+    if leading and len(leading) == len(found):
         return linear, found
+    if not leading:  # one input all the same, since it tells the shape
+        return JaxLinear(lambda _: watching.outputs(*[None] * len(found)), watching.zeros(1)), []
 
     def fewer(*changes: Array) -> Sequence[Array]:
         placed = dict(zip(leading, changes, strict=True))
@@ -51,18 +52,15 @@ class _Watched:
 class _Watching:
     """A program in which one value is watched, and changed in some of its uses."""
 
-    _aval: Any
-    """Shape and dtype of the value, once it was come by."""
-
     def __init__(self, run: Run, inputs: Sequence[Array | None], input: int):
-        mark = partial(checkpoint_name, name=MARK)
         x = inputs[input]
         try:
-            self._program = jax.make_jaxpr(
-                lambda: tuple(run(*inputs[:input], mark if x is None else mark(x), *inputs[input + 1 :]))
-            )()
-        except ElementgradError as error:
-            raise type(error)(*error.args) from None
+            with plain_errors():
+                self._program = jax.make_jaxpr(
+                    lambda: tuple(
+                        run(*inputs[:input], self._mark if x is None else self._mark(x), *inputs[input + 1 :])
+                    )
+                )()
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise FrameworkError(
                 f"uses are told in a function that jax can trace, and this one branches on values: {reason(error)}"
@@ -80,7 +78,7 @@ class _Watching:
 
     def zeros(self, count: int) -> list[Array]:
         """So many changes that change nothing."""
-        return [jnp.zeros(self._aval.shape, self._aval.dtype) for _ in range(count)]
+        return [jnp.zeros(self._shape, self._dtype) for _ in range(count)]
 
     def _run(self, changes: Sequence[Array | None], found: list[Use]) -> list[Array]:
         def used(value: Any, operation: str, where: str | None) -> Any:
@@ -90,7 +88,7 @@ class _Watching:
 
         def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
             if equation.primitive.name == "name" and equation.params["name"] == MARK:
-                return [self._watch(operands[0], equation.invars[0].aval)]
+                return [_Watched(*operands)]
             if not any(isinstance(operand, _Watched) for operand in operands):
                 return bind(equation, operands)
             if equation.primitive.name == "name":
@@ -105,11 +103,13 @@ class _Watching:
         results = evaluate(self._program.jaxpr, self._program.consts, [], step)
         return [used(result.value, "return", None) if isinstance(result, _Watched) else result for result in results]
 
-    def _watch(self, value: Any, aval: Any) -> _Watched:
-        if not jnp.issubdtype(aval.dtype, jnp.inexact):
-            raise DtypeError(f"what is named is of dtype {aval.dtype}, which has no gradients; make it floating point")
-        self._aval = aval
-        return _Watched(value)
+    def _mark(self, x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise DtypeError(
+                f"what is named is of dtype {x.dtype}, which has no gradients; make it floating point first"
+            )
+        self._shape, self._dtype = x.shape, x.dtype
+        return checkpoint_name(x, MARK)
 
 
 def _operation(equation: Any) -> str:

@@ -143,6 +143,7 @@ class TensorflowBackend(Backend):
 
     def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
         return TensorflowRecorder(tensors)
+
     def uses(self, run: Run, inputs: Sequence[Tensor], input: int) -> tuple[Linear, list[Use]]:
         return uses.of(run, inputs, input)
 
