@@ -367,7 +367,7 @@ def test_jax_keeps_inner_programs_under_known_names():
         "scan": lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, None, length=2)[0],
         "while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x),
         "cond": lambda x: jax.lax.cond(True, lambda x: x, lambda x: -x, x),
-        "custom_jvp_call": jax.custom_jvp(lambda x: x * 2),
+        "custom_jvp_call": jax.nn.relu,
     }.items():
         equations = jax.make_jaxpr(f)(x).jaxpr.eqns
         assert name in [equation.primitive.name for equation in equations]
@@ -375,7 +375,7 @@ def test_jax_keeps_inner_programs_under_known_names():
 
 
 def test_jax_binds_an_equation_again_where_it_came_from():
-    (equation,) = jax.make_jaxpr(jax.nn.relu)(jnp.ones(2)).jaxpr.eqns
+    (equation,) = jax.make_jaxpr(lambda x: jax.nn.relu(x))(jnp.ones(2)).jaxpr.eqns
     parameters = equation.primitive.get_bind_params(equation.params)
     functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
 

@@ -48,7 +48,7 @@ def assert_shares(f, expected, *args, **names):
 
 def test_each_argument_slot_is_a_use():
     assert_shares(lambda x: x * x, [("mul", X), ("mul", X)], X)
-    assert_shares(lambda x: 2 * x[2] + x.sum(), [("dynamic_slice", [0, 0, 2]), ("reduce_sum", 1)], X)
+    assert_shares(lambda x: 2 * jax.lax.slice(x, [2], [3]) + x.sum(), [("slice", [0, 0, 2]), ("reduce_sum", 1)], X)
     assert_shares(lambda x: x, [("return", 1)], X)
     assert_shares(lambda x, y: y * 2, [], X, X)
 
@@ -95,18 +95,17 @@ def test_a_value_on_the_way_has_uses():
 def test_uses_tell_the_line_of_the_users_code():
     def f(x):
         y = jnp.sum(x)
-        return (
-            jax.jit(
-                lambda x: jnp.linalg.norm(x),
-            )(x)
-            + y
-        )
+
+        def norm(x):
+            return jnp.linalg.norm(x)
+
+        return jax.jit(norm)(x) + y
 
     _, found = uses(f, X)
     start = inspect.getsourcelines(f)[1]
     file = Path(__file__).name
     assert found[0].where == f"{file}:{start + 1}"
-    assert {use.where for use in found[1:]} == {f"{file}:{start + 3}"}
+    assert {use.where for use in found[1:]} == {f"{file}:{start + 4}"}
 
 
 def test_arrays_of_a_module_have_uses():

@@ -11,7 +11,7 @@ from jax._src.core import jaxprs_in_params
 from jax.ad_checkpoint import checkpoint_name
 
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
-from elementgrad.backends.jax.program import FOLLOWED, bind, evaluate, follow, shifted
+from elementgrad.backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shifted
 from elementgrad.backends.linear import Run, Use, reason
 from elementgrad.errors import DtypeError, FrameworkError
 
@@ -86,21 +86,23 @@ class _Watching:
             found.append(Use(operation, where))
             return value if change is None else shifted(value, change)
 
-        def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
-            if equation.primitive.name == "name" and equation.params["name"] == MARK:
-                return [_Watched(*operands)]
-            if not any(isinstance(operand, _Watched) for operand in operands):
-                return bind(equation, operands)
-            if equation.primitive.name == "name":
-                return operands  # a name is no use
-            if equation.primitive.name in FOLLOWED:
-                return follow(equation, operands, step)
-            told = _operation(equation), _where(equation)
-            return bind(
-                equation, [used(other.value, *told) if isinstance(other, _Watched) else other for other in operands]
-            )
+        def inside(call: str | None) -> Step:
+            def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
+                if equation.primitive.name == "name" and equation.params["name"] == MARK:
+                    return [_Watched(*operands)]
+                if not any(isinstance(operand, _Watched) for operand in operands):
+                    return bind(equation, operands)
+                if equation.primitive.name == "name":
+                    return operands  # a name is no use
+                where = _where(equation) or call  # JAX's own functions know nothing of who called them
+                if equation.primitive.name in FOLLOWED:
+                    return follow(equation, operands, inside(where))
+                told = _operation(equation), where
+                return bind(equation, [used(x.value, *told) if isinstance(x, _Watched) else x for x in operands])
 
-        results = evaluate(self._program.jaxpr, self._program.consts, [], step)
+            return step
+
+        results = evaluate(self._program.jaxpr, self._program.consts, [], inside(None))
         return [used(result.value, "return", None) if isinstance(result, _Watched) else result for result in results]
 
     def _mark(self, x: Array) -> Array:
