@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.lazy import Jacobian as Jacobian
     from elementgrad.naming import names as names
+    from elementgrad.paths import contributions as contributions
     from elementgrad.place import Place as Place
     from elementgrad.place import at as at
     from elementgrad.plan.plan import Plan as Plan
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "at": "place",
     "choose": "choice",
+    "contributions": "paths",
     "grad": "read",
     "hessian": "read",
     "jacobian": "read",

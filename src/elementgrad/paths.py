@@ -1,6 +1,7 @@
 """`contributions`: a derivative split over the uses of its source, and over what its paths pass on their way."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from elementgrad import tree
@@ -48,16 +49,13 @@ def contributions(
     source, target = call.source(place), call.target(target_place)
     stops = {_waypoint(call, name): Place.parse(name) for name in _listed(via)}
     cuts = {_waypoint(call, name).wanted: _cut(backend, Place.parse(name)) for name in _listed(without)}
-    run = Run(call, [source], [target, *stops], cuts)
-    linear, uses = backend.uses(run, [source.tensor], 0)
-    to = call.side(target_place, target, 0, linear.value(0), batch=False)
+    passed = _passed(call, target_place, target, stops, cuts) if stops else None
+    end = passed.end if passed else target
+    linear, uses = backend.uses(Run(call, [source], [end], cuts), [source.tensor], 0)
+    to = passed.to if passed else call.side(target_place, target, 0, linear.value(0), batch=False)
     since = call.side(place, source, 0, linear.inputs[0] if source.met else source.tensor, batch=False)
-    seeds: Tensor | None = backend.units(to.tensor, to.select(..., backend).flat().reshape(-1), 1)
-    number = 0
-    for stop in sorted(stops, key=lambda stop: call.orders[stop.wanted], reverse=True):
-        seeds = _through(run, number, stop, stops[stop], seeds)
-        number = run.targets.index(stop)
-    pulled = [None] * len(uses) if seeds is None else _pulled(backend, linear, number, range(len(uses)), seeds)
+    seeds = passed.seeds if passed else _units(backend, to)
+    pulled = [None] * len(uses) if seeds is None else _pulled(backend, linear, 0, range(len(uses)), seeds)
     if unconnected == "error" and all(derivative is None for derivative in pulled):
         raise no_path(to, since, backend)
     shape = (*to.shape, *since.shape)
@@ -84,18 +82,43 @@ def _cut(backend: Backend, place: Place) -> Callable[[Tensor], Tensor]:
     return lambda x: backend.all_but(x, place.select(backend.shape(x)))
 
 
-def _through(run: Run, number: int, stop: Source, place: Place, seeds: Tensor | None) -> Tensor | None:
-    """Derivatives with respect to elements on the way, from those with respect to a later tensor."""
-    if seeds is None:
-        return None
-    backend = run.call.backend
-    linear = backend.linearize(Run(run.call, [stop], run.targets, run.cuts), [None], False, 1)
-    (passed,) = _pulled(backend, linear, number, [0], seeds)
-    if passed is None or not place.index:
-        return passed
-    shape = backend.shape(passed)
+@dataclass(frozen=True)
+class _Passed:
+    """The derivatives of a target with respect to the first of the tensors that its paths must pass."""
+
+    to: Side
+    end: Source
+    seeds: Tensor | None
+    """None where no path passes them all."""
+
+
+def _passed(
+    call: Call, place: Place, target: Source, stops: Mapping[Source, Place], cuts: Mapping[Any, Any]
+) -> _Passed:
+    """Go back from the target through all stops, the last that is computed first."""
+    backend, targets = call.backend, [target, *stops]
+    linear = backend.linearize(Run(call, list(stops), targets, cuts), [None] * len(stops), False, 1)
+    to = call.side(place, target, 0, linear.value(0), batch=False)
+    seeds: Tensor | None = _units(backend, to)
+    here = target
+    for stop in sorted(stops, key=lambda stop: call.orders[stop.wanted], reverse=True):
+        if seeds is not None:
+            (seeds,) = _pulled(backend, linear, targets.index(here), [targets.index(stop) - 1], seeds)
+        if seeds is not None and stops[stop].index:
+            seeds = _alone(backend, seeds, stops[stop])
+        here = stop
+    return _Passed(to, here, seeds)
+
+
+def _alone(backend: Backend, stack: Tensor, place: Place) -> Tensor:
+    """A stack of derivatives, with zeros for all but some elements."""
+    shape = backend.shape(stack)
     where = place.select(shape[1:]).behind(shape[:1])
-    return backend.put(backend.zeros(shape, passed), where, backend.take(passed, where))
+    return backend.put(backend.zeros(shape, stack), where, backend.take(stack, where))
+
+
+def _units(backend: Backend, to: Side) -> Tensor:
+    return backend.units(to.tensor, to.select(..., backend).flat().reshape(-1), 1)
 
 
 def _pulled(backend: Backend, linear: Linear, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:

@@ -192,7 +192,7 @@ class _Reading:
                 raise no_path(one, self.wrt, backend)
             return Shares((), nothing)
         if len(rows) == 1:
-            shares = [(use.operation, use.where, use.value) for use in rows[0] or ()]
+            shares = [(flow.use.operation, flow.use.where, flow.value) for flow in rows[0] or ()]
         else:
             shares = self._joined(rows)
         return Shares([Share(name, line, backend.reshape(value, shape)) for name, line, value in shares], nothing)
@@ -201,8 +201,8 @@ class _Reading:
         """The same use for several output elements is one share."""
         slots: dict[Any, dict[int, Any]] = {}
         for number, row in enumerate(rows):
-            for use in row or ():
-                slots.setdefault((use.order, use.operation, use.where), {})[number] = use.value
+            for flow in row or ():
+                slots.setdefault((flow.order, flow.use.operation, flow.use.where), {})[number] = flow.value
         empty = self.backend.zeros(self.wrt.shape, self.wrt.tensor)
         return [
             (name, line, self.backend.concat([_row(by_row.get(i, empty)) for i in range(len(rows))]))

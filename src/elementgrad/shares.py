@@ -6,6 +6,8 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+from elementgrad import backends
+
 Tensor = Any
 
 
@@ -68,5 +70,5 @@ class Shares(tuple[Share, ...]):
 
 
 def _shown(value: Tensor) -> str:
-    shape = tuple(value.shape)
-    return f"{value.tolist():.6g}" if not shape and hasattr(value, "tolist") else f"values of shape {shape}"
+    number = backends.find(value).read(value) if tuple(value.shape) == () else None
+    return f"values of shape {tuple(value.shape)}" if number is None else f"{number.item():.6g}"

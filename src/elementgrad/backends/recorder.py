@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.backends.linear import Linear
+from elementgrad.backends.linear import Linear, Use
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -33,11 +33,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Use:
-    """One argument slot of one operation, and what flows back through it."""
+class Flow:
+    """What flows back through one use of a tensor."""
 
-    operation: str
-    where: str | None
+    use: Use
     value: Tensor
     order: tuple[int, int]
     """The number of the operation and of its slot."""
@@ -59,7 +58,7 @@ class Recorder(ABC):
         """What was seen, ready for sweeps from these outputs to these inputs, or an error about one that is unknown."""
 
     @abstractmethod
-    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Use] | None:
+    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Flow] | None:
         """The derivative of one element, split over the uses of the tensor that `wrt` names elements of.
 
         None where no path leads from one to the other.

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework.ops import uid
 
 from elementgrad.backends.linear import Linear
-from elementgrad.backends.recorder import Asked, Recorder, Use
+from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.tensorflow.linear import Sweep, TensorflowLinear
 from elementgrad.errors import FrameworkError, PlaceError
 
@@ -39,7 +39,7 @@ class TensorflowRecorder(Recorder):
         outputs, inputs = [[self._find(asked) for asked in side] for side in (of, wrt)]
         return _Recorded(inputs, outputs, [self._tape], create_graph=False)
 
-    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Use] | None:
+    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Flow] | None:
         raise FrameworkError(
             "a recording of tensorflow does not know which operation used a tensor; put the code into a function and "
             "use eg.contributions"

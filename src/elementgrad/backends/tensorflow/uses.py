@@ -32,6 +32,7 @@ class _Changed:
     program: Callable[..., Sequence[Tensor]]
     held: Sequence[bool]
     others: Sequence[Tensor] = field(default=())
+    inside: bool = False
 
     def __call__(self, *changes: Tensor) -> Sequence[Tensor]:
         return self.program(*changes)

@@ -10,13 +10,14 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from elementgrad import backends
-from elementgrad.backends.linear import Linear, Run
+from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root
 from elementgrad.backends.torch.quiet import plainly, undisturbed
+from elementgrad.backends.torch.uses import uses
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -148,6 +149,9 @@ class TorchBackend(Backend):
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TorchLinear.of(run, inputs, create_graph)
+
+    def uses(self, run: Run, inputs: Sequence[Tensor], input: int) -> tuple[Linear, list[Use]]:
+        return uses(run, inputs, input)
 
     def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
         from elementgrad.backends.torch.recorder import TorchRecorder

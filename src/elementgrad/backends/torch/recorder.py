@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad import tree
 from elementgrad.backends.linear import Linear
-from elementgrad.backends.recorder import Asked, Recorder, Use
+from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.torch import calls
 from elementgrad.backends.torch.calls import clock
 from elementgrad.backends.torch.functions import watched_by, watchers
@@ -103,7 +103,7 @@ class TorchRecorder(Recorder):
                 linear.ways(output, range(len(wrt)))  # errors come before any work
             return linear
 
-    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Use] | None:
+    def uses(self, of: Asked, position: int, wrt: Asked) -> list[Flow] | None:
         with self.aside():
             self._require_seen()
             self._flush()

@@ -8,39 +8,46 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge
 
-from elementgrad.backends.recorder import Asked, Use
+from elementgrad.backends.linear import Use
+from elementgrad.backends.recorder import Asked, Flow
 from elementgrad.backends.torch.calls import WHERE
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.versions import Found, Version, named, same
 
 Tensor = torch.Tensor
-Flow = tuple[Any, int, int, Tensor]
+Slot = tuple[Any, int, int, Tensor]
 """A node, one of its slots, the number of the source that feeds it, and the derivative that flows back there."""
 
 
-def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -> list[Flow]:
-    """What flows back from an output to each of some sources, by the slots that take it, in order of computation.
-
-    One sweep. The sum over the slots of a source is its derivative, of which the seed is a part where the output is
-    the source itself. A slot that the sweep does not reach is left out.
-    """
-    feeds: dict[Any, list[tuple[int, int]]] = {}
+def feeds(output: GradientEdge, sources: Sequence[GradientEdge]) -> dict[Any, list[tuple[int, int]]]:
+    """For each node before an output that takes some of the sources, its slots and the number of the source in each."""
+    found: dict[Any, list[tuple[int, int]]] = {}
     ends = {(source.node, source.output_nr): number for number, source in enumerate(sources)}
     seen, ahead = {output.node}, [output.node]
     while ahead:
         node = ahead.pop()
         for slot, following in enumerate(node.next_functions):
             if following in ends:
-                feeds.setdefault(node, []).append((slot, ends[following]))
+                found.setdefault(node, []).append((slot, ends[following]))
             if following[0] is not None and following[0] not in seen:
                 seen.add(following[0])
                 ahead.append(following[0])
-    found: list[Flow] = []
+    return found
+
+
+def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -> list[Slot]:
+    """What flows back from an output to each of some sources, by the slots that take it, in order of computation.
+
+    One sweep. The sum over the slots of a source is its derivative, of which the seed is a part where the output is
+    the source itself. A slot that the sweep does not reach is left out.
+    """
+    taken = feeds(output, sources)
+    found: list[Slot] = []
     hooks = []
 
     def watch(node: Any) -> None:
         def hook(inward: Sequence[Tensor | None], _: Any) -> None:
-            for slot, source in feeds[node]:
+            for slot, source in taken[node]:
                 derivative = inward[slot]
                 if derivative is not None:
                     found.append((node, slot, source, _fitted(derivative, sources[source])))
@@ -48,7 +55,7 @@ def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -
         hooks.append(node.register_hook(hook))
 
     try:
-        for node in feeds:
+        for node in taken:
             watch(node)
         with undisturbed(None), plainly():
             torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
@@ -64,7 +71,7 @@ def _fitted(derivative: Tensor, source: GradientEdge) -> Tensor:
     return derivative.sum_to_size(tuple(made.shape)).to(made.dtype).clone()
 
 
-def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> list[Use] | None:
+def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> list[Flow] | None:
     """The derivative of one element with respect to others, by their uses; None if no path leads there.
 
     An element of a tensor that is written to in place elsewhere lives on in later versions: their slots are uses too,
@@ -88,21 +95,23 @@ def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> li
     if end.edge is None or not edges:
         return None
     seed = _seed(end, target, position, asked.tensor)
-    shares: list[Use] = []
+    shares: list[Flow] = []
     sources: Any = [versions[n].edge for n in edges]
     swept = flows(end.edge, seed, sources)
     if source.track is target.track and last in range(int(starts.min()), int(stops.max())):
         here = (addresses == target.addresses(where)[0]) & (starts <= last) & (last < stops)
         if here.any():
             value = torch.from_numpy(here).to(seed.device, seed.dtype)
-            shares.append(Use("itself", None, value.reshape(named_source.positions.shape), (sys.maxsize, 0)))
+            value = value.reshape(named_source.positions.shape)
+            shares.append(Flow(Use("itself", None), value, (sys.maxsize, 0)))
     reached = bool(swept) or any(same(end.edge, edge) for edge in sources)
     for node, slot, number, derivative in swept:
         taken = _taken(derivative, versions, edges[number], node, slot, (addresses, itemsize, starts, stops))
         if taken is not None:
             operation = named(node, _write_of(node, versions))
             taken = taken.reshape(named_source.positions.shape)
-            shares.append(Use(operation, node.metadata.get(WHERE), taken, (node._sequence_nr(), slot)))
+            use = Use(operation, node.metadata.get(WHERE))
+            shares.append(Flow(use, taken, (node._sequence_nr(), slot)))
     return shares if reached else None
 
 
