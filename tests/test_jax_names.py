@@ -159,6 +159,16 @@ def test_reads_inside_of_what_is_read():
     assert_near(eg.grad(branches, X, wrt="outer"), 4 * 2 * X * X)
 
 
+def test_a_tag_inside_of_what_is_differentiated_in_the_function():
+    def slope(x):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(eg.tag(x**2, "squares"))))(x)
+
+    assert_near(eg.jacobian(slope, X, wrt="squares").diagonal(), -jnp.sin(X**2) * 2 * X)
+    rematerialised = jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(eg.tag(x**2, "squares")))(x)))
+    with pytest.raises(eg.PlaceError, match="'squares' is 2 tensors here; name one: squares#0, squares#1"):
+        eg.jacobian(rematerialised, X, wrt="squares")  # once on the way there, and again on the way back
+
+
 def test_repeated_tags_are_numbered():
     def recurrence(start):
         t = eg.tag(jnp.zeros(5).at[0].set(start), "t")
