@@ -1,4 +1,4 @@
-"""Shares of a derivative: one per use of the source, along paths that pass a name or do not, on the three frameworks."""
+"""Shares of a derivative: one per use of the source, along paths that pass a name or do not, on each framework."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def test_the_founding_case(fw):
     shares = eg.contributions(lambda x: 2 * x[2] + fw.sum(x), fw.tensor(X), wrt="x[2]")
     assert [float(share.value) for share in shares] == [2.0, 1.0]
     assert float(shares.total) == float(shares.value) == 3.0
-    assert [share.where.partition(":")[0] for share in shares] == ["test_paths.py"] * 2
+    assert [share.where.partition(":")[0] for share in shares] == ["test_paths.py", "frameworks.py"]
     assert len({share.operation for share in shares}) == 2
     assert str(shares).splitlines()[-1].split() == ["total", "3"]
 
@@ -131,7 +131,7 @@ def test_shares_of_what_is_computed_on_the_way(fw):
         ({"via": "frist"}, "no tensor is named 'frist'; nearest: first"),
         ({"without": "third"}, "no tensor is named 'third'"),
         ({"via": "x"}, "'x' is an input and not computed; name an activation or a tag"),
-        ({"via": 3}, "3 is no name|int"),
+        ({"via": 3}, "3 names nothing on the way; give a str"),
         ({"wrt": ["x", "y"]}, "is no single place; give one"),
         ({"unconnected": "maybe"}, "neither"),
         ({"wrt": "x[7]"}, r"x\[7\]: index 7 is out of range"),

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from elementgrad import tree
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
@@ -118,7 +120,7 @@ def _alone(backend: Backend, stack: Tensor, place: Place) -> Tensor:
 
 
 def _units(backend: Backend, to: Side) -> Tensor:
-    return backend.units(to.tensor, to.select(..., backend).flat().reshape(-1), 1)
+    return backend.units(to.tensor, np.array(to.select(..., backend).flat().reshape(-1)), 1)
 
 
 def _pulled(backend: Backend, linear: Linear, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
@@ -148,8 +150,10 @@ def _one(wanted: Wanted, argument: str) -> Place:
 
 
 def _listed(names: Any) -> list[str]:
-    listed = [names] if isinstance(names, str) else list(names)
+    listed: list[Any] = (
+        [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else [None]
+    )
     for name in listed:
         if not isinstance(name, str):
-            raise PlaceError(f"{name!r} is no name of a tensor on the way; give a str, such as 'block1'")
+            raise PlaceError(f"{names!r} names nothing on the way; give a str or a list of them, such as 'block1'")
     return listed

@@ -41,7 +41,7 @@ class _Changed:
 def of(run: Run, inputs: Sequence[Tensor], input: int) -> tuple[TensorflowLinear, list[Use]]:
     """Evaluate a function as one of the uses that it makes of one of its inputs."""
     trace = _Trace(run, inputs, input)
-    with undisturbed(), unstaged():
+    with undisturbed():
         wrapped = tf.compat.v1.wrap_function(trace, [])
     changes = [tf.zeros(change.shape, change.dtype) for change in trace.changes]
     program = wrapped.prune(trace.changes, trace.outputs)
@@ -83,7 +83,8 @@ class _Trace:
         elif not self._held:
             given[self._input] = source(tf.convert_to_tensor(self._inputs[self._input]))
         try:
-            with AutomaticControlDependencies() as order:  # what is written and read stays in its order
+            # What is written and read stays in its order; compiled functions are part of the graph.
+            with AutomaticControlDependencies() as order, unstaged():
                 return [order.mark_as_return(tf.convert_to_tensor(y)) for y in self._run(*given)]
         except ElementgradError:
             raise
