@@ -412,3 +412,45 @@ def test_jax_traces_what_closes_over_values_of_an_outer_trace():
 
     assert jax.linearize(f, jnp.ones(2))[1](jnp.ones(2)).tolist() == [2, 2]
     assert seen == [1]
+
+
+def test_keras_keeps_layers_variables_losses_and_masks_where_they_are_looked_for():
+    import keras
+
+    layer = keras.layers.Dense(1, name="d")
+    model = keras.Sequential([keras.Input((2,), name="x"), layer], name="root")
+    assert [inner.name for inner in model._layers] == ["x", "d"]
+    assert isinstance(layer.kernel._value, tf.Variable)
+    assert layer._trainable_variables == [layer.kernel, layer.bias]
+    assert layer._non_trainable_variables == []
+    assert [layer._losses, layer._loss_ids] == [[], set()]
+    assert model._functional._inputs_struct is not None
+    masked = keras.layers.Embedding(3, 1, mask_zero=True)(tf.constant([[0, 1]]))
+    assert masked._keras_mask.numpy().tolist() == [[False, True]]
+
+
+def test_keras_tries_the_first_of_the_steps_that_it_does_not_unroll():
+    import keras
+
+    for unroll, calls in ((False, 4), (True, 3)):
+        cell, seen = keras.layers.SimpleRNNCell(1), []
+        layer = keras.layers.RNN(cell, unroll=unroll)
+        layer.build((1, 3, 2))
+        original = cell.call
+        cell.call = lambda *args, original=original, seen=seen, **kwargs: seen.append(1) or original(*args, **kwargs)
+        layer(tf.ones((1, 3, 2)))
+        assert len(seen) == calls
+
+
+def test_a_compiled_method_of_tensorflow_holds_its_object_in_a_box():
+    from elementgrad.backends.tensorflow import staging
+
+    class Holder:
+        @tf.function
+        def method(self, x):
+            return x if tf.reduce_sum(x) > 0 else -x
+
+    holder = Holder()
+    for _ in range(2):  # AutoGraph changes what it wraps when it first runs
+        assert staging.written(holder.method).__self__ is holder
+        holder.method(tf.ones(2))

@@ -15,7 +15,7 @@ from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.linear import TorchLinear
-from elementgrad.backends.torch.model import TorchModel, root
+from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.uses import uses
 from elementgrad.errors import FrameworkError, TracedError
@@ -142,7 +142,7 @@ class TorchBackend(Backend):
         return TorchModel(function)
 
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function.forward if root(function) is function else function  # type: ignore[attr-defined]
+        return unwrapped(function).forward if isinstance(function, torch.nn.Module) else function
 
     def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         return undisturbed(function)

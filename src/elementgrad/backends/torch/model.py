@@ -99,7 +99,7 @@ class TorchModel(Model):
         seen: set[int] = set()
 
         def walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
-            module = _unwrapped(module)
+            module = unwrapped(module)
             if id(module) not in seen:
                 seen.add(id(module))
                 yield path, module
@@ -110,14 +110,14 @@ class TorchModel(Model):
         return walk(self._root, "") if self._root is not None else iter(())
 
     def _find(self, path: str) -> Module | None:
-        module = None if self._root is None else _unwrapped(self._root)
+        module = None if self._root is None else unwrapped(self._root)
         for name in path.split(".") if path else ():
             child = module._modules.get(name) if module is not None else None
-            module = None if child is None else _unwrapped(child)
+            module = None if child is None else unwrapped(child)
         return module
 
 
-def _unwrapped(module: Module) -> Module:
+def unwrapped(module: Module) -> Module:
     """The module inside of wrappers: those hold nothing else."""
     while list(module._modules) in ([name] for name in WRAPPERS) and not module._parameters and not module._buffers:
         module = next(iter(module._modules.values()))  # type: ignore[assignment]
