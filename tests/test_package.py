@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.cli import main, tour
+from elementgrad.cli import main, stops, tour
 
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -132,7 +132,9 @@ TOUR = {
     "bad_numbers_stay_away": ["nan", "[0, 4]"],
     "element_of_a_product": ["[[5, 7], [0, 0]]", "7"],
     "element_of_itself": ["[[0, 0, 0], [0, 0, 1], [0, 0, 0]]", "[[1, 1, 1], [1, 1, 1], [1, 1, 1]]"],
-    "used_twice": ["3"],
+    "used_twice": ["[2, 1]", "3"],
+    "inside_one_tensor": ["111"],
+    "logit_to_neuron": ["0.2097", "0.1837"],
     "function_with_an_index": ["4"],
     "asked_twice": ["6", "6"],
     "one_second_derivative": ["8", "[2, 6]"],
@@ -141,14 +143,14 @@ TOUR = {
 
 SEEN = {
     "a_learned_choice": "1",  # what was learned
-    "feature_to_pixel": "[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]",
+    "feature_to_pixel": "················ ················ ▒▒▒▒░░░░░░······ ░░▒▒▓▓▒▒░░······ ░░░░██░░░░······",
     "a_few_entries_of_many": "[0, 0.42, 0.7616, 0]",
 }
 
 
-@pytest.mark.parametrize("stop", tour.STOPS, ids=lambda stop: stop.__name__)
+@pytest.mark.parametrize("stop", stops.STOPS, ids=lambda stop: stop.__name__)
 def test_every_stop_of_the_tour_gives_its_founding_numbers(stop):
-    tour.torch = torch
+    stops.torch = torch
     answers = [" ".join(tour.show(value).replace("\\[", "[").split()) for value in stop().values()]
     if stop.__name__ in TOUR:
         assert answers == TOUR[stop.__name__]
@@ -175,9 +177,9 @@ def test_the_tour_prints_its_stops(capsys, monkeypatch):
 
 
 def test_the_code_that_the_tour_shows_is_the_code_that_it_runs():
-    tour.torch = torch
-    for stop in tour.STOPS:
-        names = {"torch": torch, "eg": eg, "Any": object}
+    stops.torch = torch
+    for stop in stops.STOPS:
+        names = {"torch": torch, "eg": eg, "Any": object, "picture": stops.picture}
         exec(tour.source(stop), names)
         for expression, value in stop().items():
             assert tour.show(eval(expression, names)) == tour.show(value)

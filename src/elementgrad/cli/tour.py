@@ -1,4 +1,4 @@
-"""The tour: the questions people ask about single elements, answered on PyTorch with the code that answers them."""
+"""The tour: every question with its code, and the numbers that the code has just given."""
 
 import ast
 import inspect
@@ -7,199 +7,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import elementgrad as eg
+from elementgrad.cli import stops
 from elementgrad.errors import FrameworkError
-
-torch: Any = None  # the one framework the tour needs, imported when it starts
-
-
-def replace_an_element() -> dict[str, Any]:
-    """Replace element 2 by a value and differentiate the sum."""
-    v = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    value = torch.tensor(10.0, requires_grad=True)
-    new = eg.at(v)[2].set(value)
-    new.sum().backward()
-    return {"new": new, "v.grad": v.grad, "value.grad": value.grad}
-
-
-def replace_and_square() -> dict[str, Any]:
-    """Replace element 0 by a value and differentiate the sum of squares."""
-    v = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    value = torch.tensor(7.0, requires_grad=True)
-    loss = (eg.at(v)[0].set(value) ** 2).sum()
-    loss.backward()
-    return {"loss": loss, "v.grad": v.grad, "value.grad": value.grad}
-
-
-def one_element_alone() -> dict[str, Any]:
-    """Get the gradient of one element alone, all others zero."""
-    v = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    (eg.at(v)[2].only() ** 2).sum().backward()
-    return {"v.grad": v.grad}
-
-
-def one_step_on_one_element() -> dict[str, Any]:
-    """Take one gradient step (learning rate 0.1) on element 1 and move nothing else."""
-    v = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    (eg.at(v)[1].only() ** 2).sum().backward()
-    return {"v - 0.1 * v.grad": v - 0.1 * v.grad}
-
-
-def the_published_answer() -> dict[str, Any]:
-    """Beware the usual answer: replace the element first, and every *other* element moves."""
-    v = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    (eg.at(v)[1].set(2.0) ** 2).sum().backward()
-    return {"v - 0.1 * v.grad": v - 0.1 * v.grad}
-
-
-def three_ways_to_element_zero() -> dict[str, Any]:
-    """Read element 0 by index, by gather and by mask: indexing is differentiable, and all agree."""
-    x = torch.tensor([3.0, 4.0, 5.0], requires_grad=True)
-
-    def gradient(index: Any) -> Any:
-        return torch.autograd.grad((eg.at(x)[index].get() ** 2).sum(), x)[0]
-
-    return {
-        "gradient(0)": gradient(0),
-        "gradient([0])": gradient([0]),
-        "gradient(x < 4)": gradient(x < 4),
-    }
-
-
-def element_zero_alone() -> dict[str, Any]:
-    """Enable gradients for element 0 alone."""
-    x = torch.tensor([3.0, 4.0, 5.0], requires_grad=True)
-    (eg.at(x)[0].only() ** 2).sum().backward()
-    return {"x.grad": x.grad}
-
-
-def the_message_about_element_zero() -> dict[str, Any]:
-    """What does "element 0 of tensors does not require grad" mean? Element 0 is your *loss*, not x[0]."""
-    x = torch.tensor([3.0, 4.0, 5.0])  # requires_grad was forgotten
-    try:
-        (x[0] ** 2).backward()
-    except RuntimeError as error:
-        message = str(error)
-    return {"message": message}
-
-
-def a_learned_choice() -> dict[str, Any]:
-    """Learn which element to choose: the mask is itself a parameter."""
-    x, logits = torch.tensor([3.0, 1.0, 2.0]), torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.SGD([logits], lr=1.0)
-    for _ in range(200):
-        optimizer.zero_grad()
-        (eg.choose(x, logits) - 1.0).square().backward()
-        optimizer.step()
-    weights, chosen = logits.softmax(0), eg.choose(x, logits, hard=True)
-    return {"weights": weights, "chosen": chosen}
-
-
-def element_of_a_product() -> dict[str, Any]:
-    """Differentiate one element of a matrix product: no tape, no watching, no requires_grad."""
-    X, Y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
-    J = eg.jacobian(torch.matmul, X, Y, wrt=X)
-    return {"J[(0, 0), :]": J[(0, 0), :], "J[(0, 0), (0, 1)]": J[(0, 0), (0, 1)]}
-
-
-def element_of_itself() -> dict[str, Any]:
-    """Differentiate X[1, 2] and the sum of X with respect to X."""
-    X = torch.arange(1.0, 10.0).reshape(3, 3)
-    one = eg.grad(lambda X: X, X, of="output[1, 2]")
-    total = eg.grad(lambda X: X.sum(), X)
-    return {"one": one, "total": total}
-
-
-def feature_to_pixel() -> dict[str, Any]:
-    """How does one feature-map element depend on one pixel? And what is its receptive field?"""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3))
-    J = eg.jacobian(net, torch.rand(1, 1, 8, 8))
-    number = J[(0, 1, 2, 0), (0, 0, 4, 2)]
-    field = (J[(0, 1, 2, 0), (0, 0)] != 0).int()
-    return {"number": number, "field": field}
-
-
-def used_twice() -> dict[str, Any]:
-    """Differentiate y = 2 x[2] + sum(x) with respect to x[2]: 2 directly and 1 through the sum."""
-    x = torch.tensor([1.0, 2.0, 3.0])
-    slope = eg.grad(lambda x: 2 * x[2] + x.sum(), x, wrt="x[2]")
-    return {"slope": slope}
-
-
-def function_with_an_index() -> dict[str, Any]:
-    """The same through a Function of your own that takes an index: the index is no tensor to save for backward."""
-
-    class Weighted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, i: int) -> Any:
-            ctx.shape, ctx.i = x.shape, i
-            return 3 * x[i] + x.sum()
-
-        @staticmethod
-        def backward(ctx: Any, g: Any) -> Any:
-            return g * (torch.ones(ctx.shape) + 3 * torch.eye(*ctx.shape)[ctx.i]), None
-
-    x = torch.tensor([1.0, 2.0, 3.0])
-    slope = eg.grad(lambda x: Weighted.apply(x, 2), x, wrt="x[2]")
-    return {"slope": slope}
-
-
-def asked_twice() -> dict[str, Any]:
-    """Vectorised operations hide nothing, and asking twice gives the same number, not twice the number."""
-    x, w = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
-    J = eg.jacobian(lambda x: (x * w).sum(), x)
-    first, again = J[..., 2], J[..., 2]
-    return {"first": first, "again": again}
-
-
-def a_few_entries_of_many() -> dict[str, Any]:
-    """Read a column of a Jacobian that would take 40 GB: see what it costs before you pay."""
-    J = eg.jacobian(lambda x: x.tanh() * x.roll(1), torch.ones(100_000))
-    return {"str(J.plan(..., 7))": str(J.plan(..., 7)), "J[6:10, 7]": J[6:10, 7]}
-
-
-def one_second_derivative() -> dict[str, Any]:
-    """One entry of a Hessian, without the others."""
-    H = eg.hessian(lambda x: x[0] * x[1] ** 2 + x.sum() ** 2, torch.tensor([2.0, 3.0]))
-    return {"H[0, 1]": H[0, 1], "H.diagonal()": H.diagonal()}
-
-
-def bad_numbers_stay_away() -> dict[str, Any]:
-    """A NaN in an untouched element poisons `mask * x`, but no edit of ours."""
-    x = torch.tensor([float("nan"), 2.0], requires_grad=True)
-    mask = torch.tensor([0.0, 1.0])
-    masked = (mask * x).sum()
-    (eg.at(x)[0].set(0.0) ** 2).sum().backward()
-    return {"masked": masked, "x.grad": x.grad}
-
-
-STOPS: tuple[Callable[[], dict[str, Any]], ...] = (
-    replace_an_element,
-    replace_and_square,
-    one_element_alone,
-    one_step_on_one_element,
-    the_published_answer,
-    three_ways_to_element_zero,
-    element_zero_alone,
-    the_message_about_element_zero,
-    a_learned_choice,
-    element_of_a_product,
-    element_of_itself,
-    feature_to_pixel,
-    used_twice,
-    function_with_an_index,
-    asked_twice,
-    a_few_entries_of_many,
-    one_second_derivative,
-    bad_numbers_stay_away,
-)
 
 
 def run() -> None:
     """Print every stop: its question, its code, and the numbers that the code has just given."""
-    global torch
-    torch = _need("torch", extra="torch")
+    stops.torch = _need("torch", extra="torch")
     _need("rich", extra="show")
     from rich.console import Console
     from rich.markup import escape
@@ -212,7 +26,7 @@ def run() -> None:
     table.add_column("question", ratio=3)
     table.add_column("code", ratio=7)
     table.add_column("answer", ratio=4)
-    for stop in STOPS:
+    for stop in stops.STOPS:
         code = Syntax(source(stop), "python", theme="ansi_light", background_color="default", word_wrap=True)
         answer = "\n".join(f"{name}\n  [bold cyan]{show(value)}[/]" for name, value in stop().items())
         table.add_row(escape(inspect.getdoc(stop) or ""), code, answer)
