@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elementgrad.address import at as at
     from elementgrad.choice import choose as choose
     from elementgrad.errors import BatchError as BatchError
     from elementgrad.errors import BroadcastError as BroadcastError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from elementgrad.naming import names as names
     from elementgrad.paths import contributions as contributions
     from elementgrad.place import Place as Place
-    from elementgrad.place import at as at
     from elementgrad.plan.plan import Plan as Plan
     from elementgrad.read import grad as grad
     from elementgrad.read import hessian as hessian
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "at": "place",
+    "at": "address",
     "choose": "choice",
     "contributions": "paths",
     "grad": "read",

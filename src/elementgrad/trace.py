@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
@@ -16,15 +15,14 @@ from elementgrad.backends.model import Model
 from elementgrad.errors import DtypeError, FrameworkError, PlaceError
 from elementgrad.place import Place
 from elementgrad.side import Side
+from elementgrad.signature import bind
 from elementgrad.tap import Passage, Transform, Wanted
 from elementgrad.text import listed, nearest
 
 Tensor = Any
-ANY = inspect.signature(lambda *args, **kwargs: None)
 MET = ("activation", "output")
 """The kinds whose tensors are there once the function has run."""
 OUTPUT = re.compile(r"output([.:]|$)")
-_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Call:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
-        self._bound = _bind(function, args, kwargs)
+        self._bound = bind(function, args, kwargs)
         self._positional = len(args)
         leaves = [leaf for name, value in self._bound.arguments.items() for leaf in tree.leaves(value, name)]
         self._leaves = [number for number, (_, leaf) in enumerate(leaves) if backends.owner(leaf) is not None]
@@ -280,25 +278,6 @@ def _change(new: Any) -> Transform:
     if new is None:
         return lambda met: met
     return new if callable(new) else lambda met: met + new
-
-
-def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    holder = backends.holder(function)
-    return _signature(function if holder is None else holder.called(function)).bind(*args, **kwargs)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature, found once for the method of a class: that takes as long as a small read."""
-    method = getattr(function, "__func__", None)
-    known = _signatures.get(method) if method is not None else None
-    if known is None:
-        try:
-            known = inspect.signature(function)
-        except (TypeError, ValueError):  # written in C
-            known = ANY
-        if method is not None:
-            _signatures[method] = known
-    return known
 
 
 def _one_backend(function: Callable[..., Any], inputs: Sequence[Source], args: Sequence[Any]) -> Backend:
