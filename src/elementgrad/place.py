@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad import edit, text
+from elementgrad import edit, text, tree
 from elementgrad.backends import Backend
 from elementgrad.errors import PlaceError, SelectionError
 from elementgrad.index import Index, IndexArray, as_written, normalize, to_text
@@ -16,7 +16,7 @@ Tensor = Any
 COORDS = "coords takes ints, one row per element and one column per axis, such as [[0, 5], [1, 12]]"
 
 
-class Place:
+class Place(tree.Leaf):
     """A tensor, given itself or by name, and some of its elements. Make one with `eg.at`.
 
     On a live tensor it reads and edits these elements, functionally: nothing is changed in place, and gradients reach

@@ -158,12 +158,13 @@ class _Reading:
             raise OptionError(f"kwargs={kwargs!r} is no dict of arguments by name")
         of, wrt = tree.mapped(of, _of_a_name), tree.mapped(wrt, _parsed)
         call = Call(f, args, kwargs)
-        sources = [call.source(place) for place in tree.flat(wrt)]
+        places = tree.flat(wrt)
+        sources = [call.source(place) for place in places]
         targets = [call.target(place) for place in tree.flat(of)]
         inputs, outputs = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if not inputs or not outputs:
             raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
-        for place, source in zip(tree.flat(wrt), sources, strict=True):
+        for place, source in zip(places, sources, strict=True):
             if not source.met:
                 call.side(place, source, 0, source.tensor, batch)
         run = Run(call, inputs, outputs)

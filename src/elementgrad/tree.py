@@ -17,6 +17,8 @@ SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
 class Leaf:
     """Base of what is never opened, though it has fields."""
 
+    __slots__ = ()
+
 
 def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Everything that cannot be opened, with its path: `"x.weights.0"`."""
