@@ -14,7 +14,9 @@ from elementgrad.cli import main, stops, tour
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
-VERBS = {"place", "edit", "choice", "read", "lazy", "trace", "recording", "shares", "train", "explain", "show", "cli"}
+BELOW = {"errors", "index", "selection", "resolve", "text", "tree", "backends"}
+"""What backends may build on; all else builds on them."""
+VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW
 LEAVES = {"show", "cli"}
 
 

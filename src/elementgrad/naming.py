@@ -52,12 +52,15 @@ def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOT
     call = Call(model, args, kwargs)
     with call.backend.undisturbed(model):
         passage = call.everything()
-    found: list[tuple[str, str, Tensor]] = [(source.name, "input", source.tensor) for source in call.inputs]
-    found += [(name, met.kind, passage.tensors[met]) for name, met in passage.named()]
-    found += list(call.model.held())
-    return Names([_described(name, kind, tensor, call.backend) for name, kind, tensor in found])
+    inputs = [(source.name, "input", source.tensor) for source in call.inputs]
+    return Names(
+        [
+            *[_described(*named, call.backend) for named in inputs],
+            *[Name(name, met.kind, *passage.described[met]) for name, met in passage.named()],
+            *[_described(*named, call.backend) for named in call.model.held()],
+        ]
+    )
 
 
 def _described(name: str, kind: str, tensor: Tensor, backend: Backend) -> Name:
-    dtype = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
-    return Name(name, kind, tuple(backend.shape(tensor)), dtype)
+    return Name(name, kind, tuple(backend.shape(tensor)), backend.dtype(tensor))

@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from elementgrad import tree
-from elementgrad.backends import Backend, owner, plain
+from elementgrad.backends import Backend, plain
 from elementgrad.backends.linear import Linear
-from elementgrad.errors import OptionError, PlaceError
+from elementgrad.errors import PlaceError
 from elementgrad.lazy import unconnected as no_path
 from elementgrad.place import Place
 from elementgrad.plan.sweep import Sweeper
-from elementgrad.read import NOTHING, Wanted
+from elementgrad.read import NOTHING, Named, asks_for_zeros, parsed, parsed_target
 from elementgrad.shares import Share, Shares
 from elementgrad.side import Side
 from elementgrad.trace import Call, Run, Source
@@ -26,10 +25,10 @@ def contributions(
     f: Callable[..., Any],
     *args: Any,
     kwargs: Mapping[str, Any] = NOTHING,
-    of: Wanted = None,
-    wrt: Wanted = None,
-    via: str | Sequence[str] = (),
-    without: str | Sequence[str] = (),
+    of: Named = None,
+    wrt: Named = None,
+    via: str | Place | Sequence[str | Place] = (),
+    without: str | Place | Sequence[str | Place] = (),
     unconnected: Literal["error", "zero"] = "error",
 ) -> Shares:
     """The derivative of one place with respect to another, as one share for each use of the source.
@@ -43,14 +42,14 @@ def contributions(
     >>> [(share.operation, share.value.item()) for share in shares], shares.total
     ([('select', 2.0), ('sum', 1.0)], tensor(3.))
     """
-    if unconnected not in ("error", "zero"):
-        raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
-    place, target_place = _one(wrt, "wrt"), _one(of, "of")
+    zero = asks_for_zeros(unconnected)
+    _require_one(of=of, wrt=wrt)
+    place, target_place = parsed(wrt), parsed_target(of)
     call = Call(f, args, kwargs)
     backend = call.backend
     source, target = call.source(place), call.target(target_place)
-    stops = {_waypoint(call, name): Place.parse(name) for name in _listed(via)}
-    cuts = {_waypoint(call, name).wanted: _cut(backend, Place.parse(name)) for name in _listed(without)}
+    stops = {_waypoint(call, place): place for place in _waypoints(via)}
+    cuts = {_waypoint(call, place).wanted: _cut(backend, place) for place in _waypoints(without)}
     passed = _passed(call, target_place, target, stops, cuts) if stops else None
     end = passed.end if passed else target
     linear, uses = backend.uses(Run(call, [source], [end], cuts), [source.tensor], 0)
@@ -58,7 +57,7 @@ def contributions(
     since = call.side(place, source, 0, linear.inputs[0] if source.met else source.tensor, batch=False)
     seeds = passed.seeds if passed else _units(backend, to)
     pulled = [None] * len(uses) if seeds is None else _pulled(backend, linear, 0, range(len(uses)), seeds)
-    if unconnected == "error" and all(derivative is None for derivative in pulled):
+    if not zero and all(derivative is None for derivative in pulled):
         raise no_path(to, since, backend)
     shape = (*to.shape, *since.shape)
     shares = [
@@ -69,11 +68,13 @@ def contributions(
     return Shares(shares, backend.zeros(shape, since.tensor))
 
 
-def _waypoint(call: Call, name: str) -> Source:
+def _waypoint(call: Call, place: Place) -> Source:
     """What paths pass or do not pass: something that the function computes."""
-    source = call.source(Place.parse(name))
+    source = call.source(place)
     if not source.met:
-        raise PlaceError(f"{name!r} is an {source.kind} and not computed; name an activation or a tag that paths pass")
+        raise PlaceError(
+            f"{place} is of kind {source.kind} and not computed; name an activation or tag that paths pass"
+        )
     return source
 
 
@@ -137,23 +138,16 @@ def _taken(backend: Backend, stack: Tensor, side: Side, shape: tuple[int, ...]) 
     return backend.reshape(stack, shape)
 
 
-def _one(wanted: Wanted, argument: str) -> Place:
-    """One place: shares of several would belong to several sums."""
-    place = Place.parse(wanted) if isinstance(wanted, str) else wanted
-    if place is not None and not isinstance(place, Place):
-        if tree.flat(place) != [place] or owner(place) is None:
-            raise PlaceError(f'{argument}={place!r} is no single place; give one, such as "x[2]"')
-        place = Place(place)
-    if argument == "of" and place is not None and place.tensor is not None:
-        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
-    return place or Place()
+def _require_one(**sides: Any) -> None:
+    """Shares of several places would belong to several sums."""
+    for argument, wanted in sides.items():
+        if isinstance(wanted, (tuple, list, dict)):
+            raise PlaceError(f'{argument}={wanted!r} is no single place; give one, such as "x[2]"')
 
 
-def _listed(names: Any) -> list[str]:
-    listed: list[Any] = (
-        [names] if isinstance(names, str) else list(names) if isinstance(names, (list, tuple)) else [None]
-    )
+def _waypoints(names: Any) -> list[Place]:
+    listed = list(names) if isinstance(names, (list, tuple)) else [names]
     for name in listed:
-        if not isinstance(name, str):
-            raise PlaceError(f"{names!r} names nothing on the way; give a str or a list of them, such as 'block1'")
-    return listed
+        if not isinstance(name, str) and not (isinstance(name, Place) and name.name):
+            raise PlaceError(f"{name!r} names nothing on the way; give a name or a list of them, such as 'block1'")
+    return [parsed(name) for name in listed]

@@ -19,7 +19,7 @@ from elementgrad.side import Side
 from elementgrad.trace import Call, Run, Source
 
 Tensor = Any
-Wanted = str | Place | Tensor | None
+Named = str | Place | Tensor | None
 """What `of` and `wrt` take: the text of a place, a place, one of the tensors given, or None for the only one."""
 Tree = Any
 """Something, or a tuple, list or dict of it."""
@@ -41,9 +41,10 @@ def jacobian(
 ) -> Any:
     """The derivative of an output of `f(*args, **kwargs)` with respect to an input, as an array to index.
 
-    `wrt` names an input by its parameter (`"x"`, `"params.weight"`, `"x[0, :]"`) or is one of the tensors given; `of`
-    names an output (`"output"`, `"output.loss"`, `"output[3]"`). Both may be left out where there is only one. A tuple,
-    list or dict of them gives the same structure of Jacobians. `budget` bounds the memory that grows with the number of
+    Both sides are named: an input by its parameter (`"x"`, `"params.weight"`, `"x[0, :]"`), an output (`"output"`,
+    `"output.loss"`), an activation, parameter or buffer of a model (`"conv1[0, 12]"`, `"fc.weight"`), a tag. `wrt` may
+    also be one of the tensors given. Both may be left out where there is only one. A tuple, list or dict of them gives
+    the same structure of Jacobians. `budget` bounds the memory that grows with the number of
     sweeps run at once (`"200MB"`; by default an eighth of what is free). With `create_graph=True` results can be
     differentiated again. With `batch=True` the first axis of both sides counts examples that do not mix, and the result
     is one Jacobian per example.
@@ -53,6 +54,9 @@ def jacobian(
     ...                 of="output.loss", wrt="x")
     >>> J[..., 2], J.shape
     (tensor(2.), (3,))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    >>> eg.jacobian(model, torch.ones(3), of="output", wrt="0").shape
+    (2, 2)
     """
     reading = _Reading.start(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=1)
     return tree.mapped(reading.of, lambda of: tree.mapped(reading.wrt, lambda wrt: reading.jacobian(of, wrt)))
@@ -148,15 +152,14 @@ class _Reading:
         batch: bool,
         order: int,
     ) -> "_Reading":
-        if unconnected not in ("error", "zero"):
-            raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
+        zero = asks_for_zeros(unconnected)
         for name, flag in {"batch": batch, "create_graph": create_graph}.items():
             if not isinstance(flag, bool):
-                raise OptionError(f"{name}={flag!r} is neither True nor False")
+                raise OptionError(f"{name}={flag!r} is neither True nor False; give one of them")
         limit = bytes_of.parse(budget)
         if not isinstance(kwargs, Mapping):
-            raise OptionError(f"kwargs={kwargs!r} is no dict of arguments by name")
-        of, wrt = tree.mapped(of, _of_a_name), tree.mapped(wrt, _parsed)
+            raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
+        of, wrt = tree.mapped(of, parsed_target), tree.mapped(wrt, parsed)
         call = Call(f, args, kwargs)
         places = tree.flat(wrt)
         sources = [call.source(place) for place in places]
@@ -183,7 +186,7 @@ class _Reading:
 
         of = sides(of, targets, outputs, linear.value)
         wrt = sides(wrt, sources, inputs, linear.inputs.__getitem__)
-        reading = cls(call.backend, linear, of, wrt, unconnected == "zero", limit, batch)
+        reading = cls(call.backend, linear, of, wrt, zero, limit, batch)
         reading._examples()
         if any(call.backend.kind(side.tensor) == "c" for side in reading._sides()):
             for side in tree.flat(of):
@@ -235,16 +238,24 @@ class _Reading:
         return next(iter(counts.values()))
 
 
-def _parsed(wanted: Wanted) -> Place:
+def asks_for_zeros(unconnected: str) -> bool:
+    """Whether zeros will do where there is no path."""
+    if unconnected not in ("error", "zero"):
+        raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"; give one of them')
+    return unconnected == "zero"
+
+
+def parsed(wanted: Named) -> Place:
+    """The place that somebody asks for; without a name and a tensor, the only one there is."""
     place = Place.parse(wanted) if isinstance(wanted, str) else wanted
     if place is not None and not isinstance(place, Place) and owner(place) is None:
         raise PlaceError(f'{place!r} names no tensor; give a name such as "x" or "output[0]", a place or a tensor')
     return place if isinstance(place, Place) else Place(place)
 
 
-def _of_a_name(wanted: Wanted) -> Place:
+def parsed_target(wanted: Named) -> Place:
     """What `of` may be, as far as that is known before the function has run."""
-    place = _parsed(wanted)
+    place = parsed(wanted)
     if place.tensor is not None:
         raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
     return place

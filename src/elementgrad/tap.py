@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ def tag(value: Value, name: str) -> Value:
     """Give a value inside a function a name, by which `of` and `wrt` can ask for it; it is passed on as it is.
 
     A tensor that gets the name again is `name#1`, and the first is `name#0` then. Parts of a tuple, list or dict are
-    `name:0` or `name:key`. Tags cost nothing while nobody asks, and stay in compiled code.
+    `name:0` or `name:key`. Tags cost nothing while nobody asks, and stay in compiled code. Go on with what is returned:
+    what a tag was put on and what comes out of it are two tensors to whoever asks.
 
     >>> import torch, elementgrad as eg
     >>> def f(x):
@@ -40,11 +41,9 @@ def tag(value: Value, name: str) -> Value:
     if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
         raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
     if _open:
-        passages = _local.__dict__.get("passages")
-        if passages:
-            passage, here = passages[-1]
-            if here(name):
-                return passage.meet("activation", name, value)
+        passage, here = _current()
+        if passage is not None and here(name):
+            return passage.meet("activation", name, value)
     backend = backends.owner(value)
     return backend.staged(value, name) if backend is not None else _staged(value, name)
 
@@ -79,11 +78,18 @@ class Wanted:
 
     name: str
     kind: str | None = None
+    whole: bool = False
+    """Whether something is known to bear all of the name, marks included."""
 
     @property
     def base(self) -> str:
         """What bears the name, without the number of a call or a part."""
-        return self.name.partition(":")[0].partition("#")[0]
+        return self.name if self.whole else self.name.partition(":")[0].partition("#")[0]
+
+    @property
+    def marked(self) -> bool:
+        """Whether it names a call or a part."""
+        return self.base != self.name
 
     def fits(self, met: Met) -> bool:
         """Whether this is the value that is meant."""
@@ -106,26 +112,24 @@ class Passage:
         """Whether there is more to meet than what the function returns."""
         self.met: list[Met] = []
         self.matches: dict[Wanted, list[Met]] = {wanted: [] for wanted in (*changed, *kept)}
-        self.tensors: dict[Wanted | Met, Tensor] = {}
+        self.tensors: dict[Wanted, Tensor] = {}
+        self.described: dict[Met, tuple[tuple[int, ...], str]] = {}
+        """The shape and dtype of everything: their tensors would keep a whole graph alive."""
         self._backend = backend
         self._changed = changed
         self._kept = kept
         self._calls: Counter[tuple[str, str, str]] = Counter()
 
+    @property
+    def listening(self) -> bool:
+        """Whether what this thread computes now is part of the run, and not of a read inside of it."""
+        return _current()[0] is self
+
     @contextmanager
     def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
         """Meet what this thread tags, where `here` says so of a name; elsewhere it is staged."""
-        global _open
-        passages = _local.__dict__.setdefault("passages", [])
-        passages.append((self, here))
-        with _lock:
-            _open += 1
-        try:
+        with _entered(self, here):
             yield
-        finally:
-            with _lock:
-                _open -= 1
-            passages.remove((self, here))
 
     def meet(self, kind: str, base: str, value: Value) -> Value:
         """A value that bears a name: what goes on in its place."""
@@ -146,7 +150,7 @@ class Passage:
             if not self._backend.single(tensor):
                 raise PlaceError(
                     f"{wanted.name!r} is computed inside a loop or branch of a graph, so it has no single value; name "
-                    "what comes out of it, or run it outside of tf.function"
+                    "what comes out of it"
                 )
             self.matches[wanted].append(met)
             tensor = self._changed[wanted](tensor) if wanted in self._changed else tensor
@@ -154,12 +158,37 @@ class Passage:
             if wanted in self._kept:
                 self.tensors[wanted] = self._backend.fresh(tensor)
         if self.everything:
-            self.tensors[met] = tensor
+            self.described[met] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor
 
     def named(self) -> list[tuple[str, Met]]:
         """All that was met, each by the shortest name that is its own."""
         return [(met.spelled(self._calls[met.kind, met.base, met.key] > 1)[0], met) for met in self.met]
+
+
+def apart() -> AbstractContextManager[None]:
+    """For a run that asks for no tags: those in it are its own, and none of a run around it."""
+    return _entered(None, lambda name: False) if _open else nullcontext()
+
+
+@contextmanager
+def _entered(passage: Passage | None, here: Callable[[str], bool]) -> Iterator[None]:
+    global _open
+    passages = _local.__dict__.setdefault("passages", [])
+    passages.append((passage, here))
+    with _lock:
+        _open += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _open -= 1
+        passages.pop()
+
+
+def _current() -> tuple[Passage | None, Callable[[str], bool]]:
+    passages = _local.__dict__.get("passages")
+    return passages[-1] if passages else (None, bool)
 
 
 def _staged(value: Value, name: str) -> Value:

@@ -16,7 +16,7 @@ from elementgrad.errors import DtypeError, FrameworkError, PlaceError
 from elementgrad.place import Place
 from elementgrad.side import Side
 from elementgrad.signature import bind
-from elementgrad.tap import Passage, Transform, Wanted
+from elementgrad.tap import Passage, Transform, Wanted, apart
 from elementgrad.text import listed, nearest
 
 Tensor = Any
@@ -25,20 +25,33 @@ MET = ("activation", "output")
 OUTPUT = re.compile(r"output([.:]|$)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source(tree.Leaf):
     """A tensor that has a name: an input by its number, what a model holds by its name, or what a run will meet."""
 
     name: str
     kind: str | None
-    tensor: Tensor = field(default=None, compare=False)
+    tensor: Tensor = None
     """None for what is met."""
     number: int | None = None
+    whole: bool = False
+    """Whether a layer is known to bear all of the name."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """One tensor that a model holds under two names is one."""
+        return ("held", id(self.tensor)) if self.held else (self.name, self.kind, self.number)
 
     @property
     def wanted(self) -> Wanted:
         """Its name, for a run to meet it."""
-        return Wanted(self.name, self.kind)
+        return Wanted(self.name, self.kind, self.whole)
 
     @property
     def met(self) -> bool:
@@ -90,7 +103,7 @@ class Call:
             return self._only_input()
         name = place.name
         named = [source for source in self.inputs if source.name == name.replace(":", ".")] or self._by_alias(name)
-        named += [Source(name, kind, tensor) for kind, tensor in self.model.bearing(name)]
+        named += [Source(name, kind, tensor, whole=True) for kind, tensor in self.model.bearing(name)]
         if OUTPUT.match(name):
             named.append(Source(name, "output"))
         fitting = [source for source in named if place.kind in (None, source.kind)]
@@ -104,7 +117,7 @@ class Call:
             raise PlaceError(
                 f"{len(fitting)} {kinds[0]}s are named {name!r}; rename the keys of the dicts that hold them"
             )
-        inside = any(source.name.startswith(f"{name}.") for source in self.inputs)
+        inside = place.kind is None and any(source.name.startswith(f"{name}.") for source in self.inputs)
         if not fitting and (inside or place.kind not in (None, *MET)):
             raise self.unknown(name, place.kind, [])
         return fitting[0] if fitting else Source(name, place.kind)
@@ -175,9 +188,10 @@ class Call:
         kwargs = dict(zip(list(arguments)[self._positional :], more, strict=False)) | bound.kwargs
         inside = passage if passage is not None and passage.inside else None
         if not held and inside is None:
-            returned = self.backend.traceable(self.function)(*args, **kwargs)
+            with apart():
+                returned = self.backend.traceable(self.function)(*args, **kwargs)
         else:
-            with self.model.running(held, inside) as function:
+            with apart(), self.model.running(held, inside) as function:
                 returned = self.backend.traceable(function)(*args, **kwargs)
         named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         for name, tensor in named:
@@ -230,7 +244,8 @@ class Call:
                 continue
             alike = [name for name, other in passage.named() if other in met or (not met and other.base == wanted.base)]
             if alike:
-                raise PlaceError(f"{wanted.name!r} is {len(alike)} tensors here; name one: {listed(alike)}")
+                what = "is none of these" if wanted.marked and not met else f"is {len(alike)} tensors here; name one"
+                raise PlaceError(f"{wanted.name!r} {what}: {listed(alike)}")
             if ("activation", None) in self.model.bearing(wanted.base):
                 raise PlaceError(
                     f"{wanted.name!r} is not computed with these arguments; name a layer that is called, or pass "

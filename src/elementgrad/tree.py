@@ -20,14 +20,14 @@ class Leaf:
     __slots__ = ()
 
 
-def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything that cannot be opened, with its path: `"x.weights.0"`."""
-    node = opened(tree)
+def leaves(tree: Any, name: str, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Everything that cannot be opened, with its path: `"x.weights.0"`. What leads back to something above is one."""
+    node = _opened(tree, above)
     if node is None:
         yield name, tree
     else:
         for key, branch in zip(*node[:2], strict=True):
-            yield from leaves(branch, name if key is None else f"{name}.{key}")
+            yield from leaves(branch, name if key is None else f"{name}.{key}", (*above, tree))
 
 
 def flat(tree: Any) -> list[Any]:
@@ -35,16 +35,16 @@ def flat(tree: Any) -> list[Any]:
     return [leaf for _, leaf in leaves(tree, "")]
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = ()) -> Any:
     """The same structure around a function of each leaf, taken in the order of `leaves`.
 
     A container in which nothing changes is passed on as it is.
     """
-    node = opened(tree)
+    node = _opened(tree, above)
     if node is None:
         return function(tree)
     _, branches, rebuild = node
-    entries = [mapped(branch, function) for branch in branches]
+    entries = [mapped(branch, function, (*above, tree)) for branch in branches]
     changed = any(entry is not branch for entry, branch in zip(entries, branches, strict=True))
     return rebuild(entries) if changed else tree
 
@@ -57,6 +57,10 @@ def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
         return new.get(next(numbers), leaf)
 
     return mapped(tree, other)
+
+
+def _opened(tree: Any, above: tuple[Any, ...]) -> Node | None:
+    return None if any(tree is other for other in above) else opened(tree)
 
 
 def opened(tree: Any) -> Node | None:

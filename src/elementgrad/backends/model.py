@@ -18,6 +18,10 @@ class Passage(Protocol):
     def bases(self) -> set[str]:
         """The names whose values are to pass by, without the number of a call or a part."""
 
+    @property
+    def listening(self) -> bool:
+        """Whether what this thread computes now is part of the run."""
+
     def open(self, here: Callable[[str], bool] = ...) -> Any:
         """A context in which this thread's tags pass by, where `here` says so of a name; elsewhere they are staged."""
 

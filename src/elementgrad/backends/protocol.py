@@ -37,6 +37,10 @@ class Backend(ABC):
     def kind(self, x: Tensor) -> Kind:
         """What the dtype holds."""
 
+    def dtype(self, x: Tensor) -> str:
+        """The name of the dtype."""
+        return str(x.dtype.name)
+
     @abstractmethod
     def read(self, x: Tensor) -> np.ndarray | None:
         """The values, or None if they are traced and nobody can know them."""

@@ -64,6 +64,9 @@ class TorchBackend(Backend):
 
     compiling = staticmethod(torch.compiler.is_dynamo_compiling)
 
+    def dtype(self, x: Tensor) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
     def compiles(self) -> bool:
         return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False)
 
@@ -136,7 +139,7 @@ class TorchBackend(Backend):
         return _graft(value, slope)
 
     def models(self, function: Any) -> bool:
-        return root(function) is not None
+        return isinstance(function, torch.nn.Module) or root(function) is not None
 
     def model(self, function: Callable[..., Any]) -> Model:
         return TorchModel(function)

@@ -9,11 +9,11 @@ Tensor = torch.Tensor
 End = Tensor | torch.autograd.graph.GradientEdge
 
 
-class Met:
-    """Where gradients end at a value that the function computes: it goes on as it is, so nothing else changes.
+class Passing:
+    """Where gradients end at a value that the function computes, from where it passes.
 
-    Its place in the graph is noted, since it may be written to in place later. A value without gradients goes on as
-    one that has them.
+    What goes on is a copy of it: the function may have the value by another way as well, which is none of ours, and may
+    write to it in place, which would leave no trace of a view.
     """
 
     end: End
@@ -23,13 +23,12 @@ class Met:
     def __call__(self, x: Tensor) -> Tensor:
         """What goes on in the place of the value."""
         self.like = torch.zeros_like(x, requires_grad=False)
-        if x.requires_grad:
-            self.end = torch.autograd.graph.get_gradient_edge(x)
-            return x
-        self.end = x.detach()
         if not (x.is_floating_point() or x.is_complex()):
+            self.end = x
             return x
-        return self.end.requires_grad_().clone()
+        copy = (x if x.requires_grad else x.detach().requires_grad_()).clone()
+        self.end = torch.autograd.graph.get_gradient_edge(copy)
+        return copy
 
 
 def node_of(end: End) -> Any:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.torch.checkpoints import straight
-from elementgrad.backends.torch.graph import Met, largest, node_of
+from elementgrad.backends.torch.graph import Passing, largest, node_of
 from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
 from elementgrad.errors import FrameworkError
 
@@ -25,8 +25,9 @@ FUSED = "scaled_dot_product"
 """Stands in the errors about attention kernels that lack a derivative which the plain kernel has."""
 
 GONE = {
-    "modified by an inplace operation": "a tensor that this derivative needs was changed in place after the function "
-    "was evaluated, as an optimizer does; make the Jacobian anew",
+    "modified by an inplace operation": "a tensor that this derivative needs was changed in place since it was used, "
+    "by the function itself or afterwards, as an optimizer does; write to a clone of it, use eg.record, or make the "
+    "Jacobian anew",
     "backward through the graph a second time": "backward() freed the graph that this derivative needs; call it with "
     "retain_graph=True, or make the Jacobian anew",
 }
@@ -76,11 +77,11 @@ class TorchLinear(Linear):
 
         def evaluate(attention: bool) -> Graph:
             with undisturbed(run.function, now if attention else None, attention), straight(inside):
-                leaves = [Met() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
+                leaves = [Passing() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
                 # clones may be written to in place
-                outputs = run(*[leaf if isinstance(leaf, Met) else leaf.clone() for leaf in leaves])
-            inputs[:] = [leaf.like if isinstance(leaf, Met) else x for leaf, x in zip(leaves, inputs, strict=True)]
-            return [leaf.end if isinstance(leaf, Met) else leaf for leaf in leaves], list(outputs)
+                outputs = run(*[leaf if isinstance(leaf, Passing) else leaf.clone() for leaf in leaves])
+            inputs[:] = [leaf.like if isinstance(leaf, Passing) else x for leaf, x in zip(leaves, inputs, strict=True)]
+            return [leaf.end if isinstance(leaf, Passing) else leaf for leaf in leaves], list(outputs)
 
         versions = [_version(x) for x in run.others]
         linear = cls(inputs, evaluate, run, now, create_graph)

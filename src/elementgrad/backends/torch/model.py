@@ -1,9 +1,11 @@
 """The names inside a PyTorch module: its submodules, parameters and buffers, whatever wraps it left out."""
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,13 +14,18 @@ from elementgrad.backends.model import Model, Passage
 Module = torch.nn.Module
 Tensor = torch.Tensor
 WRAPPERS = ("module", "_orig_mod")
-"""What a wrapper calls the module that it wraps: `DataParallel`, `DistributedDataParallel`, `torch.compile`."""
+"""What a wrapper of PyTorch's calls the module that it wraps: `DataParallel`, `AveragedModel`, `torch.compile`."""
+WRAPPED = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
+"""Where PyTorch keeps its wrappers."""
+_locks: WeakKeyDictionary[Module, threading.RLock] = WeakKeyDictionary()
+_lock = threading.Lock()
+_originals: dict[int, Tensor] = {}  # what stands in for a tensor of a model, in whichever thread, and that tensor
 
 
 def root(function: Any) -> Module | None:
-    """The module that a function is, or is a method of."""
+    """The module that a function is, or is a method of; scripted ones are closed."""
     owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, Module) else None
+    return owner if isinstance(owner, Module) and not isinstance(owner, torch.jit.ScriptModule) else None
 
 
 class TorchModel(Model):
@@ -33,6 +40,7 @@ class TorchModel(Model):
         for path, module in self._modules():
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():
+                    tensor = _original(tensor)
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
                         yield _joined(path, name), kind, tensor
@@ -48,7 +56,7 @@ class TorchModel(Model):
         module = self._find(above)
         if module is not None:
             found += [
-                (kind, tensors[last])
+                (kind, _original(tensors[last]))
                 for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
                 if tensors.get(last) is not None
             ]
@@ -63,8 +71,8 @@ class TorchModel(Model):
                     hook = module.register_forward_hook(partial(_pass, passage, path))
                     stack.callback(hook.remove)
             if new:
-                originals = {name: self.bearing(name)[0][1] for name in new}
-                stack.enter_context(self._replaced({id(originals[name]): tensor for name, tensor in new.items()}))
+                held = [self.bearing(name)[0][1] for name in new]
+                stack.enter_context(self._replaced(list(zip(held, new.values(), strict=True))))
             yield self.function
 
     def _watched(self, passage: Passage) -> Iterator[tuple[str, Module]]:
@@ -76,12 +84,23 @@ class TorchModel(Model):
                 yield name, module
 
     @contextmanager
-    def _replaced(self, new: Mapping[int, Tensor]) -> Iterator[None]:
-        """Other tensors in the place of some, wherever modules share them. What modules note about them is put back."""
+    def _replaced(self, new: Sequence[tuple[Any, Tensor]]) -> Iterator[None]:
+        """Other tensors in the place of some, wherever modules share them. What modules note about them is put back.
+
+        One thread at a time: the first to come back would leave the second one's tensors in the model.
+        """
+        with _lock:
+            lock = _locks.setdefault(self._root, threading.RLock()) if self._root is not None else threading.RLock()
+        with lock:
+            yield from self._exchanged(new)
+
+    def _exchanged(self, new: Sequence[tuple[Any, Tensor]]) -> Iterator[None]:
         changed = []
+        others = {id(tensor): other for tensor, other in new}
+        _originals.update({id(other): tensor for tensor, other in new})
         for _, module in self._modules():
             for tensors in (module._parameters, module._buffers):
-                here = {name: new[id(tensor)] for name, tensor in tensors.items() if id(tensor) in new}
+                here = {name: others[id(tensor)] for name, tensor in tensors.items() if id(tensor) in others}
                 if here:
                     changed.append((module, tensors, dict(tensors), dict(module.__dict__)))
                     tensors.update(here)  # type: ignore[arg-type]
@@ -93,6 +112,8 @@ class TorchModel(Model):
                 for name in set(module.__dict__) - set(attributes):
                     del module.__dict__[name]
                 module.__dict__.update(attributes)
+            for _, other in new:
+                del _originals[id(other)]
 
     def _modules(self) -> Iterator[tuple[str, Module]]:
         """Every module by its first path, the root by an empty one."""
@@ -118,10 +139,15 @@ class TorchModel(Model):
 
 
 def unwrapped(module: Module) -> Module:
-    """The module inside of wrappers: those hold nothing else."""
-    while list(module._modules) in ([name] for name in WRAPPERS) and not module._parameters and not module._buffers:
+    """The module inside of PyTorch's wrappers."""
+    while type(module).__module__.startswith(WRAPPED) and list(module._modules) in ([name] for name in WRAPPERS):
         module = next(iter(module._modules.values()))  # type: ignore[assignment]
     return module
+
+
+def _original(tensor: Any) -> Any:
+    """A tensor of a model, though another may stand in for it in a thread that reads now."""
+    return _originals.get(id(tensor), tensor)
 
 
 def _joined(path: str, name: str) -> str:
@@ -129,5 +155,5 @@ def _joined(path: str, name: str) -> str:
 
 
 def _pass(passage: Passage, path: str, module: Module, _: Any, result: Any) -> Any:
-    passed = passage.meet("activation", path, result)
+    passed = passage.meet("activation", path, result) if passage.listening else result
     return None if passed is result else passed
