@@ -140,6 +140,78 @@ def test_rows_gathered_from_a_variable_are_a_use():
     assert found[0][1, 2] == 2 * 2 * 5
 
 
+class Held(keras.layers.Layer):
+    """A function of a variable that it holds and of its argument."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]):
+        super().__init__(dtype="float64")
+        self.function = function
+        self.w = self.add_weight(shape=(3,), name="w", initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return self.function(self.w.value, x)
+
+
+def identity_beside_others(w: Any, x: Any) -> Any:
+    read = tf.convert_to_tensor(w)
+    return tf.identity(read) * x + 2 * read * x
+
+
+@pytest.mark.parametrize(
+    ("function", "operations"),
+    [
+        (identity_beside_others, ["identity", "mul"]),
+        (lambda w, x: w.read_value() * x, ["mul"]),
+        (lambda w, x: tf.identity(w) * x + w, ["mul", "add"]),
+        (lambda w, x: tf.convert_to_tensor(w), ["identity"]),
+        (lambda w, x: tf.gather(w, [0, 2, 0]) * x, ["resource_gather"]),
+        (lambda w, x: tf.gather_nd(w, [[0], [2], [0]]) * x, ["resource_gather_nd"]),
+        (lambda w, x: tf.cast(tf.cast(w, tf.float32), tf.float64) * x, ["cast"]),
+        (lambda w, x: w[1] * x + tf.cast(tf.shape(w)[0], w.dtype), ["strided_slice"]),
+        (lambda w, x: tf.vectorized_map(lambda row: row * w, tf.stack([x, x])), ["mul"]),
+        (lambda w, x: (w.assign_add(x), w * x)[1], ["mul"]),
+    ],
+    ids=["identity", "read", "copy", "return", "gather", "gather_nd", "cast", "slice", "map", "write"],
+)
+def test_shares_of_a_variable_add_up_to_its_gradient(function, operations):
+    held = Held(function)
+    found = eg.contributions(held, X, wrt="w")
+    assert [share.operation for share in found] == operations
+    np.testing.assert_allclose(found.total, eg.jacobian(held, X, wrt="w").dense(), rtol=1e-6)
+
+
+def test_concrete_functions_are_one_operation():
+    double = tf.function(lambda x: tf.sin(x) * x).get_concrete_function(tf.TensorSpec([3], tf.float64))
+    held = Held(lambda w, x: double(x) * w)
+    for wrt, operation in {"w": "mul", "x": "partitioned_call"}.items():
+        found = eg.contributions(held, X, wrt=wrt)
+        assert [share.operation for share in found] == [operation]
+        np.testing.assert_allclose(found.total, eg.jacobian(held, X, wrt=wrt).dense(), rtol=1e-12)
+
+
+OUTSIDE = Held(lambda w, x: w * x)
+CONCRETE = tf.function(OUTSIDE).get_concrete_function(tf.TensorSpec([3], tf.float64))
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (lambda x: tf.cond(x[0] > 0, lambda: OUTSIDE(x), lambda: x), "a loop or branch of a graph"),
+        (lambda x: CONCRETE(x), "a concrete function"),
+        (
+            lambda x: x * tf.raw_ops.ReadVariableOp(resource=tf.identity(OUTSIDE.w.value.handle), dtype=tf.float64),
+            "the operation Identity",
+        ),
+    ],
+    ids=["branch", "concrete", "operation"],
+)
+def test_a_variable_that_is_read_where_nobody_can_look_is_refused(function, where):
+    outer = keras.layers.Lambda(function, dtype="float64")
+    outer.inner = OUTSIDE
+    with pytest.raises(eg.FrameworkError, match=f"the variable is read inside {where}.*; read it before"):
+        eg.contributions(outer, X, wrt=f"{OUTSIDE.name}/w")
+
+
 def test_what_cannot_be_traced_is_refused():
     with pytest.raises(eg.FrameworkError, match="the function cannot be traced, so its uses of a tensor"):
         shares(lambda x: x * float(x.numpy()[0]), X, "x")

@@ -22,6 +22,22 @@ Operation = Any
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNTRACEABLE = (TypeError, AttributeError, NotImplementedError, ValueError, tf.errors.OpError)
 """What code raises that needs the values of tensors while it is traced."""
+GATHERS: dict[str, Callable[[Operation, Tensor], Tensor]] = {
+    "ResourceGather": lambda operation, x: tf.gather(
+        x, operation.inputs[1], batch_dims=operation.get_attr("batch_dims")
+    ),
+    "ResourceGatherNd": lambda operation, x: tf.gather_nd(x, operation.inputs[1]),
+}
+"""Operations that read some of a variable's elements, and the same of a tensor."""
+ASIDE = (
+    *("VariableShape", "VarIsInitializedOp", "DestroyResourceOp", "ResourceStridedSliceAssign"),
+    *("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"),
+    *(f"ResourceScatter{verb}" for verb in ("Update", "Add", "Sub", "Mul", "Div", "Min", "Max")),
+    *(f"ResourceScatterNd{verb}" for verb in ("Update", "Add", "Sub", "Min", "Max")),
+)
+"""Operations that take a variable and do not read it, or give nothing."""
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+"""Calls of functions that were compiled before."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,9 @@ def of(run: Run, inputs: Sequence[Tensor], input: int) -> tuple[TensorflowLinear
         wrapped = tf.compat.v1.wrap_function(trace, [])
     changes = [tf.zeros(change.shape, change.dtype) for change in trace.changes]
     program = wrapped.prune(trace.changes, trace.outputs)
+    for operation in program.graph.get_operations():  # a call of a concrete function loses its gradient on the way
+        if operation.type in CALLS:
+            operation._gradient_function = wrapped.graph.get_operation_by_name(operation.name)._gradient_function
     changed = _Changed(run.function, program, [False] * len(changes))
     return TensorflowLinear.of(changed, changes, create_graph=False, order=1), trace.uses
 
@@ -114,20 +133,16 @@ class _Trace:
     def _reads(self) -> list[Tensor]:
         """The values of the variable, each time that it is read."""
         reads = [operation.outputs[0] for operation in self._users() if operation.type == "ReadVariableOp"]
-        return [
-            inner.outputs[0] if inner is not None else read
-            for read in reads
-            for inner in [next((c for c in read.consumers() if c.type == "Identity"), None)]
-        ]
+        return [_inner(read) for read in reads]
 
     def _gathered(self) -> list[tuple[Operation, Tensor]]:
         """Rows of the variable that are read without the rest: the change is gathered in the same way."""
         slots = []
-        for operation in [operation for operation in self._users() if operation.type == "ResourceGather"]:
+        for operation in [operation for operation in self._users() if operation.type in GATHERS]:
             rows = operation.outputs[0]
             users = list(dict.fromkeys(rows.consumers()))
             change = _change(self._inputs[self._input])
-            changed = rows + tf.gather(change, operation.inputs[1], batch_dims=operation.get_attr("batch_dims"))
+            changed = rows + GATHERS[operation.type](operation, change)
             for user in users:
                 for number, argument in enumerate(user.inputs):
                     if argument is rows:
@@ -136,14 +151,15 @@ class _Trace:
         return slots
 
     def _users(self) -> list[Operation]:
+        """What takes the variable itself: what is none of the known may read it, and is refused."""
         graph = tf.compat.v1.get_default_graph()
         handle = graph.capture(self._inputs[self._input].handle)
         users = list(dict.fromkeys(handle.consumers()))
         for operation in users:
-            if operation.type in ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"):
+            if operation.type not in ("ReadVariableOp", *GATHERS, *ASIDE):
                 raise FrameworkError(
-                    "the variable is read inside a loop or branch of a graph, where its uses cannot be told apart; "
-                    "read it before"
+                    f"the variable is read inside {_kind(operation.type)}, where its uses cannot be told apart; read "
+                    "it before"
                 )
         return users
 
@@ -151,6 +167,21 @@ class _Trace:
         outputs = [y for y in self.outputs if y.dtype.is_floating or y.dtype.is_complex]
         slopes = tf.gradients(outputs, changes) if outputs and changes else [None] * len(changes)
         return [slope is not None for slope in slopes]
+
+
+def _inner(read: Tensor) -> Tensor:
+    """A value that was read, or the copy that `read_value` makes of it, which alone is used then."""
+    users = list(dict.fromkeys(read.consumers()))
+    copies = [user.outputs[0] for user in users if user.type == "Identity"]
+    return copies[0] if len(users) == len(copies) == 1 and copies[0].consumers() else read
+
+
+def _kind(operation: str) -> str:
+    """What the user knows an operation by that takes variables."""
+    if operation in CALLS:
+        return "a concrete function"
+    loops = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
+    return "a loop or branch of a graph" if operation in loops else f"the operation {operation}"
 
 
 def _change(like: Tensor) -> Tensor:
