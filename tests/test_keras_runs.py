@@ -205,3 +205,55 @@ def test_a_tag_in_a_loop_counts_steps_and_has_no_single_value_in_a_graph():
         tf.function(lambda x: eg.grad(compiled, x, of="output[0, 0]", wrt="t"))(X)
     with pytest.raises(eg.PlaceError, match="'t' is computed inside a loop or branch of a graph"):
         eg.grad(lambda x: tf.vectorized_map(lambda row: eg.tag(row * 2, "t"), x), X, of="t")
+
+
+SPEC = tf.TensorSpec([None])
+
+
+@tf.function(input_signature=[SPEC])
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+@tf.function(input_signature=[{"a": SPEC, "b": (SPEC, SPEC)}, tf.TensorSpec([2])])
+def nested(parts: Any, scale: Any = (2.0, 3.0)) -> Any:
+    return (parts["a"] + parts["b"][0] * 2 + parts["b"][1] * 3) * scale * 2
+
+
+@tf.function
+def plain(x: Any, *more: Any, scale: Any, **others: Any) -> Any:
+    return x @ scale * (2 if tf.is_tensor(scale) else 0) + more[0] * others["last"]
+
+
+MATRIX = np.array([[1, 2], [3, 4]], np.float32)
+
+
+class Signed(layers.Layer):
+    @tf.function(input_signature=[SPEC])
+    def call(self, x: Any) -> Any:
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: doubled([x[0, 0], x[0, 1]]),
+        lambda x: doubled(x=[x[0, 0], x[0, 1]]),
+        lambda x: nested({"a": [x[0, 0], 1.0], "b": (x[0], [1.0, x[0, 1]])}),
+        lambda x: nested(scale=[x[0, 0], 1.0], parts={"a": x[0], "b": (x[1], [1.0, 2.0])}),
+        lambda x: plain(x, x, scale=MATRIX, last=MATRIX),
+        lambda x: Signed()([x[0, 0], x[0, 1]]),
+    ],
+    ids=["list", "keyword", "structure and default", "keywords", "arrays", "method"],
+)
+def test_compiled_functions_get_their_arguments_as_tensorflow_gives_them(function):
+    x = tf.constant(MATRIX) / 10
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = function(x)
+    expected = tape.jacobian(y, x, experimental_use_pfor=False)
+    tagged = eg.jacobian(lambda x: eg.tag(function(eg.tag(x, "in")), "out"), x, of="out", wrt="in")
+    np.testing.assert_allclose(tagged.value, y, rtol=1e-6)
+    np.testing.assert_allclose(tagged.dense(), expected, rtol=1e-6)
+    shares = eg.contributions(function, x)
+    np.testing.assert_allclose(shares.total, expected, rtol=1e-6)

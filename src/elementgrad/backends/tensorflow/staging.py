@@ -7,8 +7,10 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
+from tensorflow.python.eager.polymorphic_function.function_type_utils import bind_function_inputs
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget
 
@@ -65,6 +67,7 @@ def _install(replace: Replace) -> None:
         python = function.python_function
         if not _local.graphs or _of_tensorflow(python):
             return original(function, *args, **kwargs)
+        args, kwargs = _converted(function, args, kwargs)
         if function._autograph and not tf.executing_eagerly():
             python = tf.__internal__.autograph.tf_convert(python, ControlStatusCtx(Status.ENABLED))
         return python(*args, **kwargs)
@@ -73,6 +76,19 @@ def _install(replace: Replace) -> None:
 
 
 _calls = Patch(_install)
+
+
+def _converted(function: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as the Python of a compiled function gets them: tensors for arrays and where its signature says so."""
+    bound = bind_function_inputs(args, kwargs, function.function_type, function._default_values)
+    args, kwargs = bound.args, bound.kwargs
+    if any(isinstance(leaf, np.ndarray) for leaf in tf.nest.flatten((args, kwargs))):
+        args, kwargs = tf.nest.map_structure(_tensor, (args, kwargs))
+    return args, kwargs
+
+
+def _tensor(x: Any) -> Any:
+    return tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x
 
 
 def _of_tensorflow(function: Any) -> bool:
