@@ -4,16 +4,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
-from elementgrad.backends.tensorflow.patch import Patch, Replace
+from elementgrad.backends.patch import Patch, Replace
 
 Layer = Any
 Result = Any
 Watch = Callable[[Layer, Result], Result]
 """What goes on in the place of the result of a layer."""
-_patches: dict[tuple[type, str], Patch] = {}
 
 
 class _Local(threading.local):
@@ -42,7 +41,7 @@ def watched(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
         if kind() is not None:
             stack.enter_context(_steps.on())
         for owner, name in owners:
-            stack.enter_context(_patches.setdefault((owner, name), Patch(_installer(owner, name))).on())
+            stack.enter_context(_methods.on(owner, name))
         _local.watches.append(watch)
         stack.callback(_local.watches.pop)
         yield
@@ -59,30 +58,47 @@ def _owner(kind: type, name: str) -> type:
     return next(owner for owner in kind.__mro__ if name in vars(owner))
 
 
-def _installer(owner: type, name: str) -> Callable[[Replace], None]:
+def _install_method(replace: Replace, owner: type, name: str) -> None:
     """Replace a method by which a layer is called: from outside, or by another layer that takes a short cut."""
+    original: Any = vars(owner)[name]
 
-    def install(replace: Replace) -> None:
-        original: Any = vars(owner)[name]
+    def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
+        method = _bound(original, layer, type(layer))
+        watch = _local.watches[-1] if _local.watches else None
+        # One call has one result, also where `__call__` calls `call` and both call those of a base.
+        inner = name == "call" and bool(_local.called) and _local.called[-1] is layer
+        if watch is None or inner or _owner(type(layer), name) is not owner:
+            return method(*args, **kwargs)
+        _local.called.append(layer)
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            _local.called.pop()
+        return watch(layer, result) if computing() else result
 
-        @wraps(original)
-        def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
-            watch = _local.watches[-1] if _local.watches else None
-            # One call has one result, also where `__call__` calls `call` and both call those of a base.
-            inner = name == "call" and bool(_local.called) and _local.called[-1] is layer
-            if watch is None or inner or _owner(type(layer), name) is not owner:
-                return original(layer, *args, **kwargs)
-            _local.called.append(layer)
-            try:
-                result = original(layer, *args, **kwargs)
-            finally:
-                _local.called.pop()
-            return watch(layer, result) if computing() else result
+    call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
+    bare = isinstance(original, (staticmethod, classmethod)) or not hasattr(original, "__get__")
+    replace(owner, name, _Bare(original, call) if bare else wraps(original)(call))
 
-        call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
-        replace(owner, name, call)
 
-    return install
+_methods = Patch(_install_method)
+
+
+class _Bare:
+    """Stands in for a method that does not take the layer: called on one, it knows of which."""
+
+    def __init__(self, original: Any, call: Callable[..., Result]):
+        self._original = original
+        self._call = call
+
+    def __get__(self, layer: Layer | None, kind: type) -> Any:
+        method = _bound(self._original, layer, kind)
+        return method if layer is None else wraps(method)(partial(self._call, layer))
+
+
+def _bound(original: Any, layer: Layer | None, kind: type) -> Any:
+    """What stands in a class, as it is found on a layer: any callable may stand there."""
+    return original.__get__(layer, kind) if hasattr(original, "__get__") else original
 
 
 def _install_steps(replace: Replace) -> None:

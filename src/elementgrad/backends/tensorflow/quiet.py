@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager.context import Context, context
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
-from elementgrad.backends.tensorflow.patch import Patch, Replace
+from elementgrad.backends.patch import Patch, Replace
 
 WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
 """How the methods of a variable that change it begin."""

@@ -14,7 +14,7 @@ from tensorflow.python.eager.polymorphic_function.function_type_utils import bin
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget
 
-from elementgrad.backends.tensorflow.patch import Patch, Replace
+from elementgrad.backends.patch import Patch, Replace
 
 
 class _Local(threading.local):
