@@ -1,7 +1,10 @@
 """The uses that a JAX function makes of a value: which there are, where, and that their shares are the derivative."""
 
+import functools
 import inspect
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad.backends.jax import backend
+from elementgrad.backends.lines import is_users, spelled
 from elementgrad.place import Place
 from elementgrad.trace import ONLY_OUTPUT, Call, Run
 from tests import frameworks  # noqa: F401  # float64
@@ -106,6 +110,25 @@ def test_uses_tell_the_line_of_the_users_code():
     file = Path(__file__).name
     assert found[0].where == f"{file}:{start + 1}"
     assert {use.where for use in found[1:]} == {f"{file}:{start + 4}"}
+
+
+def test_only_files_in_the_folders_of_libraries_are_not_the_users(tmp_path, monkeypatch):
+    def imported(name, **attributes):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
+
+    imported("made", __file__=str(tmp_path / "made" / "__init__.py"))
+    imported("spread", __file__=None, __path__=[str(tmp_path / "one"), str(tmp_path / "two")])
+    monkeypatch.setitem(sys.modules, "broken", None)
+    packages = ("made", "spread", "broken", "absent")
+    own = Path(eg.__file__).parent
+    theirs = [tmp_path / "made" / "a.py", tmp_path / "two" / "b" / "c.py", own / "read.py", functools.__file__]
+    users = [tmp_path / "made_too" / "a.py", tmp_path / "made.py", f"{own}_app/a.py", tmp_path / "functools.py"]
+    assert [is_users(str(file), packages) for file in theirs] == [False] * 4
+    assert [is_users(str(file), packages) for file in users] == [True] * 4
+    assert [is_users(file, packages) for file in ("<stdin>", "<string>", "<frozen runpy>", "<attrs>", "")] == [
+        *(True, True, False, False, False)
+    ]
+    assert spelled(str(tmp_path / "model.py"), 12) == "model.py:12"
 
 
 def test_arrays_of_a_module_have_uses():

@@ -13,8 +13,8 @@ MISSING = object()
 class Patch:
     """Attributes that are others from when the first needs it until the last does not, in whichever threads.
 
-    What is put in their place must do as they did for threads that did not ask. `install` may be of something, as of one
-    class of many: then each is counted by itself, and forgotten when nobody needs it.
+    What is put in their place must do as they did for threads that did not ask. What is installed may be for one of
+    many things, such as a class: then each is counted by itself, and forgotten when nobody needs it.
     """
 
     def __init__(self, install: Callable[..., None]):

@@ -1,7 +1,5 @@
 """The uses that a JAX function makes of one value: every argument slot of every equation that takes it."""
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +11,14 @@ from jax.ad_checkpoint import checkpoint_name
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
 from elementgrad.backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shifted
 from elementgrad.backends.linear import Run, Use, reason
+from elementgrad.backends.lines import is_users, spelled
 from elementgrad.errors import DtypeError, FrameworkError
 
 Array = jax.Array
 MARK = "elementgrad"
 """The name that the value bears in the program, so that it is known there: no tag has it, as theirs go on."""
-PACKAGES = ("jax", "jaxlib", "flax", "elementgrad")
+PACKAGES = ("jax", "jaxlib", "flax")
 """Whose lines of code are not the user's."""
-BETWEEN = ("contextlib.py", "functools.py")
-"""Files of Python's own that calls in them go through."""
 
 
 def uses(run: Run, inputs: Sequence[Array | None], input: int) -> tuple[JaxLinear, list[Use]]:
@@ -123,7 +120,7 @@ def _operation(equation: Any) -> str:
     name, _, source = str(getattr(inner.debug_info, "func_src_info", None) or "").partition(" at ")
     if len(inner.eqns) == 1 and inner.eqns[0].primitive.name in FOLLOWED:
         name = name or inner.eqns[0].params.get("name", "")
-    own = primitive == "scan" and not _is_users(source)  # a loop that JAX makes around the body
+    own = primitive == "scan" and not is_users(source, PACKAGES)  # a loop that JAX makes around the body
     return primitive if own or not name.isidentifier() else name
 
 
@@ -131,12 +128,6 @@ def _where(equation: Any) -> str | None:
     """The innermost line of the user's code that an equation comes from."""
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        if _is_users(frame.file_name):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        if is_users(frame.file_name, PACKAGES):
+            return spelled(frame.file_name, frame.line_num)
     return None
-
-
-def _is_users(file: str) -> bool:
-    known = [sys.modules[name] for name in PACKAGES if name in sys.modules]
-    folders = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in known)
-    return bool(file) and not file.startswith(folders) and os.path.basename(file) not in BETWEEN

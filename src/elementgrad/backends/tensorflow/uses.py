@@ -2,8 +2,6 @@
 
 import os
 import re
-import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies
 
 from elementgrad.backends.linear import Run, Use
+from elementgrad.backends.lines import is_users, spelled
 from elementgrad.backends.tensorflow.linear import TensorflowLinear, again
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.staging import unstaged
@@ -19,7 +18,8 @@ from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
 Operation = Any
-HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PACKAGES = ("tensorflow", "keras")
+"""Whose lines of code are not the user's."""
 UNTRACEABLE = (TypeError, AttributeError, NotImplementedError, ValueError, tf.errors.OpError)
 """What code raises that needs the values of tensors while it is traced."""
 GATHERS: dict[str, Callable[[Operation, Tensor], Tensor]] = {
@@ -200,17 +200,6 @@ def _where(operation: Operation) -> str | None:
     for frame in reversed(operation.traceback):
         if os.path.abspath(frame.filename) == os.path.abspath(__file__):
             return None  # from here on outwards it is the caller's
-        if not os.path.abspath(frame.filename).startswith(_libraries()) and not frame.filename.startswith("<"):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        if is_users(frame.filename, PACKAGES):
+            return spelled(frame.filename, frame.lineno)
     return None
-
-
-def _libraries() -> tuple[str, ...]:
-    """Where code lives that is not the user's."""
-    modules = [sys.modules[name] for name in ("tensorflow", "keras") if name in sys.modules]
-    roots = [os.path.dirname(os.path.abspath(str(module.__file__))) for module in modules]
-    standard = sysconfig.get_paths()["stdlib"]
-    return (
-        *[root + os.sep for root in (*roots, HERE)],
-        *[os.path.join(standard, name) for name in ("contextlib", "functools")],
-    )

@@ -1,0 +1,34 @@
+"""Lines of the user's own code, among all that a framework notes of where something was made."""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterable
+
+BETWEEN = tuple(os.path.abspath(str(module.__file__)) for module in (contextlib, functools))
+"""Files of Python's own that calls go through."""
+TYPED = ("<stdin>", "<string>", "<ipython-input")
+"""How names begin of what was typed in and stands in no file; other names in brackets are of code that is generated."""
+
+
+def is_users(filename: str, packages: Iterable[str]) -> bool:
+    """Whether code in a file is the user's: it stands in the folder of none of these packages, nor of ours."""
+    if not filename or filename.startswith("<"):
+        return filename.startswith(TYPED)
+    path = os.path.abspath(filename)
+    folders = [folder + os.sep for name in (*packages, "elementgrad") for folder in _folders(name)]
+    return not path.startswith((*folders, *BETWEEN))
+
+
+def spelled(filename: str, line: int) -> str:
+    """A line, as in `model.py:12`."""
+    return f"{os.path.basename(filename)}:{line}"
+
+
+def _folders(package: str) -> list[str]:
+    """Where a package lives that is imported; one without a file of its own may live in several folders."""
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None)
+    folders = [os.path.dirname(file)] if file else getattr(module, "__path__", ())
+    return [os.path.abspath(folder) for folder in folders]
