@@ -40,7 +40,6 @@ class Dense:
         return made
 
     def __call__(self, x):
-        assert isinstance(self.power, int)
         y = eg.tag(self.weight @ x, "product") ** self.power
         return y if self.bias is None else y + self.bias
 
@@ -109,6 +108,21 @@ def test_arrays_of_a_module_have_names():
     assert_near(eg.jacobian(model, X, of="product#0", wrt="layers.0.weight")[0, (0, ...)], X)
     with pytest.raises(eg.PlaceError, match=r"no parameter is named 'layers.0.weights'; nearest: layers.0.weight"):
         eg.grad(model, X, wrt=eg.at("layers.0.weights", kind="parameter"))
+
+
+def test_what_is_no_array_stays_as_it_is_in_a_run():
+    seen = []
+
+    class Noting(Dense):
+        def __call__(self, x):
+            seen.append(self.power)
+            return super().__call__(x)
+
+    jax.tree_util.register_pytree_with_keys_class(Noting)
+    for wrt in ("x", "weight", "product"):
+        eg.jacobian(Noting(W, None), X, wrt=wrt).dense()
+    assert seen
+    assert all(type(power) is int and power == 2 for power in seen)
 
 
 def test_methods_and_partials_of_modules_have_names():

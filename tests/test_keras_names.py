@@ -16,10 +16,12 @@ Layer = keras.layers.Layer
 
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
-    before = keras.config.floatx()
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # a policy that was made once stays, whatever the float type is
     yield
-    keras.config.set_floatx(before)
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
 
 
 def layers_of(layer: Any, path: str = "") -> Iterator[tuple[str, Layer]]:
@@ -62,13 +64,19 @@ class ByHand:
 
     def tensors(self, model: Any) -> dict[str, tf.Tensor]:
         """What every activation is, by the name that it bears, in the order in which they are met."""
-        rows = [row.name for row in eg.names(model, *self.notes["inputs"]) if row.kind == "activation"]
-        bases = [name.partition(":")[0].partition("#")[0] for name in rows]
-        assert set(bases) == set(self.notes) - {"inputs", "output"}
-        return {
-            name: self.notes[base][bases[:at].count(base)]
-            for at, (name, base) in enumerate(zip(rows, bases, strict=True))
-        }
+        rows = activations(model, self.notes["inputs"][0])
+        bases = [base(name) for name in rows]
+        return {name: self.notes[bases[at]][bases[:at].count(bases[at])] for at, name in enumerate(rows)}
+
+
+def activations(model: Any, x: tf.Tensor) -> list[str]:
+    """The names of all activations, in the order in which they are met."""
+    return [row.name for row in eg.names(model, x) if row.kind == "activation"]
+
+
+def base(name: str) -> str:
+    """The name of a layer, without which of its calls and parts it is."""
+    return name.partition(":")[0].partition("#")[0]
 
 
 def seeds_of(tensor: tf.Tensor, seed: int) -> tf.Tensor:
@@ -99,6 +107,13 @@ def assert_as_by_hand(J: Any, tape: Any, target: tf.Tensor, source: tf.Tensor, s
     else:
         assert_same(u @ J, tape.gradient(target, source, u))
         assert_same(J[..., at_column], outer.gradient(pulled, unit_u, unit_v))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_that_is_called_has_a_name(name):
+    model = MODELS[name]()
+    hand = ByHand(model, x := input_of(model))
+    assert {base(name) for name in activations(model, x)} == set(hand.notes) - {"inputs", "output"}
 
 
 @pytest.mark.parametrize("name", MODELS)
