@@ -203,7 +203,7 @@ def followed(steps):
     return f
 
 
-@settings(max_examples=counts(100), deadline=None, derandomize=True)
+@settings(max_examples=counts(40), deadline=None, derandomize=True)
 @given(graphs(), st.integers(0, 2**31))
 def test_shares_of_functions_made_at_random_add_up(steps, seed):
     x = jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, 3))
@@ -213,7 +213,7 @@ def test_shares_of_functions_made_at_random_add_up(steps, seed):
     np.testing.assert_allclose(sum([share for _, share in found], np.zeros(3)), total, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=counts(100), deadline=None, derandomize=True)
+@settings(max_examples=counts(40), deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(["sin", "exp", "tanh", "neg", "mul", "add"]), min_size=1, max_size=6))
 def test_each_share_of_functions_made_at_random_is_the_derivative_with_the_other_uses_stopped(names):
     def f(x, cut=None):
