@@ -1,6 +1,7 @@
 """What the backend takes for granted of TensorFlow and Keras: a new version that breaks one of these breaks it."""
 
 import random
+import sys
 
 import pytest
 import tensorflow as tf
@@ -169,3 +170,136 @@ def test_a_compiled_method_of_tensorflow_holds_its_object_in_a_box():
     for _ in range(2):  # AutoGraph changes what it wraps when it first runs
         assert staging.written(holder.method).__self__ is holder
         holder.method(tf.ones(2))
+
+
+def test_tensorflow_wraps_a_graph_and_prunes_it_to_some_of_its_tensors():
+    held, made = tf.Variable([1.0, 2.0]), {}
+
+    def trace():
+        made["change"] = tf.compat.v1.placeholder_with_default(tf.zeros(2), [2])
+        made["y"] = (held + made["change"]) ** 2
+        return made["y"]
+
+    wrapped = tf.compat.v1.wrap_function(trace, [])
+    program = wrapped.prune([made["change"]], [made["y"]])
+    change = tf.zeros(2)
+    with tf.GradientTape() as tape:
+        tape.watch(change)
+        (y,) = program(change)
+    assert y.numpy().tolist() == [1, 4]
+    assert tape.gradient(y, change).numpy().tolist() == [2, 4]
+
+
+def test_tensorflow_lets_an_operation_take_another_tensor():
+    with tf.Graph().as_default() as graph:
+        x, other = tf.constant(2.0), tf.constant(5.0)
+        y = x * x
+        assert [user.type for user in x.consumers()] == ["Mul", "Mul"]
+        y.op._update_input(1, other)
+        assert [argument is x for argument in y.op.inputs] == [True, False]
+        with tf.compat.v1.Session(graph=graph) as session:
+            assert session.run(y) == 10
+
+
+def test_tensorflow_knows_the_handle_of_a_variable_in_a_graph_and_what_takes_it():
+    held = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def run():
+        read = held.read_value()
+        tf.gather(held, [0]), tf.gather_nd(held, [[0]]), held.assign_add([1.0, 1.0])
+        handle = tf.compat.v1.get_default_graph().capture(held.handle)
+        kinds.extend(user.type for user in handle.consumers())
+        kinds.append(read.op.type)
+        return read
+
+    kinds = []
+    run.get_concrete_function()
+    assert {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "AssignAddVariableOp"} <= {*kinds}
+    assert kinds[-1] == "Identity"
+
+
+def test_tensorflow_notes_the_gradient_of_a_concrete_function_in_its_call_and_loses_it_when_pruning():
+    double, made = tf.function(lambda x: x * 2).get_concrete_function(tf.TensorSpec([2])), {}
+
+    def trace():
+        made["x"] = tf.compat.v1.placeholder_with_default(tf.zeros(2), [2])
+        made["y"] = double(made["x"])
+        return made["y"]
+
+    wrapped = tf.compat.v1.wrap_function(trace, [])
+    program = wrapped.prune([made["x"]], [made["y"]])
+    (call,) = [operation for operation in program.graph.get_operations() if operation.type == "PartitionedCall"]
+    assert call._gradient_function is None
+    assert callable(wrapped.graph.get_operation_by_name(call.name)._gradient_function)
+
+
+def test_tensorflow_keeps_writes_and_reads_in_order_where_it_is_asked_to():
+    from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies
+
+    held = tf.Variable(1.0)
+
+    def trace():
+        with AutomaticControlDependencies() as order:
+            before = held.read_value()
+            held.assign_add(before)
+            return order.mark_as_return(before), order.mark_as_return(held.read_value())
+
+    assert [y.numpy() for y in tf.compat.v1.wrap_function(trace, [])()] == [1, 2]
+
+
+def test_tensorflow_says_where_an_operation_was_made():
+    with tf.Graph().as_default():
+        frames = list((tf.constant(1.0) * 2).op.traceback)
+    assert any(frame.filename == __file__ and frame.lineno > 0 for frame in frames)
+    assert frames[-1].filename != __file__  # the innermost is the last
+
+
+def test_tensorflow_binds_and_converts_the_arguments_of_a_compiled_function():
+    from tensorflow.python.eager.polymorphic_function.function_type_utils import bind_function_inputs
+
+    @tf.function(input_signature=[tf.TensorSpec([None]), [tf.TensorSpec([])]])
+    def compiled(x, parts=(2.0,)):
+        return x, parts
+
+    bound = bind_function_inputs(([1.0],), {"parts": [3]}, compiled.function_type, compiled._default_values)
+    x, parts = bound.args
+    assert [x.numpy().tolist(), [part.numpy() for part in parts], bound.kwargs] == [[1], [3], {}]
+    assert compiled._autograph is True
+
+
+def test_autograph_converts_what_it_is_told_to():
+    from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
+
+    def choosing(x):
+        return x if x > 0 else -x
+
+    converted = tf.__internal__.autograph.tf_convert(choosing, ControlStatusCtx(Status.ENABLED))
+    compiled = tf.function(converted, autograph=False)
+    assert [compiled(tf.constant(x)).numpy() for x in (2.0, -3.0)] == [2, 3]
+    assert callable(tf.__internal__.autograph.control_status_ctx)
+
+
+def test_keras_says_whether_it_runs_a_layer_just_for_a_shape():
+    import keras
+
+    scopes, seen = sys.modules["keras.src.backend.common.symbolic_scope"], []
+
+    class Asking(keras.layers.Layer):
+        def call(self, x):
+            seen.append(scopes.in_symbolic_scope())
+            return x
+
+    layer = Asking()
+    layer(keras.Input((2,)))
+    layer(tf.ones((1, 2)))
+    assert seen == [True, False]
+    assert callable(sys.modules["keras.src.backend"].rnn)
+
+
+def test_keras_looks_up_the_methods_of_a_layer_in_its_class():
+    import keras
+
+    assert {"__call__", "call", "add_loss", "_clear_losses"} <= set(vars(keras.Layer))
+    layer = keras.layers.Identity()
+    assert not {"call", "__call__"} & set(vars(layer))
