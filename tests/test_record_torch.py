@@ -91,6 +91,59 @@ def test_what_the_user_detaches_stays_detached():
     assert rec.grad(eg.at(n)[0], x, unconnected="zero").tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda x: x.requires_grad_(False),
+        lambda x: x.contiguous(),
+        lambda x: x.to(torch.float32),
+        lambda x: torch.as_tensor(x),
+        lambda x: x.detach_(),
+        lambda x: x.view(1, 3)._base,
+    ],
+)
+def test_what_gives_a_recorded_tensor_back_does_not_cut_it_off(mode, same):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with eg.record(x) as rec:
+        a = x.sum()
+        with mode():
+            same(x)
+        y = (x * x).sum() + a
+    assert rec.grad(y, x).tolist() == [3, 5, 7]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: torch.mul(torch.ones(3), 2, out=x),
+        torch.nn.init.zeros_,
+        torch.nn.init.uniform_,
+        lambda x: torch.nn.init.constant_(x, 3),
+    ],
+)
+def test_a_recorded_tensor_is_a_source_again_after_a_write(mode, write):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with eg.record(x) as rec:
+        a = x.sum()
+        with mode():
+            write(x)
+        y = (x * x).sum() + a
+    assert rec.grad(y, x).tolist() == (2 * x).tolist()
+    assert rec.grad(a, x).tolist() == [1, 1, 1]
+
+
+def test_a_recorded_gradient_is_recorded_by_that_name_too():
+    x = torch.ones(2, requires_grad=True)
+    x.grad = torch.tensor([1.0, 2.0])
+    g = x.grad
+    with eg.record(g) as rec:
+        y = (x.grad**2).sum() + (g**2).sum()
+    assert rec.grad(y, g).tolist() == [4, 8]
+
+
 def state(x):
     return x.requires_grad, x.is_leaf, x.grad_fn, x.grad, x._version, x._backward_hooks, x.data_ptr(), x.tolist()
 

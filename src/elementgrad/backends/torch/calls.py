@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import elementgrad
+from elementgrad import tree
 
 Tensor = torch.Tensor
 clock: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -42,6 +43,7 @@ ALONE = {
     "__setstate__",
     "_is_view",
     "data_ptr",
+    "detach_",
     "register_hook",
     "register_post_accumulate_grad_hook",
     "requires_grad_",
@@ -50,6 +52,8 @@ ALONE = {
     "untyped_storage",
 }
 """Are about the tensor itself and not about its values."""
+COPIES = {"__deepcopy__", "data.__get__"}
+"""Of those and of properties, such as `grad` and `_base`, the ones that give a new tensor."""
 PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 """Are about its values, while all other properties are about the tensor."""
 
@@ -110,6 +114,14 @@ def saving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> It
         return
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def note_lines(result: Any, start: int) -> None:
+    """Note the user's line in each node behind a result that was made since autograd counted to `start`."""
+    where = None
+    for x in tree.flat(result):
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            where = note_line(x.grad_fn, start, where)
 
 
 def note_line(node: Any, start: int, where: str | None) -> str | None:

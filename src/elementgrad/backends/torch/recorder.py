@@ -131,12 +131,12 @@ class TorchRecorder(Recorder):
             finally:
                 self._depth -= 1
             self._after_leaving_alone(name, args)
-            return self._noted(result, sys.maxsize)
+            return self._noted(result) if name in calls.COPIES else result
         return calls.single(self.run, func, name, args, kwargs)
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function with stand-ins, and note what it made and wrote."""
-        start, originals = clock(), {}
+        start, originals, given = clock(), {}, (args, kwargs)
         self._depth += 1
 
         def stand_in(x: Any) -> Any:
@@ -153,7 +153,8 @@ class TorchRecorder(Recorder):
         finally:
             self._depth -= 1
             self._flush()
-        result = self._noted(result, start)
+        calls.note_lines(result, start)
+        self._noted(result, given)
         if not originals:
             return result
         return tree.mapped(result, lambda x: originals.get(id(x), x))
@@ -186,15 +187,13 @@ class TorchRecorder(Recorder):
                 ground.adopt(args[0], self._writes, clock())
         self._flush()
 
-    def _noted(self, result: Any, start: int) -> Any:
-        """Note for each new node of the graph the user's line, and for each other tensor that it was made here."""
-        where = None
-        for x in tree.flat(result):
-            if isinstance(x, Tensor):
-                if x.grad_fn is not None:
-                    where = calls.note_line(x.grad_fn, start, where)
-                else:
-                    self._made.add(x)
+    def _noted(self, result: Any, given: Any = ()) -> Any:
+        """Note for each tensor without a place in the graph that it was made here, unless it was given."""
+        plain = [x for x in tree.flat(result) if isinstance(x, Tensor) and x.grad_fn is None]
+        known = {id(x) for x in tree.flat(given)} if plain else ()
+        for x in plain:
+            if id(x) not in known:
+                self._made.add(x)
         return result
 
     def is_recorded(self, x: Any) -> bool:
@@ -281,9 +280,10 @@ class TorchRecorder(Recorder):
             return found
         base = x._base if x._is_view() and x._base is not None else x
         number = base.grad_fn._sequence_nr() if base.grad_fn is not None else -1
-        if not (self._window[0] <= number < self._window[1] or base in self._made or x in self._made):
-            raise asked.outside()
         track = self._tracks[key][0] if key in self._tracks else None
+        made = track is not None or base in self._made or x in self._made
+        if not made and not self._window[0] <= number < self._window[1]:
+            raise asked.outside()
         return Found(track or Track(Version(edge_of(base), Region.of(base), -1, number)), Region.of(x))
 
 

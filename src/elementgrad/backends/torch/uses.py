@@ -7,9 +7,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from elementgrad import tree
 from elementgrad.backends.linear import Linear, Run, UnsupportedError, Use
-from elementgrad.backends.torch.calls import WHERE, clock, note_line
+from elementgrad.backends.torch.calls import WHERE, clock, note_lines
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.graph import largest
 from elementgrad.backends.torch.quiet import plainly, undisturbed
@@ -106,8 +105,5 @@ class _Lines(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = clock()
         result = func(*args, **(kwargs or {}))
-        where = None
-        for x in tree.flat(result):
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                where = note_line(x.grad_fn, start, where)
+        note_lines(result, start)
         return result
