@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import elementgrad as eg
+from tests.functions import ThriceOnePlusSum
 from tests.operations import OPS
 
 
@@ -75,18 +76,6 @@ def test_an_element_that_is_used_twice(fw):
 
 def test_an_autograd_function_that_takes_an_integer_index():
     """An index goes on the context; the published Function hands it to `save_for_backward`, which takes tensors."""
-
-    class ThriceOnePlusSum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            ctx.index, ctx.shape = index, x.shape
-            return 3 * x[index] + x.sum()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            of_x = gradient.expand(ctx.shape).clone()
-            of_x[ctx.index] += 3 * gradient
-            return of_x, None
 
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert eg.grad(lambda x: ThriceOnePlusSum.apply(x, 2), x, wrt="x[2]").item() == 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import elementgrad as eg
+from tests.functions import ThriceOnePlusSum
 
 
 def test_slices_from_before_inside_and_after_are_parts_of_their_base():
@@ -219,19 +220,6 @@ def test_a_compiled_function_in_the_block_runs_eagerly():
     with eg.record(x) as rec:
         y = f(x)
     assert rec.grad(y, x).tolist() == [2, 4]
-
-
-class ThriceOnePlusSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.index, ctx.shape = index, x.shape
-        return 3 * x[index] + x.sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        of_x = gradient.expand(ctx.shape).clone()
-        of_x[ctx.index] += 3 * gradient
-        return of_x, None
 
 
 bound_before = ThriceOnePlusSum.apply

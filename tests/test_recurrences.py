@@ -1,5 +1,7 @@
 """Elements inside one tensor: derivatives through writes in place, each element as it stood after its own write."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.frameworks import difference
 from tests.programs import SIZE, differenced, programs, run, source_step, written
 
 START = np.array([0.7, -0.4, 0.9, 0.3, -0.8, 0.5])
-HOLDERS = ["plain", "view", "requires grad", "made inside"]
+HOLDERS = ["plain", "view", "requires grad", "made inside", "recorded inside", "recorded around"]
 
 
 def recorded(program, holder):
@@ -23,10 +25,10 @@ def recorded(program, holder):
         t = torch.tensor(START, requires_grad=True) * 1
     else:
         t = torch.tensor(START)
-    with eg.record(t) as rec:
+    with eg.record(t) as rec, eg.record(t) if holder.startswith("recorded") else nullcontext() as inner:
         t = t * 1 if holder == "made inside" else t
         y = run(program, t)
-    return rec, t, y
+    return inner if holder == "recorded around" else rec, t, y
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -247,8 +249,8 @@ def test_a_long_recurrence_copies_each_saved_tensor_once_at_most():
         with eg.record(t) as rec:
             for i in range(steps):
                 t[i + 1] = torch.cos(t[i]) * t[i] + 0.2
-        counts[steps] = rec._recorder.copies
-        assert rec._recorder.copies <= 4 * steps
+        counts[steps] = rec._recorder.keeper.copies
+        assert rec._recorder.keeper.copies <= 4 * steps
     assert counts[1000] == 10 * counts[100] == 5 * counts[200]
     slope = np.prod([np.cos(x) - x * np.sin(x) for x in t[900:1000].numpy()])
     np.testing.assert_allclose(rec.grad(eg.at(t)[1000], eg.at(t)[900]).item(), slope, rtol=1e-10)
@@ -259,7 +261,7 @@ def test_what_is_never_written_is_never_copied():
     with eg.record(x) as rec:
         for _ in range(10):
             y = (x * x).exp().sum()
-    assert rec._recorder.copies == 0
+    assert rec._recorder.keeper.copies == 0
     assert rec.grad(y, eg.at(x)[0]).item() == pytest.approx(2 * np.e)
 
 

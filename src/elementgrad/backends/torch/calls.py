@@ -52,6 +52,8 @@ ALONE = {
     "untyped_storage",
 }
 """Are about the tensor itself and not about its values."""
+REQUIRES = {"requires_grad_", "requires_grad.__set__"}
+"""Switch gradients on."""
 COPIES = {"__deepcopy__", "data.__get__"}
 """Of those and of properties, such as `grad` and `_base`, the ones that give a new tensor."""
 PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
@@ -70,7 +72,7 @@ def name_of(func: Any) -> str:
     return name
 
 
-def leaves_alone(func: Any, name: str) -> bool:
+def leaves_alone(name: str) -> bool:
     """Whether a function gets the user's tensors as they are."""
     title, _, access = name.partition(".")
     return title not in PROPERTIES if access else name in ALONE
@@ -159,9 +161,6 @@ class Made:
     def __contains__(self, x: Tensor) -> bool:
         known = self._made.get(id(x))
         return known is not None and known() is x
-
-    def __len__(self) -> int:
-        return len(self._made)
 
 
 def plainly() -> ExitStack:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch._functorch.eager_transforms
@@ -16,10 +16,6 @@ WRAPPERS: Any = [(torch._functorch.vmap, "_add_batch_dim"), (torch._functorch.ea
 
 class Watcher(Protocol):
     """Who calls functions for the user."""
-
-    @property
-    def watching(self) -> bool:
-        """Whether it does so now."""
 
     def stand_in(self, x: Any) -> Any:
         """What takes the place of a tensor."""
@@ -51,6 +47,21 @@ def watchers() -> list[Any]:
     return _local.__dict__.setdefault("stack", [])
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """While we work ourselves, no recording of this thread takes it for the user's."""
+    _local.apart = getattr(_local, "apart", 0) + 1
+    try:
+        yield
+    finally:
+        _local.apart -= 1
+
+
+def watching() -> bool:
+    """Whether what this thread does is the user's."""
+    return not getattr(_local, "apart", 0)
+
+
 def _count(users: int) -> None:
     """`Function.apply` finds the method of its base class, also where it was looked up before: there it is watched."""
     global _users
@@ -67,11 +78,14 @@ def _count(users: int) -> None:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    original = super(_SingleLevelFunction, cls).apply
-    stack = watchers()
-    if not stack or not stack[-1].watching:
-        return original(*args, **kwargs)
-    return stack[-1].run(original, args, kwargs)
+    apply = super(_SingleLevelFunction, cls).apply
+    for watcher in watchers() if watching() else ():
+        apply = partial(_run, watcher, apply)
+    return apply(*args, **kwargs)
+
+
+def _run(watcher: Watcher, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return watcher.run(apply, args, kwargs)
 
 
 def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,9 +93,8 @@ def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def wrap(x: Any, *args: Any) -> Any:
-        for watcher in reversed(watchers()):
-            if watcher.watching:
-                x = watcher.stand_in(x)
+        for watcher in reversed(watchers()) if watching() else ():
+            x = watcher.stand_in(x)
         return original(x, *args)
 
     wrap.__wrapped__ = original  # type: ignore[attr-defined]

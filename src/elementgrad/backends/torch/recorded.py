@@ -1,9 +1,8 @@
 """Reverse sweeps through the graph that a recording saw: from elements as they were last written to earlier ones."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked
+from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.graph import largest
 from elementgrad.backends.torch.linear import Sweep, TorchLinear
 from elementgrad.backends.torch.regions import Region
@@ -25,13 +25,6 @@ GONE = {
     "retain_graph=True, or record again",
 }
 BACKWARDS = "a recording has no function to run again"
-
-
-class Aside(Protocol):
-    """Whoever watches, and can look away."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """While we work ourselves, nothing is recorded."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,8 @@ class RecordedLinear(TorchLinear):
 
     gone = GONE
 
-    def __init__(self, recorder: Aside, of: Sequence[tuple[Asked, Found]], wrt: Sequence[tuple[Asked, Found]]):
+    def __init__(self, of: Sequence[tuple[Asked, Found]], wrt: Sequence[tuple[Asked, Found]]):
         Linear.__init__(self)
-        self._recorder = recorder
         self._of, self._wrt = of, wrt
         self.outputs = [asked.tensor.detach() for asked, _ in of]
         self.inputs = [asked.tensor.detach() for asked, _ in wrt]
@@ -76,7 +68,7 @@ class RecordedLinear(TorchLinear):
             self.without[output]["forward"] = BACKWARDS
 
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        with self._recorder.aside():
+        with aside():
             return super().pull(output, inputs, seeds)
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":

@@ -71,7 +71,7 @@ def _fitted(derivative: Tensor, source: GradientEdge) -> Tensor:
     return derivative.sum_to_size(tuple(made.shape)).to(made.dtype).clone()
 
 
-def uses(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> list[Flow] | None:
+def split(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> list[Flow] | None:
     """The derivative of one element with respect to others, by their uses; None if no path leads there.
 
     An element of a tensor that is written to in place elsewhere lives on in later versions: their slots are uses too,
