@@ -284,3 +284,53 @@ def test_a_change_after_the_block_is_refused_where_it_matters():
     assert rec.grad(z, x).tolist() == [2, 2, 2]
     with pytest.raises(eg.FrameworkError, match="was changed in place after the recording ended"):
         rec.grad(y, x)
+
+
+class Held:
+    """A tensor that nobody sees from outside."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+HOOKS = {
+    "as it is": (lambda x: x, lambda x: x),
+    "in a tuple": (lambda x: (x.device, x), lambda held: held[1]),
+    "out of sight": (Held, lambda held: held.tensor),
+    "elsewhere": (lambda x: x.numpy().copy(), torch.from_numpy),
+    "shifted": (lambda x: x + 1, lambda x: x - 1),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_hooks_of_the_users_for_what_is_saved(hooks, where):
+    t = torch.tensor([3.0, 0.0, 0.0])
+    saved, nothing = torch.autograd.graph.saved_tensors_hooks(*hooks), nullcontext()
+    outside, inside = (saved, nothing) if where == "outside" else (nothing, saved)
+    with outside, eg.record(t) as rec, inside:
+        t[1] = t[0] ** 2
+        t[2] = t[1] * 2
+        t[0] = 5
+    assert rec.grad(eg.at(t)[2], eg.at(t)[0]).item() == 12
+    assert rec.grad(eg.at(t)[2], eg.at(t, write=0)[1]).item() == 2
+    assert rec.grad(eg.at(t, write=0)[1], eg.at(t)[0]).item() == 6
+    with eg.record(t) as rec, torch.autograd.graph.saved_tensors_hooks(*hooks):
+        y = (t * t).sum()
+    assert rec.grad(y, t).tolist() == (2 * t).tolist()
+    t.zero_()
+    if hooks in (HOOKS["elsewhere"], HOOKS["shifted"]):
+        assert rec.grad(y, t).tolist() == [10, 18, 36]
+    else:
+        with pytest.raises(eg.FrameworkError, match="was changed in place after the recording ended"):
+            rec.grad(y, t)
+
+
+def test_where_nothing_may_be_packed_an_overwritten_value_is_refused():
+    t = torch.tensor([3.0, 0.0])
+    with eg.record(t) as rec, torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        t[1] = t[0] ** 2
+        y = t.sum()
+        t[0] = 5
+    with pytest.raises(eg.FrameworkError, match="changed in place"):
+        rec.grad(y, t)

@@ -3,8 +3,8 @@
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +106,6 @@ def _apart(views: Any) -> Any:
 
 def _again(base: Tensor, x: Tensor) -> Tensor:
     return base.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-@contextmanager
-def saving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Have what autograd saves packed, unless the user has it packed otherwise; `torch.func` allows nobody to."""
-    if torch._C._are_functorch_transforms_active() or torch._C._autograd._top_saved_tensors_default_hooks(False):
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 def note_lines(result: Any, start: int) -> None:

@@ -19,7 +19,7 @@ from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.backends.torch.shares import split
 from elementgrad.backends.torch.tracks import Tracks
 from elementgrad.backends.torch.versions import Found, Track, Version, edge_of
-from elementgrad.backends.torch.writes import Keeper, Writes, storage, unpack
+from elementgrad.backends.torch.writes import Keeper, Writes, storage
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -122,7 +122,7 @@ class TorchRecorder(Recorder):
         try:
             if torch.is_grad_enabled():
                 args, kwargs = tree.mapped(args, stand_in), tree.mapped(kwargs, stand_in)
-            with calls.saving(self.keeper.pack, unpack):
+            with self.keeper.saving():
                 result = calls.with_out(func, args, kwargs)
         finally:
             self._depth -= 1

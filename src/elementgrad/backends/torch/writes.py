@@ -2,16 +2,21 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.errors import FrameworkError
 
+autograd: Any = torch._C._autograd
 Tensor = torch.Tensor
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 CHANGED = (
     "a tensor that this derivative needs was changed in place after the recording ended; make the change inside the "
     "block, or record again"
@@ -24,25 +29,55 @@ RANDOM = {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauch
 
 
 class Kept:
-    """A tensor that PyTorch saved for a derivative; a copy from when its memory was about to be written to."""
+    """A tensor that PyTorch saved for a derivative; a copy from when its memory was about to be written to.
 
-    __slots__ = ("__weakref__", "copied", "tensor", "version")
+    Where the user has hooks for what is saved, it is what their `pack` made of it.
+    """
 
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-        self.version = tensor._version
-        self.copied = False
+    __slots__ = ("__weakref__", "_copy", "_key", "_memory", "_packed", "_unpack", "_version")
 
-    def copy(self) -> None:
-        """Keep the values as they are now."""
-        self.tensor, self.copied = self.tensor.clone(), True
+    def __init__(self, tensor: Tensor, key: int | None, hooks: Hooks | None):
+        self._copy: Tensor | None = None
+        self._key, self._version = key, tensor._version
+        self._unpack = hooks[1] if hooks else None
+        # While this lives, no other memory goes by the same key.
+        self._memory = StorageWeakRef(tensor.untyped_storage()) if hooks and key is not None else None
+        self._packed: Any = hooks[0](tensor) if hooks else tensor
+
+    def copy(self) -> bool:
+        """Keep the values as they are now, unless they lie elsewhere already."""
+        tensor = self._unpacked()
+        if storage(tensor) != self._key:
+            return False
+        self._copy, self._packed = tensor.clone(), None
+        return True
+
+    def read(self) -> Tensor:
+        """What was saved."""
+        if self._copy is not None:
+            return self._copy
+        tensor = self._unpacked()
+        if tensor._version != self._version and storage(tensor) == self._key:
+            raise FrameworkError(CHANGED)
+        return tensor
+
+    def _unpacked(self) -> Tensor:
+        if self._unpack is None:
+            return self._packed
+        with aside():
+            return self._unpack(self._packed)
 
 
-def unpack(kept: Kept) -> Tensor:
-    """What was saved. It knows nothing of the recording, so that a graph never keeps one alive."""
-    if not kept.copied and kept.tensor._version != kept.version:
-        raise FrameworkError(CHANGED)
-    return kept.tensor
+class Pack:
+    """What packs for us, on top of hooks of the user's if there are any. What it makes knows nothing of a recording."""
+
+    def __init__(self, keeper: "Keeper", hooks: Hooks | None):
+        self._keeper = keeper
+        self._hooks = hooks
+
+    def __call__(self, tensor: Tensor) -> Kept:
+        """What stands for a saved tensor."""
+        return self._keeper.keep(tensor, self._hooks)
 
 
 class Keeper:
@@ -52,10 +87,10 @@ class Keeper:
         self._kept: dict[int, weakref.WeakSet[Kept]] = {}
         self.copies = 0
 
-    def pack(self, tensor: Tensor) -> Kept:
-        """What stands for a saved tensor."""
-        kept = Kept(tensor)
+    def keep(self, tensor: Tensor, hooks: Hooks | None) -> Kept:
+        """Keep a tensor, as hooks make of it."""
         key = storage(tensor)
+        kept = Kept(tensor, key, hooks)
         if key is not None:
             self._kept.setdefault(key, weakref.WeakSet()).add(kept)
         return kept
@@ -63,8 +98,16 @@ class Keeper:
     def release(self, key: int) -> None:
         """Copy what lies in a storage, which is about to change. Each is copied once."""
         for kept in self._kept.pop(key, ()):
-            kept.copy()
-            self.copies += 1
+            self.copies += kept.copy()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Have what PyTorch saves kept. Where nobody may have it packed, it refuses what was overwritten by itself."""
+        if torch._C._are_functorch_transforms_active() or autograd._saved_tensors_hooks_get_disabled_error_message():
+            return nullcontext()
+        hooks = autograd._top_saved_tensors_default_hooks(False)
+        if hooks and isinstance(hooks[0], Pack):
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(Pack(self, hooks), Kept.read)
 
 
 def storage(x: Tensor) -> int | None:
