@@ -81,7 +81,7 @@ def test_uses_of_an_element_are_followed_through_writes_of_others():
     assert values(shares) == [("select", 72), ("select", 39)]
     assert shares.total.item() == 111
     assert values(rec.contributions(eg.at(t)[4], eg.at(t)[0])) == [("select", 222), ("select", 6)]
-    assert values(rec.contributions(eg.at(t)[2], eg.at(t)[2])) == [("itself", 1)]
+    assert values(rec.contributions(eg.at(t)[2], eg.at(t)[2])) == [("return", 1)]
 
 
 def test_a_write_that_computes_from_the_old_values_is_a_use_of_them():
@@ -127,6 +127,83 @@ def test_no_hooks_stay_behind():
     assert x.grad.tolist() == [2, 2]
     assert torch.equal(rec.contributions(y, x).total, before)
     assert x.grad.tolist() == [2, 2]
+
+
+def squares(x):
+    h = eg.tag(x * 2, "h")
+    return (h * h).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "expected"),
+    [
+        (lambda x: x, {"of": eg.at[0]}, [1, 0]),
+        (lambda x: x, {"of": "output[0]"}, [1, 0]),
+        (lambda x: x, {"of": "x[0]", "wrt": "x"}, [1, 0]),
+        (squares, {"of": "h[0]", "wrt": "h"}, [1, 0]),
+        (squares, {"via": "h", "wrt": "h"}, [4, 8]),
+        (squares, {"of": "output", "wrt": "output"}, 1),
+        (lambda x: eg.tag(x, "h").sum(), {"of": "h[0]", "wrt": "x"}, [1, 0]),
+    ],
+)
+def test_a_target_that_is_the_source_is_one_use(function, names, expected):
+    (share,) = eg.contributions(function, torch.tensor([1.0, 2.0]), **names)
+    assert (share.operation, share.where, share.value.tolist()) == ("return", None, expected)
+
+
+def test_a_copy_of_the_users_is_a_use_and_ours_is_none():
+    x = torch.tensor([1.0, 2.0])
+    for name in (eg.at[0], "output[0]"):
+        assert [share.operation for share in eg.contributions(lambda x: x.clone(), x, of=name)] == ["clone"]
+        assert [share.operation for share in eg.contributions(lambda x: x + x, x, of=name)] == ["add", "add"]
+    with eg.record(x) as rec:
+        y = x.clone()
+    assert values(rec.contributions(eg.at(y)[0], eg.at(x)[0])) == [("clone", 1)]
+
+
+def test_inference_tensors_have_shares():
+    with torch.inference_mode():
+        x = torch.tensor([1.0, 2.0])
+        inside = eg.contributions(squares, x)
+    for shares in (inside, eg.contributions(squares, x), eg.contributions(squares, x, wrt="h")):
+        assert shares.total.tolist() in ([8, 16], [4, 8])
+    assert eg.contributions(squares, x, of="h[1]").total.tolist() == [0, 2]
+
+
+def test_a_hook_that_changes_the_derivative_of_the_source_leaves_it_without_shares():
+    def hooked(x):
+        x.register_hook(lambda gradient: gradient * 10)
+        return (x * x).sum()
+
+    x = torch.tensor([1.0, 2.0])
+    assert eg.grad(hooked, x).tolist() == [20, 40]
+    with pytest.raises(eg.FrameworkError, match="a hook on the tensor changes its derivative"):
+        eg.contributions(hooked, x)
+    leaf = torch.tensor([1.0, 0.0], requires_grad=True)
+    leaf.register_hook(lambda gradient: gradient.nan_to_num(posinf=1.0))
+    with eg.record(leaf) as rec:
+        y = leaf.sqrt().sum()
+    with pytest.raises(eg.FrameworkError, match="a hook on the tensor changes its derivative"):
+        rec.contributions(y, leaf)
+
+
+def test_sparse_gradients_have_shares():
+    weight = torch.ones(3, 2)
+    index = torch.tensor([0, 2, 2])
+    with eg.record(weight) as rec:
+        y = torch.nn.functional.embedding(index, weight, sparse=True).sum()
+    assert rec.contributions(y, weight).total.tolist() == [[1, 1], [0, 0], [2, 2]]
+    shares = eg.contributions(lambda w: torch.nn.functional.embedding(index, w, sparse=True).sum() + w[0, 0], weight)
+    assert [share.operation for share in shares] == ["embedding", "select"]
+    assert shares.total.tolist() == [[2, 1], [0, 0], [2, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
+def test_rounding_and_what_is_not_finite_are_no_hook(dtype):
+    x = torch.tensor([0.0, 0.3, 7.0], dtype=dtype)
+    with eg.record(x) as rec:
+        y = sum([(x * (0.1 + i / 7)).sum() for i in range(50)]).abs() + (x**0.5).sum().abs() + (x / 0).sum().abs()
+    assert len(rec.contributions(y, x)) == 52
 
 
 UNARY = [torch.sin, torch.tanh, lambda v: v * 0.5, lambda v: v[1:].sum() * v, lambda v: v.flip(0), torch.square]

@@ -98,12 +98,12 @@ class TorchLinear(Linear):
                 return leaves, [torch.zeros_like(x, requires_grad=False) for x in self.inputs]
             with undisturbed(None):
                 options: Any = {"create_graph": True, "allow_unused": True}
-                gradients = torch.autograd.grad(y, leaves, _normal(seed), **options)
+                gradients = torch.autograd.grad(y, leaves, normal(seed), **options)
             pairs = zip(gradients, self.inputs, strict=True)
             return leaves, [torch.zeros_like(x, requires_grad=False) if g is None else g for g, x in pairs]
 
         def replay(*xs: Tensor) -> Sequence[Tensor]:
-            return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](_normal(seed))
+            return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](normal(seed))
 
         linear = TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
         for i in range(len(linear.outputs)):
@@ -134,7 +134,7 @@ class TorchLinear(Linear):
         sweep = self._sweep(output, inputs)
         if sweep is None:
             return [None] * len(inputs)
-        seeds = _normal(seeds)
+        seeds = normal(seeds)
         with undisturbed(None), plainly():  # a rule may run parts of the function again
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
@@ -210,7 +210,7 @@ class TorchLinear(Linear):
             (pulled,) = torch.autograd.grad(y, leaf, seed, create_graph=True, allow_unused=True)
             if pulled is None:
                 return None
-            (pushed,) = self._together(self._back(pulled, [seed]), _normal(seeds))
+            (pushed,) = self._together(self._back(pulled, [seed]), normal(seeds))
         if pushed is None:
             raise UnsupportedError("a reverse rule on the way cannot be transposed")
         return pushed
@@ -256,7 +256,7 @@ def _leaf(x: Tensor, create_graph: bool) -> Tensor:
     return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
 
 
-def _normal(x: Tensor) -> Tensor:
+def normal(x: Tensor) -> Tensor:
     """What was made in inference mode cannot be saved for a gradient."""
     if not x.is_inference():
         return x

@@ -13,10 +13,14 @@ from elementgrad.backends.recorder import Asked, Flow
 from elementgrad.backends.torch.calls import WHERE
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.versions import Found, Version, named, same
+from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Slot = tuple[Any, int, int, Tensor]
 """A node, one of its slots, the number of the source that feeds it, and the derivative that flows back there."""
+
+RETURN = Use("return", None)
+"""Where the target is the source itself."""
 
 
 def feeds(output: GradientEdge, sources: Sequence[GradientEdge]) -> dict[Any, list[tuple[int, int]]]:
@@ -58,15 +62,34 @@ def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -
         for node in taken:
             watch(node)
         with undisturbed(None), plainly():
-            torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
+            arrived = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
+            for number, source in enumerate(sources):
+                parts = [derivative for _, _, other, derivative in found if other == number]
+                parts += [seed] if same(output, source) else []
+                whole = arrived[number]
+                if whole is not None and parts:
+                    _require_sum(parts, _fitted(whole, source))
     finally:
         for hook in hooks:
             hook.remove()
     return sorted(found, key=lambda flow: (flow[0]._sequence_nr(), flow[1]))
 
 
+def _require_sum(parts: Sequence[Tensor], whole: Tensor) -> None:
+    """What flowed through the slots of a source is what arrived there, but for rounding."""
+    total, size = sum(parts[1:], parts[0]), sum([part.abs() for part in parts[1:]], parts[0].abs())
+    near = (total - whole).abs() <= 4 * len(parts) * torch.finfo(whole.dtype).eps * size
+    finite = total.isfinite()
+    if not ((total == whole) | torch.where(finite, near, ~whole.isfinite())).all():
+        raise FrameworkError(
+            "a hook on the tensor changes its derivative, of which there are no shares then; remove the hook, or ask "
+            "for the gradient"
+        )
+
+
 def _fitted(derivative: Tensor, source: GradientEdge) -> Tensor:
-    """In the shape and dtype of the source."""
+    """In the shape and dtype of the source, which has strides."""
+    derivative = derivative if derivative.layout is torch.strided else derivative.to_dense()
     made = source.node._input_metadata[source.output_nr]  # type: ignore[attr-defined]
     return derivative.sum_to_size(tuple(made.shape)).to(made.dtype).clone()
 
@@ -103,7 +126,7 @@ def split(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> l
         if here.any():
             value = torch.from_numpy(here).to(seed.device, seed.dtype)
             value = value.reshape(named_source.positions.shape)
-            shares.append(Flow(Use("itself", None), value, (sys.maxsize, 0)))
+            shares.append(Flow(RETURN, value, (sys.maxsize, 0)))
     reached = bool(swept) or any(same(end.edge, edge) for edge in sources)
     for node, slot, number, derivative in swept:
         taken = _taken(derivative, versions, edges[number], node, slot, (addresses, itemsize, starts, stops))

@@ -11,11 +11,14 @@ from elementgrad.backends.linear import Linear, Run, UnsupportedError, Use
 from elementgrad.backends.torch.calls import WHERE, clock, note_lines
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.graph import largest
+from elementgrad.backends.torch.linear import normal
 from elementgrad.backends.torch.quiet import plainly, undisturbed
-from elementgrad.backends.torch.shares import feeds, flows
-from elementgrad.backends.torch.versions import edge_of, named
+from elementgrad.backends.torch.shares import RETURN, feeds, flows
+from elementgrad.backends.torch.versions import edge_of, named, same
 
 Tensor = torch.Tensor
+OURS = "elementgrad.ours"
+"""Under this key a node of the graph says that it is no use of the user's."""
 
 
 def uses(run: Run, inputs: Sequence[Tensor | None], input: int) -> tuple[Linear, list[Use]]:
@@ -24,10 +27,29 @@ def uses(run: Run, inputs: Sequence[Tensor | None], input: int) -> tuple[Linear,
     x = inputs[input]
     with undisturbed(run.function), straight(run.inside), _Lines():
         given: list[Any] = list(inputs)
-        given[input] = source if x is None else source(x.detach())
+        given[input] = source if x is None else source(x if x.is_inference() else x.detach())
         outputs = list(run(*given))
     linear = UsesLinear(source, outputs)
-    return linear, [Use(named(node), node.metadata.get(WHERE)) for node, _ in linear.slots]
+    return linear, [RETURN if node is None else Use(named(node), node.metadata.get(WHERE)) for node, _ in linear.slots]
+
+
+def fresh(x: Tensor) -> Tensor:
+    """The same values in memory of their own. In the graph this is known for what the user did not do."""
+    copy = x.clone()
+    node: Any = None if torch.compiler.is_compiling() else copy.grad_fn
+    if node is not None:
+        node.metadata[OURS] = True
+    return copy
+
+
+def _end(output: Tensor) -> GradientEdge | None:
+    """Where derivatives of an output begin, behind a copy that is ours."""
+    edge = edge_of(output)
+    node: Any = None if edge is None else edge.node
+    while node is not None and OURS in node.metadata:
+        ((node, number),) = node.next_functions
+        edge = None if node is None else GradientEdge(node, number)
+    return edge
 
 
 class _Source:
@@ -37,6 +59,7 @@ class _Source:
     like: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x.clone() if x.is_inference() else x
         self.like = x.detach()
         if not x.requires_grad and (x.is_floating_point() or x.is_complex()):
             x = x.detach().requires_grad_().clone()  # which may be written to in place
@@ -53,23 +76,22 @@ class UsesLinear(Linear):
         super().__init__()
         self._source = source
         self.outputs = outputs
-        ends = [edge for edge in map(edge_of, outputs) if edge is not None]
-        found = {slot for end in ends for slot in _slots(end, source.edge)}
-        self.slots = sorted(found, key=lambda slot: (slot[0]._sequence_nr(), slot[1]))
+        self._ends = [_end(output) for output in outputs]
+        found = {slot for end in self._ends if end is not None for slot in _slots(end, source.edge)}
+        self.slots: list[tuple[Any, int]] = sorted(found, key=lambda slot: (slot[0]._sequence_nr(), slot[1]))
+        if any(same(end, source.edge) for end in self._ends):
+            self.slots.append((None, 0))
         self.inputs = [source.like] * max(len(self.slots), 1)
         for output in range(len(outputs)):
             self.without[output]["forward"] = "shares flow back alone"
 
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """What flows back through each slot, one seed after another."""
-        edge = edge_of(self.outputs[output])
-        if edge is None:
+        end = self._ends[output]
+        if end is None:
             return [None] * len(inputs)
         with plainly():
-            rows = [
-                {(node, slot): derivative for node, slot, _, derivative in flows(edge, seed, [self._source.edge])}
-                for seed in seeds
-            ]
+            rows = [self._row(end, seed) for seed in normal(seeds)]
         nothing = torch.zeros_like(self._source.like)
         stacks: list[Tensor | None] = []
         for number in inputs:
@@ -77,6 +99,10 @@ class UsesLinear(Linear):
             reached = any(derivative is not None for derivative in found)
             stacks.append(torch.stack([nothing if d is None else d for d in found]) if reached else None)
         return stacks
+
+    def _row(self, end: GradientEdge, seed: Tensor) -> dict[tuple[Any, int], Tensor]:
+        row = {(node, slot): derivative for node, slot, _, derivative in flows(end, seed, [self._source.edge])}
+        return {**row, (None, 0): seed} if same(end, self._source.edge) else row
 
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """There is no forward sweep from one use alone."""
