@@ -33,7 +33,7 @@ class Share:
 
 
 class Shares(tuple[Share, ...]):
-    """The shares of a derivative, in the order of computation. Make them with `rec.contributions`.
+    """The shares of a derivative, in the order of computation. `eg.contributions` and `rec.contributions` give them.
 
     >>> import torch, elementgrad as eg
     >>> x = torch.tensor([1.0, 2.0, 3.0])

@@ -4,7 +4,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ clock: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-
 """How many operations autograd has counted so far."""
 WHERE = "elementgrad.where"
 """Under this key a node of the graph says which line of the user's made it."""
-HOMES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, elementgrad))
+HOMES = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, elementgrad))
 EXPORTS = {
     "numpy",
     "__array__",
@@ -151,19 +150,6 @@ class Made:
     def __contains__(self, x: Tensor) -> bool:
         known = self._made.get(id(x))
         return known is not None and known() is x
-
-
-def plainly() -> ExitStack:
-    """Run the user's code with gradients on, out of inference mode, and without the compiler, which hides its steps."""
-    stack = ExitStack()
-    if torch.is_inference_mode_enabled():
-        stack.enter_context(torch.inference_mode(False))
-    if not torch.is_grad_enabled():
-        stack.enter_context(torch.enable_grad())
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is not None and any(frames.cached_backends.values()):
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-    return stack
 
 
 def _listed(value: Any) -> Any:

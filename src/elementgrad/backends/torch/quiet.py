@@ -46,14 +46,15 @@ def undisturbed(function: Any, again: State | None = None, attention: bool = Fal
     random = _random()
     lending = Lending(getattr(function, "__self__", None))
     try:
-        with _modes(again, attention):
+        with modes(again, attention):
             yield
     finally:
         lending.end()
         _set_random(random)
 
 
-def _modes(again: State | None, attention: bool) -> AbstractContextManager[Any]:
+def modes(again: State | None = None, attention: bool = False) -> AbstractContextManager[Any]:
+    """Gradients on, out of inference mode, and without the compiler, which hides what it runs."""
     modes: list[Any] = []
     if torch.is_inference_mode_enabled():
         modes.append(torch.inference_mode(False))

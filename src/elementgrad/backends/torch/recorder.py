@@ -13,7 +13,9 @@ from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.torch import calls
 from elementgrad.backends.torch.calls import clock
+from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.functions import aside, watched_by, watchers, watching
+from elementgrad.backends.torch.quiet import modes
 from elementgrad.backends.torch.recorded import RecordedLinear
 from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.backends.torch.shares import split
@@ -45,7 +47,8 @@ class TorchRecorder(Recorder):
     def start(self) -> None:
         outer = watchers()
         with ExitStack() as stack:
-            stack.enter_context(calls.plainly())
+            stack.enter_context(modes())
+            stack.enter_context(straight(True))
             self.keeper = outer[-1].keeper if outer else self.keeper  # what one saves, another may overwrite
             self._window = (clock(), sys.maxsize)
             self.tracks = Tracks()

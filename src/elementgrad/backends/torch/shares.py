@@ -105,7 +105,7 @@ def split(of: tuple[Asked, Found], position: int, wrt: tuple[Asked, Found]) -> l
     (number,) = target.versions(where, asked.write)
     last = int(number) if asked.write is not None else len(target.track.versions) - 1
     end = target.track.versions[last]
-    (count,) = source.track.before(target.instants(np.array([number])))
+    (count,) = source.track.before(target.track, np.array([number]))
     elements = named_source.positions.reshape(-1)
     if not elements.size:
         return []

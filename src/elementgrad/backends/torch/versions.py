@@ -1,6 +1,5 @@
 """The versions that a tensor goes through when it is written to in place, and which of them a question is about."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,10 @@ class Version:
     write: Write | None = None
     chain: tuple[Any, ...] = ()
     """The nodes that lead from it to the version before."""
+
+    def after(self, orders: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """Which writes it came after: by its own, or by the time if it is a tensor that an operation made."""
+        return orders < self.order if self.write else times <= self.time
 
 
 class Track:
@@ -89,23 +92,13 @@ class Track:
             raise PlaceError(f"write={write} of an element that was written {times} in the recording; {fits}")
         return (counts > wanted).argmax(0)
 
-    def before(self, instants: Sequence["Instant"]) -> np.ndarray:
-        """For each instant how many versions there were."""
+    def before(self, targets: "Track", numbers: np.ndarray) -> np.ndarray:
+        """How many versions there were when elements of a track came to be, each by its version of that number."""
         orders = np.array([version.order for version in self.versions[1:]])
         times = np.array([version.time for version in self.versions[1:]])
-        return np.array([1 + int(instant.after(orders, times).sum()) for instant in instants], np.int64)
-
-
-@dataclass(frozen=True)
-class Instant:
-    """When a target came to be: by a write, or as a tensor made by an operation."""
-
-    order: int | None
-    time: int
-
-    def after(self, orders: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """Which writes it came after."""
-        return orders < self.order if self.order is not None else times <= self.time
+        distinct, which = np.unique(numbers, return_inverse=True)
+        counts = [1 + int(targets.versions[number].after(orders, times).sum()) for number in distinct]
+        return np.array(counts, np.int64)[which.reshape(-1)]
 
 
 @dataclass(frozen=True)
@@ -126,13 +119,6 @@ class Found:
         if write is None:
             return self.track.last(addresses, itemsize, count)
         return self.track.nth(addresses, itemsize, write)
-
-    def instants(self, numbers: np.ndarray) -> list[Instant]:
-        """When each element was last written, or made if it never was."""
-        versions = self.track.versions
-        return [
-            Instant(versions[n].order if versions[n].write else None, versions[n].time) for n in numbers.reshape(-1)
-        ]
 
 
 def edge_of(x: Tensor) -> GradientEdge | None:
