@@ -346,6 +346,7 @@ def test_a_view_that_is_written_to_later(shape, frozen):
     assert_close(eg.grad(model, x, wrt="linear"), torch.full(shape, 11.0))
     assert_close(eg.grad(model, x, wrt=["linear", "x"])[0], torch.full(shape, 11.0))
     assert_close(eg.contributions(model, x, wrt="x", via="linear").total, eg.grad(model, x, wrt="x"))
+    assert_close(eg.contributions(model, x, wrt="linear").total, torch.full(shape, 11.0))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -4,9 +4,10 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Tensor = torch.Tensor
-End = Tensor | torch.autograd.graph.GradientEdge
+End = Tensor | GradientEdge
 
 
 class Passing:
@@ -16,7 +17,8 @@ class Passing:
     write to it in place, which would leave no trace of a view.
     """
 
-    end: End
+    end: GradientEdge | None
+    """None for what has no gradients, such as ints."""
     like: Tensor
     """Zeros of its shape, to which forward sweeps add their seeds."""
 
@@ -24,16 +26,16 @@ class Passing:
         """What goes on in the place of the value."""
         self.like = torch.zeros_like(x, requires_grad=False)
         if not (x.is_floating_point() or x.is_complex()):
-            self.end = x
+            self.end = None
             return x
         copy = (x if x.requires_grad else x.detach().requires_grad_()).clone()
-        self.end = torch.autograd.graph.get_gradient_edge(copy)
+        self.end = get_gradient_edge(copy)
         return copy
 
 
 def node_of(end: End) -> Any:
     """The node of the graph at which gradients end."""
-    return (torch.autograd.graph.get_gradient_edge(end) if isinstance(end, Tensor) else end).node
+    return (get_gradient_edge(end) if isinstance(end, Tensor) else end).node
 
 
 def largest(start: Any, ends: set[Any]) -> int:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from elementgrad.backends.linear import Linear, Run, UnsupportedError, Use
 from elementgrad.backends.torch.calls import WHERE, clock, note_lines
 from elementgrad.backends.torch.checkpoints import straight
-from elementgrad.backends.torch.graph import largest
+from elementgrad.backends.torch.graph import Passing, largest
 from elementgrad.backends.torch.linear import normal
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.shares import RETURN, feeds, flows
@@ -23,11 +23,11 @@ OURS = "elementgrad.ours"
 
 def uses(run: Run, inputs: Sequence[Tensor | None], input: int) -> tuple[Linear, list[Use]]:
     """Evaluate a function as one of the uses that it makes of one of its inputs."""
-    source = _Source()
+    source = Passing()
     x = inputs[input]
     with undisturbed(run.function), straight(run.inside), _Lines():
         given: list[Any] = list(inputs)
-        given[input] = source if x is None else source(x if x.is_inference() else x.detach())
+        given[input] = source if x is None else source(x.clone() if x.is_inference() else x.detach())
         outputs = list(run(*given))
     linear = UsesLinear(source, outputs)
     return linear, [RETURN if node is None else Use(named(node), node.metadata.get(WHERE)) for node, _ in linear.slots]
@@ -52,34 +52,17 @@ def _end(output: Tensor) -> GradientEdge | None:
     return edge
 
 
-class _Source:
-    """The tensor whose uses are told, from where it begins or passes."""
-
-    edge: GradientEdge
-    like: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.clone() if x.is_inference() else x
-        self.like = x.detach()
-        if not x.requires_grad and (x.is_floating_point() or x.is_complex()):
-            x = x.detach().requires_grad_().clone()  # which may be written to in place
-        edge = edge_of(x)
-        if edge is not None:
-            self.edge = edge
-        return x
-
-
 class UsesLinear(Linear):
     """The graph of one evaluation, with the slots that take one tensor as its inputs. It has reverse sweeps alone."""
 
-    def __init__(self, source: _Source, outputs: Sequence[Tensor]):
+    def __init__(self, source: Passing, outputs: Sequence[Tensor]):
         super().__init__()
-        self._source = source
+        self._source, self._like = source.end, source.like
         self.outputs = outputs
         self._ends = [_end(output) for output in outputs]
-        found = {slot for end in self._ends if end is not None for slot in _slots(end, source.edge)}
+        found = {slot for end in self._ends if end is not None for slot in self._taking(end)}
         self.slots: list[tuple[Any, int]] = sorted(found, key=lambda slot: (slot[0]._sequence_nr(), slot[1]))
-        if any(same(end, source.edge) for end in self._ends):
+        if any(self._is_source(end) for end in self._ends):
             self.slots.append((None, 0))
         self.inputs = [source.like] * max(len(self.slots), 1)
         for output in range(len(outputs)):
@@ -92,7 +75,7 @@ class UsesLinear(Linear):
             return [None] * len(inputs)
         with plainly():
             rows = [self._row(end, seed) for seed in normal(seeds)]
-        nothing = torch.zeros_like(self._source.like)
+        nothing = torch.zeros_like(self._like)
         stacks: list[Tensor | None] = []
         for number in inputs:
             found = [row.get(self.slots[number]) for row in rows]
@@ -101,8 +84,17 @@ class UsesLinear(Linear):
         return stacks
 
     def _row(self, end: GradientEdge, seed: Tensor) -> dict[tuple[Any, int], Tensor]:
-        row = {(node, slot): derivative for node, slot, _, derivative in flows(end, seed, [self._source.edge])}
-        return {**row, (None, 0): seed} if same(end, self._source.edge) else row
+        swept = flows(end, seed, [self._source]) if self._source is not None else []
+        row = {(node, slot): derivative for node, slot, _, derivative in swept}
+        return {**row, (None, 0): seed} if self._is_source(end) else row
+
+    def _taking(self, end: GradientEdge) -> list[tuple[Any, int]]:
+        """The slots before an output that take the tensor."""
+        taken = feeds(end, [self._source]) if self._source is not None else {}
+        return [(node, slot) for node, slots in taken.items() for slot, _ in slots]
+
+    def _is_source(self, end: GradientEdge | None) -> bool:
+        return self._source is not None and same(end, self._source)
 
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """There is no forward sweep from one use alone."""
@@ -110,7 +102,7 @@ class UsesLinear(Linear):
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         """The bytes of the largest derivative on the way."""
-        return largest(self.outputs[source].grad_fn, {self._source.edge.node})
+        return largest(self.outputs[source].grad_fn, {self._source.node} if self._source is not None else set())
 
     def gradient(self, output: int, seed: Tensor) -> Linear:
         """There is no second derivative by uses."""
@@ -119,10 +111,6 @@ class UsesLinear(Linear):
     def value(self, output: int) -> Tensor:
         """An output, apart from the graph."""
         return self.outputs[output].detach().clone()
-
-
-def _slots(output: GradientEdge, source: GradientEdge) -> list[tuple[Any, int]]:
-    return [(node, slot) for node, taken in feeds(output, [source]).items() for slot, _ in taken]
 
 
 class _Lines(TorchFunctionMode):
