@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import cached_backends
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def test_pytorch_runs_an_allowed_function_in_the_graph_with_plain_python_inside():
@@ -175,3 +176,123 @@ def test_pytorch_counts_operations_and_nodes_keep_notes():
     y.grad_fn.metadata["note"] = 1
     assert y.grad_fn.metadata["note"] == 1
     assert (y[-1].grad_fn._saved_index, y[:-1].grad_fn._saved_end) == (2**64 - 1, 2**64 - 1)
+
+
+def test_pytorch_transforms_take_hold_of_their_arguments_by_two_wrappers(monkeypatch):
+    import torch._functorch.eager_transforms
+    import torch._functorch.vmap
+
+    seen = []
+    for home, name in (
+        (torch._functorch.vmap, "_add_batch_dim"),
+        (torch._functorch.eager_transforms, "_wrap_for_grad"),
+    ):
+        original = getattr(home, name)
+
+        def wrap(x, *args, original=original, name=name):
+            seen.append((name, tuple(x.shape)))
+            return original(x, *args)
+
+        monkeypatch.setattr(home, name, wrap)
+    x = torch.ones(2, 3)
+    torch.func.vmap(lambda row: row.sum())(x)
+    assert seen == [("_add_batch_dim", (2, 3))]
+    torch.func.grad(lambda x: x.sum())(x)
+    assert seen[1:] == [("_wrap_for_grad", (2, 3))]
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        seen.clear()
+        transform(lambda x: x.sum())(x)
+        assert ("_wrap_for_grad", (2, 3)) in seen
+
+
+def test_pytorch_tells_the_innermost_hooks_for_what_is_saved_and_uses_them_alone():
+    autograd, seen = torch._C._autograd, []
+    assert not autograd._top_saved_tensors_default_hooks(False)
+    assert autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    outer, inner = [lambda x, name=name: seen.append(name) or x for name in ("outer", "inner")]
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(outer, outer), torch.autograd.graph.saved_tensors_hooks(inner, inner):
+        assert tuple(autograd._top_saved_tensors_default_hooks(False)) == (inner, inner)
+        (x**2).sum()
+    assert set(seen) == {"inner"}
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert autograd._saved_tensors_hooks_get_disabled_error_message() == "none here"
+    assert not torch._C._are_functorch_transforms_active()
+    torch.func.grad(lambda x: seen.append(torch._C._are_functorch_transforms_active()) or x.sum())(x)
+    assert seen[-1] is True
+
+
+def test_pytorch_does_not_give_the_key_of_a_storage_away_while_somebody_refers_to_it():
+    x = torch.ones(5)
+    key, reference = x.untyped_storage()._cdata, StorageWeakRef(x.untyped_storage())
+    assert x[2:].detach().untyped_storage()._cdata == key
+    assert not reference.expired()
+    del x
+    assert reference.expired()
+    others = [torch.ones(5) for _ in range(1000)]
+    assert key not in {other.untyped_storage()._cdata for other in others}
+
+
+def test_pytorch_asks_a_dispatch_mode_whether_the_compiler_is_to_stay_away():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert TorchDispatchMode._should_skip_dynamo() in (True, False)
+
+
+def test_pytorch_nodes_keep_what_says_which_elements_they_took():
+    x = torch.ones(4, 3, requires_grad=True)
+    select, part, index = x[:, 1].grad_fn, x[1:3].grad_fn, x[torch.tensor([0, 2])].grad_fn
+    assert (select.name(), select._saved_dim, select._saved_index) == ("SelectBackward0", 1, 1)
+    assert part.name() == "SliceBackward0"
+    assert (part._saved_dim, part._saved_start, part._saved_end, part._saved_step) == (0, 1, 3, 1)
+    assert index.name() == "IndexBackward0"
+    assert index._saved_indices[0].tolist() == [0, 2]
+
+
+def test_pytorch_nodes_of_a_users_function_say_which():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return 2 * upstream
+
+    node = Twice.apply(torch.ones(1, requires_grad=True)).grad_fn
+    assert node._forward_cls is Twice
+    assert isinstance(node, torch._C._FunctionBase)
+    assert not hasattr(torch.ones(1, requires_grad=True).exp().grad_fn, "_forward_cls")
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"), [("CheckpointFunction", True), ("_checkpoint_without_reentrant_generator", False)]
+)
+def test_pytorch_checkpoints_look_up_what_they_run_by(monkeypatch, name, reentrant):
+    import torch.utils.checkpoint as module
+
+    original, seen = getattr(module, name), []
+
+    class Spy:
+        @staticmethod
+        def apply(function, preserve, *arguments):
+            seen.append(name)
+            return original.apply(function, preserve, *arguments)
+
+    def generator(*arguments, **options):
+        seen.append(name)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, name, Spy if reentrant else generator)
+    x = torch.ones(2, requires_grad=True)
+    module.checkpoint(torch.sin, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [name]
+    assert x.grad is not None
+
+
+def test_pytorch_applies_hooks_of_a_tensor_before_its_gradient_is_handed_out():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda gradient: gradient * 10)
+    (gradient,) = torch.autograd.grad((y * 3).sum(), [torch.autograd.graph.get_gradient_edge(y)])
+    assert gradient.tolist() == [30, 30]
