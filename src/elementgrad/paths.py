@@ -15,7 +15,8 @@ from elementgrad.plan.sweep import Sweeper
 from elementgrad.read import NOTHING, Named, asks_for_zeros, parsed, parsed_target
 from elementgrad.shares import Share, Shares
 from elementgrad.side import Side
-from elementgrad.trace import Call, Run, Source
+from elementgrad.source import Source
+from elementgrad.trace import Call, Run
 
 Tensor = Any
 

@@ -16,7 +16,8 @@ from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.side import Side
-from elementgrad.trace import Call, Run, Source
+from elementgrad.source import Source
+from elementgrad.trace import Call, Run
 
 Tensor = Any
 Named = str | Place | Tensor | None

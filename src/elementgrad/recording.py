@@ -16,6 +16,7 @@ from elementgrad.lazy import Jacobian, read_together
 from elementgrad.lazy import unconnected as no_path
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
+from elementgrad.read import asks_for_zeros
 from elementgrad.shares import Share, Shares
 from elementgrad.side import Side
 
@@ -144,11 +145,9 @@ class _Reading:
     """What is asked of a recording, with both sides found."""
 
     def __init__(self, recording: Recording, of: Tree, wrt: Tree, unconnected: str, budget: int | str | None):
-        if unconnected not in ("error", "zero"):
-            raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"')
+        self.zero = asks_for_zeros(unconnected)
         if recording._state == "new":
             raise OptionError("nothing is recorded yet; ask inside of the block, with eg.record(x) as rec: ...")
-        self.zero = unconnected == "zero"
         self.budget = bytes_of.parse(budget)
         self.backend = backend = recording._backend
         self.recorder = recording._recorder
