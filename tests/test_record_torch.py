@@ -264,3 +264,17 @@ def test_tensors_of_no_elements_or_no_axes():
     assert rec.grad(z, number).item() == 12
     assert rec.contributions(z, number).total.item() == 12
     assert rec.grad(z, eg.at(number, write=0)).item() == 12
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda x: x.detach(), lambda x: x.data, lambda x: x.detach()[:2]], ids=["detach", "data", "slice"]
+)
+def test_what_was_cut_off_in_the_block_is_not_taken_for_the_recorded_tensor(cut):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with eg.record(x) as rec:
+        d = cut(x)
+        z = (d.sum() * x * x).sum()
+    for of, wrt in ((z, d), (eg.at(d)[0], x)):
+        with pytest.raises(eg.PlaceError, match=r"was cut off in the block .* as by detach\(\)"):
+            rec.grad(of, wrt)
+    assert rec.grad(z, x).tolist() == (2 * x * d.sum()).tolist()

@@ -53,9 +53,9 @@ def test_the_same_name_again_counts_up(fw):
     x = fw.tensor(X)
     np.testing.assert_allclose(fw.numpy(eg.grad(f, x, wrt="t#0")), [4.0, 4.0, 4.0])
     np.testing.assert_allclose(fw.numpy(eg.grad(f, x, of="t#2[0]", wrt="t#1")), [2.0, 0.0, 0.0])
-    with pytest.raises(eg.PlaceError, match="'t' is 3 tensors here; name one: t#0, t#1, t#2$"):
+    with pytest.raises(eg.PlaceError, match=r"'t' is 3 tensors here; name one: t#0, t#1, t#2$"):
         eg.grad(f, x, wrt="t")
-    with pytest.raises(eg.PlaceError, match="'t#3' is none of these: t#0, t#1, t#2$"):
+    with pytest.raises(eg.PlaceError, match=r"'t#3' is none of these: t#0, t#1, t#2$"):
         eg.grad(f, x, wrt="t#3")
 
 

@@ -22,7 +22,7 @@ from elementgrad.backends.torch.shares import split
 from elementgrad.backends.torch.tracks import Tracks
 from elementgrad.backends.torch.versions import Found, Track, Version, edge_of
 from elementgrad.backends.torch.writes import Keeper, Writes, storage
-from elementgrad.errors import FrameworkError
+from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = torch.Tensor
 
@@ -176,6 +176,11 @@ class TorchRecorder(Recorder):
         if storage(x) is None:
             raise asked.outside()
         ground = self.tracks.ground(x)
+        if ground is not None and x in self._made:
+            raise PlaceError(
+                f"the tensor of shape {tuple(x.shape)} was cut off in the block from the one that was recorded, as by "
+                "detach(); name that one, or record this one in a block of its own"
+            )
         own = x.requires_grad and x.is_leaf
         if ground is not None and not (own and all(x is not other for other in ground.originals)):
             found = Found(ground, Region.of(x))
