@@ -156,7 +156,7 @@ class Passage:
             tensor = self._changed[wanted](tensor) if wanted in self._changed else tensor
         for wanted in fitting:
             if wanted in self._kept:
-                self.tensors[wanted] = self._backend.fresh(tensor)
+                self.tensors[wanted] = self._backend.kept(tensor)
         if self.everything:
             self.described[met] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor

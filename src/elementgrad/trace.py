@@ -96,6 +96,8 @@ class Call:
         known = [(source.name, "input") for source in self.inputs] + held
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in met]
         names = [other for other, sort in known if kind in (None, sort)] or [other for other, _ in known]
+        if name in names:
+            return PlaceError(f"{name!r} was not there before this first run, which has built it; ask again")
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
     def run(

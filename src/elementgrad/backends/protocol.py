@@ -151,6 +151,10 @@ class Backend(ABC):
         """A tensor that may be written to without changing another; a framework without writes has no others."""
         return x
 
+    def kept(self, x: Tensor) -> Tensor:
+        """A tensor as it is now, whatever is written to it later, and of the same derivatives."""
+        return self.fresh(x)
+
     def only(self, x: Tensor, selection: "Selection") -> Tensor:
         """x, with derivatives for the selected elements alone."""
         if selection.mask is not None:

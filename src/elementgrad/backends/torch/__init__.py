@@ -17,7 +17,7 @@ from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import plainly, undisturbed
-from elementgrad.backends.torch.uses import fresh, uses
+from elementgrad.backends.torch.uses import kept, uses
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -80,7 +80,10 @@ class TorchBackend(Backend):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
     def fresh(self, x: Tensor) -> Tensor:
-        return fresh(x)
+        return x.clone()
+
+    def kept(self, x: Tensor) -> Tensor:
+        return kept(x)
 
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         if selection.traced:

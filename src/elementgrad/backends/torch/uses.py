@@ -33,10 +33,10 @@ def uses(run: Run, inputs: Sequence[Tensor | None], input: int) -> tuple[Linear,
     return linear, [RETURN if node is None else Use(named(node), node.metadata.get(WHERE)) for node, _ in linear.slots]
 
 
-def fresh(x: Tensor) -> Tensor:
+def kept(x: Tensor) -> Tensor:
     """The same values in memory of their own. In the graph this is known for what the user did not do."""
     copy = x.clone()
-    node: Any = None if torch.compiler.is_compiling() else copy.grad_fn
+    node: Any = copy.grad_fn
     if node is not None:
         node.metadata[OURS] = True
     return copy
