@@ -257,3 +257,10 @@ def test_compiled_functions_get_their_arguments_as_tensorflow_gives_them(functio
     np.testing.assert_allclose(tagged.dense(), expected, rtol=1e-6)
     shares = eg.contributions(function, x)
     np.testing.assert_allclose(shares.total, expected, rtol=1e-6)
+
+
+def test_what_the_first_run_builds_is_there_for_the_second():
+    model = keras.Sequential([keras.layers.Dense(2, name="a")])
+    with pytest.raises(eg.PlaceError, match="'a/kernel' was not there before this first run, which has built it; ask"):
+        eg.grad(model, tf.ones((1, 3)), of="output[0, 0]", wrt="a/kernel")
+    assert eg.grad(model, tf.ones((1, 3)), of="output[0, 0]", wrt="a/kernel").shape == (3, 2)
