@@ -79,7 +79,7 @@ def test_an_exception_in_a_layer_leaves_nothing_behind():
     [
         ("output[0, 0]", "aa", "no tensor is named 'aa'; nearest: a"),
         ("output[0, 0]", "a", "'a' is 2 tensors here; name one: a#0, a#1"),
-        ("output[0, 0]", "a#2", "'a#2' is 2 tensors here; name one: a#0, a#1"),
+        ("output[0, 0]", "a#2", "'a#2' is none of these: a#0, a#1"),
         ("output[0, 0]", "a/kernle", "no tensor is named 'a/kernle'; nearest: a/kernel"),
     ],
 )
