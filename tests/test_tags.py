@@ -97,3 +97,13 @@ def test_tags_inside_of_pytorchs_own_transforms_are_passed_on():
     x = TORCH.tensor(X)
     np.testing.assert_allclose(torch.func.grad(f)(x), 3 * X**2)
     np.testing.assert_allclose(torch.func.vmap(f)(x[:, None]), X**3)
+
+
+def test_a_constant_that_was_tagged_before_is_met_all_the_same(fw):
+    constant = fw.tensor(X)
+
+    def f(x):
+        return fw.sum(eg.tag(constant, "constant") * x)
+
+    assert float(f(fw.tensor(X))) == 14.0
+    np.testing.assert_allclose(fw.numpy(eg.grad(f, fw.tensor(X), wrt="constant")), X)

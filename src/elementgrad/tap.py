@@ -19,6 +19,7 @@ MARKS = frozenset("#:[]()\n")
 """What no name of a tag may hold: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
 _local = threading.local()
 _lock = threading.Lock()
+_nothing_to_do: set[tuple[type, str]] = set()  # types of tensors and good names: so a tag costs next to nothing
 _open = 0  # passages open in any thread: a plain number, which a compiler of Python code can look at for nothing
 
 
@@ -38,6 +39,8 @@ def tag(value: Value, name: str) -> Value:
     >>> eg.grad(f, torch.tensor([1.0, 2.0]), of="hidden[1]")
     tensor([0., 4.])
     """
+    if not _open and (type(value), name) in _nothing_to_do:
+        return value
     if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
         raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
     if _open:
@@ -45,7 +48,11 @@ def tag(value: Value, name: str) -> Value:
         if passage is not None and here(name):
             return passage.meet("activation", name, value)
     backend = backends.owner(value)
-    return backend.staged(value, name) if backend is not None else _staged(value, name)
+    if backend is None:
+        return _staged(value, name)
+    if type(backend).staged is Backend.staged and backend.remembers(type(value)):  # it stages nothing, ever
+        _nothing_to_do.add((type(value), name))
+    return backend.staged(value, name)
 
 
 @dataclass(frozen=True)
