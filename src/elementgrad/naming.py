@@ -6,6 +6,7 @@ from typing import Any
 
 from elementgrad.backends import Backend, plain
 from elementgrad.read import NOTHING
+from elementgrad.text import table
 from elementgrad.trace import Call
 
 Tensor = Any
@@ -29,9 +30,7 @@ class Names(tuple[Name, ...]):
     def __repr__(self) -> str:
         rows = [("name", "kind", "shape", "dtype")]
         rows += [(row.name, row.kind, "x".join(map(str, row.shape)) or "()", row.dtype) for row in self]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return table(rows)
 
 
 @plain

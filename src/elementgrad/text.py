@@ -172,3 +172,11 @@ def nearest(name: str, names: Sequence[str]) -> str:
 def listed(names: Sequence[str]) -> str:
     """Names in a sentence, not all of a great many."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells in columns, the first row being the heads."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
