@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import FrameworkError as FrameworkError
     from elementgrad.errors import OptionError as OptionError
     from elementgrad.errors import ParseError as ParseError
+    from elementgrad.errors import PatchError as PatchError
     from elementgrad.errors import PlaceError as PlaceError
     from elementgrad.errors import SelectionError as SelectionError
     from elementgrad.errors import SizeError as SizeError
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from elementgrad.shares import Share as Share
     from elementgrad.shares import Shares as Shares
     from elementgrad.tap import tag as tag
+    from elementgrad.train.patch import Patch as Patch
+    from elementgrad.train.patch import inspect as inspect
 
 __version__ = "0.1.0"
 
@@ -45,6 +48,7 @@ _HOMES = {
     "contributions": "paths",
     "grad": "read",
     "hessian": "read",
+    "inspect": "train.patch",
     "jacobian": "read",
     "names": "naming",
     "tag": "tap",
@@ -53,6 +57,7 @@ _HOMES = {
     "Share": "shares",
     "Shares": "shares",
     "Jacobian": "lazy",
+    "Patch": "train.patch",
     "Plan": "plan.plan",
     "Place": "place",
     "Selection": "selection",
@@ -64,6 +69,7 @@ _HOMES = {
     "FrameworkError": "errors",
     "OptionError": "errors",
     "ParseError": "errors",
+    "PatchError": "errors",
     "PlaceError": "errors",
     "SelectionError": "errors",
     "SizeError": "errors",

@@ -59,6 +59,10 @@ class SizeError(ElementgradError, MemoryError):
     """What is asked for is larger than the memory that is free."""
 
 
+class PatchError(ElementgradError, ValueError):
+    """A patch, or the file of one, does not hold together: damaged, of another kind, or at odds with itself."""
+
+
 class UnconnectedError(ElementgradError, ValueError):
     """The framework's derivative program has no path between two tensors: there is no gradient, not a gradient of zero.
 

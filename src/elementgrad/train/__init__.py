@@ -1,0 +1,1 @@
+"""Training of named elements: patches (which elements changed, from what to what) and what they are checked by."""

@@ -1,0 +1,94 @@
+"""Numbers of any framework's dtype, kept by their bits, so that nothing is rounded on the way to a file and back."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from elementgrad.errors import DtypeError, PatchError
+
+VIEWS = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",  # unknown to NumPy: the upper half of a float32
+    "complex128": "<c16",
+    "complex64": "<c8",
+    **{f"{sign}int{8 * width}": f"<{sign or 'i'}{width}" for sign in ("", "u") for width in (1, 2, 4, 8)},
+    "bool": "|b1",
+}
+"""The dtypes that are understood, and how NumPy sees their bits."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Numbers:
+    """Some numbers of one dtype by their bits; equal only if every bit is, so -0.0 is not 0.0 and a NaN equals itself.
+
+    A dtype that is not understood, such as `float8_e4m3fn`, is kept all the same; it can only not be turned to floats.
+
+    >>> import numpy as np
+    >>> from elementgrad.train.numbers import Numbers
+    >>> Numbers.of(np.float32([1.0, -0.0])) == Numbers.of(np.float32([1.0, 0.0]))
+    False
+    >>> Numbers("bfloat16", np.uint8([[0x80, 0x3F], [0x20, 0xC1]])).floats().tolist()
+    [1.0, -10.0]
+    """
+
+    dtype: str
+    """The name of the dtype, such as "float32" or "bfloat16"."""
+    bits: np.ndarray
+    """Their bytes, the lowest first: uint8, one row per number, read-only."""
+
+    def __post_init__(self) -> None:
+        bits = np.array(self.bits, order="C")  # a copy, which nobody else can write to
+        if bits.dtype != np.uint8 or bits.ndim != 2 or not bits.shape[1]:
+            raise PatchError(
+                f"bits of {self.dtype} are {bits.dtype} of shape {bits.shape}; give uint8, one row of bytes per number"
+            )
+        width = np.dtype(VIEWS[self.dtype]).itemsize if self.dtype in VIEWS else bits.shape[1]
+        if bits.shape[1] != width:
+            raise PatchError(f"a {self.dtype} has {width} bytes, and the rows of bits have {bits.shape[1]}")
+        bits.setflags(write=False)
+        object.__setattr__(self, "bits", bits)
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Numbers":
+        """The elements of a NumPy array in C order; JAX's and TensorFlow's bfloat16 arrays are understood too."""
+        array = np.asarray(array)
+        name = array.dtype.name
+        if name not in VIEWS:
+            raise DtypeError(f"an array of {name} has no numbers to keep; there are: {', '.join(VIEWS)}")
+        if array.dtype.byteorder != "|" and name != "bfloat16":
+            array = array.astype(VIEWS[name], copy=False)
+        # Its bytes, since a view of zero elements or axes is not always to be had.
+        return cls(name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize))
+
+    def floats(self) -> np.ndarray:
+        """The numbers as float64, or complex128 where they are complex.
+
+        >>> import numpy as np
+        >>> from elementgrad.train.numbers import Numbers
+        >>> Numbers.of(np.float16([0.5, np.inf])).floats()
+        array([0.5, inf])
+        """
+        if self.dtype not in VIEWS:
+            raise DtypeError(f"{self.dtype} cannot be turned to floats here; its bits hold the numbers")
+        seen = self.bits.reshape(-1).view(VIEWS[self.dtype])
+        if self.dtype == "bfloat16":
+            seen = (seen.astype("<u4") << 16).view("<f4")
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            return seen.astype(np.complex128 if seen.dtype.kind == "c" else np.float64)
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Numbers):
+            return NotImplemented
+        return self.dtype == other.dtype and np.array_equal(self.bits, other.bits)
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.bits.tobytes()))
+
+    def __repr__(self) -> str:
+        shown = np.array2string(self.floats(), threshold=8, edgeitems=3) if self.dtype in VIEWS else f"of {len(self)}"
+        return f"<Numbers {self.dtype} {shown}>"

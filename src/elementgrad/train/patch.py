@@ -1,0 +1,279 @@
+"""Patches: which elements of which tensors were changed, from what to what, as a value and as a file."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import index as as_int
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elementgrad.errors import DuplicateError, ElementgradError, PatchError
+from elementgrad.place import Place
+from elementgrad.text import table
+from elementgrad.train.numbers import VIEWS, Numbers
+from elementgrad.train.replacement import replace
+from elementgrad.train.storage import Stored, pack, unpack
+
+LARGEST = np.iinfo(np.int64).max
+SHOWN = 48
+"""Characters of a place in the table."""
+STORED = {
+    "float64": ("F64", 1),
+    "float32": ("F32", 1),
+    "float16": ("F16", 1),
+    "bfloat16": ("BF16", 1),
+    "complex128": ("F64", 2),
+    "complex64": ("F32", 2),
+}
+"""How safetensors calls a dtype, and how many of these make one number; all other dtypes are stored as bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One place of a patch: some elements of one tensor, what they were and what they are now.
+
+    >>> import numpy as np
+    >>> from elementgrad.train.numbers import Numbers
+    >>> from elementgrad.train.patch import Entry
+    >>> old, new = Numbers.of(np.float32([1.0, 2.0])), Numbers.of(np.float32([1.5, 2.0]))
+    >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
+    0.5
+    """
+
+    place: str
+    """The text of the place, such as "fc.weight[3, :]"."""
+    name: str
+    """The name of the tensor; the place may call a shared tensor by another of its names."""
+    shape: tuple[int, ...]
+    """The shape of the tensor."""
+    dtype: str
+    """The dtype of the tensor."""
+    indices: np.ndarray
+    """The positions in the flattened tensor, in the order of the place: int64, read-only, none twice."""
+    values: Numbers
+    """What the elements are now; the dtype may be wider than the tensor's."""
+    originals: Numbers
+    """What they were, in the tensor's dtype."""
+    fingerprint: str
+    """By what the tensor is known."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _shape(self.place, self.shape))
+        indices = np.asarray(self.indices)
+        if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
+            raise PatchError(
+                f"{self.place}: indices are {indices.dtype} of shape {indices.shape}; give positions in one row"
+            )
+        if self.originals.dtype != self.dtype:
+            raise PatchError(f"{self.place}: the originals are {self.originals.dtype} and the tensor is {self.dtype}")
+        if not len(indices) == len(self.values) == len(self.originals):
+            raise PatchError(
+                f"{self.place}: {len(indices)} indices, {len(self.values)} values and {len(self.originals)} originals; "
+                "give one of each per element"
+            )
+        size = math.prod(self.shape)
+        for position in indices[(indices < 0) | (indices >= size)][:1]:
+            raise PatchError(f"{self.place}: position {position} is out of range for {size} elements")
+        indices = np.array(indices, np.int64)
+        if (twice := _repeated(indices)) is not None:
+            raise DuplicateError(f"{self.place}: position {twice} stands twice among the indices")
+        self._check_place(indices)
+        indices.setflags(write=False)
+        object.__setattr__(self, "indices", indices)
+
+    def _check_place(self, indices: np.ndarray) -> None:
+        place = Place.parse(self.place)
+        if not place.name:
+            raise PatchError(f"{self.place}: the place names no tensor; write its name in front")
+        selection = place.select(self.shape)
+        if selection.size != len(indices) or not np.array_equal(selection.flat().reshape(-1), indices):
+            raise PatchError(
+                f"{self.place}: the place names {selection.size} of {math.prod(self.shape)} elements, and the "
+                f"{len(indices)} indices are not theirs"
+            )
+
+    @property
+    def largest_change(self) -> float | None:
+        """The largest distance between a value and its original; None without elements or for unknown dtypes."""
+        if not len(self.indices) or not {self.values.dtype, self.dtype} <= VIEWS.keys():
+            return None
+        old, new = self.originals.floats(), self.values.floats()
+        with np.errstate(invalid="ignore", over="ignore"):
+            same = (old == new) | (np.isnan(old) & np.isnan(new))
+            return float(np.where(same, 0.0, np.abs(new - old)).max())
+
+    def _key(self) -> tuple[Any, ...]:
+        described = (self.place, self.name, self.shape, self.dtype, self.fingerprint)
+        return (*described, self.indices.tobytes(), self.values, self.originals)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Entry) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+@dataclass(frozen=True, repr=False)
+class Patch:
+    """Changes of named elements, apart from any model: entries in the order in which they were trained.
+
+    >>> import elementgrad as eg
+    >>> from elementgrad.train.patch import Entry, Numbers
+    >>> old, new = Numbers.of(np.float32([0.25])), Numbers.of(np.float32([0.5]))
+    >>> eg.Patch((Entry("fc.weight[3, 1]", "fc.weight", (10, 4), "float32", np.array([13]), new, old, "sample:..."),))
+    place            elements  shape  dtype    largest change
+    fc.weight[3, 1]  1         10x4   float32  0.25
+    """
+
+    entries: tuple[Entry, ...]
+    """One for each place."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", tuple(self.entries))
+        for name in dict.fromkeys(entry.name for entry in self.entries):
+            _check_apart([entry for entry in self.entries if entry.name == name])
+
+    @property
+    def size(self) -> int:
+        """How many elements are changed."""
+        return sum(len(entry.indices) for entry in self.entries)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Patch":
+        """The patch in a file, after everything in it is checked; nothing in it is ever executed."""
+        text, tensors = unpack(path)
+        try:
+            return cls(tuple(_entries(text, tensors)))
+        except ElementgradError as error:
+            raise PatchError(f"{Path(path).name}: {error}") from None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Save the patch, as a whole or not at all: what the file held before stays until all is written."""
+        tensors: dict[str, Stored] = {}
+        for number, entry in enumerate(self.entries):
+            positions = entry.indices.astype("<i8").tobytes()
+            tensors[f"{number}.indices"] = Stored("I64", entry.indices.shape, positions)
+            tensors[f"{number}.values"] = _stored(entry.values)
+            tensors[f"{number}.originals"] = _stored(entry.originals)
+        described = [
+            {
+                "place": entry.place,
+                "name": entry.name,
+                "shape": entry.shape,
+                "dtype": entry.dtype,
+                "values": entry.values.dtype,
+                "fingerprint": entry.fingerprint,
+            }
+            for entry in self.entries
+        ]
+        replace(path, pack({"entries": json.dumps(described)}, tensors))
+
+    def __repr__(self) -> str:
+        rows = [("place", "elements", "shape", "dtype", "largest change")]
+        for entry in self.entries:
+            place = entry.place if len(entry.place) <= SHOWN else f"{entry.place[: SHOWN - 4]} ..."
+            change = "-" if entry.largest_change is None else f"{entry.largest_change:.4g}"
+            shape = "x".join(map(str, entry.shape)) or "()"
+            rows.append((place, str(len(entry.indices)), shape, entry.dtype, change))
+        return table(rows)
+
+
+def inspect(path: str | os.PathLike[str]) -> Patch:
+    """What is in the file of a patch, without the model: places, shapes, how far the elements moved.
+
+    The file is checked as when it is applied, and printed the patch is a table.
+
+    >>> import tempfile, pathlib, elementgrad as eg
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "patch.safetensors")
+    >>> eg.Patch(()).write(path)
+    >>> eg.inspect(path).size
+    0
+    """
+    return Patch.read(path)
+
+
+def _shape(place: str, shape: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        sizes = tuple([as_int(size) for size in shape])
+    except TypeError:
+        sizes = (-1,)
+    if any(not 0 <= size <= LARGEST for size in sizes) or math.prod(sizes) > LARGEST:
+        raise PatchError(f"{place}: {shape!r} is not a shape; give a tuple of sizes, such as (3, 4)")
+    return sizes
+
+
+def _repeated(positions: np.ndarray) -> int | None:
+    ordered = np.sort(positions)
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    return int(again[0]) if again.size else None
+
+
+def _check_apart(entries: list[Entry]) -> None:
+    """Refuse places of one tensor that overlap, for which of them would win?"""
+    first = entries[0]
+    for entry in entries[1:]:
+        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
+            raise PatchError(
+                f"{entry.name} is {entry.dtype} of shape {entry.shape} for {entry.place} and {first.dtype} of shape "
+                f"{first.shape} for {first.place}; one tensor has one"
+            )
+    twice = _repeated(np.concatenate([entry.indices for entry in entries]))
+    if twice is not None:
+        one, other, *_ = [entry.place for entry in entries if twice in entry.indices]
+        element = [int(axis) for axis in np.unravel_index(twice, first.shape)]
+        raise DuplicateError(f"{first.name}{element} is named by {one} and by {other}; name each element once")
+
+
+def _stored(numbers: Numbers) -> Stored:
+    dtype, shape = _described(numbers.dtype, len(numbers), numbers.bits.shape[1])
+    return Stored(dtype, shape, numbers.bits.tobytes())
+
+
+def _described(dtype: str, count: int, width: int) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of some numbers in the file."""
+    if dtype not in STORED:
+        return "U8", (count, width)
+    name, parts = STORED[dtype]
+    return name, (count,) if parts == 1 else (count, parts)
+
+
+def _entries(text: dict[str, str], tensors: dict[str, Stored]) -> Iterable[Entry]:
+    """The entries of a file whose bytes are as they were written, which says nothing of who wrote them."""
+    try:
+        described = json.loads(text["entries"])
+        expected = {f"{number}.{part}" for number in range(len(described)) for part in _PARTS}
+        if expected != set(tensors):
+            raise PatchError(f"{len(described)} entries are described, and the tensors are {', '.join(tensors)}")
+        for number, entry in enumerate(described):
+            parts = [tensors[f"{number}.{part}"] for part in _PARTS]
+            yield _entry(entry, *parts)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        if isinstance(error, ElementgradError):
+            raise
+        raise PatchError(f"the entries are not described as in a patch ({error!r})") from None
+
+
+_PARTS = ("indices", "values", "originals")
+
+
+def _entry(described: dict[str, Any], indices: Stored, values: Stored, originals: Stored) -> Entry:
+    place, name, dtype, wide, mark = [described[key] for key in ("place", "name", "dtype", "values", "fingerprint")]
+    if not all(isinstance(text, str) for text in (place, name, dtype, wide, mark)):
+        raise PatchError("the entries are not described as in a patch, by texts")
+    if indices.dtype != "I64" or len(indices.shape) != 1:
+        raise PatchError(f"{place}: indices are {indices.dtype} of shape {indices.shape}, not I64 in one row")
+    positions = np.frombuffer(indices.data, "<i8")
+    new, old = _numbers(place, wide, values), _numbers(place, dtype, originals)
+    return Entry(place, name, described["shape"], dtype, positions, new, old, mark)
+
+
+def _numbers(place: str, dtype: str, stored: Stored) -> Numbers:
+    count = stored.shape[0] if stored.shape else 0
+    width = np.dtype(VIEWS[dtype]).itemsize if dtype in VIEWS else stored.shape[-1] if stored.shape else 0
+    if _described(dtype, count, width) != (stored.dtype, stored.shape):
+        raise PatchError(f"{place}: {dtype} is not stored as {stored.dtype} of shape {stored.shape}")
+    return Numbers(dtype, np.frombuffer(stored.data, np.uint8).reshape(count, width))
