@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from elementgrad.shares import Share as Share
     from elementgrad.shares import Shares as Shares
     from elementgrad.tap import tag as tag
+    from elementgrad.train.elements import Elements as Elements
     from elementgrad.train.patch import Patch as Patch
     from elementgrad.train.patch import inspect as inspect
+    from elementgrad.train.start import apply as apply
+    from elementgrad.train.start import trainable as trainable
 
 __version__ = "0.1.0"
 
@@ -61,6 +64,9 @@ _HOMES = {
     "Plan": "plan.plan",
     "Place": "place",
     "Selection": "selection",
+    "trainable": "train.start",
+    "apply": "train.start",
+    "Elements": "train.elements",
     "ElementgradError": "errors",
     "BatchError": "errors",
     "BroadcastError": "errors",

@@ -10,6 +10,7 @@ import numpy as np
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.recorder import Recorder
+from elementgrad.backends.training import Trainer
 from elementgrad.errors import FrameworkError, TracedError
 
 if TYPE_CHECKING:
@@ -202,6 +203,10 @@ class Backend(ABC):
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Of a model, the function whose parameters its arguments are."""
         return function
+
+    def trainer(self, model: Any) -> Trainer:
+        """How elements of a model train."""
+        raise FrameworkError(f"elements of a {self.name} model cannot train yet; give a torch.nn.Module")
 
     def bare(self, x: Tensor) -> Tensor:
         """The tensor that a model holds, for one that stands for it in the user's hands."""

@@ -175,11 +175,16 @@ class Patch:
     def __repr__(self) -> str:
         rows = [("place", "elements", "shape", "dtype", "largest change")]
         for entry in self.entries:
-            place = entry.place if len(entry.place) <= SHOWN else f"{entry.place[: SHOWN - 4]} ..."
+            place = shortened(entry.place)
             change = "-" if entry.largest_change is None else f"{entry.largest_change:.4g}"
             shape = "x".join(map(str, entry.shape)) or "()"
             rows.append((place, str(len(entry.indices)), shape, entry.dtype, change))
         return table(rows)
+
+
+def shortened(place: str) -> str:
+    """The text of a place in a table."""
+    return place if len(place) <= SHOWN else f"{place[: SHOWN - 4]} ..."
 
 
 def inspect(path: str | os.PathLike[str]) -> Patch:

@@ -18,6 +18,7 @@ from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.uses import kept, uses
+from elementgrad.backends.training import Trainer
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -146,6 +147,13 @@ class TorchBackend(Backend):
 
     def model(self, function: Callable[..., Any]) -> Model:
         return TorchModel(function)
+
+    def trainer(self, model: Any) -> Trainer:
+        from elementgrad.backends.torch.training.trainer import TorchTrainer
+
+        if not isinstance(model, torch.nn.Module):
+            raise FrameworkError(f"{model!r} is a method of a model; give the torch.nn.Module itself")
+        return TorchTrainer(model)
 
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return unwrapped(function).forward if isinstance(function, torch.nn.Module) else function

@@ -1,0 +1,227 @@
+"""Layers that know some of their elements: mixed into a module's class, they send gradients there by kernels."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from elementgrad.backends.torch.training.bags import bag
+from elementgrad.backends.torch.training.correlations import Correlation, Grid
+from elementgrad.backends.torch.training.functions import Alias, ByKernel, ByLookup
+from elementgrad.backends.torch.training.lookups import Lookup
+from elementgrad.backends.torch.training.operations import Convolution, LayerNorm, Linear, RMSNorm
+from elementgrad.backends.torch.training.products import Product
+from elementgrad.backends.torch.training.weight import Weight
+
+Tensor = torch.Tensor
+Module = nn.Module
+
+
+class Use:
+    """A parameter that trains in part, in one module: with the kernel that fits there."""
+
+    def __init__(self, weight: Weight):
+        self.weight = weight
+        self.kernel: Any = None
+
+
+def found(module: Module, name: str) -> tuple[Any, Use | None]:
+    """The tensor to compute with, and whose elements are to hear of it."""
+    held = module._parameters
+    tensor = held[name]
+    use = module._trained.get(name)  # type: ignore[union-attr]
+    if use is None:
+        return tensor, None
+    weight = use.weight
+    if len(weight.keys) == 1:
+        leaves: tuple[Any, ...] = (held[weight.keys[0]],)
+        own = leaves[0] is weight.leaves[0]
+    else:
+        leaves = tuple([held[key] for key in weight.keys])
+        own = all([leaf is other for leaf, other in zip(leaves, weight.leaves)])  # noqa: B905, C419
+    if tensor is not weight.tensor:  # somebody's own, as functional_call puts there: it counts as it is given
+        return tensor if own else weight.with_values(tensor, leaves), None
+    if not own:
+        return weight.with_values(tensor, leaves), None
+    weight.current()
+    if not torch.is_grad_enabled():
+        return tensor, None
+    if not torch.compiler.is_compiling() and transforming():
+        return weight.with_values(tensor, leaves), None
+    return tensor, use
+
+
+def transforming() -> bool:
+    """Whether vmap, grad or jvp of `torch.func`, or forward mode, see each operation."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def aliased(module: Module, name: str) -> Any:
+    """The parameter for whatever use of it."""
+    tensor, use = found(module, name)
+    return tensor if use is None else alias(use.weight)
+
+
+def elsewhere(weight: Weight) -> Any:
+    """The parameter of another module for whatever use of it."""
+    weight.current()
+    return alias(weight) if torch.is_grad_enabled() and not transforming() else weight.tensor
+
+
+def alias(weight: Weight) -> Any:
+    """A parameter that passes gradients on to its elements."""
+    return Alias.apply(weight.positions, weight.sizes, weight.tensor, *weight.leaves)
+
+
+class Layer:
+    """Base of the layers; what they need of a kernel is made when elements come and go."""
+
+    def _prepared(self, name: str, weight: Weight) -> Any:
+        """The kernel for one parameter."""
+        return weight.positions
+
+    def _through(self: Any, operation: Any, x: Tensor) -> Tensor:
+        weight, of_weight = found(self, "weight")
+        bias, of_bias = found(self, "bias") if "bias" in self._parameters else (None, None)
+        if of_weight is None and of_bias is None:
+            return operation.run(x, weight, bias)[0]
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        uses = of_weight, of_bias
+        kernels = tuple([None if use is None else use.kernel for use in uses])
+        sizes = tuple([() if use is None else use.weight.sizes for use in uses])
+        leaves = [leaf for use in uses if use is not None for leaf in use.weight.leaves]
+        return ByKernel.apply(operation, kernels, sizes, x, weight, bias, *leaves)
+
+
+class LinearLayer(Layer):
+    """`nn.Linear`, and what is made of it."""
+
+    operation = Linear()
+
+    def _prepared(self, name: str, weight: Weight) -> Any:
+        return _product(weight) if name == "weight" else weight.positions
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """As the layer's own."""
+        return self._through(self.operation, input)
+
+
+class TransposedLayer(LinearLayer):
+    """The linear layer of GPT-2, whose weight lies the other way round."""
+
+    operation = Linear(transposed=True)
+
+
+class EmbeddingLayer(Layer):
+    """`nn.Embedding`."""
+
+    def _prepared(self, name: str, weight: Weight) -> Any:
+        return _lookup(weight)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """As the layer's own."""
+        table, use = found(self, "weight")
+        if use is None:
+            return functional.embedding(input, table, self.padding_idx)
+        options = self.padding_idx, self.scale_grad_by_freq
+        return ByLookup.apply(use.kernel, use.weight.sizes, options, input, table, *use.weight.leaves)
+
+
+class BagLayer(Layer):
+    """`nn.EmbeddingBag`, of sums and means; which elements a maximum takes is left to the framework."""
+
+    def _prepared(self, name: str, weight: Weight) -> Any:
+        return _lookup(weight)
+
+    def forward(
+        self: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """As the layer's own."""
+        table, use = found(self, "weight")
+        if use is None or self.mode == "max":
+            return super().forward(input, offsets, per_sample_weights)
+
+        def run(table: Tensor, weights: Tensor | None) -> Tensor:
+            options = self.max_norm, self.norm_type, False, self.mode, False, weights, self.include_last_offset
+            return functional.embedding_bag(input, table, offsets, *options, self.padding_idx)
+
+        return bag(self, run, use, table, input, offsets, per_sample_weights)
+
+
+class ConvolutionLayer(Layer):
+    """Convolutions of one to three axes."""
+
+    def _prepared(self: Any, name: str, weight: Weight) -> Any:
+        if name != "weight":
+            return weight.positions
+        shape = tuple(weight.tensor.shape)
+        return Correlation(np.unravel_index(weight.everywhere, shape), shape, self._grid(), weight.tensor.device)
+
+    def _grid(self: Any) -> Grid:
+        padding = self.padding
+        if self.padding_mode != "zeros" or padding == "valid":
+            padding = (0,) * len(self.stride)
+        elif padding == "same":
+            around = self._reversed_padding_repeated_twice[::-1]
+            padding = tuple(around[::2])
+        return Grid(self.stride, padding, self.dilation, self.groups)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """As the layer's own."""
+        around = self._reversed_padding_repeated_twice
+        if input.ndim != len(self.stride) + 2 or (self.padding == "same" and around[::2] != around[1::2]):
+            return super().forward(input)
+        if self.padding_mode != "zeros":
+            input = functional.pad(input, around, mode=self.padding_mode)
+        return self._through(Convolution(self._grid()), input)
+
+
+class LayerNormLayer(Layer):
+    """`nn.LayerNorm`."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """As the layer's own."""
+        if self._parameters.get("weight") is None or torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        return self._through(LayerNorm(self.normalized_shape, self.eps), input)
+
+
+class RMSNormLayer(Layer):
+    """`nn.RMSNorm`."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """As the layer's own."""
+        if torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        return self._through(RMSNorm(self.normalized_shape, self.eps), x)
+
+
+LAYERS: dict[str, type[Layer]] = {
+    "torch.nn.modules.linear.Linear": LinearLayer,
+    "transformers.pytorch_utils.Conv1D": TransposedLayer,
+    "torch.nn.modules.sparse.Embedding": EmbeddingLayer,
+    "torch.nn.modules.sparse.EmbeddingBag": BagLayer,
+    "torch.nn.modules.conv.Conv1d": ConvolutionLayer,
+    "torch.nn.modules.conv.Conv2d": ConvolutionLayer,
+    "torch.nn.modules.conv.Conv3d": ConvolutionLayer,
+    "torch.nn.modules.normalization.LayerNorm": LayerNormLayer,
+    "torch.nn.modules.normalization.RMSNorm": RMSNormLayer,
+}
+"""Classes whose computation is known, by name: the libraries they are from need not be there."""
+
+
+def _product(weight: Weight) -> Product:
+    rows, columns = weight.tensor.shape
+    row, column = np.divmod(weight.everywhere, columns)
+    return Product(row, column, rows, columns, weight.tensor.device)
+
+
+def _lookup(weight: Weight) -> Lookup:
+    row, column = np.divmod(weight.everywhere, weight.tensor.shape[1])
+    return Lookup(row, column, weight.tensor.shape[1], weight.tensor.device)

@@ -1,0 +1,50 @@
+"""Some entries of the gradient of a table of which rows were looked up."""
+
+import numpy as np
+import torch
+
+from elementgrad.backends.torch.training.products import index
+
+Tensor = torch.Tensor
+ROOM = 1 << 16
+"""Numbers that are summed without asking first which rows occur."""
+
+
+class Lookup:
+    """Entries (row, column) of what `index_add_` of gradients to the rows looked up would give.
+
+    >>> import torch
+    >>> from elementgrad.backends.torch.training.lookups import Lookup
+    >>> lookup = Lookup([0, 7], [1, 0], columns=2, device="cpu")
+    >>> lookup(torch.tensor([7, 3, 7]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    tensor([0., 6.])
+    """
+
+    def __init__(self, row: "np.ndarray", column: "np.ndarray", columns: int, device: torch.device | str):
+        rows, row_of = np.unique(np.asarray(row, dtype=np.int64), return_inverse=True)
+        some, column_of = np.unique(np.asarray(column, dtype=np.int64), return_inverse=True)
+        self._rows, self._row_of = index(rows, device), index(row_of, device)
+        self._columns = None if len(some) == columns else index(some, device)
+        self._column_of = index(column_of, device)
+        self._width = len(some)
+        self._crowded = len(rows) * len(some) > ROOM + 4 * len(row_of)
+
+    def __call__(self, tokens: Tensor, gradient: Tensor) -> Tensor:
+        """The entries, for n tokens and the gradients of the n rows that they looked up."""
+        if not len(self._row_of):
+            return gradient.new_zeros(0)
+        gradient = gradient if self._columns is None else gradient.index_select(1, self._columns)
+        count = len(self._rows)
+        near = torch.searchsorted(self._rows, tokens).clamp(max=count - 1)
+        hit = self._rows.index_select(0, near) == tokens
+        if self._crowded and not torch.compiler.is_compiling():
+            return self._of_present(near[hit], gradient[hit])
+        sums = gradient.new_zeros(count + 1, self._width).index_add(0, near.where(hit, count), gradient)
+        return sums.view(-1).index_select(0, self._row_of * self._width + self._column_of)
+
+    def _of_present(self, hits: Tensor, gradient: Tensor) -> Tensor:
+        """Sums for the rows alone that occur: far fewer than all that were named."""
+        present, place = hits.unique(return_inverse=True)
+        sums = gradient.new_zeros(len(present) + 1, self._width).index_add(0, place, gradient)
+        at = torch.full_like(self._rows, len(present)).index_copy_(0, present, torch.arange(len(present)).to(present))
+        return sums.view(-1).index_select(0, at.index_select(0, self._row_of) * self._width + self._column_of)

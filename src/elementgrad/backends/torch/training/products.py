@@ -1,0 +1,116 @@
+"""Some entries of the product `left.T @ right`, by whichever way is cheapest for those entries."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensor = torch.Tensor
+
+# Costs per row of the factors, in nanoseconds, as measured on two cores in float32 (`make bench` shows the outcome).
+GATHERED = 5.0  # one entry: two columns read, multiplied and summed
+MULTIPLIED = 0.0105  # one entry of a matrix product
+SELECTED = 2.0  # one column copied out of a factor
+TRANSPOSED = 2.3  # one column turned into a row
+SAMPLED = 0.12  # one entry of a sampled product of such rows
+CELLS = 1 << 23
+"""How many numbers the gathered way may hold at a time."""
+
+
+class Product:
+    """Entries (row, column) of `left.T @ right`, where left has `rows` columns and right has `columns`.
+
+    >>> import torch
+    >>> from elementgrad.backends.torch.training.products import Product
+    >>> product = Product([0, 1], [1, 1], rows=2, columns=2, device="cpu")
+    >>> left, right = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    >>> product(left, right)
+    tensor([30., 44.])
+    """
+
+    def __init__(self, row: "np.ndarray", column: "np.ndarray", rows: int, columns: int, device: torch.device | str):
+        row, column = np.asarray(row, dtype=np.int64), np.asarray(column, dtype=np.int64)
+        self._size = rows, columns
+        self._row, self._column = index(row, device), index(column, device)
+        some_rows, row_of = np.unique(row, return_inverse=True)
+        some_columns, column_of = np.unique(column, return_inverse=True)
+        # All columns in their order are the factor itself, without a copy.
+        self._rows = None if len(some_rows) == rows else index(some_rows, device)
+        self._columns = None if len(some_columns) == columns else index(some_columns, device)
+        self._cell = index(row_of * len(some_columns) + column_of, device)
+        self._every = len(row) == rows * columns and bool((self._cell.numpy(force=True) == np.arange(len(row))).all())
+        self._csr: Tensor | None = None
+        copied = sum(len(some) for some, all_of in ((some_rows, rows), (some_columns, columns)) if len(some) < all_of)
+        self.costs = {
+            "gather": GATHERED * len(row),
+            "block": MULTIPLIED * len(some_rows) * len(some_columns) + SELECTED * copied,
+            "sample": TRANSPOSED * (rows + columns) + SAMPLED * len(row),
+        }
+        self._differentiable = self._cheapest("gather", "block")
+        self._way = self._cheapest("gather", "block", "sample")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_csr": None}
+
+    @property
+    def cost(self) -> float:
+        """What a row of the factors costs, in nanoseconds."""
+        return min(self.costs.values())
+
+    def __call__(self, left: Tensor, right: Tensor) -> Tensor:
+        """The entries, for factors of shape (n, rows) and (n, columns)."""
+        return self._way(left, right) if self._sampling(left, right) else self._differentiable(left, right)
+
+    def _cheapest(self, *ways: str) -> Callable[[Tensor, Tensor], Tensor]:
+        return getattr(self, f"_{min(ways, key=self.costs.__getitem__)}")
+
+    def _sampling(self, left: Tensor, right: Tensor) -> bool:
+        """Whether a sampled product can be had: no compiler knows it, and nothing differentiates it again here."""
+        return (
+            not torch.compiler.is_compiling()
+            and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
+            and left.device.type == "cpu"
+            and left.dtype == right.dtype
+            and left.dtype in (torch.float32, torch.float64)
+        )
+
+    def _gather(self, left: Tensor, right: Tensor) -> Tensor:
+        step = max(1, CELLS // max(1, left.shape[0])) if not torch.compiler.is_compiling() else len(self._row)
+        if step >= len(self._row):
+            return (left.index_select(1, self._row) * right.index_select(1, self._column)).sum(0)
+        pairs = zip(self._row.split(step), self._column.split(step), strict=True)
+        return torch.cat([(left.index_select(1, r) * right.index_select(1, c)).sum(0) for r, c in pairs])
+
+    def _block(self, left: Tensor, right: Tensor) -> Tensor:
+        left = left if self._rows is None else left.index_select(1, self._rows)
+        right = right if self._columns is None else right.index_select(1, self._columns)
+        block = (left.t() @ right).reshape(-1)
+        return block if self._every else block.index_select(0, self._cell)
+
+    def _sample(self, left: Tensor, right: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this layout is in beta, once per process
+            pattern, order = self._pattern(left.dtype)
+            found = torch.sparse.sampled_addmm(pattern, left.t(), right, beta=0).values()
+        return found if order is None else torch.empty_like(found).index_copy_(0, order, found)
+
+    def _pattern(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        if self._csr is None or self._csr.dtype != dtype:
+            rows, columns = self._size
+            flat = self._row * columns + self._column
+            order = flat.argsort()
+            self._order = None if bool((flat.diff() > 0).all()) else order
+            ends = torch.bincount(self._row, minlength=rows).cumsum(0)
+            starts = torch.cat([ends.new_zeros(1), ends])
+            zeros = torch.zeros(len(flat), dtype=dtype)
+            self._csr = torch.sparse_csr_tensor(
+                starts, self._column[order], zeros, (rows, columns), check_invariants=False
+            )
+        return self._csr, self._order
+
+
+def index(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """Positions as a tensor of their own."""
+    return torch.from_numpy(np.array(array, dtype=np.int64).reshape(-1)).to(device)

@@ -1,0 +1,206 @@
+"""Modules that know their trained elements: the class is swapped for one made of it, and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from elementgrad.backends.torch.training.layers import LAYERS, Layer, Use, aliased, elsewhere
+from elementgrad.backends.torch.training.weight import Weight, part_of
+
+Tensor = torch.Tensor
+Module = torch.nn.Module
+OWN = frozenset(vars(Module())) | {"_trained", "_elsewhere"}
+"""Where every module keeps what it keeps."""
+
+
+class Swapped:
+    """What a module does besides, while elements of its parameters train. It looks like the module it was."""
+
+    _trained: dict[str, Use]
+    _elsewhere: list[Weight]
+    _plain: type[Module]
+    _names: tuple[str, ...]
+    _lists: tuple[str, ...]
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        use = self.__dict__.get("_trained", {}).get(name)
+        if use is None:
+            return super().__setattr__(name, value)
+        if not isinstance(value, Tensor) or _memory(value) != _memory(use.weight.tensor):
+            raise AttributeError(
+                f"{name} has elements that train and cannot be replaced; copy into it, or release the elements first"
+            )
+        return None  # as it is tied already
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _rebuilt, (self._plain, self._names, self._lists), self.__getstate__()
+
+    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for use in self._trained.values():
+            use.weight.current()
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for use in self._trained.values():
+            for key in use.weight.keys:
+                destination.pop(prefix + key, None)
+
+    def _load_from_state_dict(
+        self: Any, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: list[str]
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            errors.append(f"{prefix}* has elements that train: load with assign=False, or release the elements first")
+            return
+        held = self._parameters
+        leaves = {key: held.pop(key) for use in self._trained.values() for key in use.weight.keys}
+        other = {name: _differs(use.weight, state.get(prefix + name)) for name, use in self._trained.items()}
+        try:
+            super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
+        finally:
+            held.update(leaves)
+        for name, use in self._trained.items():
+            use.weight.pull()
+            if other[name]:  # another model altogether: what its elements were is what was loaded
+                for part in use.weight.parts:
+                    part.originals = part.leaf.detach().to(use.weight.tensor.dtype)
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        weights = [use.weight for use in self._trained.values()]
+        before = [(part, part.leaf.detach()) for weight in weights for part in weight.parts]
+        with torch.no_grad():  # recurrent layers note their parameters then, and not aliases of them
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for part, values in before:
+            tensor = part.tensor
+            part.leaf.data = values.to(tensor.device, part.kept_dtype(tensor.dtype))
+            part.originals = part.originals.to(tensor.dtype)
+        for weight in weights:
+            weight.arrange()
+        prepare(self)
+        return result
+
+
+def attach(model: Module, weights: Sequence[Weight]) -> None:
+    """Let every module of a model know the elements that train, wherever it keeps those parameters."""
+    new = {id(weight.tensor): weight for weight in weights}
+    for module in model.modules():
+        uses = dict(module._trained) if isinstance(module, Swapped) else {}
+        known = new | {id(use.weight.tensor): use.weight for use in uses.values()}
+        uses |= {name: Use(new[id(tensor)]) for name, tensor in module._parameters.items() if id(tensor) in new}
+        kept = {name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))}
+        own = [id(use.weight.tensor) for use in uses.values()]
+        others = [known[key] for key in {key for found in kept.values() for key in found} if key not in own]
+        if uses or kept:
+            dress(module, uses, others, tuple(kept))
+
+
+def dress(module: Any, uses: dict[str, Use], elsewhere: list[Weight], lists: tuple[str, ...]) -> None:
+    """Give a module the class that its uses need, or its own where there are none."""
+    undress(module)
+    uses = {name: use for name, use in uses.items() if use.weight.parts}
+    elsewhere = [weight for weight in elsewhere if weight.parts]
+    if not uses and not elsewhere:
+        return
+    module.__dict__.update(_trained=uses, _elsewhere=elsewhere)
+    for use in uses.values():
+        module._parameters.update(zip(use.weight.keys, use.weight.leaves, strict=True))
+    module.__class__ = _class(type(module), tuple(uses), lists)
+    prepare(module)
+
+
+def undress(module: Any) -> None:
+    """The plain module again."""
+    if isinstance(module, Swapped):
+        held: Any = module._parameters  # type: ignore[attr-defined]
+        for key in [key for key, leaf in held.items() if leaf is not None and part_of(leaf) is not None]:
+            del held[key]
+        del module.__dict__["_trained"], module.__dict__["_elsewhere"]
+        module.__class__ = module._plain
+
+
+def detach(model: Module) -> None:
+    """Let every module of a model forget elements that train no longer."""
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            dress(module, module._trained, module._elsewhere, module._lists)
+
+
+def prepare(module: Any) -> None:
+    """Make the kernels of a module's uses."""
+    for name, use in module._trained.items():
+        if isinstance(module, Layer):
+            use.kernel = module._prepared(name, use.weight)
+
+
+@cache
+def _class(plain: type[Module], names: tuple[str, ...], lists: tuple[str, ...]) -> type[Module]:
+    members: dict[str, Any] = {"_plain": plain, "_names": names, "_lists": lists}
+    members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    members |= {name: property(partial(aliased, name=name)) for name in names}
+    members |= {name: property(partial(_with_aliases, name=name), partial(_store, name)) for name in lists}
+    return type(plain.__name__, (Swapped, *_bases(plain)), members)
+
+
+def _bases(plain: type[Module]) -> tuple[type, ...]:
+    """The class, with what is known about layers of its kind before that kind itself."""
+    for kind in plain.__mro__:
+        layer = LAYERS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if layer is not None:
+            known = type(kind.__name__, (layer, kind), {})
+            return (known,) if kind is plain else (plain, known)
+    return (plain,)
+
+
+def _rebuilt(plain: type[Module], names: tuple[str, ...], lists: tuple[str, ...]) -> Module:
+    kind = _class(plain, names, lists)
+    return kind.__new__(kind)
+
+
+def _held(value: Any, tensors: Mapping[int, Weight]) -> set[int]:
+    """Which of the tensors a list, tuple or dict holds."""
+    if isinstance(value, Tensor):
+        return {id(value)} & tensors.keys()
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return {found for entry in inside for found in _held(entry, tensors)}
+
+
+def _with_aliases(module: Any, name: str) -> Any:
+    names = {id(use.weight.tensor): key for key, use in module._trained.items()}
+    others = {id(weight.tensor): weight for weight in module._elsewhere}
+
+    def alias(tensor: Tensor) -> Tensor:
+        key = names.get(id(tensor))
+        return aliased(module, key) if key else elsewhere(others[id(tensor)]) if id(tensor) in others else tensor
+
+    return _mapped(module.__dict__[name], alias)
+
+
+def _store(name: str, module: Any, value: Any) -> None:
+    """Keep what a module notes: the parameters themselves, where it was given aliases of them."""
+    weights = [use.weight for use in module._trained.values()] + module._elsewhere
+    own = {_memory(weight.tensor): weight.tensor for weight in weights}
+    module.__dict__[name] = _mapped(value, lambda tensor: own.get(_memory(tensor), tensor))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Where a tensor lies; for what a transform wraps, nowhere."""
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride()
+    except RuntimeError:
+        return id(tensor)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(entry, function) for key, entry in value.items()}
+    return type(value)(_mapped(entry, function) for entry in value) if isinstance(value, list | tuple) else value
+
+
+def _differs(weight: Weight, loaded: Any) -> bool:
+    """Whether what is loaded differs where nothing trains."""
+    if not isinstance(loaded, Tensor) or loaded.shape != weight.tensor.shape:
+        return False
+    other = (loaded.to(weight.tensor) != weight.tensor).reshape(-1)
+    other[weight.positions] = False
+    return bool(other.any())

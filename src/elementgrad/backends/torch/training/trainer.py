@@ -1,0 +1,210 @@
+"""Training elements of a PyTorch model: which parameters there are, freezing the others, routing losses."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from elementgrad import text
+from elementgrad.backends.torch.model import TorchModel
+from elementgrad.backends.torch.training import freezing
+from elementgrad.backends.torch.training.products import index
+from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
+from elementgrad.backends.torch.training.weight import Part, Weight, part_of, put, take
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
+
+Tensor = torch.Tensor
+Module = torch.nn.Module
+
+
+class TorchTrainer:
+    """A module whose elements train."""
+
+    def __init__(self, model: Module):
+        _require_plain(model)
+        self._model = model
+        self._named = TorchModel(model)
+
+    def names(self) -> Iterator[str]:
+        return (name for name, kind, tensor in self._named.held() if kind == "parameter" and part_of(tensor) is None)
+
+    def parameter(self, name: str) -> Tensor:
+        bearing = self._named.bearing(name)
+        for kind, tensor in bearing:
+            if kind == "parameter" and tensor is not None and part_of(tensor) is None:
+                return tensor
+        names = list(self.names())
+        if not bearing:
+            raise PlaceError(f"no parameter named {name!r}; {text.nearest(name, names)}")
+        kinds = {"activation": "a layer", "buffer": "a buffer", "parameter": "a set of elements that train already"}
+        inside = [other for other in names if other.startswith(f"{name}.")]
+        raise PlaceError(
+            f"{name!r} is {kinds[bearing[0][0]]} and only parameters train; "
+            + (f"it has {text.listed(inside)}" if inside else text.nearest(name, names))
+        )
+
+    def named(self, tensor: Tensor) -> str:
+        for name, kind, held in self._named.held():
+            if kind == "parameter" and (held is tensor or _same(held, tensor)) and part_of(held) is None:
+                return name
+        raise PlaceError(
+            f"a tensor of shape {tuple(tensor.shape)} is no parameter of this model; "
+            f"there are: {text.listed(list(self.names()))}"
+        )
+
+    def lone(self) -> str:
+        names = list(self.names())
+        if len(names) != 1:
+            raise PlaceError(f"the model has {len(names)} parameters; name one: {text.listed(names)}")
+        return names[0]
+
+    def training(self, tensor: Tensor) -> Sequence[Part]:
+        weight = self._weights().get(id(tensor))
+        return weight.parts if weight is not None else []
+
+    def check(self, tensor: Tensor, name: str) -> None:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise DtypeError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and only floats train")
+        if tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
+            raise FrameworkError(f"{name} is a {type(tensor.data).__name__} of layout {tensor.layout}; dense ones train")
+        if tensor.is_meta:
+            raise FrameworkError(f"{name} is on the meta device and has no values; load the model first")
+        for module in self._model.modules():
+            if getattr(module, "max_norm", None) is not None and any(held is tensor for held in module._parameters.values()):
+                raise FrameworkError(
+                    f"{name} is the table of an embedding with max_norm, which rewrites its rows in every forward; "
+                    "set max_norm=None"
+                )
+
+    def dtype(self, given: Any) -> torch.dtype | None:
+        found = getattr(torch, given, None) if isinstance(given, str) else given
+        if found is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
+            raise OptionError(f"dtype={given!r} is no floating dtype; give torch.float32 or torch.float64, or None")
+        return found
+
+    def part(
+        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    ) -> Part:
+        held = take(tensor, index(positions, tensor.device))
+        before = held if originals is None else _of_bits(originals, tensor)
+        part = Part(tensor, positions, held, before, dtype)
+        now = held if values is None else _of_bits(values, tensor)
+        kept = part.kept_dtype(tensor.dtype) if values is None or dtype is not None else now.dtype
+        part.dtype = kept if values is not None else dtype
+        part.become(torch.nn.Parameter(now.to(kept).clone()))
+        return part
+
+    def start(self, parts: Sequence[Part]) -> None:
+        freezing.claim(self._model)
+        weights = self._weights()
+        for part in parts:
+            weight = weights.setdefault(id(part.tensor), Weight(part.tensor))
+            part.key = self._key(weight)
+            weight.parts.append(part)
+            weight.arrange()
+        changed = [weights[key] for key in dict.fromkeys(id(part.tensor) for part in parts)]
+        attach(self._model, changed)
+        for weight in changed:
+            weight.push()
+
+    def stop(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            weight = part.weight
+            if weight is not None:
+                weight.current()
+                weight.parts.remove(part)
+                weight.arrange()
+                part.weight = None
+        detach(self._model)
+        freezing.leave(self._model)
+
+    def write(self, part: Part) -> None:
+        with torch.no_grad():
+            put(part.tensor, index(part.positions, part.tensor.device), part.leaf.detach().to(part.tensor.dtype))
+        if part.weight is not None:
+            part.weight.push()
+
+    def restore(self, part: Part) -> None:
+        with torch.no_grad():
+            part.leaf.copy_(part.originals.to(part.leaf.dtype))
+            put(part.tensor, index(part.positions, part.tensor.device), part.originals)
+        if part.weight is not None:
+            part.weight.push()
+
+    def check_loss(self, loss: Tensor, of: str) -> None:
+        if not isinstance(loss, Tensor):
+            raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a torch.Tensor of one number")
+        if loss.numel() != 1:
+            raise OptionError(
+                f"the loss for {of} has shape {tuple(loss.shape)}; give one number, such as loss[0] or loss.sum()"
+            )
+        if not loss.requires_grad:
+            raise UnconnectedError(f"the loss for {of} has no gradient; compute it with the model, outside of no_grad")
+
+    def gradients(self, loss: Tensor, parts: Sequence[Part], last: bool) -> list[Tensor | None]:
+        leaves = [part.leaf for part in parts]
+        before = [leaf.grad for leaf in leaves]
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            # Not autograd.grad, past which wrappers that reduce gradients between processes do not hear of them.
+            torch.autograd.backward(loss.reshape(()), inputs=leaves, retain_graph=not last)
+            return [leaf.grad for leaf in leaves]
+        finally:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+
+    def hear(self, part: Part, gradient: Tensor, elements: np.ndarray) -> None:
+        if len(elements) < len(gradient):
+            chosen = index(elements, gradient.device)
+            gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
+        part.leaf.grad = gradient.clone() if part.leaf.grad is None else part.leaf.grad + gradient
+
+    def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        if positions is not None:
+            tensor = take(tensor, index(positions, tensor.device))
+        name = str(tensor.dtype).removeprefix("torch.")
+        held = tensor.detach().cpu().contiguous().view(-1)
+        return name, held.view(torch.uint8).numpy().reshape(len(held), held.element_size())
+
+    def _weights(self) -> dict[int, Weight]:
+        """What trains already, by the parameter it is of."""
+        swapped = [module for module in self._model.modules() if isinstance(module, Swapped)]
+        uses = [use.weight for module in swapped for use in module._trained.values()]
+        return {id(weight.tensor): weight for weight in uses}
+
+    def _key(self, weight: Weight) -> str:
+        """What another leaf is called beside its parameter, in every module that has that parameter."""
+        owners = [
+            (module, name)
+            for module in self._model.modules()
+            for name, tensor in module._parameters.items()
+            if tensor is weight.tensor
+        ]
+        taken = {key for module, _ in owners for key in dir(module)} | set(weight.keys)
+        keys = (f"{owners[0][1]}_elements_{number}" for number in count())
+        return next(key for key in keys if key not in taken)
+
+
+def _require_plain(model: Module) -> None:
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise FrameworkError("a scripted model is closed; give the module that it was made of")
+        if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or "FSDP" in kind.__name__:
+            raise FrameworkError(
+                f"the model is wrapped in {kind.__name__} already, which would not reduce the elements' gradients; "
+                "call eg.trainable first and wrap then"
+            )
+
+
+def _of_bits(numbers: Any, like: Tensor) -> Tensor:
+    flat = torch.from_numpy(np.ascontiguousarray(numbers.bits)).reshape(-1)
+    return flat.clone().view(getattr(torch, numbers.dtype)).to(like.device)
+
+
+def _same(held: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor is the alias that a module gives of a parameter in training."""
+    return held.data_ptr() == tensor.data_ptr() and held.shape == tensor.shape and held.dtype == tensor.dtype

@@ -1,0 +1,140 @@
+"""One parameter of a model, some of whose elements train: leaves that hold their values, and the tensor kept current."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from elementgrad.backends.torch.training.products import index
+
+Tensor = torch.Tensor
+HALVES = (torch.float16, torch.bfloat16)
+_leaves: WeakValueDictionary[int, "Part"] = WeakValueDictionary()
+
+
+class Part:
+    """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
+
+    def __init__(
+        self, tensor: Tensor, positions: np.ndarray, leaf: Tensor, originals: Tensor, dtype: torch.dtype | None = None
+    ):
+        self.tensor = tensor
+        self.positions = positions
+        self.originals = originals
+        self.dtype = dtype
+        self.key = ""
+        self.weight: Weight | None = None
+        self.become(leaf)
+
+    def become(self, leaf: Tensor) -> None:
+        """Have other values."""
+        self.leaf = leaf
+        _leaves[id(leaf)] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # a copy of a model, or one from a file: its leaves are others
+        _leaves[id(self.leaf)] = self
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the leaf for a parameter of a dtype: small steps are lost in half precision."""
+        return self.dtype or (torch.float32 if dtype in HALVES else dtype)
+
+
+class Weight:
+    """A parameter and the parts of it that train."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.parts: list[Part] = []
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Make ready for the parts there are, on the device where the parameter is."""
+        self.leaves = tuple([part.leaf for part in self.parts])
+        self.keys = tuple([part.key for part in self.parts])
+        self.sizes = [len(part.positions) for part in self.parts]
+        self.everywhere = np.concatenate([np.zeros(0, dtype=np.int64), *[part.positions for part in self.parts]])
+        self.positions = index(self.everywhere, self.tensor.device)
+        for part in self.parts:
+            part.weight = self
+            part.originals = part.originals.to(self.tensor.device)
+        self._note()
+
+    def current(self) -> None:
+        """Let the parameter hold what the leaves hold, or the leaves what was written to the parameter since."""
+        if torch.compiler.is_compiling():
+            self._write()  # versions are not known to a compiler
+        elif self._versions() != self._seen:
+            if self._versions()[1:] != self._seen[1:]:
+                self.push()
+            else:
+                self.pull()
+
+    def push(self) -> None:
+        """Write the leaves' values into the parameter."""
+        self._write()
+        self._note()
+
+    def pull(self) -> None:
+        """Read the leaves' values from the parameter, where it holds others than theirs."""
+        with torch.no_grad():
+            held = take(self.tensor, self.positions).split(self.sizes)
+            for leaf, found in zip(self.leaves, held, strict=True):
+                leaf.copy_(torch.where(leaf.to(found.dtype) == found, leaf, found.to(leaf.dtype)))
+        self._note()
+
+    def with_values(self, tensor: Tensor, leaves: Iterable[Tensor]) -> Tensor:
+        """Another tensor with the elements in it, as a step that every transform can differentiate."""
+        values = torch.cat([leaf.reshape(-1) for leaf in leaves]).to(tensor.dtype)
+        return tensor.reshape(-1).index_put((self.positions,), values).view(tensor.shape)
+
+    def _write(self) -> None:
+        with torch.no_grad():
+            values = self.leaves[0] if len(self.leaves) == 1 else torch.cat(self.leaves)
+            put(self.tensor, self.positions, values.to(self.tensor.dtype))
+
+    def _versions(self) -> list[int]:
+        return [self.tensor._version, *[leaf._version for leaf in self.leaves]]
+
+    def _note(self) -> None:
+        self._seen = self._versions()
+
+
+def take(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Elements of a tensor by their positions in C order, however it lies in memory."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1).index_select(0, positions)
+    return tensor[torch.unravel_index(positions, tensor.shape)]
+
+
+def put(tensor: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Write elements of a tensor by their positions in C order."""
+    if tensor.is_contiguous():
+        tensor.view(-1).index_put_((positions,), values)
+    else:
+        tensor.index_put_(torch.unravel_index(positions, tensor.shape), values)
+
+
+def part_of(leaf: Tensor) -> Part | None:
+    """The part whose leaf this is."""
+    part = _leaves.get(id(leaf))
+    return part if part is not None and part.leaf is leaf else None
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What an optimizer moved is in the model at once, however the optimizer wrote it."""
+    stepped = {}
+    for group in optimizer.param_groups:
+        for leaf in group["params"]:
+            part = part_of(leaf) if id(leaf) in _leaves else None
+            if part is not None and part.weight is not None and part in part.weight.parts:
+                stepped[id(part.weight)] = part.weight
+    for weight in stepped.values():
+        weight.push()
+
+
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,204 @@
+"""`Elements`: some elements of a model's parameters, which train, are saved, taken back and let go together."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends.training import Part, Trainer
+from elementgrad.errors import PatchError, PlaceError
+from elementgrad.place import Place
+from elementgrad.text import listed, table
+from elementgrad.train.fingerprint import fingerprint
+from elementgrad.train.ledger import Ledger, Mark, Read
+from elementgrad.train.named import Named, named
+from elementgrad.train.numbers import Numbers
+from elementgrad.train.patch import Entry, Patch, shortened
+from elementgrad.train.routing import routed
+
+Tensor = Any
+
+
+def reader(trainer: Trainer, tensor: Tensor) -> Read:
+    """How the bytes of a tensor are read."""
+    return lambda positions: trainer.bits(tensor, positions)[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Member(Named):
+    """The elements of one place, with their values and what they were."""
+
+    part: Part
+    mark: Mark
+
+
+class Elements:
+    """Named elements of a model, each place with a small tensor of its own that an optimizer can have.
+
+    Made by `eg.trainable` and `eg.apply`. It maps places to these tensors, in the order in which the places were given.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Linear(3, 2)
+    >>> elements = eg.trainable(model, ["weight[0, 1]", "bias"])
+    >>> elements
+    place         elements  shape  dtype
+    weight[0, 1]  1         2x3    float32
+    bias          2         2      float32
+    >>> elements["bias"].shape, len(elements), elements.size
+    (torch.Size([2]), 2, 3)
+    """
+
+    def __init__(self, trainer: Trainer, members: Sequence[Member], training: bool):
+        self._trainer = trainer
+        self._members = tuple(members)
+        self._training = training
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The places, in the order in which they were given."""
+        return tuple([member.place for member in self._members])
+
+    @property
+    def size(self) -> int:
+        """How many elements there are."""
+        return sum(len(member.positions) for member in self._members)
+
+    @property
+    def training(self) -> bool:
+        """Whether they train now: not those of a patch that was only applied, and none after `release`."""
+        return self._training
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The tensors to give to an optimizer: one for each place, in one row.
+
+        >>> import torch, elementgrad as eg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> elements = eg.trainable(model, ["weight[0, :]", "bias[1]"])
+        >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
+        """
+        self._require_training()
+        return iter([member.part.leaf for member in self._members])
+
+    def __getitem__(self, place: Place | str) -> Tensor:
+        self._require_training()
+        return self._find(place).part.leaf
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, place: Any) -> bool:
+        try:
+            self._find(place)
+        except (PlaceError, IndexError):
+            return False
+        return True
+
+    def backward(self, losses: Mapping[Any, Tensor] | Tensor) -> None:
+        """Let each place hear its own loss: `{place: loss}`, or `{(place, place): loss}` for several of one loss.
+
+        The gradients are added to those of the tensors, as `loss.backward()` does, one backward for each loss. Places
+        that are left out hear nothing.
+
+        >>> import torch, elementgrad as eg
+        >>> table = torch.nn.Embedding(4, 3)
+        >>> elements = eg.trainable(table, ["weight[0, 1]", "weight[2, 0]"])
+        >>> rows = table(torch.tensor([0, 2]))
+        >>> elements.backward({"weight[0, 1]": 2 * rows.sum(), "weight[2, 0]": 5 * rows.sum()})
+        >>> elements["weight[0, 1]"].grad, elements["weight[2, 0]"].grad
+        (tensor([2.]), tensor([5.]))
+        """
+        self._require_training()
+        routed(self._trainer, self._members, losses)
+
+    def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
+        """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
+
+        The tensors are known by a sample of their other elements; with `full` by all of them.
+
+        >>> import tempfile, torch, elementgrad as eg
+        >>> path = tempfile.mkdtemp() + "/patch.safetensors"
+        >>> model = torch.nn.Linear(3, 2)
+        >>> elements = eg.trainable(model, "weight[0, 1]")
+        >>> elements.save(path)
+        >>> eg.inspect(path)
+        place         elements  shape  dtype    largest change
+        weight[0, 1]  1         2x3    float32  0
+        """
+        Patch(tuple([self._entry(member, full) for member in self._members])).write(path)
+
+    def undo(self) -> None:
+        """Give the elements back the values that they had before, to the bit.
+
+        >>> import torch, elementgrad as eg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> before = model.weight.clone()
+        >>> elements = eg.trainable(model, "weight[0, :]")
+        >>> _ = elements["weight[0, :]"].data.fill_(7.0)
+        >>> elements.undo()
+        >>> torch.equal(model.weight, before)
+        True
+        """
+        for member in self._members:
+            over = self._ledger(member).overlapping(member.positions, after=member.mark)
+            if over is not None:
+                raise PatchError(f"{over.place} was changed after {member.place} and is over it; undo that one first")
+        for member in self._members:
+            self._trainer.restore(member.part)
+            if not self._training:
+                self._ledger(member).remove(member.mark)
+
+    def release(self, *, keep: bool = True) -> None:
+        """Give the plain model back, with the values that the elements have now or, without `keep`, had before.
+
+        >>> import torch, elementgrad as eg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> elements = eg.trainable(model, "weight[0, 1]")
+        >>> elements.release()
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['weight', 'bias']
+        """
+        if not keep:
+            self.undo()
+        if self._training:
+            self._training = False
+            self._trainer.stop([member.part for member in self._members])
+            for member in self._members:
+                member.mark.written = self._trainer.bits(member.tensor, member.positions)[1]
+                if not keep:
+                    self._ledger(member).remove(member.mark)
+
+    def __repr__(self) -> str:
+        rows = [("place", "elements", "shape", "dtype")]
+        for member in self._members:
+            shape = "x".join(map(str, member.shape)) or "()"
+            dtype = self._trainer.bits(member.part.leaf)[0]
+            rows.append((shortened(str(member.place)), str(len(member.positions)), shape, dtype))
+        return table(rows)
+
+    def _entry(self, member: Member, full: bool) -> Entry:
+        dtype, _ = self._trainer.bits(member.part.originals)
+        ledger = self._ledger(member)
+        positions, bits = ledger.changed()
+        known = fingerprint(member.shape, dtype, reader(self._trainer, member.tensor), positions=positions, bits=bits, full=full)
+        values = Numbers(*self._trainer.bits(member.part.leaf))
+        originals = Numbers(dtype, ledger.before(member.positions))
+        return Entry(str(member.place), member.name, member.shape, dtype, member.positions, values, originals, known)
+
+    def _find(self, place: Place | str) -> Member:
+        asked = named(self._trainer, place)
+        for member in self._members:
+            if member.tensor is asked.tensor and np.array_equal(member.positions, asked.positions):
+                return member
+        raise PlaceError(f"{asked.place} is not one of these places: {listed([str(place) for place in self.places])}")
+
+    def _ledger(self, member: Member) -> Ledger:
+        return Ledger(member.tensor, reader(self._trainer, member.tensor))
+
+    def _require_training(self) -> None:
+        if not self._training:
+            raise PlaceError("these elements do not train; give their places or their patch to eg.trainable")

@@ -1,0 +1,83 @@
+"""Places against the parameters of a model: which elements of which tensor each of them names."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elementgrad import backends
+from elementgrad.backends.training import Trainer
+from elementgrad.errors import DuplicateError, FrameworkError, PlaceError
+from elementgrad.place import Place
+
+Tensor = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """Some elements of one parameter."""
+
+    place: Place
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    positions: np.ndarray
+    """Where they are in the parameter, flat, in the order of the place."""
+
+
+def trainer_of(model: Any) -> Trainer:
+    """How elements of a model train in its framework."""
+    backend = backends.holder(model)
+    if backend is None:
+        raise FrameworkError(f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module")
+    return backend.trainer(model)
+
+
+def named(trainer: Trainer, place: Place | str) -> Named:
+    """What a place names, each element once."""
+    if not isinstance(place, Place):
+        tensor = backends.owner(place)
+        place = Place(place, backend=tensor) if tensor is not None else Place.parse(place)
+    if place.kind not in (None, "parameter"):
+        raise PlaceError(f"{place} is of kind {place.kind!r} and only parameters train")
+    name = place.name or (trainer.lone() if place.tensor is None else trainer.named(place.tensor))
+    tensor = trainer.parameter(name)
+    trainer.check(tensor, name)
+    place = Place(None, name, place.index, None, pointwise=place.pointwise)
+    shape = tuple(int(size) for size in tensor.shape)
+    selection = place.select(shape)
+    if not selection.size:
+        raise PlaceError(f"{place} names no element of a parameter of shape {shape}")
+    if not selection.unique:
+        raise DuplicateError(f"{place} names element {selection.repeated} twice; name each element once")
+    return Named(place, name, tensor, shape, selection.flat().reshape(-1))
+
+
+def all_named(trainer: Trainer, places: Any) -> list[Named]:
+    """What several places name; none of them may overlap."""
+    single = isinstance(places, Place | str) or backends.owner(places) is not None
+    if not single and not isinstance(places, Iterable):
+        raise PlaceError(
+            f"{type(places).__name__} names no elements; give places, such as ['fc.weight[3, :]'], or the path of a patch"
+        )
+    found = [named(trainer, place) for place in ([places] if single else places)]
+    if not found:
+        raise PlaceError("no places are given; name some, such as ['fc.weight[3, :]']")
+    require_apart(found)
+    return found
+
+
+def require_apart(found: Sequence[Any]) -> None:
+    """Refuse an element that two places name."""
+    for tensor in {id(one.tensor): one.tensor for one in found}.values():
+        here = [one for one in found if one.tensor is tensor]
+        positions = np.concatenate([one.positions for one in here])
+        order = np.sort(positions)
+        for twice in order[1:][order[1:] == order[:-1]][:1]:
+            first, second, *_ = [one for one in here if twice in one.positions]
+            element = [int(axis) for axis in np.unravel_index(twice, first.shape)]
+            raise DuplicateError(
+                f"{first.name}{element if first.shape else ''} is named by {first.place} and by {second.place}; "
+                "name each element once"
+            )

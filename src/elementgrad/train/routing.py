@@ -1,0 +1,53 @@
+"""Losses to the elements that are to hear them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends.training import Trainer
+from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad.text import listed
+from elementgrad.train.named import Named, named, require_apart
+
+Tensor = Any
+
+
+def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor] | Tensor) -> None:
+    """Add to the gradients of the members what each hears; on an error nothing is added to any."""
+    if not isinstance(losses, Mapping):
+        losses = {tuple([member.place for member in members]): losses}
+    routes = []
+    for key, loss in losses.items():
+        places = [named(trainer, place) for place in (key if isinstance(key, tuple) else (key,))]
+        trainer.check_loss(loss, ", ".join(str(asked.place) for asked in places))
+        routes += [(asked, loss) for asked in places]
+    require_apart([asked for asked, _ in routes])
+    hearing = [(loss, asked, _hearing(asked, members)) for asked, loss in routes]
+    distinct = {id(loss): loss for loss, _, _ in hearing}
+    gradients = []
+    for number, loss in enumerate(distinct.values()):
+        mine = [(asked, member, chosen) for other, asked, heard in hearing if other is loss for member, chosen in heard]
+        parts = list({id(member): member.part for _, member, _ in mine}.values())
+        found = trainer.gradients(loss, parts, last=number + 1 == len(distinct))
+        for asked, member, chosen in mine:
+            gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
+            if gradient is None:
+                raise UnconnectedError(
+                    f"the loss for {asked.place} does not depend on {member.name}; give a loss that was computed with it"
+                )
+            gradients.append((member.part, gradient, chosen))
+    for part, gradient, chosen in gradients:
+        trainer.hear(part, gradient, chosen)
+
+
+def _hearing(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
+    """Which members have the elements of a place, and which of theirs these are."""
+    there = [member for member in members if member.tensor is asked.tensor]
+    found = [(member, np.flatnonzero(np.isin(member.positions, asked.positions))) for member in there]
+    if sum(len(chosen) for _, chosen in found) < len(asked.positions):
+        raise PlaceError(
+            f"{asked.place} has elements that do not train here; the places are "
+            + listed([str(member.place) for member in members])
+        )
+    return [(member, chosen) for member, chosen in found if len(chosen)]

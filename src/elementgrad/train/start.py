@@ -1,0 +1,139 @@
+"""`trainable` and `apply`: how elements of a model come to train, and how a patch comes into a model."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends import plain
+from elementgrad.backends.training import Trainer
+from elementgrad.errors import DuplicateError, ElementgradError, PatchError
+from elementgrad.place import Place
+from elementgrad.train.elements import Elements, Member, reader
+from elementgrad.train.fingerprint import fits
+from elementgrad.train.ledger import Ledger, Mark
+from elementgrad.train.named import Named, all_named, named, trainer_of
+from elementgrad.train.patch import Entry, Patch
+
+ENDING = ".safetensors"
+Model = Any
+
+
+@plain
+def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
+    """Let only the named elements of a model train; every other element of its parameters stays as it is, to the bit.
+
+    Give `elements.parameters()` to any optimizer that takes vectors, with any options. `places` are texts or places, or
+    the path of a patch to go on from. Values of parameters in half precision are kept in float32 unless `dtype` says
+    otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`; let others train beside by
+    setting theirs afterwards.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))
+    >>> before = model[0].weight.clone()
+    >>> elements = eg.trainable(model, "0.weight[0, 5]")
+    >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.5)
+    >>> model(torch.tensor([0, 3])).sum().backward()
+    >>> optimizer.step()
+    >>> (model[0].weight != before).nonzero()
+    tensor([[0, 5]])
+    """
+    trainer = trainer_of(model)
+    kept = trainer.dtype(dtype)
+    if isinstance(places, os.PathLike) or (isinstance(places, str) and places.endswith(ENDING)):
+        found = _fitting(trainer, Patch.read(places), resume=True)
+        parts = [trainer.part(one.tensor, one.positions, kept, entry.values, entry.originals) for one, entry in found]
+        every = [one for one, _ in found]
+    else:
+        every = all_named(trainer, places)
+        parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
+    for one in every:
+        _require_idle(trainer, one)
+    members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
+    trainer.start(parts)
+    return Elements(trainer, members, training=True)
+
+
+@plain
+def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> Elements:
+    """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
+
+    The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
+    other elements may be applied before; one that overlaps needs `overwrite`.
+
+    >>> import copy, tempfile, torch, elementgrad as eg
+    >>> path = tempfile.mkdtemp() + "/patch.safetensors"
+    >>> model = torch.nn.Linear(3, 2)
+    >>> pristine = copy.deepcopy(model)
+    >>> elements = eg.trainable(model, "bias[1]")
+    >>> _ = elements["bias[1]"].data.fill_(7.0)
+    >>> elements.save(path)
+    >>> applied = eg.apply(pristine, path)
+    >>> pristine.bias[1].item()
+    7.0
+    >>> applied.undo()
+    """
+    trainer = trainer_of(model)
+    found = _fitting(trainer, Patch.read(path), overwrite)
+    members = []
+    for one, entry in found:
+        _require_idle(trainer, one)
+        members.append(_member(trainer, one, trainer.part(one.tensor, one.positions, None, entry.values)))
+    for member in members:
+        trainer.write(member.part)
+        member.mark.written = trainer.bits(member.tensor, member.positions)[1]
+    return Elements(trainer, members, training=False)
+
+
+def _member(trainer: Trainer, one: Named, part: Any) -> Member:
+    mark = Mark(str(one.place), one.positions, trainer.bits(part.originals)[1])
+    Ledger(one.tensor, reader(trainer, one.tensor)).add(mark)
+    return Member(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
+
+
+def _require_idle(trainer: Trainer, one: Named) -> None:
+    for part in trainer.training(one.tensor):
+        for twice in one.positions[np.isin(one.positions, part.positions)][:1]:
+            element = [int(axis) for axis in np.unravel_index(twice, one.shape)]
+            raise DuplicateError(
+                f"{one.name}{element if one.shape else ''} of {one.place} trains already; release those elements first"
+            )
+
+
+def _fitting(
+    trainer: Trainer, patch: Patch, overwrite: bool = False, resume: bool = False
+) -> list[tuple[Named, Entry]]:
+    """The parameters that a patch is for, each checked before anything is changed."""
+    return [(_fitted(trainer, entry, overwrite, resume), entry) for entry in patch.entries]
+
+
+def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Named:
+    try:
+        tensor = trainer.parameter(entry.name)
+    except ElementgradError as error:
+        raise PatchError(f"the patch does not fit: {error}") from None
+    shape, (dtype, _) = tuple(tensor.shape), trainer.bits(tensor, np.zeros(0, np.int64))
+    if (shape, dtype) != (entry.shape, entry.dtype):
+        raise PatchError(
+            f"the patch is for {entry.name} as {entry.dtype} of shape {entry.shape}, and here it is {dtype} of shape {shape}"
+        )
+    one = named(trainer, Place.parse(entry.place))
+    if one.tensor is not tensor:
+        raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
+    read = reader(trainer, tensor)
+    ledger = Ledger(tensor, read)
+    over = ledger.overlapping(entry.indices)
+    again = resume and over is not None and np.array_equal(over.positions, entry.indices)
+    if over is not None and not (overwrite or again):
+        raise PatchError(
+            f"{entry.place} overlaps {over.place}, which was changed before; undo that first, or give overwrite=True"
+        )
+    positions, bits = ledger.changed()
+    same = np.array_equal(ledger.before(entry.indices), entry.originals.bits)
+    if not same or not fits(entry.fingerprint, shape, dtype, read, positions=positions, bits=bits):
+        raise PatchError(
+            f"{entry.name} is not the tensor that the patch was made for: "
+            + ("other elements of it differ" if same else f"{entry.place} held other values there")
+            + "; give the model as it was before training"
+        )
+    return one
