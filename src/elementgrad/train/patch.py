@@ -134,8 +134,11 @@ class Patch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
-        for name in dict.fromkeys(entry.name for entry in self.entries):
-            _check_apart([entry for entry in self.entries if entry.name == name])
+        together: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            together.setdefault(entry.name, []).append(entry)
+        for entries in together.values():
+            _check_apart(entries)
 
     @property
     def size(self) -> int:
@@ -184,6 +187,7 @@ class Patch:
 
 def shortened(place: str) -> str:
     """The text of a place in a table."""
+    place = "".join(sign if sign.isprintable() else " " for sign in place)  # whatever a file holds
     return place if len(place) <= SHOWN else f"{place[: SHOWN - 4]} ..."
 
 

@@ -37,8 +37,8 @@ def replace(path: str | os.PathLike[str], content: bytes) -> None:
     except BaseException as error:
         with suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename == temporary:
-            error.filename, error.filename2 = os.fspath(path), None
+        if isinstance(error, OSError) and error.filename == temporary and error.filename2 is None:
+            error.filename = os.fspath(path)  # the name that the caller knows
         raise
     _bring_to_disk(directory)
 

@@ -51,6 +51,11 @@ def pack(meta: Mapping[str, str], tensors: Mapping[str, Stored]) -> bytes:
         end += len(data)
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
+    if len(head) > LONGEST:
+        raise PatchError(
+            f"the texts of the places take {len(head)} bytes, and a file has room for {LONGEST}; name the elements by "
+            "slices, or by lists where a mask marks few"
+        )
     return b"".join([struct.pack("<Q", len(head)), head, *payload])
 
 
