@@ -42,7 +42,9 @@ class Trainer(Protocol):
     def dtype(self, given: Any) -> Any:
         """The framework's dtype for what a user gave."""
 
-    def part(self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None) -> Part:
+    def part(
+        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    ) -> Part:
         """Elements at some positions, with their values now or with values and originals from a file."""
 
     def start(self, parts: Sequence[Part]) -> None:

@@ -184,7 +184,9 @@ class Elements:
         dtype, _ = self._trainer.bits(member.part.originals)
         ledger = self._ledger(member)
         positions, bits = ledger.changed()
-        known = fingerprint(member.shape, dtype, reader(self._trainer, member.tensor), positions=positions, bits=bits, full=full)
+        known = fingerprint(
+            member.shape, dtype, reader(self._trainer, member.tensor), positions=positions, bits=bits, full=full
+        )
         values = Numbers(*self._trainer.bits(member.part.leaf))
         originals = Numbers(dtype, ledger.before(member.positions))
         return Entry(str(member.place), member.name, member.shape, dtype, member.positions, values, originals, known)

@@ -58,7 +58,13 @@ class ByLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, lookup: Any, sizes: Sequence[int], options: tuple[Any, ...], ids: Tensor, table: Tensor, *leaves: Tensor
+        ctx: Any,
+        lookup: Any,
+        sizes: Sequence[int],
+        options: tuple[Any, ...],
+        ids: Tensor,
+        table: Tensor,
+        *leaves: Tensor,
     ) -> Tensor:
         ctx.lookup, ctx.sizes, ctx.options, ctx.rows = lookup, sizes, options, table.shape[0]
         ctx.save_for_backward(ids)

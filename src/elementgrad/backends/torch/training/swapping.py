@@ -46,7 +46,14 @@ class Swapped:
                 destination.pop(prefix + key, None)
 
     def _load_from_state_dict(
-        self: Any, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: list[str]
+        self: Any,
+        state: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: list[str],
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             errors.append(f"{prefix}* has elements that train: load with assign=False, or release the elements first")
@@ -86,7 +93,9 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
         uses = dict(module._trained) if isinstance(module, Swapped) else {}
         known = new | {id(use.weight.tensor): use.weight for use in uses.values()}
         uses |= {name: Use(new[id(tensor)]) for name, tensor in module._parameters.items() if id(tensor) in new}
-        kept = {name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))}
+        kept = {
+            name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))
+        }
         own = [id(use.weight.tensor) for use in uses.values()]
         others = [known[key] for key in {key for found in kept.values() for key in found} if key not in own]
         if uses or kept:

@@ -68,11 +68,15 @@ class TorchTrainer:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise DtypeError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and only floats train")
         if tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
-            raise FrameworkError(f"{name} is a {type(tensor.data).__name__} of layout {tensor.layout}; dense ones train")
+            raise FrameworkError(
+                f"{name} is a {type(tensor.data).__name__} of layout {tensor.layout}; dense ones train"
+            )
         if tensor.is_meta:
             raise FrameworkError(f"{name} is on the meta device and has no values; load the model first")
         for module in self._model.modules():
-            if getattr(module, "max_norm", None) is not None and any(held is tensor for held in module._parameters.values()):
+            if getattr(module, "max_norm", None) is not None and any(
+                held is tensor for held in module._parameters.values()
+            ):
                 raise FrameworkError(
                     f"{name} is the table of an embedding with max_norm, which rewrites its rows in every forward; "
                     "set max_norm=None"
