@@ -59,7 +59,8 @@ def all_named(trainer: Trainer, places: Any) -> list[Named]:
     single = isinstance(places, Place | str) or backends.owner(places) is not None
     if not single and not isinstance(places, Iterable):
         raise PlaceError(
-            f"{type(places).__name__} names no elements; give places, such as ['fc.weight[3, :]'], or the path of a patch"
+            f"{type(places).__name__} names no elements; "
+            "give places, such as ['fc.weight[3, :]'], or the path of a patch"
         )
     found = [named(trainer, place) for place in ([places] if single else places)]
     if not found:

@@ -34,7 +34,7 @@ def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor
             gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
             if gradient is None:
                 raise UnconnectedError(
-                    f"the loss for {asked.place} does not depend on {member.name}; give a loss that was computed with it"
+                    f"the loss for {asked.place} does not depend on {member.name}; give one that was computed with it"
                 )
             gradients.append((member.part, gradient, chosen))
     for part, gradient, chosen in gradients:

@@ -115,7 +115,8 @@ def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Na
     shape, (dtype, _) = tuple(tensor.shape), trainer.bits(tensor, np.zeros(0, np.int64))
     if (shape, dtype) != (entry.shape, entry.dtype):
         raise PatchError(
-            f"the patch is for {entry.name} as {entry.dtype} of shape {entry.shape}, and here it is {dtype} of shape {shape}"
+            f"the patch is for {entry.name} as {entry.dtype} of shape {entry.shape}, "
+            f"and here it is {dtype} of shape {shape}"
         )
     one = named(trainer, Place.parse(entry.place))
     if one.tensor is not tensor:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class Correlation:
         self._grid = grid
         offset = np.ravel_multi_index(offsets, shape[2:])
         channel = out // (shape[0] // grid.groups) * shape[1] + inside
-        self._parts = []
+        self._parts: list[Any] = []
         cost = 0.0
         for number in np.unique(offset):
             here = np.flatnonzero(offset == number)
@@ -66,24 +67,26 @@ class Correlation:
             cost += product.cost + SELECTED * (len(outs) + len(ins))
             at = tuple([int(axis) for axis in np.unravel_index(number, shape[2:])])
             self._parts.append((at, *[index(array, device) for array in (here, outs, ins)], product))
-        self._order = torch.cat([part[1] for part in self._parts]).argsort() if self._parts else None
+        order = [part[1] for part in self._parts]
+        self._order = torch.cat(order).argsort() if order else index(np.zeros(0), device)
         # Groups keep their channels together: there all of them are asked.
         outs, out_of = np.unique(out, return_inverse=True)
         ins, in_of = np.unique(inside, return_inverse=True)
-        if grid.groups > 1 or len(outs) == shape[0]:
-            outs, out_of = None, out
-        if grid.groups > 1 or len(ins) == shape[1]:
-            ins, in_of = None, inside
-        self._shape = (shape[0] if outs is None else len(outs), shape[1] if ins is None else len(ins), *shape[2:])
-        self._outs, self._ins = [None if some is None else index(some, device) for some in (outs, ins)]
+        if grid.groups > 1:
+            outs, out_of, ins, in_of = np.arange(shape[0]), out, np.arange(shape[1]), inside
+        self._shape = len(outs), len(ins), *shape[2:]
+        some = [len(outs) < shape[0], len(ins) < shape[1]]
+        self._outs, self._ins = [
+            index(channels, device) if fewer else None for channels, fewer in zip((outs, ins), some, strict=True)
+        ]
         flat = np.ravel_multi_index((out_of.reshape(-1), in_of.reshape(-1), *offsets), self._shape)
         self._flat = index(flat, device)
-        copied = sum(len(some) for some in (outs, ins) if some is not None)
+        copied = some[0] * len(outs) + some[1] * len(ins)
         self.whole = cost > MULTIPLIED * prod(self._shape) + SELECTED * copied
 
     def __call__(self, gradient: Tensor, x: Tensor) -> Tensor:
         """The entries, for the gradient of the output and the input."""
-        if self._order is None:
+        if not self._parts:
             return gradient.new_zeros(0)
         return self._of_channels(gradient, x) if self.whole else self._of_offsets(gradient, x)
 

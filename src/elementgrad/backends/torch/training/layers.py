@@ -28,11 +28,11 @@ class Use:
         self.kernel: Any = None
 
 
-def found(module: Module, name: str) -> tuple[Any, Use | None]:
+def found(module: Any, name: str) -> tuple[Any, Use | None]:
     """The tensor to compute with, and whose elements are to hear of it."""
     held = module._parameters
     tensor = held[name]
-    use = module._trained.get(name)  # type: ignore[union-attr]
+    use = module._trained.get(name)
     if use is None:
         return tensor, None
     weight = use.weight
@@ -59,7 +59,7 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def aliased(module: Module, name: str) -> Any:
+def aliased(module: Any, name: str) -> Any:
     """The parameter for whatever use of it."""
     tensor, use = found(module, name)
     return tensor if use is None else alias(use.weight)
@@ -145,7 +145,7 @@ class BagLayer(Layer):
         """As the layer's own."""
         table, use = found(self, "weight")
         if use is None or self.mode == "max":
-            return super().forward(input, offsets, per_sample_weights)
+            return super().forward(input, offsets, per_sample_weights)  # type: ignore[misc]
 
         def run(table: Tensor, weights: Tensor | None) -> Tensor:
             options = self.max_norm, self.norm_type, False, self.mode, False, weights, self.include_last_offset
@@ -176,7 +176,7 @@ class ConvolutionLayer(Layer):
         """As the layer's own."""
         around = self._reversed_padding_repeated_twice
         if input.ndim != len(self.stride) + 2 or (self.padding == "same" and around[::2] != around[1::2]):
-            return super().forward(input)
+            return super().forward(input)  # type: ignore[misc]
         if self.padding_mode != "zeros":
             input = functional.pad(input, around, mode=self.padding_mode)
         return self._through(Convolution(self._grid()), input)
@@ -188,7 +188,7 @@ class LayerNormLayer(Layer):
     def forward(self: Any, input: Tensor) -> Tensor:
         """As the layer's own."""
         if self._parameters.get("weight") is None or torch.is_autocast_enabled(input.device.type):
-            return super().forward(input)
+            return super().forward(input)  # type: ignore[misc]
         return self._through(LayerNorm(self.normalized_shape, self.eps), input)
 
 
@@ -198,7 +198,7 @@ class RMSNormLayer(Layer):
     def forward(self: Any, x: Tensor) -> Tensor:
         """As the layer's own."""
         if torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
+            return super().forward(x)  # type: ignore[misc]
         return self._through(RMSNorm(self.normalized_shape, self.eps), x)
 
 

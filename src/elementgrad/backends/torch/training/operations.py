@@ -20,7 +20,7 @@ class Linear:
     axis = -1
     """Which axis of the output a bias is for."""
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, weight: Tensor, bias: Any) -> tuple[Tensor, ...]:
         """The output, and what else the gradients need."""
         if self.transposed:
             output = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)

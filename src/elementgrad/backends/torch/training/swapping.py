@@ -112,18 +112,20 @@ def dress(module: Any, uses: dict[str, Use], elsewhere: list[Weight], lists: tup
     module.__dict__.update(_trained=uses, _elsewhere=elsewhere)
     for use in uses.values():
         module._parameters.update(zip(use.weight.keys, use.weight.leaves, strict=True))
-    module.__class__ = _class(type(module), tuple(uses), lists)
+    kind: Any = type(module)
+    module.__class__ = _class(kind, tuple(uses), lists)
     prepare(module)
 
 
 def undress(module: Any) -> None:
     """The plain module again."""
     if isinstance(module, Swapped):
+        plain: Any = module._plain
         held: Any = module._parameters  # type: ignore[attr-defined]
         for key in [key for key, leaf in held.items() if leaf is not None and part_of(leaf) is not None]:
             del held[key]
         del module.__dict__["_trained"], module.__dict__["_elsewhere"]
-        module.__class__ = module._plain
+        module.__class__ = plain
 
 
 def detach(model: Module) -> None:
@@ -141,7 +143,7 @@ def prepare(module: Any) -> None:
 
 
 @cache
-def _class(plain: type[Module], names: tuple[str, ...], lists: tuple[str, ...]) -> type[Module]:
+def _class(plain: Any, names: tuple[str, ...], lists: tuple[str, ...]) -> type[Module]:
     members: dict[str, Any] = {"_plain": plain, "_names": names, "_lists": lists}
     members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     members |= {name: property(partial(aliased, name=name)) for name in names}
@@ -159,7 +161,7 @@ def _bases(plain: type[Module]) -> tuple[type, ...]:
     return (plain,)
 
 
-def _rebuilt(plain: type[Module], names: tuple[str, ...], lists: tuple[str, ...]) -> Module:
+def _rebuilt(plain: Any, names: tuple[str, ...], lists: tuple[str, ...]) -> Module:
     kind = _class(plain, names, lists)
     return kind.__new__(kind)
 

@@ -13,13 +13,14 @@ from elementgrad.backends.torch.training import freezing
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
 from elementgrad.backends.torch.training.weight import Part, Weight, part_of, put, take
+from elementgrad.backends.training import Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
 
 
-class TorchTrainer:
+class TorchTrainer(Trainer):
     """A module whose elements train."""
 
     def __init__(self, model: Module):
@@ -100,7 +101,7 @@ class TorchTrainer:
         part.become(torch.nn.Parameter(now.to(kept).clone()))
         return part
 
-    def start(self, parts: Sequence[Part]) -> None:
+    def start(self, parts: Sequence[Any]) -> None:
         freezing.claim(self._model)
         weights = self._weights()
         for part in parts:
@@ -113,7 +114,7 @@ class TorchTrainer:
         for weight in changed:
             weight.push()
 
-    def stop(self, parts: Sequence[Part]) -> None:
+    def stop(self, parts: Sequence[Any]) -> None:
         for part in parts:
             weight = part.weight
             if weight is not None:
@@ -124,13 +125,13 @@ class TorchTrainer:
         detach(self._model)
         freezing.leave(self._model)
 
-    def write(self, part: Part) -> None:
+    def write(self, part: Any) -> None:
         with torch.no_grad():
             put(part.tensor, index(part.positions, part.tensor.device), part.leaf.detach().to(part.tensor.dtype))
         if part.weight is not None:
             part.weight.push()
 
-    def restore(self, part: Part) -> None:
+    def restore(self, part: Any) -> None:
         with torch.no_grad():
             part.leaf.copy_(part.originals.to(part.leaf.dtype))
             put(part.tensor, index(part.positions, part.tensor.device), part.originals)
@@ -147,7 +148,7 @@ class TorchTrainer:
         if not loss.requires_grad:
             raise UnconnectedError(f"the loss for {of} has no gradient; compute it with the model, outside of no_grad")
 
-    def gradients(self, loss: Tensor, parts: Sequence[Part], last: bool) -> list[Tensor | None]:
+    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool) -> list[Tensor | None]:
         leaves = [part.leaf for part in parts]
         before = [leaf.grad for leaf in leaves]
         try:
@@ -160,7 +161,7 @@ class TorchTrainer:
             for leaf, gradient in zip(leaves, before, strict=True):
                 leaf.grad = gradient
 
-    def hear(self, part: Part, gradient: Tensor, elements: np.ndarray) -> None:
+    def hear(self, part: Any, gradient: Tensor, elements: np.ndarray) -> None:
         if len(elements) < len(gradient):
             chosen = index(elements, gradient.device)
             gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))

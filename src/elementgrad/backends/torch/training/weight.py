@@ -1,4 +1,4 @@
-"""One parameter of a model, some of whose elements train: leaves that hold their values, and the tensor kept current."""
+"""One parameter of a model, some of whose elements train: leaves hold their values, the tensor is kept current."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elementgrad.backends import training
 from elementgrad.backends.torch.training.products import index
 
 Tensor = torch.Tensor
@@ -15,7 +16,7 @@ HALVES = (torch.float16, torch.bfloat16)
 _leaves: WeakValueDictionary[int, "Part"] = WeakValueDictionary()
 
 
-class Part:
+class Part(training.Part):
     """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
 
     def __init__(
