@@ -53,6 +53,23 @@ class ByKernel(torch.autograd.Function):
         return None, None, None, *given, bias, *leaves
 
 
+def by_kernel(
+    operation: Any,
+    kernels: tuple[Any, Any],
+    sizes: tuple[Sequence[int], Sequence[int]],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *leaves: Tensor,
+) -> Tensor:
+    """`ByKernel`, in the dtype that autocast asks for: going back nobody asks."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return ByKernel.apply(operation, kernels, sizes, x, weight, bias, *leaves)
+
+
 class ByLookup(torch.autograd.Function):
     """Rows of a table; the elements get their gradients from the tokens that looked them up."""
 

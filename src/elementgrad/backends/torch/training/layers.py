@@ -8,9 +8,10 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from elementgrad.backends.torch.training.attention import Projections
 from elementgrad.backends.torch.training.bags import bag
 from elementgrad.backends.torch.training.correlations import Correlation, Grid
-from elementgrad.backends.torch.training.functions import Alias, ByKernel, ByLookup
+from elementgrad.backends.torch.training.functions import Alias, ByLookup, by_kernel
 from elementgrad.backends.torch.training.lookups import Lookup
 from elementgrad.backends.torch.training.operations import Convolution, LayerNorm, Linear, RMSNorm
 from elementgrad.backends.torch.training.products import Product
@@ -79,6 +80,9 @@ def alias(weight: Weight) -> Any:
 class Layer:
     """Base of the layers; what they need of a kernel is made when elements come and go."""
 
+    reads: tuple[str, ...] = ()
+    """Modules inside whose parameters the layer uses itself, without calling them."""
+
     def _prepared(self, name: str, weight: Weight) -> Any:
         """The kernel for one parameter."""
         return weight.positions
@@ -88,15 +92,11 @@ class Layer:
         bias, of_bias = found(self, "bias") if "bias" in self._parameters else (None, None)
         if of_weight is None and of_bias is None:
             return operation.run(x, weight, bias)[0]
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
         uses = of_weight, of_bias
         kernels = tuple([None if use is None else use.kernel for use in uses])
         sizes = tuple([() if use is None else use.weight.sizes for use in uses])
         leaves = [leaf for use in uses if use is not None for leaf in use.weight.leaves]
-        return ByKernel.apply(operation, kernels, sizes, x, weight, bias, *leaves)
+        return by_kernel(operation, kernels, sizes, x, weight, bias, *leaves)
 
 
 class LinearLayer(Layer):
@@ -202,6 +202,21 @@ class RMSNormLayer(Layer):
         return self._through(RMSNorm(self.normalized_shape, self.eps), x)
 
 
+class AttentionLayer(Layer):
+    """`nn.MultiheadAttention`: its own projections, and that of its output."""
+
+    reads = ("out_proj",)
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        """As the layer's own."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transforming():
+            return super().forward(*arguments, **options)  # type: ignore[misc]
+        modules = self, *[getattr(self, name) for name in self.reads]
+        held = [(module, name) for module in modules for name in getattr(module, "_trained", ()) if "weight" in name]
+        uses = [use for _, use in [found(module, name) for module, name in held] if use is not None]
+        return Projections([use.weight for use in uses]).attend(self, *arguments, **options)
+
+
 LAYERS: dict[str, type[Layer]] = {
     "torch.nn.modules.linear.Linear": LinearLayer,
     "transformers.pytorch_utils.Conv1D": TransposedLayer,
@@ -210,10 +225,17 @@ LAYERS: dict[str, type[Layer]] = {
     "torch.nn.modules.conv.Conv1d": ConvolutionLayer,
     "torch.nn.modules.conv.Conv2d": ConvolutionLayer,
     "torch.nn.modules.conv.Conv3d": ConvolutionLayer,
+    "torch.nn.modules.activation.MultiheadAttention": AttentionLayer,
     "torch.nn.modules.normalization.LayerNorm": LayerNormLayer,
     "torch.nn.modules.normalization.RMSNorm": RMSNormLayer,
 }
 """Classes whose computation is known, by name: the libraries they are from need not be there."""
+
+
+def layer_of(plain: type) -> tuple[type, type[Layer]] | None:
+    """The class that is known, of which another is or is made, and what is known about it."""
+    names = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in plain.__mro__]
+    return next(((kind, LAYERS[name]) for kind, name in names if name in LAYERS), None)
 
 
 def _product(weight: Weight) -> Product:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elementgrad.backends.torch.training.layers import LAYERS, Layer, Use, aliased, elsewhere
+from elementgrad.backends.torch.training.layers import Layer, Use, aliased, elsewhere, layer_of
 from elementgrad.backends.torch.training.weight import Weight, part_of
 
 Tensor = torch.Tensor
@@ -97,9 +97,10 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
             name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))
         }
         own = [id(use.weight.tensor) for use in uses.values()]
+        kept |= {"": found for child in _read(module) if (found := _held(child._parameters, known))}
         others = [known[key] for key in {key for found in kept.values() for key in found} if key not in own]
         if uses or kept:
-            dress(module, uses, others, tuple(kept))
+            dress(module, uses, others, tuple(filter(None, kept)))
 
 
 def dress(module: Any, uses: dict[str, Use], elsewhere: list[Weight], lists: tuple[str, ...]) -> None:
@@ -153,17 +154,23 @@ def _class(plain: Any, names: tuple[str, ...], lists: tuple[str, ...]) -> type[M
 
 def _bases(plain: type[Module]) -> tuple[type, ...]:
     """The class, with what is known about layers of its kind before that kind itself."""
-    for kind in plain.__mro__:
-        layer = LAYERS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if layer is not None:
-            known = type(kind.__name__, (layer, kind), {})
-            return (known,) if kind is plain else (plain, known)
-    return (plain,)
+    known = layer_of(plain)
+    if known is None:
+        return (plain,)
+    kind, layer = known
+    base = type(kind.__name__, (layer, kind), {})
+    return (base,) if kind is plain else (plain, base)
 
 
 def _rebuilt(plain: Any, names: tuple[str, ...], lists: tuple[str, ...]) -> Module:
     kind = _class(plain, names, lists)
     return kind.__new__(kind)
+
+
+def _read(module: Module) -> list[Module]:
+    """The modules inside of one whose parameters it uses itself."""
+    known = layer_of(type(module))
+    return [getattr(module, name) for name in known[1].reads] if known else []
 
 
 def _held(value: Any, tensors: Mapping[int, Weight]) -> set[int]:
