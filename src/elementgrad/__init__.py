@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from elementgrad.train.patch import inspect as inspect
     from elementgrad.train.start import apply as apply
     from elementgrad.train.start import trainable as trainable
+    from elementgrad.train.ranking import top as top
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ _HOMES = {
     "jacobian": "read",
     "names": "naming",
     "tag": "tap",
+    "top": "train.ranking",
     "record": "recording",
     "Recording": "recording",
     "Share": "shares",

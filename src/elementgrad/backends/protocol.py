@@ -1,7 +1,7 @@
 """What a framework must supply. Everything that can be built from these operations is built above them, once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -132,6 +132,31 @@ class Backend(ABC):
             f"eager code of {self.name} cannot be recorded, since it leaves no trace; put it into a function f and use "
             "eg.jacobian(f, x) or eg.grad(f, x)"
         )
+
+    def slopes(
+        self,
+        model: Model,
+        parameters: Mapping[str, Tensor],
+        losses: Callable[[], Iterable[Tensor]],
+        squared: bool,
+        give: Callable[[str, Tensor], None],
+    ) -> None:
+        """Give the derivative of the sum of the losses for each parameter, one at a time, and keep none.
+
+        With `squared`, the sum of the squares of the derivatives of each number among the losses, as far as its order
+        counts. A parameter that no loss reaches is not given.
+        """
+        raise FrameworkError(f"models of {self.name} cannot be ranked by a loss yet; rank a torch.nn.Module")
+
+    def largest(
+        self, x: Tensor, count: int, floor: float, minus: Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Size, as float64, and position in the flattened tensor of the elements of `x - minus` largest in size.
+
+        They are at most so many and none below the floor; of equal ones those that come first. Where an element is not
+        finite it is given alone.
+        """
+        raise FrameworkError(f"elements of {self.name} cannot be ranked yet; rank those of a torch.nn.Module")
 
     def free(self, like: Tensor) -> int | None:
         """The bytes free on the device of a tensor, if it has memory of its own."""

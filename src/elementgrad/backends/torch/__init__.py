@@ -1,9 +1,9 @@
 """PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import plainly, undisturbed
+from elementgrad.backends.torch.scores import largest, slopes
 from elementgrad.backends.torch.uses import kept, uses
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import FrameworkError, TracedError
@@ -171,6 +172,21 @@ class TorchBackend(Backend):
         from elementgrad.backends.torch.recorder import TorchRecorder
 
         return TorchRecorder(tensors)
+
+    def slopes(
+        self,
+        model: Model,
+        parameters: Mapping[str, Tensor],
+        losses: Callable[[], Iterable[Tensor]],
+        squared: bool,
+        give: Callable[[str, Tensor], None],
+    ) -> None:
+        slopes(cast(TorchModel, model), parameters, losses, squared, give)
+
+    def largest(
+        self, x: Tensor, count: int, floor: float, minus: Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return largest(x, count, floor, minus)
 
     def itemsize(self, x: Tensor) -> int:
         return x.element_size()

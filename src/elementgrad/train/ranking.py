@@ -1,0 +1,222 @@
+"""`top`: the elements of a model that matter most, by their gradients, their Fisher information or their size."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import index as as_int
+from typing import Any, Literal
+
+import numpy as np
+
+from elementgrad import backends
+from elementgrad.backends import Backend, plain
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
+from elementgrad.place import Place
+from elementgrad.selection import Selection
+from elementgrad.text import listed
+from elementgrad.train.candidates import Candidate, candidates, earlier
+
+Tensor = Any
+By = Literal["gradient", "fisher", "magnitude"]
+MEASURES = {"gradient": "gradient", "fisher": "sum of squared gradients", "magnitude": "value"}
+ROOM = 2**16
+"""How many elements wait, at least, before the best of them are found."""
+
+
+@plain
+def top(
+    model: Callable[..., Any],
+    loss_fn: Callable[[Any], Any] | None,
+    k: int,
+    by: By = "gradient",
+    *,
+    among: Any = None,
+    since: Any = None,
+) -> list[Place]:
+    """The k elements of a model's parameters with the largest score, as places that `eg.trainable` takes.
+
+    `by="gradient"` ranks by the size of the derivative of the loss, `by="fisher"` by the sum of its squares over
+    examples, `by="magnitude"` by the size of the element or, with `since` (a state dict or a model of the same
+    architecture), by how far it has moved. `loss_fn(model)` gives one loss, a vector of losses or an iterable of them;
+    for Fisher information each number is an example, otherwise they add up. What yields losses one by one (a
+    generator) keeps the graph of one alone, and is asked again for each group of parameters. `among` names the
+    parameters to choose from, or some of their elements; by default all that are floating point, frozen ones too.
+    Dense gradients never pile up: each is ranked and dropped as soon as it is there. Nothing is disturbed.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Linear(3, 2)
+    >>> x = torch.tensor([[1.0, -5.0, 2.0]])
+    >>> for place in eg.top(model, lambda model: (model(x) * torch.tensor([1.0, 3.0])).sum(), k=3):
+    ...     print(place)
+    weight[[0, 1, 1], [1, 1, 2]]
+    >>> [str(place) for place in eg.top(model, lambda model: model(x)[0, 1], k=1, among="bias")]
+    ['bias[[1]]']
+    """
+    count = _counted(k)
+    _require_measure(by, loss_fn, since)
+    backend = backends.holder(model)
+    if backend is None:
+        raise FrameworkError(f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module")
+    held = backend.model(model)
+    found = candidates(held, among, backend)
+    size = sum(candidate.size for candidate in found)
+    if count > size:
+        raise OptionError(f"k={count} is more than the {size} elements that there are to choose from; choose fewer")
+    ranking = Ranking(count, found, MEASURES[by], backend)
+    if loss_fn is None or by == "magnitude":
+        then = [None] * len(found) if since is None else earlier(since, found, held, backend)
+        for candidate, tensor in zip(found, then, strict=True):
+            ranking.offer(candidate.name, candidate.tensor, tensor)
+    else:
+        parameters = {candidate.name: candidate.tensor for candidate in found}
+        backend.slopes(held, parameters, lambda: _losses(loss_fn(model), backend), by == "fisher", ranking.offer)
+        ranking.require_reached()
+    if since is not None and not ranking.best.highest:
+        raise OptionError(
+            "no element has moved since then; a state dict shares the memory of its model, so keep "
+            "copy.deepcopy(model.state_dict()) before it is trained"
+        )
+    return ranking.places()
+
+
+class Ranking:
+    """What the tensors of scores that come by one at a time leave behind: the best elements among all parameters."""
+
+    def __init__(self, count: int, found: list[Candidate], measure: str, backend: Backend):
+        self.best = Best(count)
+        self._count = count
+        self._found = found
+        self._numbers = {candidate.name: number for number, candidate in enumerate(found)}
+        self._measure = measure
+        self._backend = backend
+        self._reached: set[str] = set()
+
+    def offer(self, name: str, scores: Tensor, minus: Tensor | None = None) -> None:
+        """Rank the elements of a parameter by the size of their scores; the tensor is not kept."""
+        number = self._numbers[name]
+        candidate = self._found[number]
+        self._reached.add(name)
+        if candidate.positions is not None:
+            some = Selection.at_flat(candidate.positions, candidate.shape)
+            scores = self._backend.take(scores, some)
+            minus = None if minus is None else self._backend.take(minus, some)
+        sizes, positions = self._backend.largest(scores, self._count, self.best.floor, minus)
+        if candidate.positions is not None:
+            positions = candidate.positions[positions]
+        if not np.isfinite(sizes).all():
+            place = _place(candidate, positions[~np.isfinite(sizes)][:1])
+            raise PlaceError(
+                f"{place} has a {self._measure} of {sizes[~np.isfinite(sizes)][0]}, which cannot be ranked; "
+                "make it finite, or leave it out with among="
+            )
+        self.best.offer(number, sizes, positions)
+
+    def require_reached(self) -> None:
+        """The loss depends on enough elements."""
+        reached = [candidate for candidate in self._found if candidate.name in self._reached]
+        others = listed([candidate.name for candidate in self._found if candidate.name not in self._reached])
+        if not reached:
+            raise UnconnectedError(f"the loss depends on no parameter that there is to choose from: {others}")
+        size = sum(candidate.size for candidate in reached)
+        if self._count > size:
+            raise UnconnectedError(
+                f"k={self._count} is more than the {size} elements that the loss depends on, as it does not on "
+                f"{others}; choose fewer"
+            )
+
+    def places(self) -> list[Place]:
+        """One place for each parameter that has chosen elements."""
+        numbers, positions = self.best.chosen()
+        return [_place(self._found[number], positions[numbers == number]) for number in np.unique(numbers)]
+
+
+class Best:
+    """The elements with the largest scores among all that were offered; of equal ones, those that come first."""
+
+    def __init__(self, count: int):
+        self.floor = 0.0
+        """A score below which no element is chosen."""
+        self.highest = 0.0
+        self._count = count
+        self._offers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def offer(self, number: int, scores: np.ndarray, positions: np.ndarray) -> None:
+        """Some elements of a parameter, given by its number."""
+        self.highest = max(self.highest, scores.max(initial=0.0))
+        self._offers.append((scores, np.full(len(scores), number), positions))
+        if sum(len(scores) for scores, *_ in self._offers) > 2 * max(self._count, ROOM):
+            self._settle()
+
+    def chosen(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the parameters and the positions in them, in order."""
+        self._settle()
+        _, numbers, positions = self._offers[0]
+        order = np.lexsort((positions, numbers))
+        return numbers[order], positions[order]
+
+    def _settle(self) -> None:
+        scores, numbers, positions = (np.concatenate(parts) for parts in zip(*self._offers, strict=True))
+        if len(scores) > self._count:
+            self.floor = float(np.partition(scores, -self._count)[-self._count])
+            above = np.flatnonzero(scores > self.floor)
+            level = np.flatnonzero(scores == self.floor)
+            first = np.lexsort((positions[level], numbers[level]))[: self._count - len(above)]
+            kept = np.concatenate([above, level[first]])
+            scores, numbers, positions = scores[kept], numbers[kept], positions[kept]
+        self._offers = [(scores, numbers, positions)]
+
+
+def _place(candidate: Candidate, positions: np.ndarray) -> Place:
+    whole = Place(None, candidate.name)
+    return whole.coords(Selection.at_flat(positions, candidate.shape).coords()) if candidate.shape else whole
+
+
+def _counted(k: Any) -> int:
+    try:
+        count = None if isinstance(k, bool) else as_int(k)
+    except TypeError:
+        count = None
+    if count is None or count < 1:
+        raise OptionError(f"k={k!r} is not a number of elements; give an int of at least 1")
+    return count
+
+
+def _require_measure(by: Any, loss_fn: Any, since: Any) -> None:
+    if not isinstance(by, str) or by not in MEASURES:
+        raise OptionError(f'by={by!r} is none of "gradient", "fisher" and "magnitude"; give one of them')
+    if since is not None and by != "magnitude":
+        raise OptionError(f'since= says from where elements have moved, and by={by!r} does not ask; use by="magnitude"')
+    if not callable(loss_fn) and not (loss_fn is None and by == "magnitude"):
+        raise OptionError(
+            f"loss_fn={loss_fn!r} cannot be called; give a function of the model, as in lambda model: loss(model(x), y)"
+        )
+
+
+def _losses(returned: Any, backend: Backend) -> Iterable[Tensor]:
+    """What the user's function gave, checked: a list, or an iterator where it came as something that yields them."""
+    if backends.owner(returned) is not None:
+        return [_checked(returned, "the loss", backend)]
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        raise FrameworkError(
+            f"loss_fn gave {type(returned).__name__} and no loss; return a tensor of one number, a vector of losses, "
+            "or a list or generator of them"
+        )
+    several = _several(returned, backend)
+    return list(several) if isinstance(returned, list | tuple) else several
+
+
+def _several(losses: Iterable[Any], backend: Backend) -> Iterator[Tensor]:
+    number = -1
+    for number, loss in enumerate(losses):
+        yield _checked(loss, f"loss {number}", backend)
+    if number < 0:
+        raise OptionError("loss_fn gave no loss at all; return at least one")
+
+
+def _checked(loss: Any, name: str, backend: Backend) -> Tensor:
+    if backends.owner(loss) is not backend:
+        raise FrameworkError(f"{name} is {type(loss).__name__} and no tensor of {backend.name}; return the tensor")
+    if backend.kind(loss) != "f":
+        raise DtypeError(f"{name} is of dtype {backend.dtype(loss)}, which cannot be ranked by; return a real number")
+    shape = tuple(backend.shape(loss))
+    if len(shape) > 1 or 0 in shape:
+        raise OptionError(f"{name} of shape {shape} is neither a number nor a vector of losses; return its sum or mean")
+    return loss
