@@ -1,6 +1,7 @@
 """`top`: the elements of a model that matter most, by their gradients, their Fisher information or their size."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, count, islice
 from operator import index as as_int
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ def top(
     >>> [str(place) for place in eg.top(model, lambda model: model(x)[0, 1], k=1, among="bias")]
     ['bias[[1]]']
     """
-    count = _counted(k)
+    wanted = _counted(k)
     _require_measure(by, loss_fn, since)
     backend = backends.holder(model)
     if backend is None:
@@ -58,9 +59,9 @@ def top(
     held = backend.model(model)
     found = candidates(held, among, backend)
     size = sum(candidate.size for candidate in found)
-    if count > size:
-        raise OptionError(f"k={count} is more than the {size} elements that there are to choose from; choose fewer")
-    ranking = Ranking(count, found, MEASURES[by], backend)
+    if wanted > size:
+        raise OptionError(f"k={wanted} is more than the {size} elements that there are to choose from; choose fewer")
+    ranking = Ranking(wanted, found, MEASURES[by], backend)
     if loss_fn is None or by == "magnitude":
         then = [None] * len(found) if since is None else earlier(since, found, held, backend)
         for candidate, tensor in zip(found, then, strict=True):
@@ -171,12 +172,12 @@ def _place(candidate: Candidate, positions: np.ndarray) -> Place:
 
 def _counted(k: Any) -> int:
     try:
-        count = None if isinstance(k, bool) else as_int(k)
+        wanted = 0 if isinstance(k, bool) else as_int(k)
     except TypeError:
-        count = None
-    if count is None or count < 1:
+        wanted = 0
+    if wanted < 1:
         raise OptionError(f"k={k!r} is not a number of elements; give an int of at least 1")
-    return count
+    return wanted
 
 
 def _require_measure(by: Any, loss_fn: Any, since: Any) -> None:
@@ -204,11 +205,17 @@ def _losses(returned: Any, backend: Backend) -> Iterable[Tensor]:
 
 
 def _several(losses: Iterable[Any], backend: Backend) -> Iterator[Tensor]:
-    number = -1
-    for number, loss in enumerate(losses):
-        yield _checked(loss, f"loss {number}", backend)
-    if number < 0:
-        raise OptionError("loss_fn gave no loss at all; return at least one")
+    """Passed on without a variable that would keep a loss, and its graph, while the next is made."""
+    numbers = count()
+
+    def check(loss: Any) -> Tensor:
+        return _checked(loss, f"loss {next(numbers)}", backend)
+
+    checked = map(check, losses)
+    first = list(islice(checked, 1))
+    if not first:
+        raise OptionError("loss_fn gave no loss at all; return at least one, each time that it is asked")
+    return chain(iter(first), checked)
 
 
 def _checked(loss: Any, name: str, backend: Backend) -> Tensor:

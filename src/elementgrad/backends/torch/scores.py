@@ -146,6 +146,7 @@ def _one_by_one(losses: Iterable[Tensor], squared: bool, values: list[float]) ->
         for seed in _units(loss) if squared else [torch.ones_like(loss)]:
             left -= 1
             yield [loss], [seed], left > 0
+        del loss, seed  # and the graph with it, before the next one is made
 
 
 def _units(loss: Tensor) -> Iterator[Tensor]:
@@ -168,6 +169,7 @@ def _sum(leaves: Mapping[str, Tensor], samples: Iterable[Sample], squared: bool,
 
     for sample in samples:
         _back(sample, leaves, add)
+        del sample
     for name in list(sums):
         give(name, sums.pop(name))
 
@@ -191,7 +193,7 @@ def _back(sample: Sample, leaves: Mapping[str, Tensor], take: Give) -> None:
     except RuntimeError as error:
         if FREED in str(error):
             raise FrameworkError(
-                "the graph of a loss is freed, by a backward() in loss_fn or since the losses that it yields share one; "
+                "the graph of a loss is freed, by a backward() in loss_fn or as the losses that it yields share one; "
                 "return them as they are, in a list"
             ) from error
         raise
