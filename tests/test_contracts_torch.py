@@ -296,3 +296,31 @@ def test_pytorch_applies_hooks_of_a_tensor_before_its_gradient_is_handed_out():
     y.register_hook(lambda gradient: gradient * 10)
     (gradient,) = torch.autograd.grad((y * 3).sum(), [torch.autograd.graph.get_gradient_edge(y)])
     assert gradient.tolist() == [30, 30]
+
+
+def test_a_gradient_may_be_taken_when_it_is_whole_from_a_leaf_that_shares_the_memory_of_a_parameter():
+    parameter, other = torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    parameter.register_post_accumulate_grad_hook(lambda p: pytest.fail("the hook of the parameter ran"))
+    leaf = parameter.detach().requires_grad_()
+    taken = []
+
+    def take(leaf):
+        taken.append(leaf.grad.tolist())
+        leaf.grad = None
+
+    leaf.register_post_accumulate_grad_hook(take)
+    losses = [(leaf * 2).sum(), (leaf * 3 * other).sum()]
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(losses, [torch.ones(()), torch.ones(())], inputs=[leaf])
+    assert taken == [[5.0, 5.0]]  # once, for all losses
+    assert leaf.grad is parameter.grad is other.grad is None
+    with torch.no_grad():
+        leaf += 1
+    assert parameter.tolist() == [2.0, 2.0]
+    assert parameter._version == leaf._version == 1
+
+
+def test_the_leaves_of_a_graph_are_found_by_walking_it():
+    x = torch.ones(2, requires_grad=True)
+    (end, _), _ = (x * 2).grad_fn.next_functions
+    assert end.variable is x
