@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from elementgrad.train.elements import Elements as Elements
     from elementgrad.train.patch import Patch as Patch
     from elementgrad.train.patch import inspect as inspect
+    from elementgrad.train.ranking import top as top
     from elementgrad.train.start import apply as apply
     from elementgrad.train.start import trainable as trainable
-    from elementgrad.train.ranking import top as top
 
 __version__ = "0.1.0"
 

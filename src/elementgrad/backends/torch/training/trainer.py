@@ -66,6 +66,8 @@ class TorchTrainer(Trainer):
         return weight.parts if weight is not None else []
 
     def check(self, tensor: Tensor, name: str) -> None:
+        if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
+            raise FrameworkError(f"{name} has no shape yet; call the model once before")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise DtypeError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and only floats train")
         if tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
@@ -74,6 +76,8 @@ class TorchTrainer(Trainer):
             )
         if tensor.is_meta:
             raise FrameworkError(f"{name} is on the meta device and has no values; load the model first")
+        if tensor.is_inference():
+            raise FrameworkError(f"{name} was made in inference mode and cannot be written to; make the model outside")
         for module in self._model.modules():
             if getattr(module, "max_norm", None) is not None and any(
                 held is tensor for held in module._parameters.values()
@@ -92,6 +96,10 @@ class TorchTrainer(Trainer):
     def part(
         self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
     ) -> Part:
+        with torch.inference_mode(False):
+            return self._part(tensor, positions, dtype, values, originals)
+
+    def _part(self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any, originals: Any) -> Part:
         held = take(tensor, index(positions, tensor.device))
         before = held if originals is None else _of_bits(originals, tensor)
         part = Part(tensor, positions, held, before, dtype)

@@ -6,10 +6,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elementgrad.backends import training
 from elementgrad.backends.torch.training.products import index
+from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
 HALVES = (torch.float16, torch.bfloat16)
@@ -138,4 +139,12 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         weight.push()
 
 
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam) and any(
+        part_of(leaf) is not None for group in optimizer.param_groups for leaf in group["params"]
+    ):
+        raise OptionError("SparseAdam takes sparse gradients, and those of elements are dense; use torch.optim.Adam")
+
+
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
