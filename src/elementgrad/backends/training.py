@@ -20,6 +20,8 @@ class Part:
     """Their values, in one row: what an optimizer moves."""
     originals: Tensor
     """What they were, in the parameter's dtype."""
+    mark: Any
+    """Where their change is noted, with `bits` of the originals: to be told if these change."""
 
 
 class Trainer(ABC):

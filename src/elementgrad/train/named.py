@@ -9,6 +9,7 @@ import numpy as np
 from elementgrad import backends
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DuplicateError, FrameworkError, PlaceError
+from elementgrad.index import IndexArray
 from elementgrad.place import Place
 
 Tensor = Any
@@ -51,6 +52,9 @@ def named(trainer: Trainer, place: Place | str) -> Named:
         raise PlaceError(f"{place} names no element of a parameter of shape {shape}")
     if not selection.unique:
         raise DuplicateError(f"{place} names element {selection.repeated} twice; name each element once")
+    if any(isinstance(part, IndexArray) and part.boolean for part in place.index):
+        # Said by its elements, since the text of a mask is as long as the tensor is large.
+        place = Place(None, name).coords(selection.coords().reshape(-1, len(shape)))
     return Named(place, name, tensor, shape, selection.flat().reshape(-1))
 
 

@@ -86,7 +86,7 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
 
 
 def _member(trainer: Trainer, one: Named, part: Any) -> Member:
-    mark = Mark(str(one.place), one.positions, trainer.bits(part.originals)[1])
+    mark = part.mark = Mark(str(one.place), one.positions, trainer.bits(part.originals)[1])
     Ledger(one.tensor, reader(trainer, one.tensor)).add(mark)
     return Member(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
 

@@ -38,7 +38,7 @@ class TorchModel(Model):
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
         seen = set()
         for path, module in self._modules():
-            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for kind, tensors in _tensors(module):
                 for name, tensor in tensors.items():
                     tensor = _original(tensor)
                     if tensor is not None and id(tensor) not in seen:
@@ -56,9 +56,7 @@ class TorchModel(Model):
         module = self._find(above)
         if module is not None:
             found += [
-                (kind, _original(tensors[last]))
-                for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
-                if tensors.get(last) is not None
+                (kind, _original(tensors[last])) for kind, tensors in _tensors(module) if tensors.get(last) is not None
             ]
         return found + ([("activation", None)] if self._find(name) is not None else [])
 
@@ -143,6 +141,16 @@ def unwrapped(module: Module) -> Module:
     while type(module).__module__.startswith(WRAPPED) and list(module._modules) in ([name] for name in WRAPPERS):
         module = next(iter(module._modules.values()))  # type: ignore[assignment]
     return module
+
+
+def _tensors(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    """What a module holds, without the leaves of elements that train: those are elements of parameters."""
+    trained = module.__dict__.get("_trained")
+    held: Mapping[str, Any] = module._parameters
+    if trained:
+        leaves = {key for use in trained.values() for key in use.weight.keys}
+        held = {name: tensor for name, tensor in held.items() if name not in leaves}
+    return ("parameter", held), ("buffer", module._buffers)
 
 
 def _original(tensor: Any) -> Any:

@@ -29,6 +29,9 @@ class Use:
         self.kernel: Any = None
 
 
+NOBODY = Use(Weight(torch.empty(0)))
+
+
 def found(module: Any, name: str) -> tuple[Any, Use | None]:
     """The tensor to compute with, and whose elements are to hear of it."""
     held = module._parameters
@@ -92,11 +95,9 @@ class Layer:
         bias, of_bias = found(self, "bias") if "bias" in self._parameters else (None, None)
         if of_weight is None and of_bias is None:
             return operation.run(x, weight, bias)[0]
-        uses = of_weight, of_bias
-        kernels = tuple([None if use is None else use.kernel for use in uses])
-        sizes = tuple([() if use is None else use.weight.sizes for use in uses])
-        leaves = [leaf for use in uses if use is not None for leaf in use.weight.leaves]
-        return by_kernel(operation, kernels, sizes, x, weight, bias, *leaves)
+        one, other = of_weight or NOBODY, of_bias or NOBODY
+        kernels, sizes = (one.kernel, other.kernel), (one.weight.sizes, other.weight.sizes)
+        return by_kernel(operation, kernels, sizes, x, weight, bias, *one.weight.leaves, *other.weight.leaves)
 
 
 class LinearLayer(Layer):

@@ -69,7 +69,7 @@ class Swapped:
             use.weight.pull()
             if other[name]:  # another model altogether: what its elements were is what was loaded
                 for part in use.weight.parts:
-                    part.originals = part.leaf.detach().to(use.weight.tensor.dtype)
+                    part.rebase()
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         weights = [use.weight for use in self._trained.values()]
@@ -91,16 +91,17 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
     new = {id(weight.tensor): weight for weight in weights}
     for module in model.modules():
         uses = dict(module._trained) if isinstance(module, Swapped) else {}
-        known = new | {id(use.weight.tensor): use.weight for use in uses.values()}
+        before = [use.weight for use in uses.values()] + (module._elsewhere if isinstance(module, Swapped) else [])
+        known = {id(weight.tensor): weight for weight in before} | new
         uses |= {name: Use(new[id(tensor)]) for name, tensor in module._parameters.items() if id(tensor) in new}
         kept = {
             name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))
         }
         own = [id(use.weight.tensor) for use in uses.values()]
-        kept |= {"": found for child in _read(module) if (found := _held(child._parameters, known))}
-        others = [known[key] for key in {key for found in kept.values() for key in found} if key not in own]
-        if uses or kept:
-            dress(module, uses, others, tuple(filter(None, kept)))
+        read = _held([child._parameters for child in _read(module)], known)
+        others = [known[key] for key in read.union(*kept.values()) if key not in own]
+        if uses or others:
+            dress(module, uses, others, tuple(kept))
 
 
 def dress(module: Any, uses: dict[str, Use], elsewhere: list[Weight], lists: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from elementgrad.backends.torch.model import TorchModel
 from elementgrad.backends.torch.training import freezing
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
-from elementgrad.backends.torch.training.weight import Part, Weight, part_of, put, take
+from elementgrad.backends.torch.training.weight import Part, Weight, bits, put, take
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
 
@@ -29,17 +29,17 @@ class TorchTrainer(Trainer):
         self._named = TorchModel(model)
 
     def names(self) -> Iterator[str]:
-        return (name for name, kind, tensor in self._named.held() if kind == "parameter" and part_of(tensor) is None)
+        return (name for name, kind, _ in self._named.held() if kind == "parameter")
 
     def parameter(self, name: str) -> Tensor:
         bearing = self._named.bearing(name)
         for kind, tensor in bearing:
-            if kind == "parameter" and tensor is not None and part_of(tensor) is None:
+            if kind == "parameter" and tensor is not None:
                 return tensor
         names = list(self.names())
         if not bearing:
             raise PlaceError(f"no parameter named {name!r}; {text.nearest(name, names)}")
-        kinds = {"activation": "a layer", "buffer": "a buffer", "parameter": "a set of elements that train already"}
+        kinds = {"activation": "a layer", "buffer": "a buffer"}
         inside = [other for other in names if other.startswith(f"{name}.")]
         raise PlaceError(
             f"{name!r} is {kinds[bearing[0][0]]} and only parameters train; "
@@ -48,7 +48,7 @@ class TorchTrainer(Trainer):
 
     def named(self, tensor: Tensor) -> str:
         for name, kind, held in self._named.held():
-            if kind == "parameter" and (held is tensor or _same(held, tensor)) and part_of(held) is None:
+            if kind == "parameter" and (held is tensor or _same(held, tensor)):
                 return name
         raise PlaceError(
             f"a tensor of shape {tuple(tensor.shape)} is no parameter of this model; "
@@ -178,9 +178,7 @@ class TorchTrainer(Trainer):
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         if positions is not None:
             tensor = take(tensor, index(positions, tensor.device))
-        name = str(tensor.dtype).removeprefix("torch.")
-        held = tensor.detach().cpu().contiguous().view(-1)
-        return name, held.view(torch.uint8).numpy().reshape(len(held), held.element_size())
+        return bits(tensor)
 
     def _weights(self) -> dict[int, Weight]:
         """What trains already, by the parameter it is of."""
@@ -214,8 +212,8 @@ def _require_plain(model: Module) -> None:
 
 
 def _of_bits(numbers: Any, like: Tensor) -> Tensor:
-    flat = torch.from_numpy(np.ascontiguousarray(numbers.bits)).reshape(-1)
-    return flat.clone().view(getattr(torch, numbers.dtype)).to(like.device)
+    flat = torch.from_numpy(numbers.bits.copy()).reshape(-1)
+    return flat.view(getattr(torch, numbers.dtype)).to(like.device)
 
 
 def _same(held: Tensor, tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ class Part(training.Part):
         self.positions = positions
         self.originals = originals
         self.dtype = dtype
+        self.mark = None
         self.key = ""
         self.weight: Weight | None = None
         self.become(leaf)
@@ -39,6 +40,12 @@ class Part(training.Part):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # a copy of a model, or one from a file: its leaves are others
         _leaves[id(self.leaf)] = self
+
+    def rebase(self) -> None:
+        """Take the values there are for those that there were: another model has been loaded."""
+        self.originals = self.leaf.detach().to(self.tensor.dtype, copy=True)
+        if self.mark is not None:
+            self.mark.bits = bits(self.originals)[1]
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the leaf for a parameter of a dtype: small steps are lost in half precision."""
@@ -119,6 +126,13 @@ def put(tensor: Tensor, positions: Tensor, values: Tensor) -> None:
         tensor.view(-1).index_put_((positions,), values)
     else:
         tensor.index_put_(torch.unravel_index(positions, tensor.shape), values)
+
+
+def bits(tensor: Tensor) -> tuple[str, np.ndarray]:
+    """The dtype of a tensor, and the bytes of its elements."""
+    held = tensor.detach().cpu().contiguous().view(-1)
+    bytes_ = held.view(torch.uint8).numpy().reshape(len(held), held.element_size())
+    return str(tensor.dtype).removeprefix("torch."), bytes_
 
 
 def part_of(leaf: Tensor) -> Part | None:
