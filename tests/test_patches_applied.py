@@ -161,7 +161,7 @@ def test_nothing_is_written_when_the_last_entry_does_not_fit(model, patch):
     with torch.no_grad():
         model[1].bias += 1
     before = copy.deepcopy(model)
-    with pytest.raises(eg.PatchError, match="1.bias is not the tensor"):
+    with pytest.raises(eg.PatchError, match=r"1\.bias is not the tensor"):
         eg.apply(model, patch)
     assert_same(model, before)
 
@@ -190,7 +190,7 @@ def test_undo_after_resuming_goes_back_to_the_first_originals(model, patch):
 def test_elements_in_training_are_not_patched_over(model, patch):
     eg.trainable(model, "1.bias")
     before = copy.deepcopy(model)
-    with pytest.raises((eg.DuplicateError, eg.PatchError), match="1.bias"):
+    with pytest.raises((eg.DuplicateError, eg.PatchError), match=r"1\.bias"):
         eg.apply(model, patch, overwrite=True)
     assert torch.equal(model[0].weight, before[0].weight)
 

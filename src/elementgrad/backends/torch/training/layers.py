@@ -77,7 +77,10 @@ def elsewhere(weight: Weight) -> Any:
 
 def alias(weight: Weight) -> Any:
     """A parameter that passes gradients on to its elements."""
-    return Alias.apply(weight.positions, weight.sizes, weight.tensor, *weight.leaves)
+    tensor = Alias.apply(weight.positions, weight.sizes, weight.tensor, *weight.leaves)
+    if not torch.compiler.is_compiling():
+        tensor._is_param = True  # so isinstance(module.weight, nn.Parameter) holds as before
+    return tensor
 
 
 class Layer:
