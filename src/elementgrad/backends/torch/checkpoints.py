@@ -7,7 +7,6 @@ replaced are back in their places. They differ from plain calls in the memory th
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from elementgrad.backends.patch import Patch, Replace
@@ -17,19 +16,22 @@ REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generato
 _local = threading.local()
 
 
-@contextmanager
-def straight(inside: bool) -> Iterator[None]:
+class straight:  # noqa: N801  a context, and no generator: every evaluation waits for it
     """In here this thread's reentrant checkpoints are plain calls, and all others too if we look inside."""
-    if "torch.utils.checkpoint" not in sys.modules:
-        yield
-        return
-    stack = _local.__dict__.setdefault("inside", [])
-    with _calls.on():
-        stack.append(inside)
-        try:
-            yield
-        finally:
-            stack.pop()
+
+    def __init__(self, inside: bool):
+        self._inside = inside
+        self._on = "torch.utils.checkpoint" in sys.modules
+
+    def __enter__(self) -> None:
+        if self._on:
+            _calls.begin()
+            _local.__dict__.setdefault("inside", []).append(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        if self._on:
+            _local.inside.pop()
+            _calls.end()
 
 
 class _Straight:

@@ -37,20 +37,36 @@ def _precision() -> Precision:
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
-@contextmanager
-def undisturbed(function: Any, again: State | None = None, attention: bool = False) -> Iterator[None]:
+class undisturbed:  # noqa: N801  a context, and no generator: every sweep waits for it
     """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
     """
-    random = _random()
-    lending = Lending(getattr(function, "__self__", None))
-    try:
-        with modes(again, attention):
-            yield
-    finally:
-        lending.end()
-        _set_random(random)
+
+    def __init__(self, function: Any, again: State | None = None, attention: bool = False):
+        self._first = getattr(function, "__self__", None)
+        self._again = again
+        self._attention = attention
+
+    def __enter__(self) -> None:
+        self._random = _random()
+        self._lending = Lending(self._first)
+        try:
+            self._modes = modes(self._again, self._attention)
+            self._modes.__enter__()
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._modes.__exit__(*error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._lending.end()
+        _set_random(self._random)
 
 
 def modes(again: State | None = None, attention: bool = False) -> AbstractContextManager[Any]:
