@@ -1,6 +1,5 @@
 """Names to tensors: what inputs, parameters, activations and outputs are called, and a run in which they are met."""
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +32,17 @@ class Call:
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
         self._bound = bind(function, args, kwargs)
-        self._positional = len(args)
         leaves = [leaf for name, value in self._bound.arguments.items() for leaf in tree.leaves(value, name)]
-        self._leaves = [number for number, (_, leaf) in enumerate(leaves) if backends.owner(leaf) is not None]
-        self.inputs = [
-            Source(leaves[leaf][0], "input", leaves[leaf][1], number) for number, leaf in enumerate(self._leaves)
-        ]
-        self.backend = _one_backend(function, self.inputs, args)
+        self._leaves: list[int] = []
+        self.inputs: list[Source] = []
+        found: dict[str, Backend] = {}
+        for number, (name, leaf) in enumerate(leaves):
+            backend = backends.owner(leaf)
+            if backend is not None:
+                self.inputs.append(Source(name, "input", leaf, len(self._leaves)))
+                self._leaves.append(number)
+                found[backend.name] = backend
+        self.backend = _one_backend(function, found, args)
         self.function = function
         self.output = "output"
         """What the only output is called."""
@@ -112,25 +115,29 @@ class Call:
         For what the run meets, the replacement is a function of it, a tensor to add to it, or None to leave it. What is
         met where there is a cut is changed in any case.
         """
-        new = {self._leaves[s.number]: x for s, x in zip(sources, tensors, strict=True) if s.number is not None}
-        held = {s.name: x for s, x in zip(sources, tensors, strict=True) if s.held and x is not None}
-        changes = {s.wanted: _change(x) for s, x in zip(sources, tensors, strict=True) if s.met}
-        changes = {**cuts, **changes}
+        new, held, changes = {}, {}, dict(cuts)
+        for source, x in zip(sources, tensors, strict=True):
+            if source.number is not None:
+                new[self._leaves[source.number]] = x
+            elif source.met:
+                changes[source.wanted] = _change(x)
+            elif x is not None:
+                held[source.name] = x
         kept = [target.wanted for target in targets if target.met and target is not ONLY_OUTPUT]
         passage = Passage(self.backend, changes, kept) if changes or kept else None
         outputs = self._run(new, held, passage)
         if passage is not None:
             self._require_met(passage)
-        replaced = {s: x for s, x in zip(sources, tensors, strict=True) if x is not None}
-
-        def given(target: Source) -> Tensor:
+        given = []
+        for target in targets:
             if target is ONLY_OUTPUT:
-                return self._only_output(outputs)
-            if passage is not None and target.met:
-                return passage.tensors[target.wanted]
-            return replaced.get(target, target.tensor)
-
-        return [given(target) for target in targets]
+                given.append(self._only_output(outputs))
+            elif passage is not None and target.met:
+                given.append(passage.tensors[target.wanted])
+            else:
+                replaced = [x for source, x in zip(sources, tensors, strict=True) if source == target and x is not None]
+                given.append(replaced[0] if replaced else target.tensor)
+        return given
 
     def everything(self) -> Passage:
         """One run that meets all that has a name."""
@@ -141,11 +148,7 @@ class Call:
     def _run(
         self, new: Mapping[int, Tensor], held: Mapping[str, Tensor], passage: Passage | None
     ) -> list[tuple[str, Tensor]]:
-        arguments = tree.replaced(dict(self._bound.arguments), new)
-        bound = inspect.BoundArguments(self._bound.signature, arguments)  # type: ignore[arg-type]
-        # What was given by name is passed on by name: it may be that the function takes it in no other way.
-        args, more = bound.args[: self._positional], bound.args[self._positional :]
-        kwargs = dict(zip(list(arguments)[self._positional :], more, strict=False)) | bound.kwargs
+        args, kwargs = self._bound.passed(tree.replaced(self._bound.arguments, new))
         inside = passage if passage is not None and passage.inside else None
         if not held and inside is None:
             with apart():
@@ -153,9 +156,12 @@ class Call:
         else:
             with apart(), self.model.running(held, inside) as function:
                 returned = self.backend.traceable(function)(*args, **kwargs)
-        named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
-        for name, tensor in named:
-            if backends.owner(tensor) is not self.backend:
+        named = []
+        for name, leaf in tree.leaves(returned, "output"):
+            backend = backends.owner(leaf)
+            if backend is self.backend:
+                named.append((name, leaf))
+            elif backend is not None:
                 raise FrameworkError(
                     f"{name} is not a tensor of {self.backend.name} as the arguments are; use one framework"
                 )
@@ -187,14 +193,16 @@ class Call:
 
     def _only_input(self) -> Source:
         floats = [source for source in self.inputs if self.backend.kind(source.tensor) in "fc"]
-        _require_one([(source.name, source.tensor) for source in self.inputs], [s.name for s in floats], "input", "wrt")
+        if len(floats) != 1:
+            raise _not_one([(s.name, s.tensor) for s in self.inputs], [s.name for s in floats], "input", "wrt")
         return floats[0]
 
     def _only_output(self, outputs: Sequence[tuple[str, Tensor]]) -> Tensor:
-        floats = {name: tensor for name, tensor in outputs if self.backend.kind(tensor) in "fc"}
-        _require_one(outputs, list(floats), "output", "of")
-        (self.output,) = floats
-        return floats[self.output]
+        floats = [(name, tensor) for name, tensor in outputs if self.backend.kind(tensor) in "fc"]
+        if len(floats) != 1:
+            raise _not_one(outputs, [name for name, _ in floats], "output", "of")
+        self.output, tensor = floats[0]
+        return tensor
 
     def _require_met(self, passage: Passage) -> None:
         """Every name that was asked for is borne by one tensor that the run met."""
@@ -255,8 +263,7 @@ def _change(new: Any) -> Transform:
     return new if callable(new) else lambda met: met + new
 
 
-def _one_backend(function: Callable[..., Any], inputs: Sequence[Source], args: Sequence[Any]) -> Backend:
-    found = {backends.find(source.tensor).name: backends.find(source.tensor) for source in inputs}
+def _one_backend(function: Callable[..., Any], found: Mapping[str, Backend], args: Sequence[Any]) -> Backend:
     holder = backends.holder(function) if not found else None
     if holder is not None:
         return holder
@@ -267,11 +274,10 @@ def _one_backend(function: Callable[..., Any], inputs: Sequence[Source], args: S
     return next(iter(found.values()))
 
 
-def _require_one(named: Sequence[tuple[str, Tensor]], floats: Sequence[str], kind: str, argument: str) -> None:
-    if not floats:
-        raise DtypeError(
-            f"no {kind} is floating point ({listed([f'{name}: {tensor.dtype}' for name, tensor in named])}), "
-            "and nothing else has gradients"
-        )
-    if len(floats) > 1:
-        raise PlaceError(f"there are {len(floats)} {kind}s, {listed(floats)}; name one, as in {argument}={floats[0]!r}")
+def _not_one(named: Sequence[tuple[str, Tensor]], floats: Sequence[str], kind: str, argument: str) -> Exception:
+    """The error about what was left unnamed, and is none or several."""
+    if floats:
+        several = f"there are {len(floats)} {kind}s, {listed(floats)}"
+        return PlaceError(f"{several}; name one, as in {argument}={floats[0]!r}")
+    dtypes = listed([f"{name}: {tensor.dtype}" for name, tensor in named])
+    return DtypeError(f"no {kind} is floating point ({dtypes}), and nothing else has gradients")

@@ -1,7 +1,7 @@
 """Tensors inside tuples, lists, dicts, dataclasses and what a framework knows to open: what each is called there."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
 from typing import Any
@@ -12,6 +12,8 @@ Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 """The keys of what is inside (None in a box, whose content bears its name), what is inside, how to put others in."""
 
 SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
+_closed: set[type] = set()
+"""Types that were found to be never opened."""
 
 
 class Leaf:
@@ -20,19 +22,20 @@ class Leaf:
     __slots__ = ()
 
 
-def leaves(tree: Any, name: str, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, name: str, above: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:
     """Everything that cannot be opened, with its path: `"x.weights.0"`. What leads back to something above is one."""
-    node = _opened(tree, above)
+    node = None if type(tree) in _closed else _opened(tree, above)
     if node is None:
-        yield name, tree
-    else:
-        for key, branch in zip(*node[:2], strict=True):
-            yield from leaves(branch, name if key is None else f"{name}.{key}", (*above, tree))
+        return [(name, tree)]
+    found = []
+    for key, branch in zip(*node[:2], strict=True):
+        found += leaves(branch, name if key is None else f"{name}.{key}", (*above, tree))
+    return found
 
 
 def flat(tree: Any) -> list[Any]:
     """The leaves alone."""
-    return [leaf for _, leaf in leaves(tree, "")]
+    return [tree] if type(tree) in _closed else [leaf for _, leaf in leaves(tree, "")]
 
 
 def mapped(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = ()) -> Any:
@@ -40,7 +43,7 @@ def mapped(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = (
 
     A container in which nothing changes is passed on as it is.
     """
-    node = _opened(tree, above)
+    node = None if type(tree) in _closed else _opened(tree, above)
     if node is None:
         return function(tree)
     _, branches, rebuild = node
@@ -71,7 +74,13 @@ def opened(tree: Any) -> Node | None:
         named = getattr(tree, "_fields", None)
         rebuild = getattr(type(tree), "_make", type(tree))
         return named or range(len(tree)), tree, rebuild
-    if isinstance(tree, Leaf) or type(tree) in SIMPLE or backends.owner(tree) is not None:
+    if isinstance(tree, Leaf) or type(tree) in SIMPLE:
+        _closed.add(type(tree))
+        return None
+    backend = backends.owner(tree)
+    if backend is not None:
+        if backend.remembers(type(tree)):
+            _closed.add(type(tree))
         return None
     known = backends.opened(tree)  # a framework that knows a dataclass knows which of its fields stay as they are
     if known is None and hasattr(type(tree), "__dataclass_fields__"):
