@@ -189,7 +189,7 @@ class Jacobian:
             return self._backend.zeros(shape, self._wrt.tensor)
         if block.dtype != self._wrt.tensor.dtype:  # a forward sweep gives it in that of the output
             block = self._backend.cast(block, self._wrt.tensor)
-        return self._backend.reshape(block, shape)
+        return block if tuple(self._backend.shape(block)) == shape else self._backend.reshape(block, shape)
 
     def _require_zero(self) -> None:
         if not self._zero:

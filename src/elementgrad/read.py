@@ -26,6 +26,8 @@ Tree = Any
 """Something, or a tuple, list or dict of it."""
 Unconnected = Literal["error", "zero"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+ONLY = Place()
+"""The only tensor there is."""
 
 
 @plain
@@ -158,39 +160,37 @@ class _Reading:
             if not isinstance(flag, bool):
                 raise OptionError(f"{name}={flag!r} is neither True nor False; give one of them")
         limit = bytes_of.parse(budget)
-        if not isinstance(kwargs, Mapping):
+        if kwargs is not NOTHING and not isinstance(kwargs, Mapping):
             raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
         of, wrt = tree.mapped(of, parsed_target), tree.mapped(wrt, parsed)
         call = Call(f, args, kwargs)
         places = tree.flat(wrt)
         sources = [call.source(place) for place in places]
         targets = [call.target(place) for place in tree.flat(of)]
-        inputs, outputs = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        inputs, outputs = _distinct(sources), _distinct(targets)
         if not inputs or not outputs:
             raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
-        for place, source in zip(places, sources, strict=True):
-            if not source.met:
-                call.side(place, source, 0, source.tensor, batch)
-        run = Run(call, inputs, outputs)
-        linear = call.backend.linearize(run, [source.tensor for source in inputs], create_graph, order)
 
         def sides(
-            places: Tree, found: Sequence[Source], among: Sequence[Source], value: Callable[[int], Tensor]
-        ) -> Tree:
-            left = iter(found)
+            places: Sequence[Place], found: Sequence[Source], among: Sequence[Source], tensors: Sequence[Tensor]
+        ) -> list[Side]:
+            numbers = map(among.index, found)
+            return [
+                call.side(place, source, number, tensors[number], batch)
+                for place, source, number in zip(places, found, numbers, strict=True)
+                if tensors[number] is not None  # that of what is met is there after the run
+            ]
 
-            def side(place: Place) -> Side:
-                number = among.index(source := next(left))
-                return call.side(place, source, number, value(number), batch)
-
-            return tree.mapped(places, side)
-
-        of = sides(of, targets, outputs, linear.value)
-        wrt = sides(wrt, sources, inputs, linear.inputs.__getitem__)
-        reading = cls(call.backend, linear, of, wrt, zero, limit, batch)
+        tensors = [source.tensor for source in inputs]
+        ins = sides(places, sources, inputs, tensors)
+        linear = call.backend.linearize(Run(call, inputs, outputs), tensors, create_graph, order)
+        if len(ins) < len(places):
+            ins = sides(places, sources, inputs, linear.inputs)
+        outs = sides(tree.flat(of), targets, outputs, list(map(linear.value, range(len(outputs)))))
+        reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch)
         reading._examples()
-        if any(call.backend.kind(side.tensor) == "c" for side in reading._sides()):
-            for side in tree.flat(of):
+        if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
+            for side in outs:
                 linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
         return reading
 
@@ -206,8 +206,7 @@ class _Reading:
             )
         if single:
             of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
-        blocks = iter(read_together([self.jacobian(of, wrt) for wrt in tree.flat(self.wrt)]))
-        return tree.mapped(self.wrt, lambda _: next(blocks))
+        return _filled(self.wrt, read_together([self.jacobian(of, wrt) for wrt in tree.flat(self.wrt)]))
 
     def gradient(self, of: Side) -> "_Reading":
         """The gradient of one element, as a function of the same inputs."""
@@ -227,16 +226,24 @@ class _Reading:
         """The gradient with respect to one input, as the output of that function."""
         return replace(wrt, name=f"the gradient of {of.name}", tensor=self.linear.value(wrt.number))
 
-    def _sides(self) -> list[Side]:
-        return [*tree.flat(self.of), *tree.flat(self.wrt)]
-
     def _examples(self) -> int | None:
         if not self.batch:
             return None
-        counts = {side.name: int(self.backend.shape(side.tensor)[0]) for side in self._sides()}
+        sides = [*tree.flat(self.of), *tree.flat(self.wrt)]
+        counts = {side.name: int(self.backend.shape(side.tensor)[0]) for side in sides}
         if len(set(counts.values())) != 1:
             raise OptionError(f"batch=True needs as many examples on every side, and there are {counts}")
         return next(iter(counts.values()))
+
+
+def _distinct(sources: list[Source]) -> list[Source]:
+    return list(dict.fromkeys(sources)) if len(sources) > 1 else sources
+
+
+def _filled(shape: Tree, leaves: Sequence[Any]) -> Tree:
+    """The same structure around other leaves."""
+    left = iter(leaves)
+    return tree.mapped(shape, lambda _: next(left))
 
 
 def asks_for_zeros(unconnected: str) -> bool:
@@ -248,10 +255,14 @@ def asks_for_zeros(unconnected: str) -> bool:
 
 def parsed(wanted: Named) -> Place:
     """The place that somebody asks for; without a name and a tensor, the only one there is."""
+    if wanted is None:
+        return ONLY
     place = Place.parse(wanted) if isinstance(wanted, str) else wanted
-    if place is not None and not isinstance(place, Place) and owner(place) is None:
+    if isinstance(place, Place):
+        return place
+    if owner(place) is None:
         raise PlaceError(f'{place!r} names no tensor; give a name such as "x" or "output[0]", a place or a tensor')
-    return place if isinstance(place, Place) else Place(place)
+    return Place(place)
 
 
 def parsed_target(wanted: Named) -> Place:

@@ -1,6 +1,5 @@
 """One side of a Jacobian: a tensor with a name, and which of its elements are indexed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +35,17 @@ class Side(tree.Leaf):
         """The elements that a place names of a tensor."""
         if backend.kind(tensor) not in "fc":
             raise DtypeError(f"{name} is of dtype {tensor.dtype}, which has no gradients; make it floating point first")
-        shape = _known(name, backend.shape(tensor))
+        shape = tuple(backend.shape(tensor))
+        if None in shape:
+            raise TracedError(f"the shape {shape} of {name} is not known while tracing; give it with a signature")
+        shape = tuple(map(int, shape))
         if batch and not shape:
             raise OptionError(f"{name} has no axes, so it holds no batch; leave batch=True out")
         shape = shape[1:] if batch else shape
+        if not place.index:
+            return cls(name, number, tensor, shape, None, order)
         named = Place(None, name, place.index, place.kind, pointwise=place.pointwise)
-        return cls(name, number, tensor, shape, named.select(shape) if place.index else None, order)
+        return cls(name, number, tensor, shape, named.select(shape), order)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,9 +75,3 @@ class Side(tree.Leaf):
         if self.base is None:
             return chosen
         return Selection.at_flat(self.base.flat().reshape(-1)[chosen.flat()], self.of)
-
-
-def _known(name: str, shape: Sequence[Any]) -> tuple[int, ...]:
-    if None in shape:
-        raise TracedError(f"the shape {tuple(shape)} of {name} is not known while tracing; give it with a signature")
-    return tuple(int(size) for size in shape)

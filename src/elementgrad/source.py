@@ -47,6 +47,11 @@ class Source(tree.Leaf):
         """Whether the function holds it itself, as a model does its parameters."""
         return self.tensor is not None and self.number is None
 
+    @property
+    def outside(self) -> bool:
+        """Whether it is an argument or an output, so that nobody must look inside the function."""
+        return self.number is not None or (self.kind == "output" and self.tensor is None)
+
 
 ONLY_OUTPUT = Source("", "output")
 """The only floating output, whatever it is called."""

@@ -20,6 +20,7 @@ MARKS = frozenset("#:[]()\n")
 _local = threading.local()
 _lock = threading.Lock()
 _nothing_to_do: set[tuple[type, str]] = set()  # types of tensors and good names: so a tag costs next to nothing
+_nothing = nullcontext()
 _open = 0  # passages open in any thread: a plain number, which a compiler of Python code can look at for nothing
 
 
@@ -175,7 +176,7 @@ class Passage:
 
 def apart() -> AbstractContextManager[None]:
     """For a run that asks for no tags: those in it are its own, and none of a run around it."""
-    return _entered(None, lambda name: False) if _open else nullcontext()
+    return _entered(None, lambda name: False) if _open else _nothing
 
 
 @contextmanager

@@ -250,7 +250,7 @@ class Run:
     def inside(self) -> bool:
         """Whether it replaces, changes or gives tensors that are neither arguments nor outputs."""
         named = (*self.sources, *self.targets)
-        return bool(self.cuts) or any(s.held or (s.met and s.kind != "output") for s in named)
+        return bool(self.cuts) or not all(source.outside for source in named)
 
     def __call__(self, *tensors: Any) -> list[Tensor]:
         """The tensors that are asked for."""

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
+from operator import is_
 from typing import Any
 
 from elementgrad import backends
@@ -48,18 +49,13 @@ def mapped(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = (
         return function(tree)
     _, branches, rebuild = node
     entries = [mapped(branch, function, (*above, tree)) for branch in branches]
-    changed = any(entry is not branch for entry, branch in zip(entries, branches, strict=True))
-    return rebuild(entries) if changed else tree
+    return tree if all(map(is_, entries, branches)) else rebuild(entries)
 
 
 def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
     """The tree with some leaves replaced, by their number in the order of `leaves`."""
     numbers = count()
-
-    def other(leaf: Any) -> Any:
-        return new.get(next(numbers), leaf)
-
-    return mapped(tree, other)
+    return mapped(tree, lambda leaf: new.get(next(numbers), leaf))
 
 
 def _opened(tree: Any, above: tuple[Any, ...]) -> Node | None:
@@ -90,6 +86,8 @@ def opened(tree: Any) -> Node | None:
 
 
 def _with_items(tree: dict[Any, Any], entries: Sequence[Any]) -> Any:
+    if type(tree) is dict:
+        return dict(zip(tree, entries, strict=True))
     other = copy.copy(tree)  # a subclass stays what it is
     for key, entry in zip(tree, entries, strict=True):
         other[key] = entry

@@ -52,8 +52,14 @@ class Reader(Sweeper):
 
     def block(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         """The derivatives of some elements with respect to some of each input, all with all, (batch, rows, columns)."""
-        if not self.batch * rows.size * sum(selection.size for selection in columns):
+        numbers = self.batch * rows.size * sum([selection.size for selection in columns])
+        if not numbers:
             return [self.nothing((self.batch, rows.size, selection.size)) for selection in columns]
+        if rows.size == self.batch == 1 and "reverse" not in self.without:
+            try:
+                return self._row(rows, columns)
+            except UnsupportedError as error:
+                self.without["reverse"] = str(error)
 
         def read(mode: Mode, plan: Plan) -> list[Tensor | None]:
             if mode == "reverse":
@@ -71,6 +77,20 @@ class Reader(Sweeper):
             return blocks
 
         return self._run(lambda: self.plan_of(rows, columns), read)
+
+    def _row(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
+        """The derivatives of one element, of which there is no batch: the everyday read, with nothing to plan."""
+        self._require_room(sum([selection.size for selection in columns]))
+        seed = self.backend.units(self.linear.outputs[self.output], rows.flat().reshape(-1), 1)
+        swept = self.linear.pull(self.output, self.inputs, seed)
+        return [
+            None if derivative is None else self._taken(derivative, selection)
+            for derivative, selection in zip(swept, columns, strict=True)
+        ]
+
+    def _taken(self, derivative: Tensor, selection: Selection) -> Tensor:
+        derivative = self._reshaped(derivative, selection.of)
+        return derivative if selection.whole else self.backend.take(derivative, selection)
 
     def pairs(self, outs: np.ndarray, ins: np.ndarray) -> Tensor | None:
         """The derivative of one element with respect to one, for each pair of positions: (batch, pairs)."""
@@ -143,7 +163,7 @@ class Reader(Sweeper):
         self.require_apart()
         while True:
             chosen = plan()
-            self._require_room(chosen.task)
+            self._require_room(chosen.task.numbers)
             try:
                 return read(chosen.mode, chosen)
             except UnsupportedError as error:
@@ -152,11 +172,12 @@ class Reader(Sweeper):
                     raise FrameworkError(message) from error
                 self.without[chosen.mode] = str(error)
 
-    def _require_room(self, task: Task) -> None:
+    def _require_room(self, numbers: int) -> None:
         """Refuse a result that fits into no memory: the system would end the process without a word."""
-        size = task.numbers * task.itemsize
+        x = self.linear.inputs[self.inputs[0]]
+        size = numbers * self.backend.itemsize(x)
         if size > ROOM:
-            free = self.backend.free(self.linear.inputs[self.inputs[0]]) or bytes_of.available()
+            free = self.backend.free(x) or bytes_of.available()
             if size > free:
                 raise SizeError(
                     f"the result would take {bytes_of.to_text(size)}, and {bytes_of.to_text(free)} are free; read some "

@@ -76,16 +76,18 @@ class TorchLinear(Linear):
         inputs = list(inputs)
 
         def evaluate(attention: bool) -> Graph:
-            with undisturbed(run.function, now if attention else None, attention), straight(inside):
+            again, this = (now, None) if attention else (None, now)
+            with undisturbed(run.function, again, attention, this), straight(inside):
                 leaves = [Passing() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
                 # clones may be written to in place
                 outputs = run(*[leaf if isinstance(leaf, Passing) else leaf.clone() for leaf in leaves])
             inputs[:] = [leaf.like if isinstance(leaf, Passing) else x for leaf, x in zip(leaves, inputs, strict=True)]
             return [leaf.end if isinstance(leaf, Passing) else leaf for leaf in leaves], list(outputs)
 
-        versions = [_version(x) for x in run.others]
+        others = run.others
+        versions = [_version(x) for x in others]
         linear = cls(inputs, evaluate, run, now, create_graph)
-        if [_version(x) for x in run.others] != versions:
+        if [_version(x) for x in others] != versions:
             for output in range(len(linear.outputs)):
                 linear.without[output]["forward"] = "the function writes to an argument in place"
         return linear

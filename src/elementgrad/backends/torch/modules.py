@@ -24,7 +24,7 @@ class Lending:
         self._leaving: Any = None
         if isinstance(first, Module):
             self._enter(first, None)
-        _global_forward_pre_hooks[self] = self._enter  # as registering does, in a tenth of the time
+        _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
 
     def _enter(self, module: Module, _: Any) -> None:
         buffers = module._buffers
@@ -56,7 +56,7 @@ class Lending:
 
     def end(self) -> None:
         """Put back what is still lent, and what was kept."""
-        del _global_forward_pre_hooks[self]
+        del _global_forward_pre_hooks[id(self)]
         if self._leaving is not None:
             self._leaving.remove()
         while self._open:

@@ -12,9 +12,14 @@ from elementgrad.backends.torch.modules import Lending
 
 DEVICES = ("cpu", "cuda")
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
-Precision = tuple[tuple[bool, torch.dtype], ...]
+Precision = tuple[tuple[bool, torch.dtype | None], ...]
 State = tuple[RandomState, Precision]
 """What a function runs from: the generators, and the autocast of each device."""
+
+
+FULL: Precision = tuple([(False, None) for _ in DEVICES])
+"""No autocast, whatever dtype it would have."""
+NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def state() -> State:
@@ -24,16 +29,18 @@ def state() -> State:
 
 def _random() -> RandomState:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), devices
+    return torch.default_generator.get_state(), devices
 
 
 def _set_random(state: RandomState) -> None:
-    torch.set_rng_state(state[0])
+    torch.default_generator.set_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
 
 
 def _precision() -> Precision:
+    if not torch._C._is_any_autocast_enabled():
+        return FULL
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
@@ -43,13 +50,14 @@ class undisturbed:  # noqa: N801  a context, and no generator: every sweep waits
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
     """
 
-    def __init__(self, function: Any, again: State | None = None, attention: bool = False):
+    def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
         self._first = getattr(function, "__self__", None)
         self._again = again
         self._attention = attention
+        self._now = now  # for who has just asked for it
 
     def __enter__(self) -> None:
-        self._random = _random()
+        self._random = _random() if self._now is None else self._now[0]
         self._lending = Lending(self._first)
         try:
             self._modes = modes(self._again, self._attention)
@@ -101,7 +109,7 @@ def _hushed() -> Iterator[None]:
 def plainly() -> AbstractContextManager[Any]:
     """For sweeps: out of inference mode, and in the precision of the evaluation where the caller has autocast on."""
     if not torch.is_inference_mode_enabled() and not torch._C._is_any_autocast_enabled():
-        return nullcontext()
+        return NOTHING
     full = [torch.autocast(device, enabled=False) for device in DEVICES if torch.is_autocast_enabled(device)]
     return _entered([torch.inference_mode(False), *full])
 
@@ -109,7 +117,7 @@ def plainly() -> AbstractContextManager[Any]:
 def _entered(modes: list[Any]) -> AbstractContextManager[Any]:
     """Several contexts as one; mostly there is none, and every sweep waits for this."""
     if not modes:
-        return nullcontext()
+        return NOTHING
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
