@@ -145,6 +145,8 @@ class Selection:
 
     def flat(self) -> np.ndarray:
         """The position of each named element in the flattened tensor (C order), in an array of `self.shape`."""
+        if self.whole:
+            return np.arange(self.size, dtype=np.int64).reshape(self.shape)
         return self._positions(len(self.of))
 
     def rows(self) -> tuple[np.ndarray, Shape]:

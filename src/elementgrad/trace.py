@@ -32,16 +32,16 @@ class Call:
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
         self._bound = bind(function, args, kwargs)
-        leaves = [leaf for name, value in self._bound.arguments.items() for leaf in tree.leaves(value, name)]
-        self._leaves: list[int] = []
+        self._homes: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
         self.inputs: list[Source] = []
         found: dict[str, Backend] = {}
-        for number, (name, leaf) in enumerate(leaves):
-            backend = backends.owner(leaf)
-            if backend is not None:
-                self.inputs.append(Source(name, "input", leaf, len(self._leaves)))
-                self._leaves.append(number)
-                found[backend.name] = backend
+        for argument, value in self._bound.arguments.items():
+            for number, (name, leaf) in enumerate(tree.leaves(value, argument)):
+                backend = backends.owner(leaf)
+                if backend is not None:
+                    self.inputs.append(Source(name, "input", leaf, len(self.inputs)))
+                    self._homes.append((argument, number))
+                    found[backend.name] = backend
         self.backend = _one_backend(function, found, args)
         self.function = function
         self.output = "output"
@@ -118,7 +118,7 @@ class Call:
         new, held, changes = {}, {}, dict(cuts)
         for source, x in zip(sources, tensors, strict=True):
             if source.number is not None:
-                new[self._leaves[source.number]] = x
+                new[source.number] = x
             elif source.met:
                 changes[source.wanted] = _change(x)
             elif x is not None:
@@ -148,7 +148,7 @@ class Call:
     def _run(
         self, new: Mapping[int, Tensor], held: Mapping[str, Tensor], passage: Passage | None
     ) -> list[tuple[str, Tensor]]:
-        args, kwargs = self._bound.passed(tree.replaced(self._bound.arguments, new))
+        args, kwargs = self._bound.passed(self._arguments(new))
         inside = passage if passage is not None and passage.inside else None
         if not held and inside is None:
             with apart():
@@ -171,6 +171,20 @@ class Call:
             returned = passage.meet("output", "output", returned)
             named = [(name, leaf) for name, leaf in tree.leaves(returned, "output") if backends.owner(leaf) is not None]
         return named
+
+    def _arguments(self, new: Mapping[int, Tensor]) -> dict[str, Any]:
+        """All arguments, with some of the inputs replaced."""
+        arguments = dict(self._bound.arguments)
+        parts: dict[str, dict[int, Tensor]] = {}
+        for number, x in new.items():
+            argument, leaf = self._homes[number]
+            if arguments[argument] is self.inputs[number].tensor:
+                arguments[argument] = x
+            else:
+                parts.setdefault(argument, {})[leaf] = x
+        for argument, others in parts.items():
+            arguments[argument] = tree.replaced(arguments[argument], others)
+        return arguments
 
     def _by_alias(self, name: str) -> list[Source]:
         """The input for which the model has a name of its own."""

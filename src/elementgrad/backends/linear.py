@@ -81,6 +81,10 @@ class Linear(ABC):
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """Reverse sweeps: seeds for an output to derivatives for each input, None for one without a path."""
 
+    def row(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Tensor | None] | None:
+        """One reverse sweep from one element, where that takes less than a seed for `pull`; None where it does not."""
+        return None
+
     @abstractmethod
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """Forward sweeps: seeds for an input to derivatives of each output, None for one without a path."""

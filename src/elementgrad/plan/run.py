@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,11 @@ class Reader(Sweeper):
 
     def block(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         """The derivatives of some elements with respect to some of each input, all with all, (batch, rows, columns)."""
-        numbers = self.batch * rows.size * sum([selection.size for selection in columns])
+        numbers = self.batch * rows.size * sum(map(_size, columns))
         if not numbers:
             return [self.nothing((self.batch, rows.size, selection.size)) for selection in columns]
         if rows.size == self.batch == 1 and "reverse" not in self.without:
+            self._require_room(numbers)
             try:
                 return self._row(rows, columns)
             except UnsupportedError as error:
@@ -80,9 +82,11 @@ class Reader(Sweeper):
 
     def _row(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         """The derivatives of one element, of which there is no batch: the everyday read, with nothing to plan."""
-        self._require_room(sum([selection.size for selection in columns]))
-        seed = self.backend.units(self.linear.outputs[self.output], rows.flat().reshape(-1), 1)
-        swept = self.linear.pull(self.output, self.inputs, seed)
+        y, swept = self.linear.outputs[self.output], None
+        if not rows.shape and rows.basic and rows.of == tuple(self.backend.shape(y)):
+            swept = self.linear.row(self.output, self.inputs, rows.parts)
+        if swept is None:
+            swept = self.linear.pull(self.output, self.inputs, self.backend.units(y, rows.flat().reshape(-1), 1))
         return [
             None if derivative is None else self._taken(derivative, selection)
             for derivative, selection in zip(swept, columns, strict=True)
@@ -245,6 +249,9 @@ class Reader(Sweeper):
             rest = tuple(range(size) for size in of[1:])
             joined = backend.take(joined, Selection(of, (again, *rest), block=0, broadcast=again.shape))
         return joined if self.batch == 1 and axes[:2] == (1, 0) else backend.transpose(joined, axes)
+
+
+_size = attrgetter("size")
 
 
 def _count(selection: Selection) -> int:

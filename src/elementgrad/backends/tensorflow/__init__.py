@@ -89,7 +89,8 @@ class TensorflowBackend(Backend):
         return _through(x, lambda g: self.put(g, selection, 0))
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return tf.reshape(x, shape)
+        # An array takes a fraction of the time of a tuple.
+        return tf.reshape(x, np.array(shape, np.int64) if tf.executing_eagerly() else shape)
 
     def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return tf.broadcast_to(x, shape)
@@ -155,7 +156,7 @@ class TensorflowBackend(Backend):
 
     def units(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
         seeds = tf.one_hot(positions, math.prod(like.shape) // batch, dtype=like.dtype)
-        return tf.reshape(tf.repeat(seeds, batch, 0) if batch > 1 else seeds, [len(positions), *like.shape])
+        return self.reshape(tf.repeat(seeds, batch, 0) if batch > 1 else seeds, (len(positions), *like.shape))
 
     def floats(self, x: Tensor) -> np.ndarray | None:
         return self.read(tf.cast(x, tf.float64))

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager.record import could_possibly_record
 
 from elementgrad.backends.linear import Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.tensorflow.quiet import undisturbed
@@ -75,35 +76,52 @@ class TensorflowLinear(Linear):
         return ("forward", input, *outputs), lambda seed: [_pushed(tape, x, y, seed) for y in ys]
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
-        with undisturbed():  # a rule may run parts of the function again
-            return self._swept(key, sweep, seeds)
+        program = self._known(key, seeds.shape[0]) if seeds.shape[0] > 1 else None
+        if program is not None and program.pure:
+            swept = self._stacked(program, seeds)
+        else:
+            with undisturbed():  # a rule may run parts of the function again
+                swept = self._swept(key, sweep, seeds)
+        if self._create_graph or (tf.executing_eagerly() and not could_possibly_record()):
+            return swept
+        return [None if t is None else tf.stop_gradient(t) for t in swept]
 
     def _swept(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         if seeds.shape[0] == 1:
             try:
-                swept = [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
+                return [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
             except (LookupError, NotImplementedError) as error:  # how a rule is missed
                 raise UnsupportedError(reason(error)) from error
-        else:
-            try:
-                swept = self._program(key, sweep, seeds.shape[1:], seeds.dtype, seeds.shape[0])(seeds)
-            except Exception as error:
-                raise UnstackableError(reason(error)) from error
-        return swept if self._create_graph else [None if t is None else tf.stop_gradient(t) for t in swept]
+        try:
+            program = self._program(key, sweep, seeds.shape[1:], seeds.dtype, seeds.shape[0])
+        except Exception as error:
+            raise UnstackableError(reason(error)) from error
+        return self._stacked(program, seeds)
+
+    def _stacked(self, program: "_Program", seeds: Tensor) -> list[Tensor | None]:
+        try:
+            return program(seeds)
+        except Exception as error:
+            raise UnstackableError(reason(error)) from error
+
+    def _known(self, key: Any, count: int) -> "_Program | None":
+        """The program for a stack of so many seeds, if it was traced before."""
+        programs = self._programs.get(key, [])
+        if programs and count <= programs[0].count <= FILLING * count:
+            return programs[0]
+        return programs[1] if len(programs) > 1 else None
 
     def _program(self, key: Any, sweep: Sweep, shape: Any, dtype: Any, count: int) -> "_Program":
         """The program for a stack of so many seeds: one for the first count asked for, one for all others.
 
         A known count makes tracing faster. A smaller stack is filled up to it, unless most would be filling.
         """
-        programs = self._programs.setdefault(key, [])
-        if not programs:
-            programs.append(_Program.quietly(sweep, shape, dtype, count))
-        if count <= programs[0].count <= FILLING * count:
-            return programs[0]
-        if len(programs) == 1:
-            programs.append(_Program.quietly(sweep, shape, dtype, None))
-        return programs[1]
+        known = self._known(key, count)
+        if known is None:
+            programs = self._programs.setdefault(key, [])
+            known = _Program.quietly(sweep, shape, dtype, None if programs else count)
+            programs.append(known)
+        return known
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         key, sweep = self._pushing(source, targets) if forward else self._pulling(source, targets)
@@ -178,6 +196,8 @@ class _Program:
         self._paths = paths
         self.work = max(work, default=0)
         self.count = count or 0
+        self.pure = not any(operation.op_def.is_stateful for operation in self._run.graph.get_operations())
+        """Whether it changes nothing and draws nothing, so that it can run as it stands."""
 
     @classmethod
     def quietly(cls, sweep: Sweep, shape: Any, dtype: Any, count: int | None) -> "_Program":

@@ -9,11 +9,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from elementgrad.backends.patch import Patch, Replace
-
 REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 """What the two sorts of checkpoints are called in PyTorch's module."""
 _local = threading.local()
+_lock = threading.Lock()
 
 
 class straight:  # noqa: N801  a context, and no generator: every evaluation waits for it
@@ -21,41 +20,50 @@ class straight:  # noqa: N801  a context, and no generator: every evaluation wai
 
     def __init__(self, inside: bool):
         self._inside = inside
-        self._on = "torch.utils.checkpoint" in sys.modules
+        self._module = sys.modules.get("torch.utils.checkpoint")
 
     def __enter__(self) -> None:
-        if self._on:
-            _calls.begin()
+        if self._module is not None:
+            with _lock:
+                if not _stand_ins:
+                    _stand_ins.append(_StandIns(self._module))
+                _stand_ins[0].users += 1
             _local.__dict__.setdefault("inside", []).append(self._inside)
 
     def __exit__(self, *_: object) -> None:
-        if self._on:
+        if self._module is not None:
             _local.inside.pop()
-            _calls.end()
+            with _lock:
+                _stand_ins[0].users -= 1
+                if not _stand_ins[0].users:
+                    _stand_ins.pop().remove()
 
 
-class _Straight:
-    """Stands in for the Function of reentrant checkpoints, and is that for threads that are not ours."""
+class _StandIns:
+    """Stand in for what both sorts of checkpoints look up, and are that for threads that are not ours."""
 
-    def __init__(self, original: Any):
-        self._original = original
+    def __init__(self, module: Any):
+        self.users = 0
+        self._module = module
+        self._reentrant = getattr(module, REENTRANT)
+        self._other = getattr(module, OTHER)
+        setattr(module, REENTRANT, self)
+        setattr(module, OTHER, self.around)
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        setattr(self._module, REENTRANT, self._reentrant)
+        setattr(self._module, OTHER, self._other)
 
     def apply(self, function: Any, preserve_rng_state: bool, *arguments: Any) -> Any:
+        """What a reentrant checkpoint calls."""
         if getattr(_local, "inside", ()):
             return function(*arguments)
-        return self._original.apply(function, preserve_rng_state, *arguments)
+        return self._reentrant.apply(function, preserve_rng_state, *arguments)
+
+    def around(self, *arguments: Any, **options: Any) -> Iterator[None]:
+        """What other checkpoints do before and after their call."""
+        return iter((None,)) if any(getattr(_local, "inside", ())) else self._other(*arguments, **options)
 
 
-def _install(replace: Replace) -> None:
-    module = sys.modules["torch.utils.checkpoint"]
-    original = getattr(module, OTHER)
-
-    def around(*arguments: Any, **options: Any) -> Iterator[None]:
-        """Stands in for what other checkpoints do before and after their call."""
-        return iter((None,)) if any(getattr(_local, "inside", ())) else original(*arguments, **options)
-
-    replace(module, REENTRANT, _Straight(getattr(module, REENTRANT)))
-    replace(module, OTHER, around)
-
-
-_calls = Patch(_install)
+_stand_ins: list[_StandIns] = []

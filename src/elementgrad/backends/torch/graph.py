@@ -34,28 +34,33 @@ class Passing:
 
 
 def node_of(end: End) -> Any:
-    """The node of the graph at which gradients end."""
-    return (get_gradient_edge(end) if isinstance(end, Tensor) else end).node
+    """The node of the graph at which gradients end; for a leaf, to which its node leads, the tensor itself."""
+    return end.node if isinstance(end, GradientEdge) else end if end.grad_fn is None else end.grad_fn
 
 
 def largest(start: Any, ends: set[Any]) -> int:
-    """The bytes of the largest derivative on the way from a node of the graph to some others."""
-    leads: dict[Any, bool] = {}  # whether a node leads to an end: parameters of a model hang on the graph as well
+    """The bytes of the largest derivative on the way from a node of the graph to some others, or to leaves."""
+    before: dict[Any, list[Any]] = {}  # who leads to a node
+    leading: set[Any] = set()  # parameters of a model hang on the graph as well
     ahead = [start] if start is not None else []
+    seen = set(ahead)
     while ahead:
-        node = ahead[-1]
-        following = [other for other, _ in node.next_functions if other is not None]
-        unseen = [other for other in following if other not in leads]
-        if unseen and node not in leads:
-            leads[node] = False
-            ahead.extend(unseen)
-        else:
-            leads[node] = node in ends or any(leads[other] for other in following)
-            ahead.pop()
-    sizes = [
-        math.prod(made.shape) * made.dtype.itemsize
-        for node, leading in leads.items()
-        if leading
-        for made in node._input_metadata
-    ]
+        node = ahead.pop()
+        after = node.next_functions
+        if not after and getattr(node, "variable", None) in ends:
+            leading.add(node)
+        for following, _ in after:
+            if following is not None:
+                before.setdefault(following, []).append(node)
+                if following not in seen:
+                    seen.add(following)
+                    ahead.append(following)
+    leading |= ends & seen
+    ahead = list(leading)
+    while ahead:
+        for node in before.get(ahead.pop(), ()):
+            if node not in leading:
+                leading.add(node)
+                ahead.append(node)
+    sizes = [math.prod(made.shape) * made.dtype.itemsize for node in leading for made in node._input_metadata]
     return max(sizes, default=0)

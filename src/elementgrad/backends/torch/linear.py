@@ -3,9 +3,7 @@
 Where that cannot be, and for a single one, forward sweeps go by dual numbers.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from elementgrad.backends.linear import Function, Linear, Run, UnstackableError,
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.graph import Passing, largest, node_of
 from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
+from elementgrad.backends.torch.stacks import no_advice, together
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -71,18 +70,23 @@ class TorchLinear(Linear):
             if x is not None and x.layout is not torch.strided:
                 raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
         now = state()
-        met = [x is None for x in inputs]
-        inside = run.inside
+        given = inputs
         inputs = list(inputs)
 
         def evaluate(attention: bool) -> Graph:
             again, this = (now, None) if attention else (None, now)
-            with undisturbed(run.function, again, attention, this), straight(inside):
-                leaves = [Passing() if new else _leaf(x, create_graph) for x, new in zip(inputs, met, strict=True)]
-                # clones may be written to in place
-                outputs = run(*[leaf if isinstance(leaf, Passing) else leaf.clone() for leaf in leaves])
-            inputs[:] = [leaf.like if isinstance(leaf, Passing) else x for leaf, x in zip(leaves, inputs, strict=True)]
-            return [leaf.end if isinstance(leaf, Passing) else leaf for leaf in leaves], list(outputs)
+            leaves: list[Any] = []
+            passed: list[Any] = []
+            with undisturbed(run.function, again, attention, this), straight(run.inside):
+                for x in given:
+                    leaf: Any = Passing() if x is None else _leaf(x, create_graph)
+                    leaves.append(leaf)
+                    passed.append(leaf if x is None else leaf.clone())  # clones may be written to in place
+                outputs = run(*passed)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Passing):
+                    inputs[i], leaves[i] = leaf.like, leaf.end
+            return leaves, list(outputs)
 
         others = run.others
         versions = [_version(x) for x in others]
@@ -122,6 +126,11 @@ class TorchLinear(Linear):
         except RuntimeError as error:
             if FUSED not in str(error) or self._attention:
                 raise
+        self._attend(output)
+        return self._pull(output, inputs, seeds)
+
+    def _attend(self, output: int) -> None:
+        """Evaluate once more, with attention by kernels that have every derivative."""
         self._attention = True
         before = self.outputs[output]
         self.leaves, self.outputs = self._evaluate(True)
@@ -130,7 +139,18 @@ class TorchLinear(Linear):
                 "attention must be evaluated again for this derivative, and the function gives another value by now; "
                 "make the Jacobian anew"
             )
-        return self._pull(output, inputs, seeds)
+
+    def row(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Tensor | None] | None:
+        y = self.outputs[output]
+        if not y.requires_grad or not y.is_floating_point():
+            return None
+        with undisturbed(None), plainly():
+            try:
+                return list(self._one(self._back(y[index], [self.leaves[i] for i in inputs]), None))
+            except RuntimeError as error:
+                if FUSED not in str(error) or self._attention:
+                    raise
+        return None
 
     def _pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         sweep = self._sweep(output, inputs)
@@ -141,7 +161,7 @@ class TorchLinear(Linear):
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
             try:
-                return self._together(sweep, seeds)
+                return together(sweep, seeds)
             except Exception as error:
                 if FUSED in str(error) and not self._attention:
                     raise
@@ -152,24 +172,12 @@ class TorchLinear(Linear):
         y, leaves = self.outputs[output], [self.leaves[i] for i in inputs]
         return self._back(y, leaves) if y.requires_grad else None
 
-    def _back(self, y: Tensor, ends: list[Any]) -> Sweep:
+    def _back(self, y: Tensor, ends: list[Any]) -> Callable[[Tensor | None], Sequence[Tensor | None]]:
+        """Sweeps from a tensor; the seed of a single number may be None."""
         options: Any = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True}
         return lambda seed: torch.autograd.grad(y, ends, seed, **options)
 
-    def _together(self, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
-        """Reverse sweeps as a stack."""
-        paths: list[bool] = []
-
-        def one(seed: Tensor) -> list[Tensor]:
-            swept = sweep(seed)
-            paths[:] = [derivative is not None for derivative in swept]
-            return [derivative for derivative in swept if derivative is not None]
-
-        with _no_advice():  # not by is_grads_batched=True, which knows fewer rules and worse ones
-            stacks = iter(torch.func.vmap(one)(seeds))
-        return [next(stacks) if path else None for path in paths]
-
-    def _one(self, sweep: Sweep, seed: Tensor) -> Sequence[Tensor | None]:
+    def _one(self, sweep: Callable[[Any], Sequence[Tensor | None]], seed: Tensor | None) -> Sequence[Tensor | None]:
         try:
             return sweep(seed)
         except (NotImplementedError, RuntimeError) as error:
@@ -212,7 +220,7 @@ class TorchLinear(Linear):
             (pulled,) = torch.autograd.grad(y, leaf, seed, create_graph=True, allow_unused=True)
             if pulled is None:
                 return None
-            (pushed,) = self._together(self._back(pulled, [seed]), normal(seeds))
+            (pushed,) = together(self._back(pulled, [seed]), normal(seeds))
         if pushed is None:
             raise UnsupportedError("a reverse rule on the way cannot be transposed")
         return pushed
@@ -221,7 +229,7 @@ class TorchLinear(Linear):
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))[1]
 
-        with undisturbed(self._replay, self._state, attention), straight(True), _no_advice():
+        with undisturbed(self._replay, self._state, attention), straight(True), no_advice():
             x = self.inputs[input]
             x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
             return torch.func.vmap(one, randomness="same")(seeds)
@@ -241,8 +249,7 @@ class TorchLinear(Linear):
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets
         outputs = targets if forward else [source]
-        with torch.inference_mode(False), torch.enable_grad():
-            nodes = {node_of(self.leaves[i]) for i in ends}
+        nodes = {node_of(self.leaves[i]) for i in ends}
         return max(largest(self.outputs[output].grad_fn, nodes) for output in outputs)
 
 
@@ -268,11 +275,3 @@ def normal(x: Tensor) -> Tensor:
 
 def _version(x: Tensor | None) -> int | None:
     return 0 if x is None else None if x.is_inference() else x._version
-
-
-@contextmanager
-def _no_advice() -> Iterator[None]:
-    """Leave out PyTorch's warnings about speed: they are about our stacks and not about the user's code."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*performance drop")
-        yield
