@@ -242,6 +242,8 @@ def _distinct(sources: list[Source]) -> list[Source]:
 
 def _filled(shape: Tree, leaves: Sequence[Any]) -> Tree:
     """The same structure around other leaves."""
+    if isinstance(shape, tree.Leaf):
+        return leaves[0]
     left = iter(leaves)
     return tree.mapped(shape, lambda _: next(left))
 

@@ -19,6 +19,8 @@ from elementgrad.selection import Selection
 Tensor = Any
 Keep = Callable[[Tensor, int, int], Tensor]
 """From a stack of sweeps, (k, batch, elements), and its place among all: what is kept, sweeps first."""
+WIDEST = 16
+"""No number takes more bytes."""
 ROOM = 10**8
 """Results of up to so many bytes are not held against the memory that is free."""
 
@@ -57,7 +59,8 @@ class Reader(Sweeper):
         if not numbers:
             return [self.nothing((self.batch, rows.size, selection.size)) for selection in columns]
         if rows.size == self.batch == 1 and "reverse" not in self.without:
-            self._require_room(numbers)
+            if numbers * WIDEST > ROOM:
+                self._require_room(numbers)
             try:
                 return self._row(rows, columns)
             except UnsupportedError as error:
@@ -86,15 +89,13 @@ class Reader(Sweeper):
         if not rows.shape and rows.basic and rows.of == tuple(self.backend.shape(y)):
             swept = self.linear.row(self.output, self.inputs, rows.parts)
         if swept is None:
-            swept = self.linear.pull(self.output, self.inputs, self.backend.units(y, rows.flat().reshape(-1), 1))
+            stacks = self.linear.pull(self.output, self.inputs, self.backend.units(y, rows.flat().reshape(-1), 1))
+            pairs = zip(stacks, columns, strict=True)
+            swept = [None if stack is None else self._reshaped(stack, selection.of) for stack, selection in pairs]
         return [
-            None if derivative is None else self._taken(derivative, selection)
-            for derivative, selection in zip(swept, columns, strict=True)
+            x if x is None or selection.whole else self.backend.take(x, selection)
+            for x, selection in zip(swept, columns, strict=True)
         ]
-
-    def _taken(self, derivative: Tensor, selection: Selection) -> Tensor:
-        derivative = self._reshaped(derivative, selection.of)
-        return derivative if selection.whole else self.backend.take(derivative, selection)
 
     def pairs(self, outs: np.ndarray, ins: np.ndarray) -> Tensor | None:
         """The derivative of one element with respect to one, for each pair of positions: (batch, pairs)."""

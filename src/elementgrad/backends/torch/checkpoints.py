@@ -15,7 +15,7 @@ _local = threading.local()
 _lock = threading.Lock()
 
 
-class straight:  # noqa: N801  a context, and no generator: every evaluation waits for it
+class straight:  # noqa: N801
     """In here this thread's reentrant checkpoints are plain calls, and all others too if we look inside."""
 
     def __init__(self, inside: bool):

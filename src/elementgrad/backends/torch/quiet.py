@@ -11,6 +11,7 @@ import torch
 from elementgrad.backends.torch.modules import Lending
 
 DEVICES = ("cpu", "cuda")
+CUDA = torch.backends.cuda.is_built()
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
 Precision = tuple[tuple[bool, torch.dtype | None], ...]
 State = tuple[RandomState, Precision]
@@ -28,7 +29,7 @@ def state() -> State:
 
 
 def _random() -> RandomState:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    devices = torch.cuda.get_rng_state_all() if CUDA and torch.cuda.is_initialized() else []
     return torch.default_generator.get_state(), devices
 
 
@@ -44,31 +45,32 @@ def _precision() -> Precision:
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
-class undisturbed:  # noqa: N801  a context, and no generator: every sweep waits for it
+class undisturbed:  # noqa: N801
     """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
 
-    With `attention`, attention is computed by the kernels that have derivatives of every order and direction.
+    With `attention`, attention is computed by the kernels that have derivatives of every order and direction. Whoever
+    has just asked for the state may pass it as `now`.
     """
 
     def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
         self._first = getattr(function, "__self__", None)
         self._again = again
         self._attention = attention
-        self._now = now  # for who has just asked for it
+        self._now = now
 
     def __enter__(self) -> None:
         self._random = _random() if self._now is None else self._now[0]
         self._lending = Lending(self._first)
         try:
             self._modes = modes(self._again, self._attention)
-            self._modes.__enter__()
         except BaseException:
             self._end()
             raise
 
     def __exit__(self, *error: Any) -> None:
         try:
-            self._modes.__exit__(*error)
+            if self._modes is not NOTHING:
+                self._modes.__exit__(*error)
         finally:
             self._end()
 
@@ -93,7 +95,7 @@ def modes(again: State | None = None, attention: bool = False) -> AbstractContex
     if again is not None:
         _set_random(again[0])
         for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
-            if before != now:
+            if before != now and (before[0] or now[0]):
                 modes.append(torch.autocast(device, dtype=before[1], enabled=before[0]))
     return _entered(modes)
 
@@ -115,7 +117,7 @@ def plainly() -> AbstractContextManager[Any]:
 
 
 def _entered(modes: list[Any]) -> AbstractContextManager[Any]:
-    """Several contexts as one; mostly there is none, and every sweep waits for this."""
+    """Several contexts, entered already, as one; mostly there is none, and every sweep waits for this."""
     if not modes:
         return NOTHING
     with ExitStack() as stack:
