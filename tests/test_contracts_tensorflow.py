@@ -303,3 +303,29 @@ def test_keras_looks_up_the_methods_of_a_layer_in_its_class():
     assert {"__call__", "call", "add_loss", "_clear_losses"} <= set(vars(keras.Layer))
     layer = keras.layers.Identity()
     assert not {"call", "__call__"} & set(vars(layer))
+
+
+def test_tensorflow_says_which_operations_leave_a_trace():
+    variable, x = tf.Variable(1.0), tf.ones(2)
+
+    def stateful(function):
+        graph = tf.function(function, autograph=False).get_concrete_function().graph
+        return any(operation.op_def.is_stateful for operation in graph.get_operations())
+
+    assert stateful(lambda: variable + 1)
+    assert stateful(lambda: variable.assign(2.0))
+    assert stateful(lambda: tf.random.uniform([2]))
+    assert stateful(lambda: tf.py_function(lambda: x, [], tf.float32))
+    assert stateful(lambda: tf.function(lambda: variable.assign(2.0))())
+    assert not stateful(lambda: tf.tanh(x) * x)
+
+
+def test_tensorflow_knows_whether_anybody_records():
+    from tensorflow.python.eager.record import could_possibly_record
+
+    x = tf.ones(2)
+    assert not could_possibly_record()
+    with tf.GradientTape():
+        assert could_possibly_record()
+    with tf.autodiff.ForwardAccumulator(x, x):
+        assert could_possibly_record()

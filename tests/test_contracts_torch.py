@@ -324,3 +324,51 @@ def test_the_leaves_of_a_graph_are_found_by_walking_it():
     x = torch.ones(2, requires_grad=True)
     (end, _), _ = (x * 2).grad_fn.next_functions
     assert end.variable is x
+
+
+def test_pytorch_calls_what_stands_among_its_global_hooks_and_those_that_come_during_a_call():
+    from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_hook
+
+    seen, later = [], []
+
+    def before(module, arguments):
+        seen.append("before")
+        later.append(register_module_forward_hook(lambda *_: seen.append("after"), always_call=True))
+
+    _global_forward_pre_hooks[-1] = before
+    try:
+        torch.nn.Tanh()(torch.ones(2))
+    finally:
+        del _global_forward_pre_hooks[-1]
+        for hook in later:
+            hook.remove()
+    assert seen == ["before", "after"]
+
+
+def test_pytorch_stacks_by_steps_as_vmap_does():
+    from elementgrad.backends.torch.stacks import together
+
+    x, other = torch.arange(3.0).requires_grad_(), torch.ones(2, requires_grad=True)
+    y = torch.sin(x) * x.sum()
+
+    def sweep(seed):
+        return torch.autograd.grad(y, [x, other], seed, retain_graph=True, allow_unused=True)
+
+    seeds = torch.eye(3)
+    rows, nothing = together(sweep, seeds)
+    assert nothing is None
+    torch.testing.assert_close(rows, torch.func.vmap(lambda seed: sweep(seed)[0])(seeds))
+    (same,) = together(lambda seed: [torch.ones(2)], seeds)  # what does not depend on the seed is repeated
+    assert same.shape == (3, 2)
+    with pytest.raises(RuntimeError, match="random"):
+        together(lambda seed: [torch.rand_like(seed)], seeds)
+    assert torch._C._functorch.maybe_current_level() is None
+    with pytest.raises(RuntimeError, match="saved tensor hooks"), torch.autograd.graph.save_on_cpu():
+        together(sweep, seeds)
+
+
+def test_a_leaf_is_known_by_the_last_node_of_pytorch_before_it():
+    x = torch.ones(2, requires_grad=True)
+    ((node, _),) = x.clone().grad_fn.next_functions
+    assert node.variable is x
+    assert node.next_functions == ()
