@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -184,7 +185,7 @@ class _Reading:
         tensors = [source.tensor for source in inputs]
         ins = sides(places, sources, inputs, tensors)
         linear = call.backend.linearize(Run(call, inputs, outputs), tensors, create_graph, order)
-        if len(ins) < len(places):
+        if not all(map(is_, linear.inputs, tensors)):
             ins = sides(places, sources, inputs, linear.inputs)
         outs = sides(tree.flat(of), targets, outputs, list(map(linear.value, range(len(outputs)))))
         reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch)

@@ -142,7 +142,7 @@ class TorchLinear(Linear):
 
     def row(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Tensor | None] | None:
         y = self.outputs[output]
-        if not y.requires_grad or not y.is_floating_point():
+        if type(y) is not Tensor or not y.requires_grad or not y.is_floating_point():
             return None
         with undisturbed(None), plainly():
             try:
