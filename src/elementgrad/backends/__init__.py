@@ -1,7 +1,7 @@
 """One small package per framework, found by the type of the tensor given, among the frameworks already imported."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -12,7 +12,6 @@ __all__ = ["Backend", "find", "holder", "on_whole", "opened", "owner", "plain", 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _found: dict[type, Backend] = {}
-_ready: dict[str, Backend] = {}
 _whole: list[Callable[..., Any]] = []
 _compilers: list[Callable[..., Any]] = []
 
@@ -93,21 +92,20 @@ def _search(kind: type) -> Backend | None:
     return None
 
 
-def _imported() -> Iterable[Backend]:
+def _imported() -> Iterator[Backend]:
     """The backends of the frameworks imported so far. Plain import statements: `torch.compile` can trace no others."""
-    if "torch" not in _ready and sys.modules.get("torch") is not None:
+    if sys.modules.get("torch") is not None:
         from elementgrad.backends.torch import backend as torch_backend
 
-        _ready["torch"] = torch_backend
-    if "tensorflow" not in _ready and sys.modules.get("tensorflow") is not None:
+        yield torch_backend
+    if sys.modules.get("tensorflow") is not None:
         from elementgrad.backends.tensorflow import backend as tensorflow_backend
 
-        _ready["tensorflow"] = tensorflow_backend
-    if "jax" not in _ready and sys.modules.get("jax") is not None:
+        yield tensorflow_backend
+    if sys.modules.get("jax") is not None:
         from elementgrad.backends.jax import backend as jax_backend
 
-        _ready["jax"] = jax_backend
-    return _ready.values()
+        yield jax_backend
 
 
 def _not_a_tensor(value: Any) -> str:
