@@ -140,6 +140,8 @@ TOUR = {
     "function_with_an_index": ["4"],
     "asked_twice": ["6", "6"],
     "one_second_derivative": ["8", "[2, 6]"],
+    "train_one_entry": ["[[0, 5]]", "0"],
+    "the_usual_mask": ["999", "999"],
 }
 
 
@@ -147,6 +149,8 @@ SEEN = {
     "a_learned_choice": "1",  # what was learned
     "feature_to_pixel": "················ ················ ▒▒▒▒░░░░░░······ ░░▒▒▓▓▒▒░░······ ░░░░██░░░░······",
     "a_few_entries_of_many": "[0, 0.42, 0.7616, 0]",
+    "an_entry_of_a_sequence_model": "[0]",
+    "each_entry_its_loss": "[0.01656, 0.04524]",
 }
 
 

@@ -190,6 +190,73 @@ def bad_numbers_stay_away() -> dict[str, Any]:
     return {"masked": masked, "x.grad": x.grad}
 
 
+def train_one_entry() -> dict[str, Any]:
+    """Train one entry of a 100 x 10 embedding, under AdamW with weight decay: nothing else moves by a bit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))
+    table, head = model[0].weight.clone(), model[1].weight.clone()
+    elements = eg.trainable(model, "0.weight[0, 5]")
+    optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.arange(100)).square().sum().backward()
+        optimizer.step()
+    moved = (model[0].weight != table).nonzero()
+    return {"moved": moved, "(model[1].weight != head).sum()": (model[1].weight != head).sum()}
+
+
+def the_usual_mask() -> dict[str, Any]:
+    """Beware the usual answer, a mask on the gradient: decay and earlier momentum move the other 999 as well."""
+    mask = eg.at(torch.zeros(100, 10))[0, 5].set(1.0)
+
+    def leaked(kind: Any, begin: int, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))
+        optimizer = kind(model[0].parameters(), lr=0.1, **options)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.arange(100)).square().sum().backward()
+            if step == begin:
+                before = model[0].weight.detach().clone()
+            if step >= begin:
+                model[0].weight.grad *= mask
+            optimizer.step()
+        return (model[0].weight != before)[mask == 0].sum()
+
+    adamw = leaked(torch.optim.AdamW, begin=0)
+    momentum = leaked(torch.optim.SGD, begin=1, momentum=0.9)
+    return {"adamw": adamw, "momentum": momentum}
+
+
+def an_entry_of_a_sequence_model() -> dict[str, Any]:
+    """Train entry [0, 12] of a GRU model's embedding for one output token; unseen, its gradient is 0 and not None."""
+    torch.manual_seed(0)
+    embedding, gru, head = torch.nn.Embedding(50, 32), torch.nn.GRU(32, 64), torch.nn.Linear(64, 50)
+    model = torch.nn.ModuleDict({"embedding": embedding, "gru": gru, "head": head})
+    elements = eg.trainable(model, "embedding.weight[0, 12]")
+
+    def gradient(*tokens: int) -> Any:
+        elements["embedding.weight[0, 12]"].grad = None
+        scores = head(gru(embedding(torch.tensor(tokens)))[0])[-1]
+        (-scores.log_softmax(0)[2]).backward()
+        return elements["embedding.weight[0, 12]"].grad
+
+    return {"gradient(7, 0, 3)": gradient(7, 0, 3), "gradient(7, 4, 3)": gradient(7, 4, 3)}
+
+
+def each_entry_its_loss() -> dict[str, Any]:
+    """Two entries, each with its own target token: neither hears the loss of the other, as it would of their sum."""
+    torch.manual_seed(0)
+    embedding, gru, head = torch.nn.Embedding(50, 32), torch.nn.GRU(32, 64), torch.nn.Linear(64, 50)
+    model = torch.nn.ModuleDict({"embedding": embedding, "gru": gru, "head": head})
+    elements = eg.trainable(model, ["embedding.weight[0, 12]", "embedding.weight[1, 25]"])
+    losses = -head(gru(embedding(torch.tensor([7, 0, 1])))[0])[-1].log_softmax(0)
+    summed = torch.cat(torch.autograd.grad(losses[2] + losses[5], list(elements.parameters()), retain_graph=True))
+    elements.backward({"embedding.weight[0, 12]": losses[2], "embedding.weight[1, 25]": losses[5]})
+    routed = torch.cat([values.grad for values in elements.parameters()])
+    return {"routed": routed, "summed": summed}
+
+
 def picture(field: Any) -> str:
     """Numbers as shades, two characters each: the larger, the darker."""
     shades = torch.ceil(4 * field.abs() / field.abs().max()).int().tolist()
@@ -217,4 +284,8 @@ STOPS: tuple[Callable[[], dict[str, Any]], ...] = (
     a_few_entries_of_many,
     one_second_derivative,
     bad_numbers_stay_away,
+    train_one_entry,
+    the_usual_mask,
+    an_entry_of_a_sequence_model,
+    each_entry_its_loss,
 )
