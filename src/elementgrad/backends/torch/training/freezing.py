@@ -25,6 +25,7 @@ def claim(model: Module) -> None:
         if tensor not in _claims:
             _claims[tensor] = _Claim(tensor.requires_grad)
             tensor.requires_grad_(False)
+            tensor.grad = None  # an optimizer moves whatever has a gradient, be it left over from before
         _claims[tensor].count += 1
 
 
