@@ -30,7 +30,7 @@ def run(capsys):
 
 
 def test_a_new_token_is_taught_and_nothing_else_changes(run):
-    module, lines = run("new_token", "--language-steps", "100", "--word-steps", "40")
+    module, lines = run("new_token", "--language-steps", "80", "--word-steps", "30")
     animals = set(module.KINDS["animal"])
     for start in (index for index, line in enumerate(lines) if line.startswith("random row")):
         rows = {line[:26].strip(): line[26:].split() for line in lines[start + 1 : start + 4]}
@@ -49,7 +49,7 @@ def test_a_new_token_is_taught_and_nothing_else_changes(run):
 
 def test_sparse_fine_tuning_moves_the_chosen_elements_and_takes_them_back(run):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn, in the newest set of packages")
-    _, lines = run("sparse_fine_tuning", "--steps", "25")
+    _, lines = run("sparse_fine_tuning", "--steps", "20")
     table = {line[:26].strip(): [float(number) for number in line[26:].split()] for line in lines[1:17]}
     before, chosen = table["before"], table["10.0%, gradient"]
     assert chosen[0] > before[0] + 10
