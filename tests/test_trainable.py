@@ -266,12 +266,14 @@ def test_every_parameter_given_by_mistake_moves_nothing_else(model):
 
 def test_gradients_left_over_from_before_move_nothing(model):
     model(TOKENS).square().mean().backward()
-    before = state(model)
-    eg.trainable(model, "fold[0, 0]")
+    before, gradient = state(model), model.head.bias.grad
+    elements = eg.trainable(model, "fold[0, 0]")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     model(TOKENS).square().mean().backward()
     optimizer.step()
     assert {name: count for name, count in moved(model, before).items() if count} == {"fold": 1}
+    elements.release()
+    assert model.head.bias.grad is gradient
 
 
 def test_groups_of_an_optimizer_by_place(model):

@@ -13,6 +13,7 @@ Module = torch.nn.Module
 @dataclass
 class _Claim:
     before: bool
+    gradient: torch.Tensor | None
     count: int = 0
 
 
@@ -23,7 +24,7 @@ def claim(model: Module) -> None:
     """Freeze the parameters of a model that nobody froze yet; what the user has let train since stays so."""
     for tensor in _tensors(model):
         if tensor not in _claims:
-            _claims[tensor] = _Claim(tensor.requires_grad)
+            _claims[tensor] = _Claim(tensor.requires_grad, tensor.grad)
             tensor.requires_grad_(False)
             tensor.grad = None  # an optimizer moves whatever has a gradient, be it left over from before
         _claims[tensor].count += 1
@@ -38,6 +39,7 @@ def leave(model: Module) -> None:
             if not held.count:
                 del _claims[tensor]
                 tensor.requires_grad_(held.before or tensor.requires_grad)
+                tensor.grad = held.gradient if tensor.grad is None else tensor.grad
 
 
 def _tensors(model: Module) -> list[torch.nn.Parameter]:
