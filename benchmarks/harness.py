@@ -33,6 +33,10 @@ class Row:
     """The most microseconds allowed over the baseline."""
     most_mb: float | None = None
     """The most megabytes that our way may add to the memory of the process."""
+    most_mb_over: float | None = None
+    """The most megabytes that our way may add beyond what the baseline adds."""
+    memory: Callable[[Callable[[], object]], float | None] | None = None
+    """How the memory of a call is measured, if not as resident memory."""
     repeats: int | None = None
     """Fewer repeats, for what takes long."""
 
@@ -54,6 +58,7 @@ class Result:
     most: float | None
     most_over: float | None
     most_mb: float | None
+    most_mb_over: float | None
     steady: bool = field(init=False)
     """Whether the times can be trusted; memory can be on a busy machine too."""
     holds: bool | None = field(init=False)
@@ -62,6 +67,8 @@ class Result:
         bounds = [self.ratio <= self.most] if self.most else []
         bounds += [self.over_us <= self.most_over] if self.most_over else []
         sizes = [self.ours_mb <= self.most_mb] if self.most_mb and self.ours_mb is not None else []
+        if self.most_mb_over and self.ours_mb is not None and self.baseline_mb is not None:
+            sizes.append(self.ours_mb - self.baseline_mb <= self.most_mb_over)
         self.steady = abs(self.again - 1) <= 0.05 or bool(sizes and not bounds)
         self.holds = all(bounds + sizes) if bounds + sizes else None
 
@@ -71,6 +78,7 @@ class Result:
         bounds = [f"<= {self.most:.3g}"] if self.most else []
         bounds += [f"+{self.most_over} us"] if self.most_over else []
         bounds += [f"{self.most_mb:.0f} MB"] if self.most_mb else []
+        bounds += [f"+{self.most_mb_over} MB"] if self.most_mb_over else []
         return ", ".join(bounds)
 
 
@@ -85,6 +93,7 @@ def measure(row: Row, repeats: int) -> Result:
         for name in orders[repeat % len(orders)]:
             times[name].append(_sample(candidates[name], calls[name]))
     ours, baseline, again = (statistics.median(times[name]) for name in candidates)
+    memory = row.memory or peak_memory
     return Result(
         name=row.name,
         baseline=row.baseline_name,
@@ -93,11 +102,12 @@ def measure(row: Row, repeats: int) -> Result:
         ratio=ours / baseline,
         again=again / baseline,
         over_us=(ours - baseline) * 1e6,
-        ours_mb=peak_memory(row.ours),
-        baseline_mb=peak_memory(row.baseline),
+        ours_mb=memory(row.ours),
+        baseline_mb=memory(row.baseline),
         most=row.most,
         most_over=row.most_over,
         most_mb=row.most_mb,
+        most_mb_over=row.most_mb_over,
     )
 
 
