@@ -98,9 +98,11 @@ class Correlation:
 
     def _of_offsets(self, gradient: Tensor, x: Tensor) -> Tensor:
         found = []
+        # A selection copies all that it selects from unless that lies in order: channels first, windows of them then.
+        gradient, x = gradient.contiguous(), x.contiguous()
         for offset, _, outs, ins, product in self._parts:
             outputs, inputs = self._grid.seen(offset, x.shape[2:], gradient.shape[2:])
-            left = gradient[(slice(None), slice(None), *outputs)].index_select(1, outs)
-            right = x[(slice(None), slice(None), *inputs)].index_select(1, ins)
+            left = gradient.index_select(1, outs)[(slice(None), slice(None), *outputs)]
+            right = x.index_select(1, ins)[(slice(None), slice(None), *inputs)]
             found.append(product(left.transpose(0, 1).flatten(1).t(), right.transpose(0, 1).flatten(1).t()))
         return torch.cat(found).index_select(0, self._order)
