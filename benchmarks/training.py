@@ -185,7 +185,7 @@ def torch_convolution() -> Iterator[Row]:
 
 
 def torch_layer(layer: Any, x: Any, places: dict[str, Any], name: str, bound_input: bool = True) -> Iterator[Row]:
-    """Forward and backward of one layer: to its input, and besides to some elements, to its whole weight, to nothing."""
+    """Forward and backward of one layer: to its input, and besides to some elements, its whole weight, or nothing."""
     import copy
 
     import torch
