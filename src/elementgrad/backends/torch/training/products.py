@@ -10,13 +10,13 @@ import torch
 Tensor = torch.Tensor
 
 # Costs per row of the factors, in nanoseconds, as measured on two cores in float32 (`make bench` shows the outcome).
-GATHERED = 5.0  # one entry: two columns read, multiplied and summed
+GATHERED = 3.8  # one entry: two columns read, multiplied and summed
 MULTIPLIED = 0.0105  # one entry of a matrix product
-SELECTED = 2.0  # one column copied out of a factor
+SELECTED = 2.2  # one column copied out of a factor
 TRANSPOSED = 2.3  # one column turned into a row
 SAMPLED = 0.12  # one entry of a sampled product of such rows
-CELLS = 1 << 23
-"""How many numbers the gathered way may hold at a time."""
+CELLS, FAR_CELLS = 1 << 18, 1 << 24
+"""How many numbers of a factor are dealt with at a time, so that they stay near; elsewhere than on a CPU more."""
 
 
 class Product:
@@ -77,11 +77,18 @@ class Product:
         )
 
     def _gather(self, left: Tensor, right: Tensor) -> Tensor:
-        step = max(1, CELLS // max(1, left.shape[0])) if not torch.compiler.is_compiling() else len(self._row)
-        if step >= len(self._row):
-            return (left.index_select(1, self._row) * right.index_select(1, self._column)).sum(0)
-        pairs = zip(self._row.split(step), self._column.split(step), strict=True)
-        return torch.cat([(left.index_select(1, r) * right.index_select(1, c)).sum(0) for r, c in pairs])
+        cells = CELLS if left.device.type == "cpu" else FAR_CELLS
+        length = max(16, cells // max(1, len(self._row)))
+        if torch.compiler.is_compiling() or len(left) <= length:
+            return self._gathered(left, right)
+        first, *others = zip(left.split(length), right.split(length), strict=True)
+        found = self._gathered(*first)
+        for piece in others:
+            found = found + self._gathered(*piece)
+        return found
+
+    def _gathered(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left.index_select(1, self._row) * right.index_select(1, self._column)).sum(0)
 
     def _block(self, left: Tensor, right: Tensor) -> Tensor:
         left = left if self._rows is None else left.index_select(1, self._rows)
@@ -93,7 +100,12 @@ class Product:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this layout is in beta, once per process
             pattern, order = self._pattern(left.dtype)
-            found = torch.sparse.sampled_addmm(pattern, left.t(), right, beta=0).values()
+            length = max(64, CELLS // sum(self._size))
+            first, *others = zip(left.split(length), right.split(length), strict=True)
+            sums = torch.sparse.sampled_addmm(pattern, first[0].t(), first[1], beta=0)
+            for piece in others:
+                torch.sparse.sampled_addmm(sums, piece[0].t(), piece[1], out=sums)
+            found = sums.values()
         return found if order is None else torch.empty_like(found).index_copy_(0, order, found)
 
     def _pattern(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
