@@ -26,6 +26,7 @@ class Lookup:
         self._rows, self._row_of = index(rows, device), index(row_of, device)
         self._columns = None if len(some) == columns else index(some, device)
         self._column_of = index(column_of, device)
+        self._cell = index(row_of.reshape(-1) * len(some) + column_of.reshape(-1), device)
         self._width = len(some)
         self._crowded = len(rows) * len(some) > ROOM + 4 * len(row_of)
 
@@ -35,12 +36,16 @@ class Lookup:
             return gradient.new_zeros(0)
         gradient = gradient if self._columns is None else gradient.index_select(1, self._columns)
         count = len(self._rows)
-        near = torch.searchsorted(self._rows, tokens).clamp(max=count - 1)
-        hit = self._rows.index_select(0, near) == tokens
-        if self._crowded and not torch.compiler.is_compiling():
-            return self._of_present(near[hit], gradient[hit])
-        sums = gradient.new_zeros(count + 1, self._width).index_add(0, near.where(hit, count), gradient)
-        return sums.view(-1).index_select(0, self._row_of * self._width + self._column_of)
+        if count == 1:
+            place = (tokens != self._rows).long()
+        else:
+            near = torch.searchsorted(self._rows, tokens).clamp(max=count - 1)
+            hit = self._rows.index_select(0, near) == tokens
+            if self._crowded and not torch.compiler.is_compiling():
+                return self._of_present(near[hit], gradient[hit])
+            place = near.where(hit, count)
+        sums = gradient.new_zeros(count + 1, self._width).index_add(0, place, gradient)
+        return sums.view(-1).index_select(0, self._cell)
 
     def _of_present(self, hits: Tensor, gradient: Tensor) -> Tensor:
         """Sums for the rows alone that occur: far fewer than all that were named."""
