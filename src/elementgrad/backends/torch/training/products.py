@@ -9,7 +9,8 @@ import torch
 
 Tensor = torch.Tensor
 
-# Costs per row of the factors, in nanoseconds, as measured on two cores in float32 (`make bench` shows the outcome).
+# Costs per row of the factors, in nanoseconds, in float32 on a CPU: rough, and only their ratios count (`make bench`
+# shows the outcome). The first and the third were measured on one core, the others on two.
 GATHERED = 3.8  # one entry: two columns read, multiplied and summed
 MULTIPLIED = 0.0105  # one entry of a matrix product
 SELECTED = 2.2  # one column copied out of a factor
