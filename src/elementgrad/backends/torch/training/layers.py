@@ -35,6 +35,8 @@ NOBODY = Use(Weight(torch.empty(0)))
 def found(module: Any, name: str) -> tuple[Any, Use | None]:
     """The tensor to compute with, and whose elements are to hear of it."""
     held = module._parameters
+    if name not in held:  # computed, as by a parametrization
+        return getattr(module, name, None), None
     tensor = held[name]
     use = module._trained.get(name)
     if use is None:
@@ -95,7 +97,7 @@ class Layer:
 
     def _through(self: Any, operation: Any, x: Tensor) -> Tensor:
         weight, of_weight = found(self, "weight")
-        bias, of_bias = found(self, "bias") if "bias" in self._parameters else (None, None)
+        bias, of_bias = found(self, "bias")
         if of_weight is None and of_bias is None:
             return operation.run(x, weight, bias)[0]
         one, other = of_weight or NOBODY, of_bias or NOBODY
@@ -179,7 +181,11 @@ class ConvolutionLayer(Layer):
     def forward(self: Any, input: Tensor) -> Tensor:
         """As the layer's own."""
         around = self._reversed_padding_repeated_twice
-        if input.ndim != len(self.stride) + 2 or (self.padding == "same" and around[::2] != around[1::2]):
+        if (
+            input.ndim != len(self.stride) + 2
+            or input.is_complex()
+            or (self.padding == "same" and around[::2] != around[1::2])
+        ):
             return super().forward(input)  # type: ignore[misc]
         if self.padding_mode != "zeros":
             input = functional.pad(input, around, mode=self.padding_mode)
