@@ -36,6 +36,10 @@ class Rows:
         found = self._product(left, right)
         return found.new_zeros(self._total).index_copy(0, self._here, found)
 
+    def connected(self, weight: Tensor, values: Tensor) -> Tensor:
+        """The rows, connected with the values of their elements."""
+        return self._product.connected(weight, values.index_select(0, self._here))
+
 
 class Projections:
     """The weights of one attention that train in part, and the kernels of their rows."""

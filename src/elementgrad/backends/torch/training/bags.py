@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from elementgrad.backends.torch.training.products import again
+
 Tensor = torch.Tensor
 
 
@@ -20,29 +22,35 @@ class ByBag(torch.autograd.Function):
         tokens: Tensor,
         bags: Tensor,
         share: Tensor,
+        often: Tensor | None,
         table: Tensor,
         weights: Tensor | None,
         *leaves: Tensor,
     ) -> Tensor:
         ctx.lookup, ctx.sizes = lookup, sizes
-        ctx.save_for_backward(tokens, bags, share, table, weights)
+        ctx.rows = table.shape
+        needed = (table, weights, *leaves) if ctx.needs_input_grad[8] else (None, weights)
+        ctx.save_for_backward(tokens, bags, share, often, *needed)
         return run(table, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        tokens, bags, share, table, weights = ctx.saved_tensors
+        tokens, bags, share, often, table, weights, *values = ctx.saved_tensors
         heard = gradient.index_select(0, bags) * share.unsqueeze(1)
         known = tokens.clamp(min=0)
         of_weights = None
-        if ctx.needs_input_grad[7]:
+        if ctx.needs_input_grad[8]:
+            table = ctx.lookup.connected(table, torch.cat(values)) if again() else table
             of_weights = (heard * table.index_select(0, known)).sum(1).reshape(weights.shape)
         if weights is not None:
             heard = heard * weights.reshape(-1, 1)
+        if often is not None:
+            heard = heard / often.unsqueeze(1)
         of_table = None
-        if ctx.needs_input_grad[6]:
-            of_table = torch.zeros_like(table).index_add(0, known, heard.masked_fill((tokens < 0).unsqueeze(1), 0))
+        if ctx.needs_input_grad[7]:
+            of_table = gradient.new_zeros(ctx.rows).index_add(0, known, heard.masked_fill((tokens < 0).unsqueeze(1), 0))
         leaves = ctx.lookup(tokens, heard).split(ctx.sizes)
-        return None, None, None, None, None, None, of_table, of_weights, *leaves
+        return None, None, None, None, None, None, None, of_table, of_weights, *leaves
 
 
 def bag(
@@ -64,11 +72,12 @@ def bag(
     if layer.mode == "mean":
         count = len(ids) if offsets is None else len(offsets) - layer.include_last_offset
         share = counted / counted.new_zeros(count).index_add(0, bags, counted).clamp(min=1).index_select(0, bags)
+    often = None
     if layer.scale_grad_by_freq:
-        _, place, often = tokens.unique(return_inverse=True, return_counts=True)
-        share = share / often[place]
+        _, place, count_of = tokens.unique(return_inverse=True, return_counts=True)
+        often = count_of[place]
     leaves = use.weight.leaves
-    return ByBag.apply(use.kernel, use.weight.sizes, run, tokens, bags, share, table, weights, *leaves)
+    return ByBag.apply(use.kernel, use.weight.sizes, run, tokens, bags, share, often, table, weights, *leaves)
 
 
 def _bags(ids: Tensor, offsets: Tensor | None, closed: bool) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elementgrad.backends.torch.training.products import MULTIPLIED, SELECTED, Product, index
+from elementgrad.backends.torch.training.products import MULTIPLIED, SELECTED, Product, connected, index
 
 Tensor = torch.Tensor
 
@@ -55,6 +55,7 @@ class Correlation:
     ):
         out, inside, *offsets = coordinates
         self._grid = grid
+        self._positions = index(np.ravel_multi_index(coordinates, shape), device)
         offset = np.ravel_multi_index(offsets, shape[2:])
         channel = out // (shape[0] // grid.groups) * shape[1] + inside
         self._parts: list[Any] = []
@@ -89,6 +90,10 @@ class Correlation:
         if not self._parts:
             return gradient.new_zeros(0)
         return self._of_channels(gradient, x) if self.whole else self._of_offsets(gradient, x)
+
+    def connected(self, weight: Tensor, values: Tensor) -> Tensor:
+        """The weight, connected with the values of its elements."""
+        return connected(weight, self._positions, values)
 
     def _of_channels(self, gradient: Tensor, x: Tensor) -> Tensor:
         gradient = gradient if self._outs is None else gradient.index_select(1, self._outs)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from elementgrad.backends.torch.training.operations import of_bias
+from elementgrad.backends.torch.training.products import again, connected
 
 Tensor = torch.Tensor
 
@@ -31,13 +32,24 @@ class ByKernel(torch.autograd.Function):
         output, *kept = operation.run(x, weight, bias)
         ctx.operation, ctx.kernels, ctx.sizes = operation, kernels, sizes
         ctx.bias_shape = None if bias is None else bias.shape
-        ctx.save_for_backward(x, weight, *kept)
+        # What is not needed is not kept: it may change before anybody goes back.
+        needed = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        ctx.count = len(sizes[0]) if needed else 0
+        ctx.save_for_backward(x, weight if needed else None, *leaves[: ctx.count], *kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, *kept = ctx.saved_tensors
         operation, (of_weight, to_bias), sizes = ctx.operation, ctx.kernels, ctx.sizes
+        x, weight, *others = ctx.saved_tensors
+        values, kept = others[: ctx.count], others[ctx.count :]
+        if values and again():
+            whole = torch.cat(values)
+            weight = (
+                connected(weight, of_weight, whole)
+                if isinstance(of_weight, Tensor)
+                else of_weight.connected(weight, whole)
+            )
         _, _, _, input_wanted, weight_wanted, bias_wanted, *wanted = ctx.needs_input_grad
         given = operation.back(gradient, x, weight, kept, (input_wanted, weight_wanted))
         bias = of_bias(operation, None, gradient, ctx.bias_shape) if bias_wanted else None

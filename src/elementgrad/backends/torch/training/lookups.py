@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from elementgrad.backends.torch.training.products import index
+from elementgrad.backends.torch.training.products import connected, index
 
 Tensor = torch.Tensor
 ROOM = 1 << 16
@@ -46,6 +46,11 @@ class Lookup:
             place = near.where(hit, count)
         sums = gradient.new_zeros(count + 1, self._width).index_add(0, place, gradient)
         return sums.view(-1).index_select(0, self._cell)
+
+    def connected(self, table: Tensor, values: Tensor) -> Tensor:
+        """The table, connected with the values of its elements."""
+        column = self._column_of if self._columns is None else self._columns.index_select(0, self._column_of)
+        return connected(table, self._rows.index_select(0, self._row_of) * table.shape[1] + column, values)
 
     def _of_present(self, hits: Tensor, gradient: Tensor) -> Tensor:
         """Sums for the rows alone that occur: far fewer than all that were named."""

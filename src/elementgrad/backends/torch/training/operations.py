@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from elementgrad.backends.torch.training.correlations import Grid
+from elementgrad.backends.torch.training.products import again
 
 Tensor = torch.Tensor
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -31,15 +32,15 @@ class Linear:
 
     def back(self, gradient: Tensor, x: Tensor, weight: Tensor, kept: Any, wanted: tuple[bool, bool]) -> Any:
         """The gradients of the input and of the whole weight, where wanted."""
-        of_input = gradient @ (weight.t() if self.transposed else weight) if wanted[0] else None
+        of_input = gradient @ (weight.t() if self.transposed else weight).conj() if wanted[0] else None
         if not wanted[1]:
             return of_input, None
-        left, right = _rows(gradient), _rows(x)
+        left, right = _rows(gradient), _rows(x).conj()
         return of_input, right.t() @ left if self.transposed else left.t() @ right
 
     def entries(self, kernel: Any, gradient: Tensor, x: Tensor, kept: Any) -> Tensor:
         """The gradients of some elements of the weight."""
-        left, right = _rows(gradient), _rows(x)
+        left, right = _rows(gradient), _rows(x).conj()
         return kernel(right, left) if self.transposed else kernel(left, right)
 
 
@@ -88,9 +89,12 @@ class LayerNorm:
 
     def entries(self, kernel: Any, gradient: Tensor, x: Tensor, kept: Any) -> Tensor:
         """The gradients of some elements of the weight."""
-        mean, scale = [part.reshape(-1, 1) for part in kept]
         width = len(self.shape)
-        gradient, x = [part.flatten(-width).flatten(0, -2).index_select(1, kernel) for part in (gradient, x)]
+        if again():
+            axes = list(range(-width, 0))
+            kept = x.mean(axes), torch.rsqrt(x.var(axes, correction=0) + self.eps)
+        mean, scale = [part.reshape(-1, 1) for part in kept]
+        gradient, x = [_normalised(part, width).index_select(1, kernel) for part in (gradient, x)]
         return (gradient * ((x - mean) * scale)).sum(0)
 
 
@@ -108,6 +112,8 @@ class RMSNorm:
 
     def back(self, gradient: Tensor, x: Tensor, weight: Tensor, kept: Any, wanted: tuple[bool, bool]) -> Any:
         """The gradients of the input and of the whole weight, where wanted."""
+        if not any(wanted):
+            return None, None
         axes, scale = self._scale(x)
         unit = x * scale
         along = gradient * weight
@@ -119,7 +125,7 @@ class RMSNorm:
         """The gradients of some elements of the weight."""
         width = len(self.shape)
         scale = self._scale(x)[1].reshape(-1, 1)
-        gradient, x = [part.flatten(-width).flatten(0, -2).index_select(1, kernel) for part in (gradient, x)]
+        gradient, x = [_normalised(part, width).index_select(1, kernel) for part in (gradient, x)]
         return (gradient * (x * scale)).sum(0)
 
     def _scale(self, x: Tensor) -> tuple[list[int], Tensor]:
@@ -131,11 +137,17 @@ class RMSNorm:
 def of_bias(operation: Any, kernel: Tensor | None, gradient: Tensor, shape: torch.Size) -> Tensor:
     """The gradient of a bias: all of it, or some of its elements."""
     if operation.axis is None:  # one number per normalised element
-        rows = gradient.flatten(-len(shape)).flatten(0, -2)
+        rows = _normalised(gradient, len(shape))
         return rows.sum(0).view(shape) if kernel is None else rows.index_select(1, kernel).sum(0)
     axis = operation.axis % gradient.ndim
     gradient = gradient if kernel is None else gradient.index_select(axis, kernel)
-    return gradient.sum([other for other in range(gradient.ndim) if other != axis])
+    others = [other for other in range(gradient.ndim) if other != axis]
+    return gradient.sum(others) if others else gradient  # no axes would mean all of them
+
+
+def _normalised(x: Tensor, axes: int) -> Tensor:
+    """What is normalised together as one row each."""
+    return x.flatten(-axes).reshape(-1, x.shape[-axes:].numel())
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -64,6 +64,10 @@ class Product:
         """The entries, for factors of shape (n, rows) and (n, columns)."""
         return self._way(left, right) if self._sampling(left, right) else self._differentiable(left, right)
 
+    def connected(self, weight: Tensor, values: Tensor) -> Tensor:
+        """The weight, connected with the values of its elements."""
+        return connected(weight, self._row * self._size[1] + self._column, values)
+
     def _cheapest(self, *ways: str) -> Callable[[Tensor, Tensor], Tensor]:
         return getattr(self, f"_{min(ways, key=self.costs.__getitem__)}")
 
@@ -122,6 +126,17 @@ class Product:
                 starts, self._column[order], zeros, (rows, columns), check_invariants=False
             )
         return self._csr, self._order
+
+
+def again() -> bool:
+    """Whether what is computed going back is to be differentiated once more."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def connected(weight: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    """A weight that holds values, as a step by which those values hear of what is computed with it."""
+    change = (values - values.detach()).to(weight.dtype)
+    return weight.reshape(-1).index_add(0, positions, change).view(weight.shape)
 
 
 def index(array: np.ndarray, device: torch.device | str) -> Tensor:
