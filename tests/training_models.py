@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 import elementgrad as eg
 
@@ -124,3 +125,18 @@ class Watched:
             differs = differing(self.of(place), self.before[place.name]).view(-1)[at]
             assert differs.any(), f"{place} has not moved"
             assert self.of(place).isfinite().all(), f"{place} is not finite"
+
+
+class Tied(nn.Module):
+    """A table that is also a head, as a module and as a function."""
+
+    def __init__(self, functional):
+        super().__init__()
+        self.emb = nn.Embedding(6, 4)
+        self.functional = functional
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids):
+        h = self.emb(ids).tanh()
+        return functional.linear(h, self.emb.weight) if self.functional else self.head(h)
