@@ -143,21 +143,28 @@ def part_of(leaf: Tensor) -> Part | None:
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """What an optimizer moved is in the model at once, however the optimizer wrote it."""
-    stepped = {}
-    for group in optimizer.param_groups:
-        for leaf in group["params"]:
-            part = part_of(leaf) if id(leaf) in _leaves else None
-            if part is not None and part.weight is not None and part in part.weight.parts:
-                stepped[id(part.weight)] = part.weight
-    for weight in stepped.values():
+    for weight in _moved(optimizer):
         weight.push()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if isinstance(optimizer, torch.optim.SparseAdam) and any(
-        part_of(leaf) is not None for group in optimizer.param_groups for leaf in group["params"]
-    ):
+    """What was written to a parameter since the last forward is where its elements step from."""
+    weights = _moved(optimizer)
+    if weights and isinstance(optimizer, torch.optim.SparseAdam):
         raise OptionError("SparseAdam takes sparse gradients, and those of elements are dense; use torch.optim.Adam")
+    for weight in weights:
+        weight.current()
+
+
+def _moved(optimizer: torch.optim.Optimizer) -> list[Weight]:
+    """The parameters whose elements an optimizer has."""
+    weights = {}
+    for group in optimizer.param_groups:
+        for leaf in group["params"]:
+            part = part_of(leaf) if id(leaf) in _leaves else None
+            if part is not None and part.weight is not None and part in part.weight.parts:
+                weights[id(part.weight)] = part.weight
+    return list(weights.values())
 
 
 register_optimizer_step_pre_hook(_before_step)
