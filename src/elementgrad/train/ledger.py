@@ -85,7 +85,7 @@ class Ledger:
         later = np.zeros(0, np.int64)
         for mark in reversed(self._all.copy()):
             bare = ~np.isin(mark.positions, later)
-            if mark.written is not None and (self._read(mark.positions[bare]) != mark.written[bare]).any():
+            if mark.written is not None and not np.array_equal(self._read(mark.positions[bare]), mark.written[bare]):
                 self._all.remove(mark)
             else:
                 later = np.concatenate([later, mark.positions])

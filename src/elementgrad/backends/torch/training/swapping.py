@@ -79,7 +79,8 @@ class Swapped:
         for part, values in before:
             tensor = part.tensor
             part.leaf.data = values.to(tensor.device, part.kept_dtype(tensor.dtype))
-            part.originals = part.originals.to(tensor.dtype)
+            if part.originals.dtype != tensor.dtype:
+                part.begin_from(part.originals.to(tensor.dtype))
         for weight in weights:
             weight.arrange()
         prepare(self)

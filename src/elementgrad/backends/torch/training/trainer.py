@@ -142,7 +142,7 @@ class TorchTrainer(Trainer):
     def restore(self, part: Any) -> None:
         with torch.no_grad():
             part.leaf.copy_(part.originals.to(part.leaf.dtype))
-            put(part.tensor, index(part.positions, part.tensor.device), part.originals)
+            put(part.tensor, index(part.positions, part.tensor.device), part.originals.to(part.tensor))
         if part.weight is not None:
             part.weight.push()
 

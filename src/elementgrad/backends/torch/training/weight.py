@@ -43,9 +43,13 @@ class Part(training.Part):
 
     def rebase(self) -> None:
         """Take the values there are for those that there were: another model has been loaded."""
-        self.originals = self.leaf.detach().to(self.tensor.dtype, copy=True)
+        self.begin_from(self.leaf.detach().to(self.tensor.dtype, copy=True))
+
+    def begin_from(self, originals: Tensor) -> None:
+        """Have other originals, as of another model or in another dtype."""
+        self.originals = originals
         if self.mark is not None:
-            self.mark.bits = bits(self.originals)[1]
+            self.mark.bits = bits(originals)[1]
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the leaf for a parameter of a dtype: small steps are lost in half precision."""
