@@ -54,6 +54,7 @@ class Elements:
         self._trainer = trainer
         self._members = tuple(members)
         self._training = training
+        self._taken_back = False
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -132,7 +133,7 @@ class Elements:
         Patch(tuple([self._entry(member, full) for member in self._members])).write(path)
 
     def undo(self) -> None:
-        """Give the elements back the values that they had before, to the bit.
+        """Give the elements back the values that they had before, to the bit; once that is done, not again.
 
         >>> import torch, elementgrad as eg
         >>> model = torch.nn.Linear(3, 2)
@@ -143,6 +144,8 @@ class Elements:
         >>> torch.equal(model.weight, before)
         True
         """
+        if self._taken_back:
+            return  # whatever is there now is not theirs
         for member in self._members:
             over = self._ledger(member).overlapping(member.positions, after=member.mark)
             if over is not None:
@@ -151,6 +154,7 @@ class Elements:
             self._trainer.restore(member.part)
             if not self._training:
                 self._ledger(member).remove(member.mark)
+        self._taken_back = not self._training
 
     def release(self, *, keep: bool = True) -> None:
         """Give the plain model back, with the values that the elements have now or, without `keep`, had before.
@@ -166,6 +170,7 @@ class Elements:
             self.undo()
         if self._training:
             self._training = False
+            self._taken_back = not keep
             self._trainer.stop([member.part for member in self._members])
             for member in self._members:
                 member.mark.written = self._trainer.bits(member.tensor, member.positions)[1]

@@ -12,7 +12,7 @@ from elementgrad.place import Place
 from elementgrad.train.elements import Elements, Member, reader
 from elementgrad.train.fingerprint import fits
 from elementgrad.train.ledger import Ledger, Mark
-from elementgrad.train.named import Named, all_named, named, trainer_of
+from elementgrad.train.named import Named, all_named, named, require_apart, trainer_of
 from elementgrad.train.patch import Entry, Patch
 
 ENDING = ".safetensors"
@@ -75,10 +75,10 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
     """
     trainer = trainer_of(model)
     found = _fitting(trainer, Patch.read(path), overwrite)
-    members = []
-    for one, entry in found:
-        _require_idle(trainer, one)
-        members.append(_member(trainer, one, trainer.part(one.tensor, one.positions, None, entry.values)))
+    for one, _ in found:
+        _require_idle(trainer, one)  # all of them, before one is noted as changed
+    parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
+    members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:
         trainer.write(member.part)
         member.mark.written = trainer.bits(member.tensor, member.positions)[1]
@@ -104,7 +104,12 @@ def _fitting(
     trainer: Trainer, patch: Patch, overwrite: bool = False, resume: bool = False
 ) -> list[tuple[Named, Entry]]:
     """The parameters that a patch is for, each checked before anything is changed."""
-    return [(_fitted(trainer, entry, overwrite, resume), entry) for entry in patch.entries]
+    found = [(_fitted(trainer, entry, overwrite, resume), entry) for entry in patch.entries]
+    try:
+        require_apart([one for one, _ in found])  # names that are tied here may not be where the patch was made
+    except DuplicateError as error:
+        raise PatchError(f"the patch does not fit: {error}") from None
+    return found
 
 
 def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Named:
