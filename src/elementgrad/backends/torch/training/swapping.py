@@ -214,7 +214,10 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, dict):
         return {key: _mapped(entry, function) for key, entry in value.items()}
-    return type(value)(_mapped(entry, function) for entry in value) if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple):
+        return value
+    make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
+    return make(_mapped(entry, function) for entry in value)
 
 
 def _differs(weight: Weight, loaded: Any) -> bool:
