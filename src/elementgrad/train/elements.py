@@ -139,7 +139,8 @@ class Elements:
         >>> model = torch.nn.Linear(3, 2)
         >>> before = model.weight.clone()
         >>> elements = eg.trainable(model, "weight[0, :]")
-        >>> _ = elements["weight[0, :]"].data.fill_(7.0)
+        >>> with torch.no_grad():
+        ...     _ = elements["weight[0, :]"].fill_(7.0)
         >>> elements.undo()
         >>> torch.equal(model.weight, before)
         True

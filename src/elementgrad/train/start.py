@@ -66,7 +66,8 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
     >>> model = torch.nn.Linear(3, 2)
     >>> pristine = copy.deepcopy(model)
     >>> elements = eg.trainable(model, "bias[1]")
-    >>> _ = elements["bias[1]"].data.fill_(7.0)
+    >>> with torch.no_grad():
+    ...     _ = elements["bias[1]"].fill_(7.0)
     >>> elements.save(path)
     >>> applied = eg.apply(pristine, path)
     >>> pristine.bias[1].item()
