@@ -1,6 +1,7 @@
 """Values where two may write them: the elements, and whoever writes to the parameter."""
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -72,3 +73,25 @@ def test_a_patch_in_a_model_that_became_half_is_taken_back(tmp_path):
     plain.half()
     applied.undo()
     assert torch.equal(plain.weight, expected)
+
+
+class Pair(NamedTuple):
+    weight: torch.Tensor
+    factor: float
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.pair = Pair(self.weight, 2.0)
+
+    def forward(self, x):
+        return x * self.pair.weight * self.pair.factor
+
+
+def test_a_parameter_in_a_named_tuple_trains():
+    model = Holding()
+    elements = eg.trainable(model, "weight[0]")
+    model(torch.ones(3)).sum().backward()
+    assert elements["weight[0]"].grad.tolist() == [2.0]

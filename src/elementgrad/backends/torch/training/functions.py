@@ -65,6 +65,10 @@ class ByKernel(torch.autograd.Function):
         return None, None, None, *given, bias, *leaves
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is torch.float64 else x.to(dtype)  # as autocast does
+
+
 def by_kernel(
     operation: Any,
     kernels: tuple[Any, Any],
@@ -77,8 +81,8 @@ def by_kernel(
     """`ByKernel`, in the dtype that autocast asks for: going back nobody asks."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
     return ByKernel.apply(operation, kernels, sizes, x, weight, bias, *leaves)
 
 

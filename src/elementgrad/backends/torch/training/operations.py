@@ -114,24 +114,25 @@ class RMSNorm:
         """The gradients of the input and of the whole weight, where wanted."""
         if not any(wanted):
             return None, None
-        axes, scale = self._scale(x)
-        unit = x * scale
-        along = gradient * weight
+        wide, axes, scale = self._scale(x)
+        unit, along = wide * scale, (gradient * weight).to(wide.dtype)
         of_input = scale * (along - unit * (along * unit).mean(axes, keepdim=True)) if wanted[0] else None
         of_weight = (gradient * unit).reshape(-1, *self.shape).sum(0) if wanted[1] else None
-        return of_input, of_weight
+        return [None if found is None else found.to(x.dtype) for found in (of_input, of_weight)]
 
     def entries(self, kernel: Any, gradient: Tensor, x: Tensor, kept: Any) -> Tensor:
         """The gradients of some elements of the weight."""
         width = len(self.shape)
-        scale = self._scale(x)[1].reshape(-1, 1)
-        gradient, x = [_normalised(part, width).index_select(1, kernel) for part in (gradient, x)]
-        return (gradient * (x * scale)).sum(0)
+        wide, _, scale = self._scale(x)
+        gradient, wide = [_normalised(part, width).index_select(1, kernel) for part in (gradient, wide)]
+        return (gradient * (wide * scale.reshape(-1, 1))).sum(0)
 
-    def _scale(self, x: Tensor) -> tuple[list[int], Tensor]:
+    def _scale(self, x: Tensor) -> tuple[Tensor, list[int], Tensor]:
+        """The input in the precision that the framework computes in, where squares are finite; axes; the scale."""
         axes = list(range(-len(self.shape), 0))
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return axes, torch.rsqrt(x.square().mean(axes, keepdim=True) + eps)
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
+        return wide, axes, torch.rsqrt(wide.square().mean(axes, keepdim=True) + eps)
 
 
 def of_bias(operation: Any, kernel: Tensor | None, gradient: Tensor, shape: torch.Size) -> Tensor:
