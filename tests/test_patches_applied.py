@@ -242,3 +242,13 @@ def test_masks_take_no_more_than_their_elements(model, tmp_path):
     elements = trained(model, eg.at("0.weight")[mask], path)
     assert elements["0.weight[[5, 70], [3, 1]]"].shape == (2,)
     assert path.stat().st_size < 2000
+
+
+def test_what_was_written_over_is_not_saved(model, tmp_path):
+    elements = trained(model, "1.bias", tmp_path / "patch.safetensors")
+    elements.release()
+    elements.save(tmp_path / "again.safetensors")
+    with torch.no_grad():
+        model[1].bias.fill_(4.0)
+    with pytest.raises(eg.PatchError, match="was written over or taken back since"):
+        elements.save(tmp_path / "late.safetensors")

@@ -272,3 +272,29 @@ def test_values_written_by_hand_count(model):
         model.head.bias[3] = 7.0
     model(TOKENS)
     assert elements["head.bias[2:4]"].tolist() == [5.0, 7.0]
+
+
+def test_a_step_by_hand_through_data_is_seen(model):
+    elements = eg.trainable(model, ["fold[0]", "head.bias"])
+    for _ in range(2):
+        model(TOKENS).square().mean().backward()
+        for leaf in elements.parameters():
+            leaf.data -= 0.1 * leaf.grad
+            leaf.grad = None
+        after = model(TOKENS)
+        assert torch.equal(model.head.bias, elements["head.bias"])
+        assert torch.equal(after, copy.deepcopy(model)(TOKENS))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float16, "bfloat16", "int32", "nonsense"])
+def test_dtypes_that_cannot_hold_the_values_are_refused(model, dtype):
+    before = state(model)
+    with pytest.raises(eg.OptionError, match="dtype="):
+        eg.trainable(model, "fold", dtype=dtype)
+    assert_same(model.state_dict(), before)
+    assert model.fold.requires_grad
+
+
+def test_places_with_values_are_no_places(model):
+    with pytest.raises(eg.PlaceError, match="dict names no elements"):
+        eg.trainable(model, {"fold": 1})

@@ -25,25 +25,17 @@ class Patch:
     @contextmanager
     def on(self, *of: Hashable) -> Iterator[None]:
         """Have the attributes replaced; afterwards, also after an exception, they are as they were."""
-        self.begin(*of)
-        try:
-            yield
-        finally:
-            self.end(*of)
-
-    def begin(self, *of: Hashable) -> None:
-        """Replace the attributes, for somebody who sees to it that there is an end."""
         with self._lock:
             if of not in self._active:
                 self._active[of] = self._installed(of)
             self._active[of].users += 1
-
-    def end(self, *of: Hashable) -> None:
-        """One less needs it."""
-        with self._lock:
-            self._active[of].users -= 1
-            if not self._active[of].users:
-                self._active.pop(of).restore()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active[of].users -= 1
+                if not self._active[of].users:
+                    self._active.pop(of).restore()
 
     def _installed(self, of: tuple[Hashable, ...]) -> "_Active":
         active = _Active()

@@ -130,6 +130,9 @@ class Elements:
         place         elements  shape  dtype    largest change
         weight[0, 1]  1         2x3    float32  0
         """
+        for member in self._members:
+            if not self._ledger(member).holds(member.mark):
+                raise PatchError(f"{member.place} was written over or taken back since, so there is nothing to save")
         Patch(tuple([self._entry(member, full) for member in self._members])).write(path)
 
     def undo(self) -> None:

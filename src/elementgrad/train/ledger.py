@@ -57,6 +57,10 @@ class Ledger:
         if mark in self._all:
             self._all.remove(mark)
 
+    def holds(self, mark: Mark) -> bool:
+        """Whether a change is still there, and nobody has written over it."""
+        return mark in self._live()
+
     def overlapping(self, positions: np.ndarray, after: Mark | None = None) -> Mark | None:
         """A change of some of these elements, among all or among those after another."""
         held = self._live()

@@ -1,6 +1,6 @@
 """Places against the parameters of a model: which elements of which tensor each of them names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from elementgrad.backends.training import Trainer
 from elementgrad.errors import DuplicateError, FrameworkError, PlaceError
 from elementgrad.index import IndexArray
 from elementgrad.place import Place
+from elementgrad.train.apart import require_apart
 
 Tensor = Any
 
@@ -61,7 +62,7 @@ def named(trainer: Trainer, place: Place | str) -> Named:
 def all_named(trainer: Trainer, places: Any) -> list[Named]:
     """What several places name; none of them may overlap."""
     single = isinstance(places, Place | str) or backends.owner(places) is not None
-    if not single and not isinstance(places, Iterable):
+    if not single and (isinstance(places, Mapping) or not isinstance(places, Iterable)):
         raise PlaceError(
             f"{type(places).__name__} names no elements; "
             "give places, such as ['fc.weight[3, :]'], or the path of a patch"
@@ -69,20 +70,12 @@ def all_named(trainer: Trainer, places: Any) -> list[Named]:
     found = [named(trainer, place) for place in ([places] if single else places)]
     if not found:
         raise PlaceError("no places are given; name some, such as ['fc.weight[3, :]']")
-    require_apart(found)
+    require_disjoint(found)
     return found
 
 
-def require_apart(found: Sequence[Any]) -> None:
+def require_disjoint(found: Sequence[Named]) -> None:
     """Refuse an element that two places name."""
     for tensor in {id(one.tensor): one.tensor for one in found}.values():
         here = [one for one in found if one.tensor is tensor]
-        positions = np.concatenate([one.positions for one in here])
-        order = np.sort(positions)
-        for twice in order[1:][order[1:] == order[:-1]][:1]:
-            first, second, *_ = [one for one in here if twice in one.positions]
-            element = [int(axis) for axis in np.unravel_index(twice, first.shape)]
-            raise DuplicateError(
-                f"{first.name}{element if first.shape else ''} is named by {first.place} and by {second.place}; "
-                "name each element once"
-            )
+        require_apart(here[0].name, here[0].shape, [(str(one.place), one.positions) for one in here])

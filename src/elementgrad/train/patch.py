@@ -14,6 +14,7 @@ import numpy as np
 from elementgrad.errors import DuplicateError, ElementgradError, PatchError
 from elementgrad.place import Place
 from elementgrad.text import table
+from elementgrad.train.apart import repeated, require_apart
 from elementgrad.train.numbers import VIEWS, Numbers
 from elementgrad.train.replacement import replace
 from elementgrad.train.storage import Stored, pack, unpack
@@ -36,12 +37,13 @@ STORED = {
 class Entry:
     """One place of a patch: some elements of one tensor, what they were and what they are now.
 
-    >>> import numpy as np
-    >>> from elementgrad.train.numbers import Numbers
-    >>> from elementgrad.train.patch import Entry
-    >>> old, new = Numbers.of(np.float32([1.0, 2.0])), Numbers.of(np.float32([1.5, 2.0]))
-    >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
-    0.5
+        >>> import numpy as np
+        >>> from elementgrad.train.apart import repeated, require_apart
+    from elementgrad.train.numbers import Numbers
+        >>> from elementgrad.train.patch import Entry
+        >>> old, new = Numbers.of(np.float32([1.0, 2.0])), Numbers.of(np.float32([1.5, 2.0]))
+        >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
+        0.5
     """
 
     place: str
@@ -79,7 +81,7 @@ class Entry:
         for position in indices[(indices < 0) | (indices >= size)][:1]:
             raise PatchError(f"{self.place}: position {position} is out of range for {size} elements")
         indices = np.array(indices, np.int64)
-        if (twice := _repeated(indices)) is not None:
+        if (twice := repeated(indices)) is not None:
             raise DuplicateError(f"{self.place}: position {twice} stands twice among the indices")
         self._check_place(indices)
         indices.setflags(write=False)
@@ -215,12 +217,6 @@ def _shape(place: str, shape: Iterable[Any]) -> tuple[int, ...]:
     return sizes
 
 
-def _repeated(positions: np.ndarray) -> int | None:
-    ordered = np.sort(positions)
-    again = ordered[1:][ordered[1:] == ordered[:-1]]
-    return int(again[0]) if again.size else None
-
-
 def _check_apart(entries: list[Entry]) -> None:
     """Refuse places of one tensor that overlap, for which of them would win?"""
     first = entries[0]
@@ -230,11 +226,7 @@ def _check_apart(entries: list[Entry]) -> None:
                 f"{entry.name} is {entry.dtype} of shape {entry.shape} for {entry.place} and {first.dtype} of shape "
                 f"{first.shape} for {first.place}; one tensor has one"
             )
-    twice = _repeated(np.concatenate([entry.indices for entry in entries]))
-    if twice is not None:
-        one, other, *_ = [entry.place for entry in entries if twice in entry.indices]
-        element = [int(axis) for axis in np.unravel_index(twice, first.shape)]
-        raise DuplicateError(f"{first.name}{element} is named by {one} and by {other}; name each element once")
+    require_apart(first.name, first.shape, [(entry.place, entry.indices) for entry in entries])
 
 
 def _stored(numbers: Numbers) -> Stored:

@@ -8,7 +8,7 @@ import numpy as np
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import PlaceError, UnconnectedError
 from elementgrad.text import listed
-from elementgrad.train.named import Named, named, require_apart
+from elementgrad.train.named import Named, named, require_disjoint
 
 Tensor = Any
 
@@ -22,7 +22,7 @@ def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor
         places = [named(trainer, place) for place in (key if isinstance(key, tuple) else (key,))]
         trainer.check_loss(loss, ", ".join(str(asked.place) for asked in places))
         routes += [(asked, loss) for asked in places]
-    require_apart([asked for asked, _ in routes])
+    require_disjoint([asked for asked, _ in routes])
     hearing = [(loss, asked, _hearing(asked, members)) for asked, loss in routes]
     distinct = {id(loss): loss for loss, _, _ in hearing}
     gradients = []

@@ -9,10 +9,11 @@ from elementgrad.backends import plain
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DuplicateError, ElementgradError, PatchError
 from elementgrad.place import Place
+from elementgrad.train.apart import element
 from elementgrad.train.elements import Elements, Member, reader
 from elementgrad.train.fingerprint import fits
 from elementgrad.train.ledger import Ledger, Mark
-from elementgrad.train.named import Named, all_named, named, require_apart, trainer_of
+from elementgrad.train.named import Named, all_named, named, require_disjoint, trainer_of
 from elementgrad.train.patch import Entry, Patch
 
 ENDING = ".safetensors"
@@ -46,9 +47,9 @@ def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
         every = [one for one, _ in found]
     else:
         every = all_named(trainer, places)
+        for one in every:
+            _require_idle(trainer, one)
         parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
-    for one in every:
-        _require_idle(trainer, one)
     members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
     trainer.start(parts)
     return Elements(trainer, members, training=True)
@@ -76,8 +77,6 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
     """
     trainer = trainer_of(model)
     found = _fitting(trainer, Patch.read(path), overwrite)
-    for one, _ in found:
-        _require_idle(trainer, one)  # all of them, before one is noted as changed
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:
@@ -95,10 +94,8 @@ def _member(trainer: Trainer, one: Named, part: Any) -> Member:
 def _require_idle(trainer: Trainer, one: Named) -> None:
     for part in trainer.training(one.tensor):
         for twice in one.positions[np.isin(one.positions, part.positions)][:1]:
-            element = [int(axis) for axis in np.unravel_index(twice, one.shape)]
-            raise DuplicateError(
-                f"{one.name}{element if one.shape else ''} of {one.place} trains already; release those elements first"
-            )
+            which = element(one.name, one.shape, twice)
+            raise DuplicateError(f"{which} of {one.place} trains already; release those elements first")
 
 
 def _fitting(
@@ -107,7 +104,7 @@ def _fitting(
     """The parameters that a patch is for, each checked before anything is changed."""
     found = [(_fitted(trainer, entry, overwrite, resume), entry) for entry in patch.entries]
     try:
-        require_apart([one for one, _ in found])  # names that are tied here may not be where the patch was made
+        require_disjoint([one for one, _ in found])  # names that are tied here may not be where the patch was made
     except DuplicateError as error:
         raise PatchError(f"the patch does not fit: {error}") from None
     return found
@@ -127,6 +124,7 @@ def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Na
     one = named(trainer, Place.parse(entry.place))
     if one.tensor is not tensor:
         raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
+    _require_idle(trainer, one)
     read = reader(trainer, tensor)
     ledger = Ledger(tensor, read)
     over = ledger.overlapping(entry.indices)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from elementgrad import tree
 from elementgrad.backends.torch.training.layers import Layer, Use, aliased, elsewhere, layer_of
 from elementgrad.backends.torch.training.weight import Weight, part_of
 
@@ -176,48 +177,34 @@ def _read(module: Module) -> list[Module]:
 
 
 def _held(value: Any, tensors: Mapping[int, Weight]) -> set[int]:
-    """Which of the tensors a list, tuple or dict holds."""
-    if isinstance(value, Tensor):
-        return {id(value)} & tensors.keys()
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return {found for entry in inside for found in _held(entry, tensors)}
+    """Which of the tensors a list, tuple, dict or dataclass holds."""
+    return {id(leaf) for leaf in tree.flat(value)} & tensors.keys()
 
 
 def _with_aliases(module: Any, name: str) -> Any:
     names = {id(use.weight.tensor): key for key, use in module._trained.items()}
     others = {id(weight.tensor): weight for weight in module._elsewhere}
 
-    def alias(tensor: Tensor) -> Tensor:
-        key = names.get(id(tensor))
-        return aliased(module, key) if key else elsewhere(others[id(tensor)]) if id(tensor) in others else tensor
+    def alias(leaf: Any) -> Any:
+        key = names.get(id(leaf))
+        return aliased(module, key) if key else elsewhere(others[id(leaf)]) if id(leaf) in others else leaf
 
-    return _mapped(module.__dict__[name], alias)
+    return tree.mapped(module.__dict__[name], alias)
 
 
 def _store(name: str, module: Any, value: Any) -> None:
     """Keep what a module notes: the parameters themselves, where it was given aliases of them."""
     weights = [use.weight for use in module._trained.values()] + module._elsewhere
     own = {_memory(weight.tensor): weight.tensor for weight in weights}
-    module.__dict__[name] = _mapped(value, lambda tensor: own.get(_memory(tensor), tensor))
+    module.__dict__[name] = tree.mapped(value, lambda leaf: own.get(_memory(leaf), leaf))
 
 
-def _memory(tensor: Tensor) -> Any:
-    """Where a tensor lies; for what a transform wraps, nowhere."""
+def _memory(value: Any) -> Any:
+    """Where a tensor lies; for what a transform wraps, and for all else, nowhere."""
     try:
-        return tensor.data_ptr(), tensor.shape, tensor.stride()
-    except RuntimeError:
-        return id(tensor)
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _mapped(entry, function) for key, entry in value.items()}
-    if not isinstance(value, list | tuple):
-        return value
-    make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
-    return make(_mapped(entry, function) for entry in value)
+        return value.data_ptr(), value.shape, value.stride()
+    except (RuntimeError, AttributeError):
+        return id(value)
 
 
 def _differs(weight: Weight, loaded: Any) -> bool:

@@ -89,7 +89,7 @@ class TorchTrainer(Trainer):
 
     def dtype(self, given: Any) -> torch.dtype | None:
         found = getattr(torch, given, None) if isinstance(given, str) else given
-        if found is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
+        if given is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
             raise OptionError(f"dtype={given!r} is no floating dtype; give torch.float32 or torch.float64, or None")
         return found
 
@@ -102,6 +102,12 @@ class TorchTrainer(Trainer):
     def _part(self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any, originals: Any) -> Part:
         held = take(tensor, index(positions, tensor.device))
         before = held if originals is None else _of_bits(originals, tensor)
+        if dtype is not None and torch.promote_types(dtype, tensor.dtype) != dtype:
+            raise OptionError(f"dtype={dtype} cannot hold what {tensor.dtype} holds; give a wider one, or None")
+        if dtype is not None and dtype.is_complex and not tensor.is_complex():
+            raise OptionError(
+                f"dtype={dtype} is complex, and the parameter is {tensor.dtype}; give a real one, or None"
+            )
         part = Part(tensor, positions, held, before, dtype)
         now = held if values is None else _of_bits(values, tensor)
         kept = part.kept_dtype(tensor.dtype) if values is None or dtype is not None else now.dtype

@@ -62,6 +62,7 @@ class Weight:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
         self.parts: list[Part] = []
+        self._used = False
         self.arrange()
 
     def arrange(self) -> None:
@@ -80,11 +81,14 @@ class Weight:
         """Let the parameter hold what the leaves hold, or the leaves what was written to the parameter since."""
         if torch.compiler.is_compiling():
             self._write()  # versions are not known to a compiler
-        elif self._versions() != self._seen:
-            if self._versions()[1:] != self._seen[1:]:
-                self.push()
-            else:
-                self.pull()
+            return
+        versions = self._versions()
+        # Writes to `.data` leave no version behind: after a step that nobody announced, values are compared.
+        if versions[1:] != self._seen[1:] or (self._used and not all(map(torch.equal, self.leaves, self._held))):
+            self.push()
+        elif versions != self._seen:
+            self.pull()
+        self._used = True
 
     def push(self) -> None:
         """Write the leaves' values into the parameter."""
@@ -114,6 +118,8 @@ class Weight:
 
     def _note(self) -> None:
         self._seen = self._versions()
+        self._held = [leaf.detach().clone() for leaf in self.leaves]
+        self._used = False
 
 
 def take(tensor: Tensor, positions: Tensor) -> Tensor:
