@@ -252,3 +252,17 @@ def test_what_was_written_over_is_not_saved(model, tmp_path):
         model[1].bias.fill_(4.0)
     with pytest.raises(eg.PatchError, match="was written over or taken back since"):
         elements.save(tmp_path / "late.safetensors")
+
+
+def test_undo_leaves_alone_what_was_loaded_since(model, patch):
+    applied = eg.apply(model, patch)
+    model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+    with pytest.raises(eg.PatchError, match="there is nothing to undo"):
+        applied.undo()
+    assert not model[1].bias.any()
+
+
+@pytest.mark.parametrize("path", [3, None, b"patch.safetensors"])
+def test_what_is_no_path_is_refused(model, path):
+    with pytest.raises(eg.PatchError, match="is not the path of a patch"):
+        eg.apply(model, path)

@@ -138,3 +138,20 @@ def test_bad_routes_change_no_gradient(model, case):
         elements.backward({place: losses[loss] for place, loss in routes.items()})
     for leaf, gradient in zip(elements.parameters(), before, strict=True):
         assert torch.equal(leaf.grad, gradient)
+
+
+def test_a_graph_is_kept_when_asked_for(model):
+    elements = eg.trainable(model, ["head.bias"])
+    loss = model(TOKENS).sum()
+    elements.backward({"head.bias": loss}, retain_graph=True)
+    elements.backward(loss)
+    with pytest.raises(RuntimeError, match="second time"):
+        elements.backward(loss)
+
+
+@pytest.mark.parametrize("empty", [{}, {(): "loss"}])
+def test_losses_for_nobody_are_refused(model, empty):
+    elements = eg.trainable(model, ["head.bias"])
+    loss = model(TOKENS).sum()
+    with pytest.raises(eg.PlaceError, match=r"no losses are given|given to no place"):
+        elements.backward(dict.fromkeys(empty, loss))

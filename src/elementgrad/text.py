@@ -171,7 +171,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Names in a sentence, not all of a great many."""
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "none"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -66,6 +66,10 @@ class Trainer(ABC):
         """Let parts train no longer, with the values that they have; after the last the model is as it was."""
 
     @abstractmethod
+    def settle(self, part: Part) -> None:
+        """Let a part's values and its parameter agree, whichever of them was written to."""
+
+    @abstractmethod
     def write(self, part: Part) -> None:
         """Put a part's values into its parameter."""
 

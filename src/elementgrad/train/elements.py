@@ -80,10 +80,12 @@ class Elements:
         >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
         """
         self._require_training()
+        self._settle()
         return iter([member.part.leaf for member in self._members])
 
     def __getitem__(self, place: Place | str) -> Tensor:
         self._require_training()
+        self._settle()
         return self._find(place).part.leaf
 
     def __iter__(self) -> Iterator[Place]:
@@ -99,7 +101,7 @@ class Elements:
             return False
         return True
 
-    def backward(self, losses: Mapping[Any, Tensor] | Tensor) -> None:
+    def backward(self, losses: Mapping[Any, Tensor] | Tensor, *, retain_graph: bool = False) -> None:
         """Let each place hear its own loss: `{place: loss}`, or `{(place, place): loss}` for several of one loss.
 
         The gradients are added to those of the tensors, as `loss.backward()` does, one backward for each loss. Places
@@ -114,7 +116,7 @@ class Elements:
         (tensor([2.]), tensor([5.]))
         """
         self._require_training()
-        routed(self._trainer, self._members, losses)
+        routed(self._trainer, self._members, losses, retain_graph)
 
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
@@ -130,9 +132,8 @@ class Elements:
         place         elements  shape  dtype    largest change
         weight[0, 1]  1         2x3    float32  0
         """
-        for member in self._members:
-            if not self._ledger(member).holds(member.mark):
-                raise PatchError(f"{member.place} was written over or taken back since, so there is nothing to save")
+        self._settle()
+        self._require_there("save")
         Patch(tuple([self._entry(member, full) for member in self._members])).write(path)
 
     def undo(self) -> None:
@@ -150,6 +151,8 @@ class Elements:
         """
         if self._taken_back:
             return  # whatever is there now is not theirs
+        self._settle()
+        self._require_there("undo")
         for member in self._members:
             over = self._ledger(member).overlapping(member.positions, after=member.mark)
             if over is not None:
@@ -209,6 +212,22 @@ class Elements:
 
     def _ledger(self, member: Member) -> Ledger:
         return Ledger(member.tensor, reader(self._trainer, member.tensor))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # a copy, with a model of its own, whose tensors bear no marks yet
+        for member in self._members:
+            if not self._taken_back:
+                self._ledger(member).add(member.mark)
+
+    def _settle(self) -> None:
+        """Let values and parameters agree, whichever of them was written to."""
+        for member in self._members:
+            self._trainer.settle(member.part)
+
+    def _require_there(self, verb: str) -> None:
+        for member in self._members:
+            if not self._ledger(member).holds(member.mark):
+                raise PatchError(f"{member.place} was written over or taken back since; there is nothing to {verb}")
 
     def _require_training(self) -> None:
         if not self._training:

@@ -62,7 +62,7 @@ def named(trainer: Trainer, place: Place | str) -> Named:
 def all_named(trainer: Trainer, places: Any) -> list[Named]:
     """What several places name; none of them may overlap."""
     single = isinstance(places, Place | str) or backends.owner(places) is not None
-    if not single and (isinstance(places, Mapping) or not isinstance(places, Iterable)):
+    if not single and (isinstance(places, Mapping | bytes) or not isinstance(places, Iterable)):
         raise PlaceError(
             f"{type(places).__name__} names no elements; "
             "give places, such as ['fc.weight[3, :]'], or the path of a patch"

@@ -13,15 +13,19 @@ from elementgrad.train.named import Named, named, require_disjoint
 Tensor = Any
 
 
-def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor] | Tensor) -> None:
+def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor] | Tensor, retain_graph: bool) -> None:
     """Add to the gradients of the members what each hears; on an error nothing is added to any."""
     if not isinstance(losses, Mapping):
         losses = {tuple([member.place for member in members]): losses}
     routes = []
     for key, loss in losses.items():
         places = [named(trainer, place) for place in (key if isinstance(key, tuple) else (key,))]
+        if not places:
+            raise PlaceError("a loss is given to no place; name one, or leave it out")
         trainer.check_loss(loss, ", ".join(str(asked.place) for asked in places))
         routes += [(asked, loss) for asked in places]
+    if not routes:
+        raise PlaceError("no losses are given; write {place: loss}, or give one loss for all places")
     require_disjoint([asked for asked, _ in routes])
     hearing = [(loss, asked, _hearing(asked, members)) for asked, loss in routes]
     distinct = {id(loss): loss for loss, _, _ in hearing}
@@ -29,7 +33,7 @@ def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor
     for number, loss in enumerate(distinct.values()):
         mine = [(asked, member, chosen) for other, asked, heard in hearing if other is loss for member, chosen in heard]
         parts = list({id(member): member.part for _, member, _ in mine}.values())
-        found = trainer.gradients(loss, parts, last=number + 1 == len(distinct))
+        found = trainer.gradients(loss, parts, last=number + 1 == len(distinct) and not retain_graph)
         for asked, member, chosen in mine:
             gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
             if gradient is None:

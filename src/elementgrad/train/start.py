@@ -50,8 +50,8 @@ def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
         for one in every:
             _require_idle(trainer, one)
         parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
-    members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
     trainer.start(parts)
+    members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
     return Elements(trainer, members, training=True)
 
 
@@ -76,6 +76,8 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
     >>> applied.undo()
     """
     trainer = trainer_of(model)
+    if not isinstance(path, str | os.PathLike):
+        raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
     found = _fitting(trainer, Patch.read(path), overwrite)
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
@@ -115,6 +117,7 @@ def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Na
         tensor = trainer.parameter(entry.name)
     except ElementgradError as error:
         raise PatchError(f"the patch does not fit: {error}") from None
+    trainer.check(tensor, entry.name)
     shape, (dtype, _) = tuple(tensor.shape), trainer.bits(tensor, np.zeros(0, np.int64))
     if (shape, dtype) != (entry.shape, entry.dtype):
         raise PatchError(

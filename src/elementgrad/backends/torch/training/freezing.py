@@ -20,13 +20,25 @@ class _Claim:
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def claim(model: Module) -> None:
-    """Freeze the parameters of a model that nobody froze yet; what the user has let train since stays so."""
+def claim(model: Module) -> list[tuple[torch.nn.Parameter, bool]]:
+    """Freeze the parameters of a model that nobody froze yet; what the user has let train since stays so.
+
+    Returns which of them were to train before.
+    """
     for tensor in _tensors(model):
         if tensor not in _claims:
             _claims[tensor] = _Claim(tensor.requires_grad, tensor.grad)
             tensor.requires_grad_(False)
             tensor.grad = None  # an optimizer moves whatever has a gradient, be it left over from before
+        _claims[tensor].count += 1
+    return [(tensor, _claims[tensor].before) for tensor in _tensors(model)]
+
+
+def claim_copies(tensors: list[tuple[torch.nn.Parameter, bool]]) -> None:
+    """Note that parameters are copies of frozen ones, and which of those were to train before."""
+    for tensor, before in tensors:
+        if tensor not in _claims:
+            _claims[tensor] = _Claim(before, None)
         _claims[tensor].count += 1
 
 

@@ -25,15 +25,27 @@ class Swapped:
     _names: tuple[str, ...]
     _lists: tuple[str, ...]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Nobody who keeps account of classes hears of this one."""
+
     def __setattr__(self: Any, name: str, value: Any) -> None:
         use = self.__dict__.get("_trained", {}).get(name)
         if use is None:
             return super().__setattr__(name, value)
         if not isinstance(value, Tensor) or _memory(value) != _memory(use.weight.tensor):
-            raise AttributeError(
-                f"{name} has elements that train and cannot be replaced; copy into it, or release the elements first"
-            )
+            raise AttributeError(_kept(name))
         return None  # as it is tied already
+
+    def __delattr__(self: Any, name: str) -> None:
+        if name in self.__dict__.get("_trained", {}):
+            raise AttributeError(_kept(name))
+        super().__delattr__(name)
+
+    def register_parameter(self: Any, name: str, param: Any) -> None:
+        """As the module's own, for all others."""
+        if name in self._trained:
+            raise AttributeError(_kept(name))
+        super().register_parameter(name, param)  # type: ignore[misc]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return _rebuilt, (self._plain, self._names, self._lists), self.__getstate__()
@@ -88,6 +100,10 @@ class Swapped:
         return result
 
 
+def _kept(name: str) -> str:
+    return f"{name} has elements that train and cannot be replaced; copy into it, or release the elements first"
+
+
 def attach(model: Module, weights: Sequence[Weight]) -> None:
     """Let every module of a model know the elements that train, wherever it keeps those parameters."""
     new = {id(weight.tensor): weight for weight in weights}
@@ -108,16 +124,18 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
 
 def dress(module: Any, uses: dict[str, Use], elsewhere: list[Weight], lists: tuple[str, ...]) -> None:
     """Give a module the class that its uses need, or its own where there are none."""
-    undress(module)
     uses = {name: use for name, use in uses.items() if use.weight.parts}
     elsewhere = [weight for weight in elsewhere if weight.parts]
     if not uses and not elsewhere:
+        undress(module)
         return
+    plain: Any = module._plain if isinstance(module, Swapped) else type(module)
+    kind = _class(plain, tuple(uses), lists)  # first, as it may be refused
+    undress(module)
     module.__dict__.update(_trained=uses, _elsewhere=elsewhere)
     for use in uses.values():
         module._parameters.update(zip(use.weight.keys, use.weight.leaves, strict=True))
-    kind: Any = type(module)
-    module.__class__ = _class(kind, tuple(uses), lists)
+    module.__class__ = kind
     prepare(module)
 
 

@@ -27,6 +27,11 @@ class TorchTrainer(Trainer):
         _require_plain(model)
         self._model = model
         self._named = TorchModel(model)
+        self._frozen: list[tuple[torch.nn.Parameter, bool]] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        freezing.claim_copies(self._frozen)
 
     def names(self) -> Iterator[str]:
         return (name for name, kind, _ in self._named.held() if kind == "parameter")
@@ -76,6 +81,8 @@ class TorchTrainer(Trainer):
             )
         if tensor.is_meta:
             raise FrameworkError(f"{name} is on the meta device and has no values; load the model first")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise FrameworkError(f"{name} is expanded, so that one number is many elements; make it contiguous first")
         if tensor.is_inference():
             raise FrameworkError(f"{name} was made in inference mode and cannot be written to; make the model outside")
         for module in self._model.modules():
@@ -116,28 +123,41 @@ class TorchTrainer(Trainer):
         return part
 
     def start(self, parts: Sequence[Any]) -> None:
-        freezing.claim(self._model)
         weights = self._weights()
-        for part in parts:
-            weight = weights.setdefault(id(part.tensor), Weight(part.tensor))
-            part.key = self._key(weight)
-            weight.parts.append(part)
-            weight.arrange()
-        changed = [weights[key] for key in dict.fromkeys(id(part.tensor) for part in parts)]
-        attach(self._model, changed)
+        try:
+            for part in parts:
+                weight = weights.setdefault(id(part.tensor), Weight(part.tensor))
+                part.key = self._key(weight)
+                weight.parts.append(part)
+                weight.arrange()
+            changed = [weights[key] for key in dict.fromkeys(id(part.tensor) for part in parts)]
+            attach(self._model, changed)
+        except BaseException:  # a class of the user's that allows no other to be made of it, for one
+            self._forget(parts)
+            raise
+        self._frozen = freezing.claim(self._model)
         for weight in changed:
             weight.push()
 
     def stop(self, parts: Sequence[Any]) -> None:
         for part in parts:
+            self.settle(part)
+        self._forget(parts)
+        freezing.leave(self._model)
+        self._frozen = []
+
+    def _forget(self, parts: Sequence[Any]) -> None:
+        for part in parts:
             weight = part.weight
             if weight is not None:
-                weight.current()
                 weight.parts.remove(part)
                 weight.arrange()
                 part.weight = None
         detach(self._model)
-        freezing.leave(self._model)
+
+    def settle(self, part: Any) -> None:
+        if part.weight is not None:
+            part.weight.current()
 
     def write(self, part: Any) -> None:
         with torch.no_grad():
