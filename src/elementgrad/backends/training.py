@@ -1,7 +1,7 @@
 """What a framework does for elements of a model that train, and for the files they are kept in."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ class Part:
 
 class Trainer(ABC):
     """One model whose elements train."""
+
+    elsewhere: Mapping[str, str] = {}
+    """Words of `Elements` that belong to other frameworks, and what to write here instead."""
 
     @abstractmethod
     def parameter(self, name: str) -> Tensor:
@@ -82,12 +85,23 @@ class Trainer(ABC):
         """Refuse what is no loss: one number that has a gradient."""
 
     @abstractmethod
-    def gradients(self, loss: Tensor, parts: Sequence[Part], last: bool) -> list[Tensor | None]:
-        """What parts hear of a loss, None where it does not depend on one; the graph is kept unless it is the last."""
+    def gradients(self, loss: Tensor, parts: Sequence[Part], last: bool, tape: Any = None) -> list[Tensor | None]:
+        """What parts hear of a loss, None where it does not depend on one; the graph is kept unless it is the last.
 
-    @abstractmethod
+        Where the framework records on tapes, by one of them.
+        """
+
+    def check_tape(self, tape: Any, losses: int) -> None:
+        """Refuse a tape that cannot give the gradients of so many losses, where the framework has tapes."""
+        return
+
     def hear(self, part: Part, gradient: Tensor, elements: np.ndarray) -> None:
-        """Add some elements of a gradient to that of a part."""
+        """Add some elements of a gradient to that of a part, where tensors keep their gradients."""
+        raise NotImplementedError
+
+    def heard(self, before: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
+        """Some elements of a gradient added to what was heard before, where they do not."""
+        raise NotImplementedError
 
     @abstractmethod
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from elementgrad.backends import plain
 from elementgrad.backends.training import Part, Trainer
-from elementgrad.errors import PatchError, PlaceError
+from elementgrad.errors import FrameworkError, PatchError, PlaceError
 from elementgrad.place import Place
 from elementgrad.text import listed, table
 from elementgrad.train.fingerprint import fingerprint
@@ -79,9 +80,24 @@ class Elements:
         >>> elements = eg.trainable(model, ["weight[0, :]", "bias[1]"])
         >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
         """
-        self._require_training()
+        self._require("parameters")
         self._settle()
         return iter([member.part.leaf for member in self._members])
+
+    @property
+    def variables(self) -> list[Tensor]:
+        """The Keras variables that hold the values: one for each place, in one row.
+
+        `model.fit` moves them by itself; a loop of your own gives them to the tape and to the optimizer.
+
+        >>> import numpy as np, keras, elementgrad as eg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="fc")])
+        >>> elements = eg.trainable(model, ["fc/kernel[0, :]", "fc/bias[1]"])
+        >>> [variable.shape.as_list() for variable in elements.variables]
+        [[2], [1]]
+        """
+        self._require("variables")
+        return [member.part.leaf for member in self._members]
 
     def __getitem__(self, place: Place | str) -> Tensor:
         self._require_training()
@@ -115,8 +131,32 @@ class Elements:
         >>> elements["weight[0, 1]"].grad, elements["weight[2, 0]"].grad
         (tensor([2.]), tensor([5.]))
         """
-        self._require_training()
-        routed(self._trainer, self._members, losses, retain_graph)
+        self._require("backward")
+        for part, gradient, chosen in routed(self._trainer, self._members, losses, keep=retain_graph):
+            self._trainer.hear(part, gradient, chosen)
+
+    @plain
+    def gradients(self, tape: Any, losses: Mapping[Any, Tensor] | Tensor) -> list[Tensor | None]:
+        """The gradient that each place hears of its own loss, by a `tf.GradientTape`, in the order of `variables`.
+
+        `{place: loss}`, or `{(place, place): loss}` for several of one loss; several losses need a persistent tape.
+        Places that are left out hear nothing, and have None.
+
+        >>> import tensorflow as tf, keras, elementgrad as eg
+        >>> table = keras.layers.Embedding(4, 3, name="table")
+        >>> _ = table(tf.constant([0]))
+        >>> elements = eg.trainable(table, ["embeddings[0, 1]", "embeddings[2, 0]"])
+        >>> with tf.GradientTape(persistent=True) as tape:
+        ...     total = tf.reduce_sum(table(tf.constant([0, 2])))
+        ...     losses = {"embeddings[0, 1]": 2 * total, "embeddings[2, 0]": 5 * total}
+        >>> [gradient.numpy().tolist() for gradient in elements.gradients(tape, losses)]
+        [[2.0], [5.0]]
+        """
+        self._require("gradients")
+        found: dict[int, Tensor] = {}
+        for part, gradient, chosen in routed(self._trainer, self._members, losses, tape=tape):
+            found[id(part)] = self._trainer.heard(found.get(id(part)), gradient, chosen)
+        return [found.get(id(member.part)) for member in self._members]
 
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
@@ -228,6 +268,12 @@ class Elements:
         for member in self._members:
             if not self._ledger(member).holds(member.mark):
                 raise PatchError(f"{member.place} was written over or taken back since; there is nothing to {verb}")
+
+    def _require(self, word: str) -> None:
+        """Refuse a word that belongs to another framework."""
+        if word in self._trainer.elsewhere:
+            raise FrameworkError(f"elements of this model have no {word}; use {self._trainer.elsewhere[word]}")
+        self._require_training()
 
     def _require_training(self) -> None:
         if not self._training:

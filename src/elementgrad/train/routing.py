@@ -13,8 +13,14 @@ from elementgrad.train.named import Named, named, require_disjoint
 Tensor = Any
 
 
-def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor] | Tensor, retain_graph: bool) -> None:
-    """Add to the gradients of the members what each hears; on an error nothing is added to any."""
+def routed(
+    trainer: Trainer,
+    members: Sequence[Any],
+    losses: Mapping[Any, Tensor] | Tensor,
+    keep: bool = False,
+    tape: Any = None,
+) -> list[tuple[Any, Tensor, np.ndarray]]:
+    """What each member hears: its part, a gradient of it, and which elements of that are meant."""
     if not isinstance(losses, Mapping):
         losses = {tuple([member.place for member in members]): losses}
     routes = []
@@ -29,11 +35,13 @@ def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor
     require_disjoint([asked for asked, _ in routes])
     hearing = [(loss, asked, _hearing(asked, members)) for asked, loss in routes]
     distinct = {id(loss): loss for loss, _, _ in hearing}
+    trainer.check_tape(tape, len(distinct))
     gradients = []
     for number, loss in enumerate(distinct.values()):
         mine = [(asked, member, chosen) for other, asked, heard in hearing if other is loss for member, chosen in heard]
         parts = list({id(member): member.part for _, member, _ in mine}.values())
-        found = trainer.gradients(loss, parts, last=number + 1 == len(distinct) and not retain_graph)
+        last = number + 1 == len(distinct) and not keep
+        found = trainer.gradients(loss, parts, last, tape)
         for asked, member, chosen in mine:
             gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
             if gradient is None:
@@ -41,8 +49,7 @@ def routed(trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Tensor
                     f"the loss for {asked.place} does not depend on {member.name}; give one that was computed with it"
                 )
             gradients.append((member.part, gradient, chosen))
-    for part, gradient, chosen in gradients:
-        trainer.hear(part, gradient, chosen)
+    return gradients
 
 
 def _hearing(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:

@@ -1,6 +1,6 @@
 """Training elements of a PyTorch model: which parameters there are, freezing the others, routing losses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -22,6 +22,11 @@ Module = torch.nn.Module
 
 class TorchTrainer(Trainer):
     """A module whose elements train."""
+
+    elsewhere: Mapping[str, str] = {
+        "variables": "elements.parameters()",
+        "gradients": "elements.backward({place: loss})",
+    }
 
     def __init__(self, model: Module):
         _require_plain(model)
@@ -182,7 +187,7 @@ class TorchTrainer(Trainer):
         if not loss.requires_grad:
             raise UnconnectedError(f"the loss for {of} has no gradient; compute it with the model, outside of no_grad")
 
-    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool) -> list[Tensor | None]:
+    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
         leaves = [part.leaf for part in parts]
         before = [leaf.grad for leaf in leaves]
         try:
