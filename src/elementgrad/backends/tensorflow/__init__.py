@@ -18,7 +18,8 @@ from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, r
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.recorder import TensorflowRecorder
-from elementgrad.errors import TracedError
+from elementgrad.backends.training import Trainer
+from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection, forward
 
 Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
@@ -121,6 +122,14 @@ class TensorflowBackend(Backend):
 
     def model(self, function: Callable[..., Any]) -> Model:
         return TensorflowModel(function) if root(function) is None else KerasModel(function)
+
+    def trainer(self, model: Any) -> Trainer:
+        owner = root(model)
+        if owner is None or staging.written(model) is not owner:
+            raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
+        from elementgrad.backends.tensorflow.training.trainer import KerasTrainer
+
+        return KerasTrainer(owner)
 
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         written = staging.written(function)

@@ -1,0 +1,1 @@
+"""Elements of Keras models that train."""

@@ -1,0 +1,171 @@
+"""Layers that know their trained elements: the class is swapped for one made of it, and back."""
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.layers.convolutional.base_conv import BaseConv
+
+from elementgrad.backends.tensorflow.training.correlations import Correlation, Grid
+from elementgrad.backends.tensorflow.training.entries import Lookup, Product
+from elementgrad.backends.tensorflow.training.variables import weight_of
+from elementgrad.backends.tensorflow.training.weight import Weight, coordinates
+
+Layer = Any
+Tensor = Any
+NOTE = "_elementgrad"
+CLASS: Any = vars(object)["__class__"]
+"""Sets the class of a layer that says to be of another."""
+
+
+@dataclass(eq=False)
+class Use:
+    """What a layer needs to give its elements their gradients. No container, in which Keras would look for weights."""
+
+    weight: Weight | None = None
+    kernel: Any = None
+
+
+class Holding:
+    """A layer or model with elements that train somewhere inside."""
+
+    @property
+    def trainable_variables(self: Any) -> list[Any]:
+        """Those of the plain layer that train as a whole, and the leaves of the elements."""
+        return super().trainable_variables + _leaves(self)  # type: ignore[misc]
+
+    @property
+    def trainable_weights(self: Any) -> list[Any]:
+        """The same: the optimizer gets these."""
+        return super().trainable_weights + _leaves(self)  # type: ignore[misc]
+
+    def __reduce__(self: Any) -> Any:
+        made: Any = super().__reduce__()
+        return type(self)._elementgrad_plain._unpickle_model, *made[1:]  # a copy is a plain model
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.linear: list[Layer] = []
+
+
+_local = _Local()
+
+
+class Affine:
+    """A layer that is linear in its kernel, up to a bias and an activation: the elements listen between the two."""
+
+    @property
+    def activation(self: Any) -> Any:
+        """None for a moment, while the layer computes what comes before."""
+        return None if any(layer is self for layer in _local.linear) else self.__dict__["activation"]
+
+    @activation.setter
+    def activation(self: Any, value: Any) -> None:
+        self.__dict__["activation"] = value
+
+    def call(self: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As ever."""
+        use: Use = self.__dict__[NOTE]
+        if use.weight is None or not tf.is_tensor(inputs) or not isinstance(inputs, (tf.Tensor, tf.Variable)):
+            return super().call(inputs, *args, **kwargs)  # type: ignore[misc]
+        _local.linear.append(self)
+        try:
+            with use.weight.bared():
+                outputs = super().call(inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            _local.linear.pop()
+        outputs = use.weight.tapped(outputs, lambda gradient: use.kernel(inputs, tf.convert_to_tensor(gradient)))
+        return outputs if self.activation is None else self.activation(outputs)
+
+    call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
+
+
+class Looking:
+    """A layer that looks up rows of a table: the elements listen to the tokens that named theirs."""
+
+    def call(self: Any, inputs: Tensor) -> Tensor:
+        """As ever, but read from the table itself: it is never copied."""
+        use: Use = self.__dict__[NOTE]
+        if use.weight is None or not isinstance(inputs, (tf.Tensor, tf.Variable)) or self.lora_enabled:
+            return super().call(inputs)  # type: ignore[misc]
+        ids = tf.convert_to_tensor(inputs)
+        ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
+        ids = tf.where(ids < 0, ids + tf.cast(self.input_dim, ids.dtype), ids)
+        rows = tf.gather(use.weight.tensor, ids)
+        width = rows.shape[-1]
+
+        def entries(gradient: Any) -> Tensor:
+            return use.kernel(tf.reshape(ids, [-1]), tf.reshape(tf.convert_to_tensor(gradient), [-1, width]))
+
+        return tf.cast(use.weight.tapped(rows, entries), self.compute_dtype)
+
+    call.autograph_info__ = None  # type: ignore[attr-defined]
+
+
+def dress(layer: Layer) -> None:
+    """Give a layer the class that the elements inside of it need, or its own where there are none."""
+    if isinstance(layer, Holding):
+        CLASS.__set__(layer, type(layer)._elementgrad_plain)  # type: ignore[attr-defined]
+        del layer.__dict__[NOTE]
+    if any(weight_of(variable) is not None for variable in layer.weights):
+        role, use = _role(layer)
+        layer.__dict__[NOTE] = use
+        plain: Any = type(layer)
+        CLASS.__set__(layer, _class(plain, role))
+
+
+def _leaves(layer: Layer) -> list[Any]:
+    weights = [weight_of(variable) for variable in layer.weights] if layer.trainable else []
+    return [part.leaf for weight in weights if weight is not None for part in weight.parts]
+
+
+def _role(layer: Layer) -> tuple[type | None, Use]:
+    """How a layer uses its weight, if that is known; a class of the user's may do otherwise."""
+    call = type(layer).call
+    if isinstance(layer, keras.layers.Embedding) and call is keras.layers.Embedding.call:
+        weight = weight_of(layer.__dict__.get("_embeddings"))
+        if weight is not None:
+            rows, columns = coordinates(weight.positions, tuple(weight.tensor.shape)).T
+            return Looking, Use(weight, Lookup(rows, columns, weight.tensor.shape[1]))
+    kernel = layer.__dict__.get("_kernel")
+    weight = None if kernel is None else weight_of(kernel)
+    if weight is None or not weight.tensor.dtype.is_floating:
+        return None, Use()
+    shape = tuple(weight.tensor.shape)
+    if isinstance(layer, keras.layers.Dense) and call is keras.layers.Dense.call:
+        rows, columns = coordinates(weight.positions, shape).T
+        product = Product(rows, columns, *shape)
+        return Affine, Use(weight, lambda x, gradient: product(_flat(x, shape[0]), _flat(gradient, shape[1])))
+    convolves = call in (BaseConv.call, keras.layers.Conv1D.call) and type(layer).convolution_op is _convolution_op
+    if isinstance(layer, BaseConv) and convolves and layer.groups == 1:
+        grid = Grid(
+            tuple(layer.kernel_size),
+            tuple(layer.strides),
+            tuple(layer.dilation_rate),
+            layer.padding,
+            layer.data_format == "channels_first",
+        )
+        correlation = Correlation(coordinates(weight.positions, shape), shape, grid)
+        if not correlation.whole:
+            return Affine, Use(weight, correlation)
+    return None, Use()
+
+
+_convolution_op = BaseConv.convolution_op
+
+
+def _flat(x: Tensor, width: int) -> Tensor:
+    return tf.reshape(x, [-1, width])
+
+
+@cache
+def _class(plain: Any, role: Any) -> type:
+    looks: dict[str, Any] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    looks |= {"__doc__": plain.__doc__, "_elementgrad_plain": plain}
+    # Files and copies are made by the class that a layer says to be of.
+    looks["__class__"] = property(lambda layer: plain)
+    return type(plain.__name__, (Holding, plain) if role is None else (role, Holding, plain), looks)

@@ -1,0 +1,194 @@
+"""Training elements of a Keras model: which variables there are, freezing the others, routing losses."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elementgrad import text
+from elementgrad.backends.tensorflow.model import KerasModel, root
+from elementgrad.backends.tensorflow.training import freezing
+from elementgrad.backends.tensorflow.training.layers import dress
+from elementgrad.backends.tensorflow.training.variables import tie, untie, weight_of
+from elementgrad.backends.tensorflow.training.weight import HALVES, Part, Weight, bits, coordinates, put, take
+from elementgrad.backends.training import Trainer
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError
+
+Tensor = Any
+
+
+class KerasTrainer(Trainer):
+    """A Keras model or layer whose elements train."""
+
+    elsewhere: Mapping[str, str] = {
+        "parameters": "elements.variables",
+        "backward": "elements.gradients(tape, {place: loss})",
+    }
+
+    def __init__(self, model: Any):
+        if not tf.executing_eagerly():
+            raise FrameworkError("elements are chosen before a function is compiled; call this outside of tf.function")
+        self._root = root(model)
+        self._named = KerasModel(self._root)
+        self._variables = {id(held._value): held for _, kind, held in self._named._variables() if kind == "parameter"}
+
+    def names(self) -> Iterator[str]:
+        return (name for name, kind, _ in self._named.held() if kind == "parameter")
+
+    def parameter(self, name: str) -> Tensor:
+        bearing = self._named.bearing(name)
+        for kind, tensor in bearing:
+            if kind == "parameter" and tensor is not None:
+                return tensor
+        names = list(self.names())
+        if not names:
+            raise FrameworkError("the model has no variables yet; call it once, or model.build(...), before")
+        if not bearing:
+            raise PlaceError(f"no variable named {name!r}; {text.nearest(name, names)}")
+        kinds = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
+        inside = [other for other in names if other.startswith(f"{name}/")]
+        raise PlaceError(
+            f"{name!r} is {kinds[bearing[0][0]]} and only trainable variables train; "
+            + (f"it has {text.listed(inside)}" if inside else text.nearest(name, names))
+        )
+
+    def named(self, tensor: Tensor) -> str:
+        for name, kind, held in self._named.held():
+            if kind == "parameter" and (held is tensor or held is getattr(tensor, "_value", None)):
+                return name
+        raise PlaceError(
+            f"a tensor of shape {tuple(tensor.shape)} is no trainable variable of this model; "
+            f"there are: {text.listed(list(self.names()))}"
+        )
+
+    def lone(self) -> str:
+        names = list(self.names())
+        if len(names) != 1:
+            raise PlaceError(f"the model has {len(names)} trainable variables; name one: {text.listed(names)}")
+        return names[0]
+
+    def training(self, tensor: Tensor) -> Sequence[Part]:
+        weight = weight_of(tensor)
+        return [] if weight is None else weight.parts
+
+    def check(self, tensor: Tensor, name: str) -> None:
+        if not isinstance(tensor, tf.Variable) or hasattr(tensor, "_distributed_container"):
+            raise FrameworkError(
+                f"{name} is spread over devices by a tf.distribute strategy; make the model outside of its scope"
+            )
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise DtypeError(f"{name} is {tensor.dtype.name}, and only floats train")
+        if self._variables[id(tensor)].constraint is not None:
+            raise FrameworkError(
+                f"{name} has a constraint, which rewrites all of it after every step; set its constraint to None"
+            )
+
+    def dtype(self, given: Any) -> Any:
+        try:
+            found = None if given is None else tf.as_dtype(given)
+        except TypeError:
+            found = tf.int32
+        if found is not None and not (found.is_floating or found.is_complex):
+            raise OptionError(f"dtype={given!r} is no floating dtype; give tf.float32 or tf.float64, or None")
+        return found
+
+    def part(
+        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    ) -> Part:
+        held = take(tensor, positions)
+        now = held if values is None else _of_bits(values)
+        kept = dtype or (tf.as_dtype(now.dtype) if values is not None else _kept(tensor.dtype))
+        variable = self._variables[id(tensor)]
+        taken = {part.leaf.name for part in self.training(tensor)}
+        name = next(name for number in count() if (name := f"{variable.name}_elements_{number}") not in taken)
+        leaf = keras.Variable(tf.cast(now, kept), dtype=kept.name, autocast=False, name=name)
+        leaf._path = f"{variable.path}_elements_{name.rpartition('_')[2]}"  # optimizers leave variables out by it
+        return Part(tensor, positions, held if originals is None else _of_bits(originals), leaf)
+
+    def start(self, parts: Sequence[Any]) -> None:
+        freezing.claim(self._variables.values())
+        for part in parts:
+            weight = weight_of(part.tensor) or Weight(self._variables[id(part.tensor)])
+            weight.parts.append(part)
+            weight.arrange()
+            tie(weight)
+        changed = list({id(part.weight): part.weight for part in parts}.values())
+        for _, layer in self._named._layers():
+            held = {id(variable) for variable in layer.weights}
+            for weight in changed:
+                if id(weight.variable) in held:
+                    weight.layers[id(layer)] = layer
+        for weight in changed:
+            weight.push()
+        self._renew(changed)
+
+    def stop(self, parts: Sequence[Any]) -> None:
+        changed = list({id(part.weight): part.weight for part in parts if part.weight is not None}.values())
+        for part in parts:
+            if part.weight is not None:
+                part.weight.parts.remove(part)
+                part.weight = None
+                untie(part.leaf._value)
+        for weight in changed:
+            weight.arrange()
+            if not weight.parts:
+                untie(weight.tensor, weight.variable)
+                # Writing single elements has had every read of the variable copy it, which is over now.
+                tf.raw_ops.DisableCopyOnRead(resource=weight.tensor.handle)
+        self._renew(changed)
+        freezing.leave(self._variables.values())
+
+    def write(self, part: Any) -> None:
+        index = coordinates(part.positions, tuple(part.tensor.shape))
+        put(part.tensor, index, tf.cast(part.leaf._value, part.tensor.dtype))
+
+    def restore(self, part: Any) -> None:
+        part.leaf.assign(tf.cast(part.originals, part.leaf._value.dtype))
+        put(part.tensor, coordinates(part.positions, tuple(part.tensor.shape)), part.originals)
+
+    def check_loss(self, loss: Tensor, of: str) -> None:
+        if not tf.is_tensor(loss):
+            raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a tf.Tensor of one number")
+        if loss.shape.num_elements() != 1:
+            raise OptionError(f"the loss for {of} has shape {loss.shape}; give one number, such as tf.reduce_sum(loss)")
+
+    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
+        return tape.gradient(loss, [part.leaf for part in parts])
+
+    def check_tape(self, tape: Any, losses: int) -> None:
+        if not isinstance(tape, tf.GradientTape):
+            raise OptionError(f"{type(tape).__name__} is no tape; give the tf.GradientTape that recorded the losses")
+        if losses > 1 and not tape._persistent:
+            raise OptionError(
+                f"the tape gives one gradient, and there are {losses} losses; use tf.GradientTape(persistent=True)"
+            )
+
+    def heard(self, before: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
+        if len(elements) < gradient.shape[0]:
+            some = tf.gather(gradient, elements)
+            gradient = tf.scatter_nd(elements[:, None], some, tf.shape(gradient, out_type=tf.int64))
+        return gradient if before is None else before + gradient
+
+    def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        return bits(take(tensor, positions))
+
+    def _renew(self, changed: Sequence[Weight]) -> None:
+        """Let the layers know, and forget what was compiled before."""
+        layers = {id(layer): layer for weight in changed for layer in weight.layers.values()}
+        for layer in [*layers.values(), self._root]:
+            dress(layer)
+            for function in ("train_function", "test_function", "predict_function"):
+                if getattr(layer, function, None) is not None:
+                    setattr(layer, function, None)
+
+
+def _kept(dtype: Any) -> Any:
+    """The dtype of a leaf for a variable of a dtype: small steps are lost in half precision."""
+    return tf.float32 if dtype in HALVES else dtype
+
+
+def _of_bits(numbers: Any) -> np.ndarray:
+    return np.frombuffer(numbers.bits.tobytes(), tf.as_dtype(numbers.dtype).as_numpy_dtype)
