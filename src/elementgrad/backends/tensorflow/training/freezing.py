@@ -27,6 +27,11 @@ def claim(variables: Iterable[Variable]) -> None:
         held.count += 1
 
 
+def frozen(variable: Variable) -> bool:
+    """Whether somebody claims it."""
+    return CLAIM in variable.__dict__
+
+
 def leave(variables: Iterable[Variable]) -> None:
     """One claim less; after the last, what was frozen may train again."""
     for variable in variables:

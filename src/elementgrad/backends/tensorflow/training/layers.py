@@ -11,6 +11,7 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 
 from elementgrad.backends.tensorflow.training.correlations import Correlation, Grid
 from elementgrad.backends.tensorflow.training.entries import Lookup, Product
+from elementgrad.backends.tensorflow.training.freezing import frozen
 from elementgrad.backends.tensorflow.training.variables import weight_of
 from elementgrad.backends.tensorflow.training.weight import Weight, coordinates
 
@@ -29,7 +30,18 @@ class Use:
     kernel: Any = None
 
 
-class Holding:
+class Frozen:
+    """A layer whose variables hold still, until somebody says otherwise."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name == "trainable":
+            # The layer is trainable already, though its variables are not, and Keras would leave it at that.
+            type(self).trainable.__set__(self, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class Holding(Frozen):
     """A layer or model with elements that train somewhere inside."""
 
     @property
@@ -108,14 +120,19 @@ class Looking:
 
 def dress(layer: Layer) -> None:
     """Give a layer the class that the elements inside of it need, or its own where there are none."""
-    if isinstance(layer, Holding):
+    if isinstance(layer, Frozen):
         CLASS.__set__(layer, type(layer)._elementgrad_plain)  # type: ignore[attr-defined]
         del layer.__dict__[NOTE]
     if any(weight_of(variable) is not None for variable in layer.weights):
-        role, use = _role(layer)
-        layer.__dict__[NOTE] = use
-        plain: Any = type(layer)
-        CLASS.__set__(layer, _class(plain, role))
+        known, use = _role(layer)
+        roles: tuple[type, ...] = (Holding,) if known is None else (known, Holding)
+    elif any(frozen(variable) for variable in layer.weights):
+        roles, use = (Frozen,), Use()
+    else:
+        return
+    layer.__dict__[NOTE] = use
+    plain: Any = type(layer)
+    CLASS.__set__(layer, _class(plain, roles))
 
 
 def _leaves(layer: Layer) -> list[Any]:
@@ -163,9 +180,9 @@ def _flat(x: Tensor, width: int) -> Tensor:
 
 
 @cache
-def _class(plain: Any, role: Any) -> type:
+def _class(plain: Any, roles: Any) -> type:
     looks: dict[str, Any] = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     looks |= {"__doc__": plain.__doc__, "_elementgrad_plain": plain}
     # Files and copies are made by the class that a layer says to be of.
     looks["__class__"] = property(lambda layer: plain)
-    return type(plain.__name__, (Holding, plain) if role is None else (role, Holding, plain), looks)
+    return type(plain.__name__, (*roles, plain), looks)

@@ -75,7 +75,7 @@ class KerasTrainer(Trainer):
         return [] if weight is None else weight.parts
 
     def check(self, tensor: Tensor, name: str) -> None:
-        if not isinstance(tensor, tf.Variable) or hasattr(tensor, "_distributed_container"):
+        if not isinstance(tensor, tf.Variable) or isinstance(tensor, tf.distribute.DistributedValues):
             raise FrameworkError(
                 f"{name} is spread over devices by a tf.distribute strategy; make the model outside of its scope"
             )
@@ -116,11 +116,8 @@ class KerasTrainer(Trainer):
             weight.arrange()
             tie(weight)
         changed = list({id(part.weight): part.weight for part in parts}.values())
-        for _, layer in self._named._layers():
-            held = {id(variable) for variable in layer.weights}
-            for weight in changed:
-                if id(weight.variable) in held:
-                    weight.layers[id(layer)] = layer
+        for weight in changed:
+            weight.layers |= {id(layer): layer for _, layer in self._named._layers()}
         for weight in changed:
             weight.push()
         self._renew(changed)
@@ -138,8 +135,8 @@ class KerasTrainer(Trainer):
                 untie(weight.tensor, weight.variable)
                 # Writing single elements has had every read of the variable copy it, which is over now.
                 tf.raw_ops.DisableCopyOnRead(resource=weight.tensor.handle)
-        self._renew(changed)
         freezing.leave(self._variables.values())
+        self._renew(changed)
 
     def write(self, part: Any) -> None:
         index = coordinates(part.positions, tuple(part.tensor.shape))
@@ -178,7 +175,7 @@ class KerasTrainer(Trainer):
     def _renew(self, changed: Sequence[Weight]) -> None:
         """Let the layers know, and forget what was compiled before."""
         layers = {id(layer): layer for weight in changed for layer in weight.layers.values()}
-        for layer in [*layers.values(), self._root]:
+        for layer in layers.values():
             dress(layer)
             for function in ("train_function", "test_function", "predict_function"):
                 if getattr(layer, function, None) is not None:
