@@ -65,19 +65,19 @@ class Lookup:
         some, column_of = np.unique(np.asarray(column, np.int64), return_inverse=True)
         self._columns = None if len(some) == columns else some
         self._cell = row_of.reshape(-1) * len(some) + column_of.reshape(-1)
+        self._every = bool(np.array_equal(self._cell, np.arange(len(self._rows) * len(some))))
 
     def __call__(self, tokens: Tensor, gradient: Tensor) -> Tensor:
         """The entries, for n tokens and the gradients of the n rows that they looked up."""
-        gradient = _wide(gradient if self._columns is None else tf.gather(gradient, self._columns, axis=1))
         count = len(self._rows)
-        if not count:
-            return tf.zeros([0], gradient.dtype)
         tokens = tf.cast(tokens, tf.int64)
         near = tf.minimum(tf.searchsorted(self._rows, tokens), count - 1)
-        # What nobody asked for goes to a row of its own: a product with zeros would let NaN and inf through.
-        near = tf.where(tf.gather(self._rows, near) == tokens, near, count)
-        sums = tf.math.unsorted_segment_sum(gradient, near, count + 1)
-        return tf.gather(tf.reshape(sums, [-1]), self._cell)
+        # The others are left out and not multiplied by zero, which would let NaN and inf through.
+        hit = tf.reshape(tf.where(tf.gather(self._rows, near) == tokens), [-1])
+        gradient, near = tf.gather(gradient, hit), tf.gather(near, hit)
+        gradient = _wide(gradient if self._columns is None else tf.gather(gradient, self._columns, axis=1))
+        sums = tf.reshape(tf.math.unsorted_segment_sum(gradient, near, count), [-1])
+        return sums if self._every else tf.gather(sums, self._cell)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -58,6 +58,11 @@ class Weight:
         self.sizes = [len(part.positions) for part in self.parts]
         self.positions = np.concatenate([np.zeros(0, np.int64), *[part.positions for part in self.parts]])
         self._index = coordinates(self.positions, shape)
+        # Whole rows, each in its order, are written as such, which is faster.
+        width = int(np.prod(shape[1:]))
+        self._rows = self.positions[:: max(1, width)] // max(1, width) if shape else self.positions
+        whole = shape and np.array_equal((self._rows[:, None] * width + np.arange(width)).reshape(-1), self.positions)
+        self._row_shape = (len(self._rows), *shape[1:]) if whole else None
         self._lookup: Lookup | None = None
         regularizer = self.variable.regularizer
         for number, part in enumerate(self.parts):  # once, for the variable as a whole
@@ -96,7 +101,12 @@ class Weight:
     def push(self) -> None:
         """Write the leaves' values into the variable. By raw operations: methods of both would answer each other."""
         values = [tf.cast(_read(part.leaf._value), self.tensor.dtype) for part in self.parts]
-        put(self.tensor, self._index, values[0] if len(values) == 1 else tf.concat(values, 0))
+        joined = values[0] if len(values) == 1 else tf.concat(values, 0)
+        if self._row_shape is None:
+            put(self.tensor, self._index, joined)
+        else:
+            rows = tf.reshape(joined, self._row_shape)
+            tf.raw_ops.ResourceScatterUpdate(resource=self.tensor.handle, indices=self._rows, updates=rows)
 
     def pull(self) -> None:
         """Read the leaves' values from the variable, where it holds others than theirs."""
