@@ -65,8 +65,10 @@ class Weight:
         self._row_shape = (len(self._rows), *shape[1:]) if whole else None
         self._lookup: Lookup | None = None
         regularizer = self.variable.regularizer
-        for number, part in enumerate(self.parts):  # once, for the variable as a whole
-            part.leaf.regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
+        for number, part in enumerate(
+            self.parts
+        ):  # once, for the variable as a whole; setting it the open way takes Keras's own only
+            part.leaf._regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
 
     @property
     def bare(self) -> bool:
