@@ -231,7 +231,7 @@ class Backend(ABC):
 
     def trainer(self, model: Any) -> Trainer:
         """How elements of a model train."""
-        raise FrameworkError(f"elements of a {self.name} model cannot train yet; give a torch.nn.Module")
+        raise FrameworkError(f"elements of a {self.name} model cannot train; give a torch.nn.Module or a Keras model")
 
     def bare(self, x: Tensor) -> Tensor:
         """The tensor that a model holds, for one that stands for it in the user's hands."""

@@ -32,7 +32,9 @@ def trainer_of(model: Any) -> Trainer:
     """How elements of a model train in its framework."""
     backend = backends.holder(model)
     if backend is None:
-        raise FrameworkError(f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module")
+        raise FrameworkError(
+            f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module or a Keras model"
+        )
     return backend.trainer(model)
 
 

@@ -27,7 +27,7 @@ def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
     Give `elements.parameters()` to any optimizer that takes vectors, with any options. `places` are texts or places, or
     the path of a patch to go on from. Values of parameters in half precision are kept in float32 unless `dtype` says
     otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`; let others train beside by
-    setting theirs afterwards.
+    setting theirs afterwards. A Keras model is compiled and fitted as ever, and has `elements.variables`.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))
