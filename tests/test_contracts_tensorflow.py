@@ -3,6 +3,8 @@
 import random
 import sys
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager.context import Context, context
@@ -329,3 +331,46 @@ def test_tensorflow_knows_whether_anybody_records():
         assert could_possibly_record()
     with tf.autodiff.ForwardAccumulator(x, x):
         assert could_possibly_record()
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion])
+def test_optimizers_write_by_the_methods_of_a_variable(kind):
+    """Elements in training hear of every write by methods that are replaced on the variable's class."""
+    variable = keras.Variable(np.ones(3))
+    plain = type(variable._value)
+    seen = []
+
+    def noted(name):
+        return lambda self, *args, **kwargs: seen.append(name) or getattr(plain, name)(self, *args, **kwargs)
+
+    names = ("assign", "assign_add", "assign_sub")
+    variable._value.__class__ = type(plain)("Noted", (plain,), {name: noted(name) for name in names})
+    kind(0.1, weight_decay=0.1).apply([tf.ones(3)], [variable])
+    assert len(seen) == 2  # the decay and the step
+
+
+@pytest.mark.parametrize("name", ["Dense", "Conv1D", "Conv2D"])
+def test_layers_apply_their_activation_last_to_what_is_linear_in_the_kernel(name):
+    layer = getattr(keras.layers, name)(2, **({} if name == "Dense" else {"kernel_size": 2}), activation="tanh")
+    x = tf.random.stateless_normal((2, *[4] * (1 if name == "Dense" else int(name[4]) + 1)), (0, 1))
+    after = layer(x)
+    layer.activation = None
+    before = layer(x)
+    assert np.allclose(tf.tanh(before), after, atol=1e-6)
+    layer._kernel.assign(2 * layer._kernel)
+    assert np.allclose(layer(x), 2 * before, atol=1e-5)
+
+
+def test_embeddings_are_rows_of_a_variable_and_count_from_the_end_too():
+    layer = keras.layers.Embedding(4, 3)
+    rows = layer(tf.constant([0, -1]))
+    assert np.array_equal(rows, tf.gather(layer._embeddings._value, [0, 3]))
+
+
+def test_setting_an_attribute_to_what_it_is_does_nothing():
+    """So a layer that is trainable, with variables that are not, needs another way to be told."""
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    layer.bias.trainable = False
+    layer.trainable = True
+    assert not layer.bias.trainable
