@@ -68,9 +68,9 @@ class Trainer(ABC):
     def stop(self, parts: Sequence[Part]) -> None:
         """Let parts train no longer, with the values that they have; after the last the model is as it was."""
 
-    @abstractmethod
     def settle(self, part: Part) -> None:
-        """Let a part's values and its parameter agree, whichever of them was written to."""
+        """Let a part's values and its parameter agree, where a write to one of them does not reach the other at once."""
+        return
 
     @abstractmethod
     def write(self, part: Part) -> None:
