@@ -1,10 +1,12 @@
 """What a framework does for elements of a model that train, and for the files they are kept in."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+
+from elementgrad.errors import FrameworkError
 
 Tensor = Any
 
@@ -110,3 +112,86 @@ class Trainer(ABC):
     @abstractmethod
     def names(self) -> Iterator[str]:
         """The names of all parameters."""
+
+    def lasting(self, tensor: Tensor) -> Any:
+        """What changes of a parameter are noted by, for as long as it lives."""
+        return tensor
+
+
+class UseOf(NamedTuple):
+    """A use that a loss makes of a parameter of which elements train."""
+
+    name: str
+    operation: str
+    dense: bool
+    """Whether a whole copy of the parameter is made for it, and a whole gradient."""
+
+
+class FunctionalTrainer(Trainer):
+    """Parameters that are never written to: values are optimised apart from them, and merged where needed."""
+
+    elsewhere: Mapping[str, str] = {
+        "parameters": "elements.values, to optimise with optax",
+        "variables": "elements.values, to optimise with optax",
+        "backward": "elements.grad, which takes functions of the parameters, {place: loss_fn} too",
+        "gradients": "elements.grad, which takes functions of the parameters, {place: loss_fn} too",
+        "release": "elements.merge(): the parameters themselves were never changed",
+    }
+
+    @abstractmethod
+    def value(self, part: Part) -> Tensor:
+        """A part's values, in one row that is the caller's own."""
+
+    @abstractmethod
+    def assign(self, part: Part, value: Any, place: str) -> None:
+        """Let a part have other values from now on."""
+
+    @abstractmethod
+    def fitting(self, part: Part, value: Any, place: str) -> Tensor:
+        """A value for a part, checked."""
+
+    @abstractmethod
+    def merged(self, parts: Sequence[Part], values: Sequence[Tensor], params: Any) -> tuple[Any, dict[int, Tensor]]:
+        """All parameters with the values in them, and the new one of each part by its number, unless it is traced."""
+
+    @abstractmethod
+    def gradient(
+        self,
+        loss: Callable[[Any], Any],
+        parts: Sequence[Part],
+        values: Sequence[Tensor],
+        params: Any,
+        wanted: Sequence[int],
+        has_aux: bool,
+    ) -> tuple[Any, list[Tensor | None]]:
+        """What a loss returns, and its gradient for the parts of some numbers; None where it does not depend on one."""
+
+    @abstractmethod
+    def joined(self, total: Tensor, gradient: Tensor, chosen: np.ndarray) -> Tensor:
+        """A gradient with some elements of another one added to it."""
+
+    @abstractmethod
+    def uses(self, loss: Callable[[Any], Any], parts: Sequence[Part], values: Sequence[Tensor]) -> list[UseOf]:
+        """How a loss uses the parameters of parts."""
+
+    def training(self, tensor: Tensor) -> Sequence[Part]:
+        """None that anybody else would have to mind."""
+        return ()
+
+    def start(self, parts: Sequence[Part]) -> None:
+        """Nothing needs to know."""
+
+    def write(self, part: Part) -> None:
+        """Nothing is written to."""
+
+    def stop(self, parts: Sequence[Part]) -> NoReturn:
+        """There is nothing to stop."""
+        raise FrameworkError("these parameters were never changed and need no release; elements.merge() has the values")
+
+    def check_loss(self, loss: Tensor, of: str) -> NoReturn:
+        """Refuse a loss, whichever it is."""
+        raise FrameworkError("a loss that is computed already has no gradient here; give its function to elements.grad")
+
+    def gradients(self, loss: Tensor, parts: Sequence[Part], last: bool, tape: Any = None) -> NoReturn:
+        """Refuse a loss, whichever it is."""
+        self.check_loss(loss, "")

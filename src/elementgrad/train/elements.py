@@ -13,6 +13,7 @@ from elementgrad.errors import FrameworkError, PatchError, PlaceError
 from elementgrad.place import Place
 from elementgrad.text import listed, table
 from elementgrad.train.fingerprint import fingerprint
+from elementgrad.train.functional import Functional
 from elementgrad.train.ledger import Ledger, Mark, Read
 from elementgrad.train.named import Named, named
 from elementgrad.train.numbers import Numbers
@@ -35,7 +36,7 @@ class Member(Named):
     mark: Mark
 
 
-class Elements:
+class Elements(Functional):
     """Named elements of a model, each place with a small tensor of its own that an optimizer can have.
 
     Made by `eg.trainable` and `eg.apply`. It maps places to these tensors, in the order in which the places were given.
@@ -213,6 +214,7 @@ class Elements:
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         ['weight', 'bias']
         """
+        self._refuse("release")
         if not keep:
             self.undo()
         if self._training:
@@ -251,7 +253,7 @@ class Elements:
         raise PlaceError(f"{asked.place} is not one of these places: {listed([str(place) for place in self.places])}")
 
     def _ledger(self, member: Member) -> Ledger:
-        return Ledger(member.tensor, reader(self._trainer, member.tensor))
+        return Ledger(self._trainer.lasting(member.tensor), reader(self._trainer, member.tensor))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # a copy, with a model of its own, whose tensors bear no marks yet
@@ -270,10 +272,13 @@ class Elements:
                 raise PatchError(f"{member.place} was written over or taken back since; there is nothing to {verb}")
 
     def _require(self, word: str) -> None:
+        self._refuse(word)
+        self._require_training()
+
+    def _refuse(self, word: str) -> None:
         """Refuse a word that belongs to another framework."""
         if word in self._trainer.elsewhere:
             raise FrameworkError(f"elements of this model have no {word}; use {self._trainer.elsewhere[word]}")
-        self._require_training()
 
     def _require_training(self) -> None:
         if not self._training:

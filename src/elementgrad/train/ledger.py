@@ -61,6 +61,10 @@ class Ledger:
         """Whether a change is still there, and nobody has written over it."""
         return mark in self._live()
 
+    def marks(self) -> tuple[Mark, ...]:
+        """All changes."""
+        return tuple(self._live())
+
     def overlapping(self, positions: np.ndarray, after: Mark | None = None) -> Mark | None:
         """A change of some of these elements, among all or among those after another."""
         held = self._live()

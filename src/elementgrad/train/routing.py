@@ -33,7 +33,7 @@ def routed(
     if not routes:
         raise PlaceError("no losses are given; write {place: loss}, or give one loss for all places")
     require_disjoint([asked for asked, _ in routes])
-    hearing = [(loss, asked, _hearing(asked, members)) for asked, loss in routes]
+    hearing = [(loss, asked, heard_by(asked, members)) for asked, loss in routes]
     distinct = {id(loss): loss for loss, _, _ in hearing}
     trainer.check_tape(tape, len(distinct))
     gradients = []
@@ -52,7 +52,7 @@ def routed(
     return gradients
 
 
-def _hearing(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
+def heard_by(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
     """Which members have the elements of a place, and which of theirs these are."""
     there = [member for member in members if member.tensor is asked.tensor]
     found = [(member, np.flatnonzero(np.isin(member.positions, asked.positions))) for member in there]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad.backends import plain
-from elementgrad.backends.training import Trainer
+from elementgrad.backends.training import FunctionalTrainer, Trainer
 from elementgrad.errors import DuplicateError, ElementgradError, PatchError
 from elementgrad.place import Place
 from elementgrad.train.apart import element
@@ -89,7 +89,8 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
 
 def _member(trainer: Trainer, one: Named, part: Any) -> Member:
     mark = part.mark = Mark(str(one.place), one.positions, trainer.bits(part.originals)[1])
-    Ledger(one.tensor, reader(trainer, one.tensor)).add(mark)
+    if not isinstance(trainer, FunctionalTrainer):  # where nothing is written to, nothing is to be noted
+        Ledger(one.tensor, reader(trainer, one.tensor)).add(mark)
     return Member(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
 
 
@@ -129,7 +130,7 @@ def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Na
         raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
     _require_idle(trainer, one)
     read = reader(trainer, tensor)
-    ledger = Ledger(tensor, read)
+    ledger = Ledger(trainer.lasting(tensor), read)
     over = ledger.overlapping(entry.indices)
     again = resume and over is not None and np.array_equal(over.positions, entry.indices)
     if over is not None and not (overwrite or again):
