@@ -16,6 +16,7 @@ from elementgrad.backends.jax.uses import uses
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
+from elementgrad.backends.training import Trainer
 from elementgrad.selection import Selection
 
 Array = jax.Array
@@ -112,6 +113,11 @@ class JaxBackend(Backend):
 
     def model(self, function: Callable[..., Any]) -> Model:
         return JaxModel(function)
+
+    def trainer(self, model: Any) -> Trainer:
+        from elementgrad.backends.jax.training.trainer import JaxTrainer
+
+        return JaxTrainer(model)
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if isinstance(function, Copying) else Copying(function)

@@ -63,6 +63,11 @@ class Copying:
         return function(*args, **kwargs)
 
 
+def copied(value: Any, new: Mapping[str, Array]) -> Any:
+    """The same value around copies of what can be written to, with some arrays replaced by their names."""
+    return _copied(value, (), new, {})
+
+
 def _arrays(
     value: Any, path: tuple[str, ...], kind: str, seen: set[int]
 ) -> Iterator[tuple[tuple[str, ...], str, Array]]:

@@ -1,0 +1,252 @@
+"""Training elements of a pytree of arrays, such as parameters in dicts or a module of flax NNX or Equinox."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elementgrad import text
+from elementgrad.backends.jax.model import JaxModel, copied
+from elementgrad.backends.jax.program import is_array
+from elementgrad.backends.jax.training.gradient import Loss
+from elementgrad.backends.jax.training.patched import Patched, put
+from elementgrad.backends.training import FunctionalTrainer, Part, UseOf
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
+
+Array = jax.Array
+SAMPLE = 4096
+"""How many elements of a parameter tell how large they are."""
+OUTSTANDING = 16
+"""From how many times their size on an element that is replaced by adding a change leaves rounding errors behind."""
+
+
+class Leaf:
+    """One array of a pytree by its name: two names may hold one array, and are two parameters all the same."""
+
+    def __init__(self, name: str, array: Array):
+        self.name = name
+        self.array = array
+        self.shape = tuple(array.shape)
+        self.dtype = array.dtype
+
+
+class JaxPart(Part):
+    """The elements of one place. Nothing is ever written to: the values change, and are merged when asked for."""
+
+    tensor: Leaf
+
+    def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array, steady: bool):
+        self.tensor, self.positions, self.leaf, self.originals = leaf, positions, values, originals
+        self.steady = steady
+
+
+class JaxTrainer(FunctionalTrainer):
+    """A pytree whose elements train."""
+
+    def __init__(self, params: Any):
+        if is_array(params):
+            raise FrameworkError("an array has no name to call its elements by; give a dict, such as {'w': array}")
+        self._params = params
+        self._leaves: dict[str, list[Leaf]] = {}
+        self._others: dict[str, str] = {}
+        for name, kind, array in JaxModel(params).held():
+            if kind == "parameter":
+                self._leaves.setdefault(name, []).append(Leaf(name, array))
+            else:
+                self._others[name] = kind
+
+    def names(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def parameter(self, name: str) -> Leaf:
+        leaves = self._leaves.get(name, [])
+        if len(leaves) == 1:
+            return leaves[0]
+        names = list(self._leaves)
+        if leaves:
+            raise PlaceError(f"{name!r} names {len(leaves)} arrays; rename one of them")
+        if name in self._others:
+            raise PlaceError(f"{name!r} is a {self._others[name]} and only parameters train; {text.nearest('', names)}")
+        inside = [other for other in names if other.startswith(f"{name}.")]
+        if inside:
+            raise PlaceError(f"{name!r} is no array; it has {text.listed(inside)}")
+        raise PlaceError(f"no parameter named {name!r}; {text.nearest(name, names)}")
+
+    def named(self, tensor: Any) -> str:
+        found = [leaf.name for leaves in self._leaves.values() for leaf in leaves if leaf.array is tensor]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise PlaceError(f"the array is {text.listed(found)}; name the one that is meant")
+        raise PlaceError(
+            f"an array of shape {tuple(tensor.shape)} is none of these parameters; "
+            f"there are: {text.listed(list(self._leaves))}"
+        )
+
+    def lone(self) -> str:
+        names = list(self._leaves)
+        if len(names) != 1:
+            raise PlaceError(f"there are {len(names)} parameters; name one: {text.listed(names)}")
+        return names[0]
+
+    def check(self, tensor: Leaf, name: str) -> None:
+        if not jnp.issubdtype(tensor.dtype, jnp.inexact):
+            raise DtypeError(f"{name} is {tensor.dtype}, and only floats train")
+
+    def dtype(self, given: Any) -> Any:
+        if given is None:
+            return None
+        try:
+            found = jnp.dtype(given)
+        except TypeError:
+            found = jnp.dtype(bool)
+        if not jnp.issubdtype(found, jnp.inexact):
+            raise OptionError(f"dtype={given!r} is no floating dtype; give jnp.float32 or jnp.float64, or None")
+        if jax.dtypes.canonicalize_dtype(found) != found:
+            raise OptionError(f'dtype={given!r} needs 64 bits; jax.config.update("jax_enable_x64", True) allows them')
+        return found
+
+    def part(
+        self, tensor: Leaf, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    ) -> JaxPart:
+        if isinstance(tensor.array, jax.core.Tracer):
+            raise FrameworkError(
+                f"{tensor.name} is being traced; call this outside of jax.jit, and in there give elements.grad and "
+                "elements.merge the traced parameters as params="
+            )
+        held = _read(tensor.array, positions)
+        now = held if values is None else _of_bits(values)
+        kept = dtype or (_master(tensor.dtype) if values is None else now.dtype)
+        if jax.dtypes.canonicalize_dtype(kept) != kept:
+            raise PatchError(
+                f"the patch keeps values of {tensor.name} in {kept}; give dtype=jnp.float32, or allow 64 bits by "
+                'jax.config.update("jax_enable_x64", True)'
+            )
+        return JaxPart(tensor, positions, jnp.asarray(now.astype(kept)), jnp.asarray(held), _steady(tensor, held))
+
+    def restore(self, part: Any) -> None:
+        part.leaf = part.originals.astype(part.leaf.dtype)
+
+    def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        array = tensor.array if isinstance(tensor, Leaf) else tensor
+        values = np.asarray(array).reshape(-1) if positions is None else _read(array, positions)
+        return array.dtype.name, np.frombuffer(values.tobytes(), np.uint8).reshape(-1, array.dtype.itemsize)
+
+    def lasting(self, tensor: Leaf) -> Array:
+        return tensor.array
+
+    def assign(self, part: Any, value: Any, place: str) -> None:
+        value = self.fitting(part, value, place)
+        if isinstance(value, jax.core.Tracer):
+            raise FrameworkError(
+                f"the value for {place} is being traced; return it from the jitted function and assign it outside"
+            )
+        part.leaf = jnp.array(value)
+
+    def value(self, part: Any) -> Array:
+        return jnp.array(part.leaf)  # a copy, which may be donated
+
+    def fitting(self, part: Any, value: Any, place: str) -> Array:
+        if not is_array(value) and not isinstance(value, np.ndarray):
+            raise FrameworkError(f"the value for {place} is {type(value).__name__}; give an array of jax")
+        if value.shape != part.leaf.shape or value.dtype != part.leaf.dtype:
+            raise OptionError(
+                f"the value for {place} is {value.dtype} of shape {tuple(value.shape)}; "
+                f"give {part.leaf.dtype} of shape {tuple(part.leaf.shape)}, as elements.values has"
+            )
+        return jnp.asarray(value)
+
+    def merged(self, parts: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
+        params, arrays = self._given(parts, params)
+        new = dict(arrays)
+        for part, value in zip(parts, values, strict=True):
+            new[part.tensor.name] = put(new[part.tensor.name], part.positions, value)
+        made = {number: new[part.tensor.name] for number, part in enumerate(parts)}
+        return copied(params, new), {
+            number: array for number, array in made.items() if not isinstance(array, jax.core.Tracer)
+        }
+
+    def gradient(
+        self,
+        loss: Callable[[Any], Any],
+        parts: Sequence[Any],
+        values: Sequence[Array],
+        params: Any,
+        wanted: Sequence[int],
+        has_aux: bool,
+    ) -> tuple[Any, list[Array | None]]:
+        ready = self._loss(loss, parts, params, has_aux)
+        names = list(dict.fromkeys(part.tensor.name for part in parts))
+        returned, found = ready.gradient(values, wanted)
+        there = [ready.connected[names.index(parts[number].tensor.name)] for number in wanted]
+        return returned, [one if connected else None for one, connected in zip(found, there, strict=True)]
+
+    def joined(self, total: Array, gradient: Array, chosen: np.ndarray) -> Array:
+        return total.at[chosen].add(gradient[chosen], mode="promise_in_bounds", unique_indices=True)
+
+    def uses(self, loss: Callable[[Any], Any], parts: Sequence[Any], values: Sequence[Array]) -> list[UseOf]:
+        return self._loss(loss, parts, None, False).uses(values)
+
+    def _loss(self, loss: Callable[[Any], Any], parts: Sequence[Any], params: Any, has_aux: bool) -> Loss:
+        if not callable(loss):
+            raise FrameworkError(f"{type(loss).__name__} is no loss; give a function of the parameters")
+        params, arrays = self._given(parts, params)
+
+        def patched(values: Sequence[Array]) -> list[Patched]:
+            return [self._patched(name, array, parts, values) for name, array in arrays.items()]
+
+        def call(*new: Array) -> Any:
+            return loss(copied(params, dict(zip(arrays, new, strict=True))))
+
+        return Loss(call, list(arrays.values()), patched, has_aux)
+
+    def _patched(self, name: str, array: Array, parts: Sequence[Any], values: Sequence[Array]) -> Patched:
+        mine = [(part, value) for part, value in zip(parts, values, strict=True) if part.tensor.name == name]
+        positions = np.concatenate([part.positions for part, _ in mine])
+        together = jnp.concatenate([value.astype(array.dtype) for _, value in mine])
+        return Patched(array, together, positions, name, all(part.steady for part, _ in mine))
+
+    def _given(self, parts: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
+        """The parameters to patch: those that were given at first, or others of the same names and shapes."""
+        names = dict.fromkeys(part.tensor.name for part in parts)
+        if params is None:
+            return self._params, {name: self._leaves[name][0].array for name in names}
+        other = JaxTrainer(params)
+        for name in names:
+            mine, theirs = self.parameter(name), other.parameter(name)
+            if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                raise OptionError(
+                    f"params= has {name} as {theirs.dtype} of shape {theirs.shape}, and the elements are of one that "
+                    f"is {mine.dtype} of shape {mine.shape}; give the same parameters"
+                )
+        return params, {name: other.parameter(name).array for name in names}
+
+
+def _master(dtype: Any) -> Any:
+    """What values are kept in: half precision is too coarse for small steps."""
+    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def _read(array: Array, positions: np.ndarray) -> np.ndarray:
+    index = np.unravel_index(positions, array.shape) if array.shape else np.zeros(len(positions), np.int64)
+    here = all(device.platform == "cpu" for device in array.devices()) and array.is_fully_addressable
+    if here or not array.shape:
+        return np.asarray(array)[index] if array.shape else np.asarray(array).reshape(1)[index]
+    return np.asarray(array[index])
+
+
+def _of_bits(numbers: Any) -> np.ndarray:
+    return np.frombuffer(numbers.bits.tobytes(), jnp.dtype(numbers.dtype))
+
+
+def _steady(leaf: Leaf, held: np.ndarray) -> bool:
+    """Whether elements are of the size of the others, so that adding a change to one leaves nothing of it behind."""
+    size = int(np.prod(leaf.shape))
+    sample = _read(leaf.array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
+    wide = np.complex128 if sample.dtype.kind == "c" else np.float64
+    sizes, own = np.abs(sample.astype(wide)), np.abs(held.astype(wide))
+    sizes = sizes[np.isfinite(sizes)]
+    usual = float(np.sqrt(np.mean(sizes**2))) if len(sizes) else 0.0
+    return bool(np.isfinite(own).all() and (own <= OUTSTANDING * usual).all())
