@@ -18,8 +18,8 @@ from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchErr
 Array = jax.Array
 SAMPLE = 4096
 """How many elements of a parameter tell how large they are."""
-OUTSTANDING = 16
-"""From how many times their size on an element that is replaced by adding a change leaves rounding errors behind."""
+OUTSTANDING = 32
+"""From how many times the usual size on an element would leave rounding errors when a change is added to it."""
 
 
 class Leaf:
@@ -139,6 +139,8 @@ class JaxTrainer(FunctionalTrainer):
 
     def assign(self, part: Any, value: Any, place: str) -> None:
         value = self.fitting(part, value, place)
+        if value.dtype != part.leaf.dtype:
+            raise OptionError(f"the value for {place} is {value.dtype} and would be rounded; give {part.leaf.dtype}")
         if isinstance(value, jax.core.Tracer):
             raise FrameworkError(
                 f"the value for {place} is being traced; return it from the jitted function and assign it outside"
@@ -151,7 +153,7 @@ class JaxTrainer(FunctionalTrainer):
     def fitting(self, part: Any, value: Any, place: str) -> Array:
         if not is_array(value) and not isinstance(value, np.ndarray):
             raise FrameworkError(f"the value for {place} is {type(value).__name__}; give an array of jax")
-        if value.shape != part.leaf.shape or value.dtype != part.leaf.dtype:
+        if value.shape != part.leaf.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
             raise OptionError(
                 f"the value for {place} is {value.dtype} of shape {tuple(value.shape)}; "
                 f"give {part.leaf.dtype} of shape {tuple(part.leaf.shape)}, as elements.values has"
@@ -248,5 +250,5 @@ def _steady(leaf: Leaf, held: np.ndarray) -> bool:
     wide = np.complex128 if sample.dtype.kind == "c" else np.float64
     sizes, own = np.abs(sample.astype(wide)), np.abs(held.astype(wide))
     sizes = sizes[np.isfinite(sizes)]
-    usual = float(np.sqrt(np.mean(sizes**2))) if len(sizes) else 0.0
+    usual = float(np.median(sizes)) if len(sizes) else 0.0
     return bool(np.isfinite(own).all() and (own <= OUTSTANDING * usual).all())
