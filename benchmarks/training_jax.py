@@ -1,0 +1,63 @@
+"""What training elements of JAX parameters costs, against `at[].set` and the dense gradient, all under jit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import elementgrad as eg
+from benchmarks.harness import Row
+
+FASTER, SMALLER = 1 / 50, 1 / 100
+"""What rows of a large table must be, in time and in temporary memory."""
+
+
+def rows() -> Iterator[Row]:
+    """Rows of an embedding, and elements of a dense layer."""
+    import jax
+    import jax.numpy as jnp
+
+    def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], int]:
+        made = jax.jit(function).lower(*args).compile()
+        memory: Any = made.memory_analysis()
+        return lambda: jax.block_until_ready(made(*args)), memory.temp_size_in_bytes
+
+    table = {"w": jax.random.normal(jax.random.key(0), (100_000, 512), "float32")}
+    ids = np.random.default_rng(0).integers(0, 100_000, 256)
+    ids[:10] = np.arange(10)
+
+    def looked_up(params: Any) -> Any:
+        return jnp.tanh(params["w"][ids]).sum()
+
+    elements = eg.trainable(table, "w[:10]")
+    values = elements.values
+
+    def by_merging(params: Any, values: Any) -> Any:
+        return jax.grad(lambda values: looked_up(elements.merge(values, params=params)))(values)
+
+    ours, small = compiled(lambda params, values: elements.grad(looked_up, values, params=params), table, values)
+    dense, large = compiled(by_merging, table, values)
+    if small > large * SMALLER:
+        raise SystemExit(f"jax table rows: {small} temporary bytes of ours, {large} by at[].set and grad")
+    name = f"jax table, 10 rows ({small / 1e6:.2g} of {large / 1e6:.3g} MB)"
+    yield Row(name, ours, dense, "at[].set, grad", FASTER, repeats=7)
+
+    kernel = {"w": jax.random.normal(jax.random.key(0), (768, 3072), "float32")}
+    x = jax.random.normal(jax.random.key(1), (1024, 768), "float32")
+
+    def layer(params: Any) -> Any:
+        return jnp.tanh(x @ params["w"]).sum()
+
+    whole, _ = compiled(jax.grad(layer), kernel)
+    for count in (1, 100, 1000):
+        chosen = np.random.default_rng(0).choice(768 * 3072, count, replace=False)
+        some = eg.trainable(kernel, eg.at("w").coords(np.stack(np.unravel_index(chosen, (768, 3072)), 1)))
+
+        def sparse(params: Any, values: Any, some: eg.Elements = some) -> Any:
+            return some.grad(layer, values, params=params)
+
+        ours, _ = compiled(sparse, kernel, some.values)
+        yield Row(f"jax dense 768x3072, k={count}", ours, whole, "dense gradient", 1.0)
+
+
+SUITES = {"training-jax": rows}
