@@ -167,6 +167,10 @@ class FunctionalTrainer(Trainer):
         """What a loss returns, and its gradient for the parts of some numbers; None where it does not depend on one."""
 
     @abstractmethod
+    def zeros(self, like: Tensor) -> Tensor:
+        """A gradient that nothing was added to yet."""
+
+    @abstractmethod
     def joined(self, total: Tensor, gradient: Tensor, chosen: np.ndarray) -> Tensor:
         """A gradient with some elements of another one added to it."""
 

@@ -169,7 +169,7 @@ class Functional:
         heard = [(asked, loss, heard_by(asked, self._members)) for asked, loss in routes]
         parts = [member.part for member in self._members]
         numbers = {id(member): number for number, member in enumerate(self._members)}
-        total = [0 * value for value in given]
+        total = [trainer.zeros(value) for value in given]
         for loss in {id(loss): loss for _, loss, _ in heard}.values():
             mine = [(asked, *each) for asked, other, found in heard if other is loss for each in found]
             wanted = list(dict.fromkeys(numbers[id(member)] for _, member, _ in mine))

@@ -185,6 +185,9 @@ class JaxTrainer(FunctionalTrainer):
         there = [ready.connected[names.index(parts[number].tensor.name)] for number in wanted]
         return returned, [one if connected else None for one, connected in zip(found, there, strict=True)]
 
+    def zeros(self, like: Array) -> Array:
+        return jnp.zeros_like(like)
+
     def joined(self, total: Array, gradient: Array, chosen: np.ndarray) -> Array:
         return total.at[chosen].add(gradient[chosen], mode="promise_in_bounds", unique_indices=True)
 
