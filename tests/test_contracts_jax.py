@@ -113,3 +113,21 @@ def test_jax_traces_what_closes_over_values_of_an_outer_trace():
 
     assert jax.linearize(f, jnp.ones(2))[1](jnp.ones(2)).tolist() == [2, 2]
     assert seen == [1]
+
+
+def test_programs_of_losses_have_the_parts_that_training_reads():
+    def program(w, x):
+        y, _ = jax.lax.scan(lambda c, t: (c @ w + t, None), x[0], x)
+        y = jax.checkpoint(lambda y: y @ w)(y)
+        return jax.lax.cond(y.sum() > 0, lambda w: w[0, 0], lambda w: w[0, 1], w) + w[jnp.array([1])].sum(), x
+
+    jaxpr = jax.make_jaxpr(program)(jnp.ones((3, 3)), jnp.ones((2, 3))).jaxpr
+    params = {equation.primitive.name: equation.params for equation in jaxpr.eqns}
+    assert {"jaxpr", "num_consts", "num_carry", "length", "reverse", "unroll"} <= params["scan"].keys()
+    assert {"jaxpr", "prevent_cse", "policy"} <= next(
+        params[name] for name in ("remat2", "checkpoint") if name in params
+    ).keys()
+    assert len(params["cond"]["branches"]) == 2
+    gather = params["gather"]["dimension_numbers"]
+    assert (gather.start_index_map, gather.collapsed_slice_dims, gather.offset_dims) == ((0,), (0,), (1,))
+    assert dce_jaxpr(jaxpr, [False, True])[1] == [False, True]
