@@ -71,7 +71,7 @@ class Trainer(ABC):
         """Let parts train no longer, with the values that they have; after the last the model is as it was."""
 
     def settle(self, part: Part) -> None:
-        """Let a part's values and its parameter agree, where a write to one of them does not reach the other at once."""
+        """Let a part's values and its parameter agree, where a write to one does not reach the other at once."""
         return
 
     @abstractmethod

@@ -33,8 +33,8 @@ def trainer_of(model: Any) -> Trainer:
     backend = backends.holder(model)
     if backend is None:
         raise FrameworkError(
-            f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module, a Keras model, or "
-            "a pytree of jax.Array such as a dict of parameters"
+            f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module, a Keras model "
+            "or a pytree of jax.Array, such as a dict of parameters"
         )
     return backend.trainer(model)
 
