@@ -37,13 +37,12 @@ STORED = {
 class Entry:
     """One place of a patch: some elements of one tensor, what they were and what they are now.
 
-        >>> import numpy as np
-        >>> from elementgrad.train.apart import repeated, require_apart
-    from elementgrad.train.numbers import Numbers
-        >>> from elementgrad.train.patch import Entry
-        >>> old, new = Numbers.of(np.float32([1.0, 2.0])), Numbers.of(np.float32([1.5, 2.0]))
-        >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
-        0.5
+    >>> import numpy as np
+    >>> from elementgrad.train.numbers import Numbers
+    >>> from elementgrad.train.patch import Entry
+    >>> old, new = Numbers.of(np.float32([1.0, 2.0])), Numbers.of(np.float32([1.5, 2.0]))
+    >>> Entry("fc.bias[:2]", "fc.bias", (10,), "float32", np.array([0, 1]), new, old, "sample:...").largest_change
+    0.5
     """
 
     place: str
