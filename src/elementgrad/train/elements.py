@@ -230,12 +230,12 @@ class Elements(Functional):
         rows = [("place", "elements", "shape", "dtype")]
         for member in self._members:
             shape = "x".join(map(str, member.shape)) or "()"
-            dtype = self._trainer.bits(member.part.leaf)[0]
+            dtype = self._dtype(member.part.leaf)
             rows.append((shortened(str(member.place)), str(len(member.positions)), shape, dtype))
         return table(rows)
 
     def _entry(self, member: Member, full: bool) -> Entry:
-        dtype, _ = self._trainer.bits(member.part.originals)
+        dtype = self._dtype(member.part.originals)
         ledger = self._ledger(member)
         positions, bits = ledger.changed()
         known = fingerprint(
@@ -268,7 +268,8 @@ class Elements(Functional):
 
     def _require_there(self, verb: str) -> None:
         for member in self._members:
-            if not self._ledger(member).holds(member.mark):
+            converted = self._dtype(member.part.originals) != self._dtype(member.tensor)  # as by model.half()
+            if not (self._ledger(member).holds(member.mark) or (converted and verb == "undo")):
                 raise PatchError(f"{member.place} was written over or taken back since; there is nothing to {verb}")
 
     def _require(self, word: str) -> None:
@@ -279,6 +280,9 @@ class Elements(Functional):
         """Refuse a word that belongs to another framework."""
         if word in self._trainer.elsewhere:
             raise FrameworkError(f"elements of this model have no {word}; use {self._trainer.elsewhere[word]}")
+
+    def _dtype(self, tensor: Tensor) -> str:
+        return self._trainer.bits(tensor, np.zeros(0, np.int64))[0]
 
     def _require_training(self) -> None:
         if not self._training:
