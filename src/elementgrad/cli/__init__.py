@@ -17,10 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"elementgrad {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("tour", help="answer the founding questions on PyTorch, with code and numbers")
-    parsed = parser.parse_args(arguments)
+    tour = commands.add_parser("tour", help="answer the founding questions, with code and numbers")
+    tour.add_argument("--framework", choices=("torch", "tensorflow", "jax"), default="torch", help="torch by default")
+    options = vars(parser.parse_args(arguments))
     try:
-        import_module(f"elementgrad.cli.{parsed.command}").run()
+        import_module(f"elementgrad.cli.{options.pop('command')}").run(**options)
     except ElementgradError as error:
         print(f"elementgrad: {error}", file=sys.stderr)
         return 2

@@ -5,16 +5,24 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from elementgrad.cli import stops
+from elementgrad import backends
 from elementgrad.errors import FrameworkError
 
+NEEDS = {
+    "torch": {"torch": "torch"},
+    "tensorflow": {"tf": "tensorflow", "keras": "keras"},
+    "jax": {"jax": "jax", "jnp": "jax.numpy", "optax": "optax"},
+}
+"""For each framework the modules that its stops use, by the names that they have there."""
 
-def run() -> None:
+
+def run(framework: str = "torch") -> None:
     """Print every stop: its question, its code, and the numbers that the code has just given."""
-    stops.torch = _need("torch", extra="torch")
-    _need("rich", extra="show")
+    stops = on(framework)
+    _need("rich", "'elementgrad[show]'")
     from rich.console import Console
     from rich.markup import escape
     from rich.syntax import Syntax
@@ -33,6 +41,14 @@ def run() -> None:
     console.print(table)
 
 
+def on(framework: str) -> ModuleType:
+    """The stops on a framework, with the modules that they use."""
+    stops = import_module(f"elementgrad.cli.stops.on_{framework}")
+    for name, module in NEEDS[framework].items():
+        setattr(stops, name, _need(module, f"'elementgrad[{framework}]'" if module in NEEDS else module))
+    return stops
+
+
 def source(stop: Callable[..., Any]) -> str:
     """The body of a stop as it runs, without its docstring and return."""
     text = inspect.getsource(stop)
@@ -45,18 +61,19 @@ def show(value: Any) -> str:
     """A tensor as plain numbers, or a text as it is."""
     if isinstance(value, str):
         return value
-    return _written(value.detach().tolist()).replace("[", "\\[")
+    numbers: Any = backends.find(value).floats(value)
+    return _written(numbers.tolist()).replace("[", "\\[")
 
 
 def _written(numbers: Any) -> str:
     if not isinstance(numbers, list):
         return f"{numbers:.4g}"
-    between = ",\n   " if isinstance(numbers[0], list) else ", "
+    between = ",\n   " if numbers and isinstance(numbers[0], list) else ", "
     return f"[{between.join(map(_written, numbers))}]"
 
 
-def _need(module: str, extra: str) -> Any:
+def _need(module: str, install: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise FrameworkError(f"the tour needs {module}; pip install 'elementgrad[{extra}]'") from None
+        raise FrameworkError(f"the tour needs {module}; pip install {install}") from None

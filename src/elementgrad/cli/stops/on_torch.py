@@ -1,11 +1,11 @@
-"""The stops of the tour: questions people ask about single elements, and the code that answers them on PyTorch."""
+"""The stops of the tour on PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
 
 import elementgrad as eg
 
-torch: Any = None  # the one framework the tour needs, imported when it starts
+torch: Any = None  # imported when the tour starts
 SHADES = "·░▒▓█"
 
 
