@@ -372,3 +372,16 @@ def test_a_leaf_is_known_by_the_last_node_of_pytorch_before_it():
     ((node, _),) = x.clone().grad_fn.next_functions
     assert node.variable is x
     assert node.next_functions == ()
+
+
+def test_pytorch_has_an_engine_that_gives_gradients_and_keeps_none():
+    from torch.autograd.graph import _engine_run_backward
+
+    x, unused = torch.tensor([1.0, 2.0], requires_grad=True), torch.ones(1, requires_grad=True)
+    y = x.square().sum()
+    to_inputs = {"allow_unreachable": True, "accumulate_grad": False}
+    for _ in range(2):
+        given = _engine_run_backward((y,), (torch.ones(()),), True, False, (x, unused), **to_inputs)
+        assert given[0].tolist() == [2.0, 4.0]
+        assert given[1] is None
+    assert x.grad is None

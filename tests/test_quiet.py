@@ -230,3 +230,36 @@ def test_the_user_draws_the_random_numbers_they_would_have_drawn(fw):
 
     assert session(read)[2:] == session(lambda: None)[2:]
     np.testing.assert_allclose(fw.numpy(J.diagonal()), fw.numpy(J.value) / X, rtol=1e-12)
+
+
+def called_in_a_hook(plain, norm):
+    plain[0].register_forward_hook(lambda _, __, output: norm(output))
+    return plain
+
+
+def called_before(plain, norm):
+    plain[0].register_forward_pre_hook(lambda _, args: norm(args[0]))
+    return plain
+
+
+def called_in_a_forward_of_the_users(plain, norm):
+    forward = plain[0].forward
+    plain[0].forward = lambda x: forward(norm(x))
+    return plain
+
+
+def called_by_a_bare_module_inside(plain, norm):
+    return nn.Sequential(plain, nn.Sequential(norm))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [called_in_a_hook, called_before, called_in_a_forward_of_the_users, called_by_a_bare_module_inside],
+)
+def test_buffers_stay_whichever_way_a_module_comes_by_them(around):
+    norm = nn.BatchNorm1d(3)
+    model = around(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), norm)
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    eg.jacobian(model, torch.arange(12.0).reshape(4, 3))[(0, 0), (0, 1)]
+    for name, buffer in norm.named_buffers():
+        assert torch.equal(buffer, before[name]), name

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_hook
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks, register_module_forward_hook
 
 Module = torch.nn.Module
 
@@ -14,17 +14,21 @@ class Lending:
 
     Within one run a module finds what it wrote there in an earlier call. Its attributes are put back at the end, since
     they may say something about its buffers. The first is one whose method is called without a call of the module.
+    A function that cannot come by a buffer is not watched, since each call of a module waits for its hooks.
     """
 
-    def __init__(self, first: Any):
+    def __init__(self, function: Any):
         self._thread = threading.get_ident()
         self._copies: dict[int, tuple[Any, Any]] = {}  # by the original, which is kept: a shared buffer stays shared
         self._open: list[tuple[Module, dict[str, Any]]] = []
         self._attributes: dict[int, tuple[Module, dict[str, Any]]] = {}
         self._leaving: Any = None
+        first = getattr(function, "__self__", None)
         if isinstance(first, Module):
             self._enter(first, None)
-        _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
+        self._watching = not (isinstance(function, Module) and _bare(function)) or bool(_global_forward_hooks)
+        if self._watching:
+            _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
 
     def _enter(self, module: Module, _: Any) -> None:
         buffers = module._buffers
@@ -56,7 +60,8 @@ class Lending:
 
     def end(self) -> None:
         """Put back what is still lent, and what was kept."""
-        del _global_forward_pre_hooks[id(self)]
+        if self._watching:
+            del _global_forward_pre_hooks[id(self)]
         if self._leaving is not None:
             self._leaving.remove()
         while self._open:
@@ -65,3 +70,14 @@ class Lending:
             for name in set(module.__dict__) - set(attributes):
                 del module.__dict__[name]
             module.__dict__.update(attributes)
+
+
+def _bare(module: Any) -> bool:
+    """Whether a module and all inside have no buffers, and call nothing else, being PyTorch's own and without hooks."""
+    kept = module.__dict__
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "forward" not in kept
+        and not (kept["_buffers"] or kept["_forward_pre_hooks"] or kept["_forward_hooks"])
+        and all([child is None or _bare(child) for child in kept["_modules"].values()])  # noqa: C419
+    )

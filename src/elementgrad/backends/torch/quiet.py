@@ -53,14 +53,14 @@ class undisturbed:  # noqa: N801
     """
 
     def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
-        self._first = getattr(function, "__self__", None)
+        self._function = function
         self._again = again
         self._attention = attention
         self._now = now
 
     def __enter__(self) -> None:
         self._random = _random() if self._now is None else self._now[0]
-        self._lending = Lending(self._first)
+        self._lending = Lending(self._function)
         try:
             self._modes = modes(self._again, self._attention)
         except BaseException:

@@ -49,7 +49,7 @@ class ByBag(torch.autograd.Function):
         of_table = None
         if ctx.needs_input_grad[7]:
             of_table = gradient.new_zeros(ctx.rows).index_add(0, known, heard.masked_fill((tokens < 0).unsqueeze(1), 0))
-        leaves = ctx.lookup(tokens, heard).split(ctx.sizes)
+        leaves = ctx.lookup(tokens, heard).split_with_sizes(ctx.sizes)
         return None, None, None, None, None, None, None, of_table, of_weights, *leaves
 
 

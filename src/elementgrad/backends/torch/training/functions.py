@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from elementgrad.backends.torch.training.operations import of_bias
 from elementgrad.backends.torch.training.products import again, connected
@@ -57,10 +56,12 @@ class ByKernel(torch.autograd.Function):
         count = len(sizes[0])
         if count:
             heard = any(wanted[:count])
-            leaves += operation.entries(of_weight, gradient, x, kept).split(sizes[0]) if heard else [None] * count
+            leaves += (
+                operation.entries(of_weight, gradient, x, kept).split_with_sizes(sizes[0]) if heard else [None] * count
+            )
         if sizes[1]:
             heard = any(wanted[count:])
-            each = of_bias(operation, to_bias, gradient, ctx.bias_shape).split(sizes[1]) if heard else None
+            each = of_bias(operation, to_bias, gradient, ctx.bias_shape).split_with_sizes(sizes[1]) if heard else None
             leaves += [None] * len(sizes[1]) if each is None else each
         return None, None, None, *given, bias, *leaves
 
@@ -101,7 +102,7 @@ class ByLookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.lookup, ctx.sizes, ctx.options, ctx.rows = lookup, sizes, options, table.shape[0]
         ctx.save_for_backward(ids)
-        return functional.embedding(ids, table, options[0])
+        return torch.embedding(table, ids)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -117,7 +118,7 @@ class ByLookup(torch.autograd.Function):
             rows = rows / count[place].unsqueeze(1)
         if padding is not None:
             tokens = tokens.where(tokens != padding, -1)
-        return None, None, None, None, table, *ctx.lookup(tokens, rows).split(ctx.sizes)
+        return None, None, None, None, table, *ctx.lookup(tokens, rows).split_with_sizes(ctx.sizes)
 
 
 class Alias(torch.autograd.Function):
@@ -134,4 +135,4 @@ class Alias(torch.autograd.Function):
         (positions,) = ctx.saved_tensors
         gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         whole = gradient if ctx.needs_input_grad[2] else None
-        return None, None, whole, *gradient.reshape(-1).index_select(0, positions).split(ctx.sizes)
+        return None, None, whole, *gradient.reshape(-1).index_select(0, positions).split_with_sizes(ctx.sizes)

@@ -26,7 +26,8 @@ class Lookup:
         self._rows, self._row_of = index(rows, device), index(row_of, device)
         self._columns = None if len(some) == columns else index(some, device)
         self._column_of = index(column_of, device)
-        self._cell = index(row_of.reshape(-1) * len(some) + column_of.reshape(-1), device)
+        cell = row_of.reshape(-1) * len(some) + column_of.reshape(-1)
+        self._cell = None if np.array_equal(cell, np.arange(len(rows) * len(some))) else index(cell, device)
         self._width = len(some)
         self._crowded = len(rows) * len(some) > ROOM + 4 * len(row_of)
 
@@ -37,15 +38,15 @@ class Lookup:
         gradient = gradient if self._columns is None else gradient.index_select(1, self._columns)
         count = len(self._rows)
         if count == 1:
-            place = (tokens != self._rows).long()
+            sums = gradient.masked_fill((tokens != self._rows).unsqueeze(1), 0).sum(0)
         else:
             near = torch.searchsorted(self._rows, tokens).clamp(max=count - 1)
             hit = self._rows.index_select(0, near) == tokens
             if self._crowded and not torch.compiler.is_compiling():
                 return self._of_present(near[hit], gradient[hit])
             place = near.where(hit, count)
-        sums = gradient.new_zeros(count + 1, self._width).index_add(0, place, gradient)
-        return sums.view(-1).index_select(0, self._cell)
+            sums = gradient.new_zeros(count + 1, self._width).index_add(0, place, gradient)[:count].view(-1)
+        return sums if self._cell is None else sums.index_select(0, self._cell)
 
     def connected(self, table: Tensor, values: Tensor) -> Tensor:
         """The table, connected with the values of its elements."""

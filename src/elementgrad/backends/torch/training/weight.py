@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from elementgrad.errors import OptionError
 Tensor = torch.Tensor
 HALVES = (torch.float16, torch.bfloat16)
 _leaves: WeakValueDictionary[int, "Part"] = WeakValueDictionary()
+_moving: WeakKeyDictionary[torch.optim.Optimizer, "list[Weight]"] = WeakKeyDictionary()
+"""For each optimizer in the middle of a step, the parameters whose elements it moves."""
 
 
 class Part(training.Part):
@@ -80,20 +82,27 @@ class Weight:
     def current(self) -> None:
         """Let the parameter hold what the leaves hold, or the leaves what was written to the parameter since."""
         if torch.compiler.is_compiling():
-            self._write()  # versions are not known to a compiler
+            self._write(self._values())  # versions are not known to a compiler
             return
         versions = self._versions()
         # Writes to `.data` leave no version behind: after a step that nobody announced, values are compared.
-        if versions[1:] != self._seen[1:] or (self._used and not all(map(torch.equal, self.leaves, self._held))):
+        if versions[1:] != self._seen[1:] or (self._used and not torch.equal(self._values(), self._held)):
             self.push()
         elif versions != self._seen:
             self.pull()
         self._used = True
 
+    def ready(self) -> None:
+        """Let the leaves hold what was written to the parameter since, before a step that is pushed in any case."""
+        versions = self._versions()
+        if versions[0] != self._seen[0] and versions[1:] == self._seen[1:]:
+            self.pull()
+
     def push(self) -> None:
         """Write the leaves' values into the parameter."""
-        self._write()
         self._note()
+        self._write(self._held)
+        self._seen[0] = self.tensor._version
 
     def pull(self) -> None:
         """Read the leaves' values from the parameter, where it holds others than theirs."""
@@ -108,17 +117,19 @@ class Weight:
         values = torch.cat([leaf.reshape(-1) for leaf in leaves]).to(tensor.dtype)
         return tensor.reshape(-1).index_put((self.positions,), values).view(tensor.shape)
 
-    def _write(self) -> None:
-        with torch.no_grad():
-            values = self.leaves[0] if len(self.leaves) == 1 else torch.cat(self.leaves)
-            put(self.tensor, self.positions, values.to(self.tensor.dtype))
+    def _values(self) -> Tensor:
+        return self.leaves[0].detach() if len(self.leaves) == 1 else torch.cat([leaf.detach() for leaf in self.leaves])
+
+    def _write(self, values: Tensor) -> None:
+        tensor = self.tensor.detach()  # of the same version: whoever kept the parameter to go back hears of the write
+        put(tensor, self.positions, values if values.dtype is tensor.dtype else values.to(tensor.dtype))
 
     def _versions(self) -> list[int]:
         return [self.tensor._version, *[leaf._version for leaf in self.leaves]]
 
     def _note(self) -> None:
         self._seen = self._versions()
-        self._held = [leaf.detach().clone() for leaf in self.leaves]
+        self._held = self._values().clone() if self.leaves else self.positions
         self._used = False
 
 
@@ -133,7 +144,7 @@ def take(tensor: Tensor, positions: Tensor) -> Tensor:
 def put(tensor: Tensor, positions: Tensor, values: Tensor) -> None:
     """Write elements of a tensor by their positions in C order."""
     if tensor.is_contiguous():
-        tensor.view(-1).index_put_((positions,), values)
+        tensor.view(-1).index_copy_(0, positions, values)
     else:
         tensor.index_put_(torch.unravel_index(positions, tensor.shape), values)
 
@@ -151,19 +162,19 @@ def part_of(leaf: Tensor) -> Part | None:
     return part if part is not None and part.leaf is leaf else None
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """What an optimizer moved is in the model at once, however the optimizer wrote it."""
-    for weight in _moved(optimizer):
-        weight.push()
-
-
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """What was written to a parameter since the last forward is where its elements step from."""
-    weights = _moved(optimizer)
+    _moving[optimizer] = weights = _moved(optimizer)
     if weights and isinstance(optimizer, torch.optim.SparseAdam):
         raise OptionError("SparseAdam takes sparse gradients, and those of elements are dense; use torch.optim.Adam")
     for weight in weights:
-        weight.current()
+        weight.ready()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What an optimizer moved is in the model at once, however the optimizer wrote it."""
+    for weight in _moving.pop(optimizer, ()):
+        weight.push()
 
 
 def _moved(optimizer: torch.optim.Optimizer) -> list[Weight]:
@@ -171,8 +182,8 @@ def _moved(optimizer: torch.optim.Optimizer) -> list[Weight]:
     weights = {}
     for group in optimizer.param_groups:
         for leaf in group["params"]:
-            part = part_of(leaf) if id(leaf) in _leaves else None
-            if part is not None and part.weight is not None and part in part.weight.parts:
+            part = _leaves.get(id(leaf))
+            if part is not None and part.leaf is leaf and part.weight is not None and part in part.weight.parts:
                 weights[id(part.weight)] = part.weight
     return list(weights.values())
 
