@@ -507,8 +507,16 @@ BAD = {
         eg.FrameworkError,
         "is being traced; call this outside of jax.jit",
     ),
-    "parameters": (lambda p: eg.trainable(p, SMALL).parameters(), eg.FrameworkError, r"no parameters; use elements\.values"),
-    "backward": (lambda p: eg.trainable(p, SMALL).backward({}), eg.FrameworkError, r"no backward; use elements\.grad, which takes"),
+    "parameters": (
+        lambda p: eg.trainable(p, SMALL).parameters(),
+        eg.FrameworkError,
+        r"no parameters; use elements\.values",
+    ),
+    "backward": (
+        lambda p: eg.trainable(p, SMALL).backward({}),
+        eg.FrameworkError,
+        r"no backward; use elements\.grad, which takes",
+    ),
     "release": (lambda p: eg.trainable(p, SMALL).release(), eg.FrameworkError, "elements.merge"),
     "other values": (lambda p: eg.trainable(p, SMALL).merge({"table[1]": 0}), eg.PlaceError, "not one of these places"),
     "few values": (lambda p: eg.trainable(p, SMALL).merge({}), eg.PlaceError, "nothing for"),
