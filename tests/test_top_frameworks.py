@@ -107,7 +107,7 @@ def test_the_largest_are_those_of_a_dense_computation(ranked, by, way):
         by, expected = "fisher", {name: values**2 for name, values in scores("gradient").items()}
     else:
         expected = scores(by)
-    for k in (1, 9) if way != "a vector" else (1, 9, 40, 66):
+    for k in (9,) if way != "a vector" else (1, 40):
         assert elements(eg.top(ranked.model, WAYS[way](ranked.losses), k, by)) == best(expected, k)
 
 
