@@ -129,3 +129,62 @@ CASES = {
 def arrays(params, dtype):
     """The same structure of JAX arrays, each its own."""
     return jax.tree.map(lambda x: jnp.array(x, dtype), params)
+
+
+def small(dtype=jnp.float32):
+    return arrays({"table": numbers(10, 4), "head": {"kernel": numbers(4, 3), "bias": numbers(3)}}, dtype)
+
+
+def small_loss(p, target=1):
+    logits = p["table"][np.array([0, 3, 0])] @ p["head"]["kernel"] + p["head"]["bias"]
+    return -jax.nn.log_softmax(logits)[:, target].sum()
+
+
+SMALL = ["table[0, 2]", "table[3]", "head.kernel[1, :2]", "head.bias[2]"]
+
+
+def moved(values, by=0.3):
+    return {place: value + jnp.asarray(by, value.dtype) for place, value in values.items()}
+
+
+def leaf(tree, name):
+    for key in name.split("."):
+        tree = tree[int(key)] if isinstance(tree, list | tuple) else tree[key]
+    return tree
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+def assert_same(one, other):
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert bits(x) == bits(y)
+
+
+def assert_only(elements, merged, params):
+    """Outside of the places every bit is as it was."""
+    before = {name: np.array(x) for name, x in flat(params).items()}
+    for place in elements.places:
+        x, y = before[place.name].reshape(-1), np.asarray(flat(merged)[place.name]).reshape(-1)
+        positions = place.select(before[place.name].shape).flat().reshape(-1)
+        x[positions] = y[positions]
+    assert_same(before, flat(merged))
+
+
+def flat(tree):
+    return {".".join(str(k.key if hasattr(k, "key") else k.idx) for k in path): x for path, x in _paths(tree)}
+
+
+def _paths(tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def assert_dense_entries(elements, loss, values, gradient, tolerance, whole=None):
+    """The gradient is what the dense one has at the places."""
+    whole = jax.jit(jax.grad(loss))(elements.merge(values)) if whole is None else whole
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(whole))
+    for place in elements.places:
+        x = np.asarray(leaf(whole, place.name))
+        expected = x.reshape(-1)[place.select(x.shape).flat().reshape(-1)]
+        np.testing.assert_allclose(gradient[str(place)], expected, rtol=0, atol=tolerance * largest)

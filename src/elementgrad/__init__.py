@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from elementgrad.shares import Shares as Shares
     from elementgrad.tap import tag as tag
     from elementgrad.train.elements import Elements as Elements
+    from elementgrad.train.functional import Uses as Uses
     from elementgrad.train.patch import Patch as Patch
     from elementgrad.train.patch import inspect as inspect
     from elementgrad.train.ranking import top as top
@@ -69,6 +70,7 @@ _HOMES = {
     "trainable": "train.start",
     "apply": "train.start",
     "Elements": "train.elements",
+    "Uses": "train.functional",
     "ElementgradError": "errors",
     "BatchError": "errors",
     "BroadcastError": "errors",

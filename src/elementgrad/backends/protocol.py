@@ -137,14 +137,15 @@ class Backend(ABC):
         self,
         model: Model,
         parameters: Mapping[str, Tensor],
-        losses: Callable[[], Iterable[Tensor]],
+        losses: Callable[..., Iterable[Tensor]],
         squared: bool,
         give: Callable[[str, Tensor], None],
     ) -> None:
         """Give the derivative of the sum of the losses for each parameter, one at a time, and keep none.
 
         With `squared`, the sum of the squares of the derivatives of each number among the losses, as far as its order
-        counts. A parameter that no loss reaches is not given.
+        counts. A parameter that no loss reaches is not given. `losses()` runs the model, and
+        `losses(other)` another in its place, where parameters are never written to.
         """
         raise FrameworkError(f"models of {self.name} cannot be ranked by a loss yet; rank a torch.nn.Module")
 

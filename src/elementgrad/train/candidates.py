@@ -53,15 +53,15 @@ def candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
 
 def earlier(since: Any, found: list[Candidate], model: Model, backend: Backend) -> list[Tensor]:
     """What each parameter was then, by a state dict or another model."""
-    if isinstance(since, Mapping):
+    if backends.holder(since) is backend:
+        names = [name for name, kind, _ in backend.model(since).held() if kind == "parameter"]
+        then = {candidate.name: _parameter(backend.model(since), candidate.name) for candidate in found}
+    elif isinstance(since, Mapping):
         # By any of its names: of tied parameters a file may hold the second one alone.
         aliases = [(name, model.bearing(name)) for name in since if isinstance(name, str)]
         known = {id(x): since[name] for name, bearers in aliases for kind, x in bearers if kind == "parameter"}
         then = {candidate.name: known.get(id(candidate.tensor)) for candidate in found}
         names = [name for name in since if isinstance(name, str)]
-    elif backends.holder(since) is backend:
-        names = [name for name, kind, _ in backend.model(since).held() if kind == "parameter"]
-        then = {candidate.name: _parameter(backend.model(since), candidate.name) for candidate in found}
     else:
         raise OptionError(
             f"since={type(since).__name__} holds no earlier parameters; give a state dict or a model of {backend.name}"
@@ -88,11 +88,13 @@ def _number(place: Place, held: list[tuple[str, Tensor]], model: Model, backend:
         raise PlaceError(f"{place!r} is about a write in a recording, and this is a model; leave write out")
     if place.tensor is None and place.name is None:
         raise PlaceError(f"{place} says which elements and not of which parameter; name it, as in {held[0][0]}{place}")
+    names = [name for name, _ in held]
+    if place.name in names and place.kind in (None, "parameter"):
+        return names.index(place.name)
     tensor = _parameter(model, place.name) if place.tensor is None else backend.bare(place.tensor)
     for number, (_, other) in enumerate(held):
         if other is tensor and place.kind in (None, "parameter"):
             return number
-    names = [name for name, _ in held]
     if place.name is None:
         raise PlaceError(f"the tensor is no parameter of the model; name one, {nearest('', names)}")
     raise PlaceError(f"no parameter is named {place.name!r}; {nearest(place.name, names)}")

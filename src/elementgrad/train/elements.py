@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad.backends import plain
-from elementgrad.backends.training import Part, Trainer
+from elementgrad.backends.training import FunctionalTrainer, Part, Trainer
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 from elementgrad.place import Place
 from elementgrad.text import listed, table
@@ -267,6 +267,8 @@ class Elements(Functional):
             self._trainer.settle(member.part)
 
     def _require_there(self, verb: str) -> None:
+        if isinstance(self._trainer, FunctionalTrainer):
+            return  # nobody can write over what is never written to
         for member in self._members:
             converted = self._dtype(member.part.originals) != self._dtype(member.tensor)  # as by model.half()
             if not (self._ledger(member).holds(member.mark) or (converted and verb == "undo")):

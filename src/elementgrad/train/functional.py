@@ -21,7 +21,16 @@ Values = dict[str, Tensor]
 
 @dataclass(frozen=True, repr=False)
 class Uses:
-    """What a loss does with the parameters of which elements train, and where it costs as much as all of them."""
+    """What a loss does with the parameters of which elements train, and where it costs as much as all of them.
+
+    Made by `elements.plan`; printed it is a table.
+
+    >>> import jax.numpy as jnp, elementgrad as eg
+    >>> elements = eg.trainable({"w": jnp.ones((4, 3))}, "w[0, 1]")
+    >>> uses = elements.plan(lambda params: (jnp.ones((2, 4)) @ params["w"]).sum())
+    >>> uses.dense, uses.uses[0].operation
+    (False, 'dot_general')
+    """
 
     uses: tuple[UseOf, ...]
     """Name, operation and whether it is dense."""

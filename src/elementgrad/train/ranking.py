@@ -38,9 +38,10 @@ def top(
     examples, `by="magnitude"` by the size of the element or, with `since` (a state dict or a model of the same
     architecture), by how far it has moved. `loss_fn(model)` gives one loss, a vector of losses or an iterable of them;
     for Fisher information each number is an example, otherwise they add up. What yields losses one by one (a
-    generator) keeps the graph of one alone, and is asked again for each group of parameters. `among` names the
-    parameters to choose from, or some of their elements; by default all that are floating point, frozen ones too.
-    Dense gradients never pile up: each is ranked and dropped as soon as it is there. Nothing is disturbed.
+    generator) keeps the graph of one alone in PyTorch, and is asked again for each group of parameters. In JAX the
+    model is a pytree of parameters, and `loss_fn` a function of it. `among` names the parameters to choose from, or
+    some of their elements; by default all that are floating point, frozen ones too. Dense gradients never pile up: each
+    is ranked and dropped as soon as it is there. Nothing is disturbed.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Linear(3, 2)
@@ -55,7 +56,10 @@ def top(
     _require_measure(by, loss_fn, since)
     backend = backends.holder(model)
     if backend is None:
-        raise FrameworkError(f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module")
+        raise FrameworkError(
+            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module "
+            "or a pytree of jax.Array, such as a dict of parameters"
+        )
     held = backend.model(model)
     found = candidates(held, among, backend)
     size = sum(candidate.size for candidate in found)
@@ -68,7 +72,11 @@ def top(
             ranking.offer(candidate.name, candidate.tensor, tensor)
     else:
         parameters = {candidate.name: candidate.tensor for candidate in found}
-        backend.slopes(held, parameters, lambda: _losses(loss_fn(model), backend), by == "fisher", ranking.offer)
+
+        def losses(given: Any = model) -> Iterable[Tensor]:
+            return _losses(loss_fn(given), backend)
+
+        backend.slopes(held, parameters, losses, by == "fisher", ranking.offer)
         ranking.require_reached()
     if since is not None and not ranking.best.highest:
         raise OptionError(

@@ -1,18 +1,20 @@
 """`trainable` and `apply`: how elements of a model come to train, and how a patch comes into a model."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from elementgrad.backends import plain
 from elementgrad.backends.training import FunctionalTrainer, Trainer
-from elementgrad.errors import DuplicateError, ElementgradError, PatchError
+from elementgrad.errors import DuplicateError, ElementgradError, OptionError, PatchError
 from elementgrad.place import Place
 from elementgrad.train.apart import element
 from elementgrad.train.elements import Elements, Member, reader
 from elementgrad.train.fingerprint import fits
 from elementgrad.train.ledger import Ledger, Mark
+from elementgrad.train.mapping import Mapped, Names, mapped
 from elementgrad.train.named import Named, all_named, named, require_disjoint, trainer_of
 from elementgrad.train.patch import Entry, Patch
 
@@ -21,13 +23,14 @@ Model = Any
 
 
 @plain
-def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
+def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | None = None) -> Elements:
     """Let only the named elements of a model train; every other element of its parameters stays as it is, to the bit.
 
     Give `elements.parameters()` to any optimizer that takes vectors, with any options. `places` are texts or places, or
-    the path of a patch to go on from. Values of parameters in half precision are kept in float32 unless `dtype` says
-    otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`; let others train beside by
-    setting theirs afterwards. A Keras model is compiled and fitted as ever, and has `elements.variables`.
+    the path of a patch to go on from, with `names` as in `eg.apply`. Values of parameters in half precision are kept in
+    float32 unless `dtype` says otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`; let
+    others train beside by setting theirs afterwards. A Keras model is compiled and fitted as ever, and has
+    `elements.variables`.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))
@@ -42,10 +45,12 @@ def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
     trainer = trainer_of(model)
     kept = trainer.dtype(dtype)
     if isinstance(places, os.PathLike) or (isinstance(places, str) and places.endswith(ENDING)):
-        found = _fitting(trainer, Patch.read(places), resume=True)
+        found = _fitting(trainer, mapped(Patch.read(places), names), resume=True)
         parts = [trainer.part(one.tensor, one.positions, kept, entry.values, entry.originals) for one, entry in found]
         every = [one for one, _ in found]
     else:
+        if names is not None:
+            raise OptionError("names= maps the names in a patch, and these are places; leave it out")
         every = all_named(trainer, places)
         for one in every:
             _require_idle(trainer, one)
@@ -56,11 +61,15 @@ def trainable(model: Model, places: Any, *, dtype: Any = None) -> Elements:
 
 
 @plain
-def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> Elements:
+def apply(
+    model: Model, path: str | os.PathLike[str], *, overwrite: bool = False, names: Names | None = None
+) -> Elements:
     """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
 
     The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
-    other elements may be applied before; one that overlaps needs `overwrite`.
+    other elements may be applied before; one that overlaps needs `overwrite`. The same network may have other names for
+    its tensors, and their axes in another order, as in another framework: `names` is a dict from names in the patch to
+    names in the model, or to a name and the order of axes, as `numpy.transpose` takes it.
 
     >>> import copy, tempfile, torch, elementgrad as eg
     >>> path = tempfile.mkdtemp() + "/patch.safetensors"
@@ -74,11 +83,14 @@ def apply(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False
     >>> pristine.bias[1].item()
     7.0
     >>> applied.undo()
+    >>> other = torch.nn.ParameterDict({"offset": pristine.bias.detach().clone()})
+    >>> eg.apply(other, path, names={"bias": "offset"}).places
+    (Place.parse('offset[1]'),)
     """
     trainer = trainer_of(model)
     if not isinstance(path, str | os.PathLike):
         raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
-    found = _fitting(trainer, Patch.read(path), overwrite)
+    found = _fitting(trainer, mapped(Patch.read(path), names), overwrite)
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:
@@ -102,10 +114,10 @@ def _require_idle(trainer: Trainer, one: Named) -> None:
 
 
 def _fitting(
-    trainer: Trainer, patch: Patch, overwrite: bool = False, resume: bool = False
+    trainer: Trainer, entries: Sequence[Mapped], overwrite: bool = False, resume: bool = False
 ) -> list[tuple[Named, Entry]]:
     """The parameters that a patch is for, each checked before anything is changed."""
-    found = [(_fitted(trainer, entry, overwrite, resume), entry) for entry in patch.entries]
+    found = [(_fitted(trainer, one, overwrite, resume), one.entry) for one in entries]
     try:
         require_disjoint([one for one, _ in found])  # names that are tied here may not be where the patch was made
     except DuplicateError as error:
@@ -113,18 +125,17 @@ def _fitting(
     return found
 
 
-def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Named:
+def _fitted(trainer: Trainer, given: Mapped, overwrite: bool, resume: bool) -> Named:
+    entry, source = given.entry, given.source
     try:
         tensor = trainer.parameter(entry.name)
     except ElementgradError as error:
-        raise PatchError(f"the patch does not fit: {error}") from None
+        other = "; names= says what it is called here" if entry.name == source.name else ""
+        raise PatchError(f"the patch does not fit: {error}{other}") from None
     trainer.check(tensor, entry.name)
     shape, (dtype, _) = tuple(tensor.shape), trainer.bits(tensor, np.zeros(0, np.int64))
     if (shape, dtype) != (entry.shape, entry.dtype):
-        raise PatchError(
-            f"the patch is for {entry.name} as {entry.dtype} of shape {entry.shape}, "
-            f"and here it is {dtype} of shape {shape}"
-        )
+        raise PatchError(_unlike(given, shape, dtype))
     one = named(trainer, Place.parse(entry.place))
     if one.tensor is not tensor:
         raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
@@ -138,11 +149,27 @@ def _fitted(trainer: Trainer, entry: Entry, overwrite: bool, resume: bool) -> Na
             f"{entry.place} overlaps {over.place}, which was changed before; undo that first, or give overwrite=True"
         )
     positions, bits = ledger.changed()
+    there = None if positions is None else given.there(positions)
     same = np.array_equal(ledger.before(entry.indices), entry.originals.bits)
-    if not same or not fits(entry.fingerprint, shape, dtype, read, positions=positions, bits=bits):
+    known = source.fingerprint, source.shape, dtype
+    if not same or not fits(*known, lambda some: read(given.here(some)), positions=there, bits=bits):
         raise PatchError(
             f"{entry.name} is not the tensor that the patch was made for: "
             + ("other elements of it differ" if same else f"{entry.place} held other values there")
             + "; give the model as it was before training"
+            + (", and the right order of axes" if given.turned else "")
         )
     return one
+
+
+def _unlike(given: Mapped, shape: tuple[int, ...], dtype: str) -> str:
+    entry, source = given.entry, given.source
+    turned = f", which axes {given.axes} make {entry.shape}" if given.turned else ""
+    here = "it" if entry.name == source.name else entry.name
+    hint = (
+        "; names= takes the order of its axes" if shape != entry.shape and sorted(shape) == sorted(entry.shape) else ""
+    )
+    return (
+        f"the patch is for {source.name} as {source.dtype} of shape {source.shape}{turned}, "
+        f"and here {here} is {dtype} of shape {shape}{hint}"
+    )

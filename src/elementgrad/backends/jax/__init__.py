@@ -1,7 +1,7 @@
 """JAX."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,6 +118,24 @@ class JaxBackend(Backend):
         from elementgrad.backends.jax.training.trainer import JaxTrainer
 
         return JaxTrainer(model)
+
+    def slopes(
+        self,
+        model: Model,
+        parameters: Mapping[str, Array],
+        losses: Callable[..., Iterable[Array]],
+        squared: bool,
+        give: Callable[[str, Array], None],
+    ) -> None:
+        from elementgrad.backends.jax.scores import slopes
+
+        assert isinstance(model, JaxModel)
+        slopes(model, parameters, losses, squared, give)
+
+    def largest(self, x: Array, count: int, floor: float, minus: Array | None = None) -> tuple[np.ndarray, np.ndarray]:
+        from elementgrad.backends.jax.scores import largest
+
+        return largest(x, count, floor, minus)
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if isinstance(function, Copying) else Copying(function)

@@ -77,6 +77,16 @@ class JaxLinear(Linear):
         swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
         return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
 
+    def sweeper(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
+        """A compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
+        xs = self.inputs
+
+        def sweep(program: Any, seed: Array) -> list[Array]:
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(seed)
+            return [transposed[i] for i in inputs]
+
+        return partial(jax.jit(sweep), self._program)
+
     def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
         xs = self.inputs
 

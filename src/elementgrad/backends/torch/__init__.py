@@ -177,7 +177,7 @@ class TorchBackend(Backend):
         self,
         model: Model,
         parameters: Mapping[str, Tensor],
-        losses: Callable[[], Iterable[Tensor]],
+        losses: Callable[..., Iterable[Tensor]],
         squared: bool,
         give: Callable[[str, Tensor], None],
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from elementgrad.backends.groups import grouped
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.model import TorchModel
 from elementgrad.backends.torch.quiet import modes, plainly, state, undisturbed
@@ -25,7 +26,7 @@ FREED = "backward through the graph a second time"
 def slopes(
     model: TorchModel,
     parameters: Mapping[str, Tensor],
-    losses: Callable[[], Iterable[Tensor]],
+    losses: Callable[..., Iterable[Tensor]],
     squared: bool,
     give: Give,
 ) -> None:
@@ -118,14 +119,8 @@ def _stand_ins(model: TorchModel, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Neighbours together, up to the size of the largest, which must be held in any case."""
-    room = max(leaf.numel() for leaf in leaves.values())
-    groups: list[dict[str, Tensor]] = [{}]
-    for name, leaf in leaves.items():
-        if sum(other.numel() for other in groups[-1].values()) + leaf.numel() > room:
-            groups.append({})
-        groups[-1][name] = leaf
-    return groups
+    found = grouped({name: leaf.numel() for name, leaf in leaves.items()})
+    return [{name: leaves[name] for name in names} for names in found]
 
 
 def _from_list(

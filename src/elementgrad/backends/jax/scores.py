@@ -1,0 +1,104 @@
+"""Derivatives of losses with respect to parameters, some at a time, and the largest elements of an array."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+
+from elementgrad.backends.groups import grouped
+from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad.backends.jax.model import JaxModel, copied
+from elementgrad.errors import FrameworkError
+
+Array = jax.Array
+PIECE = 2**18
+"""How many elements are ranked at once: what is made on the way of a large gradient stays small."""
+wide: Any = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
+"""A context in which arrays may have 64 bits, whatever the user has set."""
+
+
+def slopes(
+    model: JaxModel,
+    parameters: Mapping[str, Array],
+    losses: Callable[..., Iterable[Array]],
+    squared: bool,
+    give: Callable[[str, Array], None],
+) -> None:
+    """Give the derivative of the sum of the losses for each parameter, or the sum of the squares of theirs.
+
+    The function runs once, on copies. Sweeps back then find the derivatives of one group of parameters at a time, which
+    are together no larger than the largest parameter.
+    """
+    for name, array in parameters.items():
+        _require_values(array, name)
+    names = list(parameters)
+
+    def numbers(*new: Array) -> list[Array]:
+        found = losses(copied(model.function, dict(zip(names, new, strict=True))))
+        return [jnp.concatenate([loss.reshape(-1) for loss in found])]
+
+    linear = JaxLinear(numbers, list(parameters.values()))
+    reached = [name for number, name in enumerate(names) if number in linear.paths[0]]
+    for group in grouped({name: parameters[name].size for name in reached}) if reached else []:
+        every = linear.sweeper(0, [names.index(name) for name in group])
+        found = _squares(every, linear.outputs[0]) if squared else every(jnp.ones_like(linear.outputs[0]))
+        for name in group:
+            give(name, found.pop(0))
+
+
+def largest(x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
+    """Size and position of the elements that are largest in size; see `Backend.largest`."""
+    _require_values(x, "the tensor")
+    sizes, places = [np.zeros(0)], [np.zeros(0, np.int64)]
+    others = None if minus is None else _pieces(minus)
+    for number, piece in enumerate(_pieces(x)):
+        size = np.abs(piece if others is None else piece - next(others))
+        place = number * PIECE + np.arange(len(size))
+        unknown = np.flatnonzero(~np.isfinite(size))[:1]
+        if len(unknown):
+            return size[unknown], place[unknown]
+        kept = size >= floor
+        sizes.append(size[kept])
+        places.append(place[kept])
+        if sum(map(len, sizes)) > 2 * max(count, PIECE):
+            size, place = _first(np.concatenate(sizes), np.concatenate(places), count)
+            sizes, places, floor = [size], [place], max(floor, float(size.min()))
+    return _first(np.concatenate(sizes), np.concatenate(places), count)
+
+
+def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[Array]:
+    """The sum over the numbers of the squares of their derivatives, in 64 bits, in which small ones do not vanish."""
+    totals: Any = None
+    for number in range(numbers.size):
+        found = sweep(jnp.zeros_like(numbers).at[number].set(1))
+        with wide(True):
+            totals = _added([jnp.zeros(each.shape, jnp.float64) for each in found] if totals is None else totals, found)
+    return totals
+
+
+@jax.jit
+def _added(totals: list[Array], found: list[Array]) -> list[Array]:
+    return [total + jnp.square(each.astype(jnp.float64)) for total, each in zip(totals, found, strict=True)]
+
+
+def _first(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The largest; of equal ones those that stand first."""
+    if len(sizes) > count:
+        kept = np.sort(np.argsort(-sizes, kind="stable")[:count])
+        sizes, places = sizes[kept], places[kept]
+    return sizes, places
+
+
+def _pieces(x: Array) -> Iterator[np.ndarray]:
+    """The elements in order, as float64, a piece at a time."""
+    flat = np.asarray(x).reshape(-1)
+    for start in range(0, flat.size, PIECE):
+        yield flat[start : start + PIECE].astype(np.float64)
+
+
+def _require_values(array: Array, name: str) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise FrameworkError(f"{name} is being traced and has no values to rank; call eg.top outside of jax.jit")
