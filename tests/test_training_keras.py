@@ -338,15 +338,19 @@ def test_release_gives_the_plain_model_back():
     assert all(count for name, count in moved(model, after).items() if "mix" not in name)
     with pytest.raises(eg.PlaceError, match="do not train"):
         elements.variables  # noqa: B018
-    elements.undo()
+    with pytest.raises(eg.PatchError, match="was written over or taken back since; there is nothing to undo"):
+        elements.undo()
 
 
-def test_release_without_the_values():
+@pytest.mark.parametrize("keep", [False, True])
+def test_release_without_the_values_at_once_or_later(keep):
     model = tagger()
     before = state(model)
     elements = eg.trainable(model, PLACES)
     elements["head/kernel[:, 1]"].assign(np.ones(5))
-    elements.release(keep=False)
+    elements.release(keep=keep)
+    assert any(moved(model, before).values()) is keep
+    elements.undo()
     assert not any(moved(model, before).values())
 
 
