@@ -55,7 +55,9 @@ def top(
     _require_measure(by, loss_fn, since)
     backend = backends.holder(model)
     if backend is None:
-        raise FrameworkError(f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module")
+        raise FrameworkError(
+            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module or a Keras model"
+        )
     held = backend.model(model)
     found = candidates(held, among, backend)
     size = sum(candidate.size for candidate in found)
@@ -72,8 +74,8 @@ def top(
         ranking.require_reached()
     if since is not None and not ranking.best.highest:
         raise OptionError(
-            "no element has moved since then; a state dict shares the memory of its model, so keep "
-            "copy.deepcopy(model.state_dict()) before it is trained"
+            "no element has moved since then; give a copy from before it was trained, as a state dict shares the memory "
+            "of its model"
         )
     return ranking.places()
 
