@@ -74,8 +74,7 @@ def top(
         ranking.require_reached()
     if since is not None and not ranking.best.highest:
         raise OptionError(
-            "no element has moved since then; give a copy from before it was trained, as a state dict shares the memory "
-            "of its model"
+            "no element has moved since then; give a copy made before, as a state dict shares the memory of its model"
         )
     return ranking.places()
 
