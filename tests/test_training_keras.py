@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import elementgrad as eg
 from tests.keras_training import PLACES, TARGETS, TOKENS, assert_only_places_moved, moved, state, tagger, variable_of
@@ -65,8 +66,37 @@ def test_half_precision_keeps_its_values_in_float32(dtype):
 def test_mixed_precision(policy):
     model = tagger(policy, walk=False)
     before = state(model)
-    eg.trainable(model, [place for place in PLACES if "walk" not in place])
+    elements = eg.trainable(model, [place for place in PLACES if "walk" not in place])
+    assert {variable.dtype for variable in elements.variables} == {"float32"}
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01, weight_decay=0.1), initial_scale=8.0)
     model.compile(optimizer, "mse")
     model.fit(TOKENS, TARGETS, batch_size=8, verbose=0)
     assert_only_places_moved(model, before)
+
+
+def test_each_place_has_its_own_rate():
+    model = tagger(walk=False)
+    elements = eg.trainable(model, ["table/embeddings[2]", "head/kernel[:, 1]"])
+    before = [variable.numpy() for variable in elements.variables]
+    optimizers = [keras.optimizers.SGD(rate) for rate in (0.001, 0.1)]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(TOKENS, training=True) - TARGETS) ** 2)
+    gradients = tape.gradient(loss, elements.variables)
+    for optimizer, gradient, variable in zip(optimizers, gradients, elements.variables, strict=True):
+        optimizer.apply([gradient], [variable])
+    for old, gradient, variable, rate in zip(before, gradients, elements.variables, (0.001, 0.1), strict=True):
+        np.testing.assert_allclose(variable.numpy(), old - rate * gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has one optimizer for all in fit"
+)
+def test_each_place_has_its_own_rate_in_fit():
+    model = tagger(walk=False)
+    before = state(model)
+    elements = eg.trainable(model, ["table/embeddings[2]", "head/kernel[:, 1]"])
+    frozen, slow = keras.optimizers.SGD(0.0), keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    row = elements["table/embeddings[2]"]
+    model.compile(keras.optimizers.MultiOptimizer(lambda variable: frozen if variable is row else slow), "mse")
+    model.fit(TOKENS, TARGETS, batch_size=8, verbose=0)
+    assert_only_places_moved(model, before, {"head/kernel": 5})

@@ -22,9 +22,11 @@ def test_weight_files_load_both_ways(tmp_path):
     plain.load_weights(tmp_path / "trained.weights.h5")
     assert not any(moved(plain, state(model)).values())
     other = keras_models.drawn(tagger(), seed=5)
+    other.save(tmp_path / "other.keras")
     other.save_weights(tmp_path / "other.weights.h5")
-    model.load_weights(tmp_path / "other.weights.h5")
-    assert not any(moved(model, state(other)).values())
+    for file in ("other.keras", "trained.weights.h5", "other.weights.h5"):
+        model.load_weights(tmp_path / file)
+        assert not any(moved(model, state(plain if "trained" in file else other)).values())
     assert np.array_equal(elements["table/embeddings[2]"], variable_of(other, "embeddings").numpy()[2])
     elements["head/kernel[:, 1]"].assign(np.zeros(5))
     elements.undo()  # another model was loaded: what its elements were is what was loaded
