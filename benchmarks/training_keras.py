@@ -1,8 +1,8 @@
 """What training some elements of a Keras model costs: against masked and sparse gradients, and beside a frozen table.
 
-A frozen model trains nothing and has no way back, so an epoch of `fit` is held against two models whose table is frozen:
-one that trains as many numbers right behind it, a vector for each position, and so goes all the way back as ours does; and
-one that trains its head alone, which goes back through nothing.
+A frozen model trains nothing and has no way back, so an epoch of `fit` is held against two models whose table is
+frozen: one that trains as many numbers right behind it, a vector for each position, and so goes all the way back as
+ours does; and one that trains its head alone, which goes back through nothing.
 """
 
 from collections.abc import Callable, Iterator

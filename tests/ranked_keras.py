@@ -130,7 +130,7 @@ class RankedKeras(Ranked):
             gradients = tape.gradient(number, list(variables.values()))
             for name, gradient in zip(variables, gradients, strict=True):
                 if gradient is not None:
-                    size = np.abs(np.float64(tf.convert_to_tensor(gradient)))
+                    size = np.abs(np.asarray(tf.convert_to_tensor(gradient), np.float64))
                     found[name] = found.get(name, 0) + (size**2 if by == "fisher" else size)
         return {name: found[name] for name in variables if name in found}
 
