@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 import elementgrad as eg
 from elementgrad.backends.torch import scores as torch_scores
 from elementgrad.train import ranking
-from tests.test_top import HOW, checkpointed, conv, mlp
+from tests.ranked import HOW
+from tests.ranked_torch import checkpointed, conv, mlp
 
 
 class StoppedError(Exception):

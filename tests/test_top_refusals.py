@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from tests.test_top import HOW, mlp, sparse
+from tests.ranked import HOW
+from tests.ranked_torch import mlp, sparse
 
 MODEL, LOSS = mlp()
 REFUSED = {
@@ -164,12 +165,3 @@ def test_integer_parameters_are_refused_by_name_and_left_out_otherwise():
     with pytest.raises(eg.DtypeError, match="steps is of dtype int64; choose among floating-point parameters"):
         eg.top(model, loss_fn, 1, among="steps")
     assert "steps" not in [place.name for place in eg.top(model, None, 40, "magnitude")]
-
-
-def test_other_frameworks_are_refused_by_name():
-    keras = pytest.importorskip("keras")
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3)])
-    with pytest.raises(eg.FrameworkError, match="models of tensorflow cannot be ranked by a loss yet"):
-        eg.top(model, lambda model: None, 1)
-    with pytest.raises(eg.FrameworkError, match="elements of tensorflow cannot be ranked yet"):
-        eg.top(model, None, 1, "magnitude")

@@ -57,7 +57,7 @@ def top(
     backend = backends.holder(model)
     if backend is None:
         raise FrameworkError(
-            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module "
+            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
     held = backend.model(model)
@@ -80,8 +80,7 @@ def top(
         ranking.require_reached()
     if since is not None and not ranking.best.highest:
         raise OptionError(
-            "no element has moved since then; a state dict shares the memory of its model, so keep "
-            "copy.deepcopy(model.state_dict()) before it is trained"
+            "no element has moved since then; give a copy made before, as a state dict shares the memory of its model"
         )
     return ranking.places()
 

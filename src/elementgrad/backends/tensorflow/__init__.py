@@ -1,7 +1,7 @@
 """TensorFlow."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -130,6 +130,25 @@ class TensorflowBackend(Backend):
         from elementgrad.backends.tensorflow.training.trainer import KerasTrainer
 
         return KerasTrainer(owner)
+
+    def slopes(
+        self,
+        model: Any,
+        parameters: Mapping[str, Tensor],
+        losses: Callable[[], Iterable[Tensor]],
+        squared: bool,
+        give: Callable[[str, Tensor], None],
+    ) -> None:
+        from elementgrad.backends.tensorflow.scores import slopes
+
+        slopes(model, parameters, losses, squared, give)
+
+    def largest(
+        self, x: Tensor, count: int, floor: float, minus: Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        from elementgrad.backends.tensorflow.scores import largest
+
+        return largest(x, count, floor, minus)
 
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         written = staging.written(function)

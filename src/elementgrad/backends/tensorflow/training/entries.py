@@ -72,10 +72,14 @@ class Lookup:
         count = len(self._rows)
         tokens = tf.cast(tokens, tf.int64)
         near = tf.minimum(tf.searchsorted(self._rows, tokens), count - 1)
+        hit = tf.gather(self._rows, near) == tokens
         # The others are left out and not multiplied by zero, which would let NaN and inf through.
-        hit = tf.reshape(tf.where(tf.gather(self._rows, near) == tokens), [-1])
-        gradient, near = tf.gather(gradient, hit), tf.gather(near, hit)
-        gradient = _wide(gradient if self._columns is None else tf.gather(gradient, self._columns, axis=1))
+        if self._columns is None:
+            gradient, near = _wide(gradient), tf.where(hit, near, -1)  # which is left out of sums
+        else:
+            some = tf.reshape(tf.where(hit), [-1])
+            gradient, near = tf.gather(gradient, some), tf.gather(near, some)
+            gradient = _wide(tf.gather(gradient, self._columns, axis=1))
         sums = tf.reshape(tf.math.unsorted_segment_sum(gradient, near, count), [-1])
         return sums if self._every else tf.gather(sums, self._cell)
 

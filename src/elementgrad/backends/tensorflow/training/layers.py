@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.layers.convolutional.base_conv import BaseConv
 
 from elementgrad.backends.tensorflow.training.correlations import Correlation, Grid
@@ -102,7 +103,8 @@ class Looking:
     def call(self: Any, inputs: Tensor) -> Tensor:
         """As ever, but read from the table itself: it is never copied."""
         use: Use = self.__dict__[NOTE]
-        if use.weight is None or not isinstance(inputs, (tf.Tensor, tf.Variable)) or self.lora_enabled:
+        plain = not isinstance(inputs, (tf.Tensor, tf.Variable)) or self.lora_enabled
+        if use.weight is None or plain or in_stateless_scope():  # where another table may be lent
             return super().call(inputs)  # type: ignore[misc]
         ids = tf.convert_to_tensor(inputs)
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
