@@ -26,7 +26,7 @@ def test_the_largest_gradients_are_those_of_a_dense_computation(name, which, by)
     framework = FRAMEWORKS[name]
     model, loss_fn = framework.models[which]()
     size = sum(values.size for values in framework.dense(model, loss_fn, by).values())
-    for k in (1, size // 2, size):
+    for k in (1, size // 2, size) if by == "gradient" else (size // 2,):
         assert_best(framework, model, loss_fn, k, by)
 
 
