@@ -8,14 +8,13 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
+from elementgrad.backends import ranks
 from elementgrad.backends.groups import grouped
 from elementgrad.backends.jax.linear import JaxLinear
 from elementgrad.backends.jax.model import JaxModel, copied
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array
-PIECE = 2**18
-"""How many elements are ranked at once: what is made on the way of a large gradient stays small."""
 wide: Any = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
 """A context in which arrays may have 64 bits, whatever the user has set."""
 
@@ -52,21 +51,7 @@ def slopes(
 def largest(x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
     """Size and position of the elements that are largest in size; see `Backend.largest`."""
     _require_values(x, "the tensor")
-    sizes, places = [np.zeros(0)], [np.zeros(0, np.int64)]
-    others = None if minus is None else _pieces(minus)
-    for number, piece in enumerate(_pieces(x)):
-        size = np.abs(piece if others is None else piece - next(others))
-        place = number * PIECE + np.arange(len(size))
-        unknown = np.flatnonzero(~np.isfinite(size))[:1]
-        if len(unknown):
-            return size[unknown], place[unknown]
-        kept = size >= floor
-        sizes.append(size[kept])
-        places.append(place[kept])
-        if sum(map(len, sizes)) > 2 * max(count, PIECE):
-            size, place = _first(np.concatenate(sizes), np.concatenate(places), count)
-            sizes, places, floor = [size], [place], max(floor, float(size.min()))
-    return _first(np.concatenate(sizes), np.concatenate(places), count)
+    return ranks.largest(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
 def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[Array]:
@@ -84,19 +69,11 @@ def _added(totals: list[Array], found: list[Array]) -> list[Array]:
     return [total + jnp.square(each.astype(jnp.float64)) for total, each in zip(totals, found, strict=True)]
 
 
-def _first(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest; of equal ones those that stand first."""
-    if len(sizes) > count:
-        kept = np.sort(np.argsort(-sizes, kind="stable")[:count])
-        sizes, places = sizes[kept], places[kept]
-    return sizes, places
-
-
 def _pieces(x: Array) -> Iterator[np.ndarray]:
     """The elements in order, as float64, a piece at a time."""
     flat = np.asarray(x).reshape(-1)
-    for start in range(0, flat.size, PIECE):
-        yield flat[start : start + PIECE].astype(np.float64)
+    for start in range(0, flat.size, ranks.PIECE):
+        yield flat[start : start + ranks.PIECE].astype(np.float64)
 
 
 def _require_values(array: Array, name: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
 
+from elementgrad.backends import ranks
 from elementgrad.backends.tensorflow.model import KerasModel
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.sharing import Turns
@@ -17,8 +18,6 @@ from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any  # tf.Tensor, tf.Variable or an array
 Give = Callable[[str, Tensor], None]
-PIECE = 2**18
-"""How many elements are ranked or added at once: what is made on the way of a large gradient stays small."""
 
 
 def slopes(
@@ -75,22 +74,7 @@ def _require_reached(losses: Sequence[Any], reached: set[int]) -> None:
 
 def largest(x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
     """Size and position of the elements that are largest in size; see `Backend.largest`."""
-    start = 0
-    sizes, places = [np.zeros(0)], [np.zeros(0, np.int64)]
-    others = None if minus is None else _pieces(minus)
-    for piece in _pieces(x):
-        size = np.abs(piece if others is None else piece - next(others))
-        unknown = np.flatnonzero(~np.isfinite(size))[:1]
-        if len(unknown):
-            return size[unknown], start + unknown
-        place = np.flatnonzero(size >= floor)
-        sizes.append(size[place])
-        places.append(start + place)
-        start += len(piece)
-        if sum(map(len, sizes)) > 2 * max(count, PIECE):
-            size, place = _first(np.concatenate(sizes), np.concatenate(places), count)
-            sizes, places, floor = [size], [place], max(floor, float(size.min()))
-    return _first(np.concatenate(sizes), np.concatenate(places), count)
+    return ranks.largest(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
 class _Lent:
@@ -266,21 +250,11 @@ def _groups(parameters: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
     return list(groups)
 
 
-def _first(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest; of equal ones those that stand first."""
-    if len(sizes) <= count:
-        return sizes, places
-    least = np.partition(sizes, -count)[-count]
-    kept = sizes > least
-    kept[np.flatnonzero(sizes == least)[: count - np.count_nonzero(kept)]] = True
-    return sizes[kept], places[kept]
-
-
 def _pieces(x: Tensor) -> Iterator[np.ndarray]:
     """The elements in order, in float64, a piece at a time: no copy of the whole."""
     flat = tf.reshape(_read(x) if isinstance(x, tf.Variable) else x, [-1])
-    for start in range(0, flat.shape[0], PIECE):
-        yield _wide(flat[start : start + PIECE])
+    for start in range(0, flat.shape[0], ranks.PIECE):
+        yield _wide(flat[start : start + ranks.PIECE])
 
 
 def _wide(x: Tensor) -> np.ndarray:
