@@ -3,6 +3,10 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+import gc
+from pathlib import Path
+
+import jax
 import pytest
 import torch  # before TensorFlow: the other order is known to crash
 from hypothesis import HealthCheck, settings
@@ -10,6 +14,11 @@ from hypothesis import HealthCheck, settings
 from tests.frameworks import FRAMEWORKS, Framework
 
 torch.set_num_threads(1)
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # so no program is compiled by two workers
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+gc.collect()
+gc.freeze()  # what frameworks hold stays, and need not be looked at again and again
 
 settings.register_profile(
     "elementgrad", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
