@@ -138,6 +138,9 @@ class JaxBackend(Backend):
         values = self.read(x)
         return None if values is None else values.astype(np.float64)
 
+    def convert(self, x: Array, dtype: str) -> Array:
+        return jnp.asarray(x, jax.dtypes.canonicalize_dtype(dtype))  # without x64 there is no float64
+
     def concat(self, parts: Sequence[Array]) -> Array:
         return jnp.concatenate(parts)
 

@@ -20,6 +20,7 @@ from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.scores import largest, slopes
 from elementgrad.backends.torch.uses import kept, uses
 from elementgrad.backends.training import Trainer
+from elementgrad.backends.witness import Witness
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -206,6 +207,19 @@ class TorchBackend(Backend):
 
     def floats(self, x: Tensor) -> np.ndarray | None:
         return self.read(x.detach().double())
+
+    def convert(self, x: Tensor, dtype: str) -> Tensor:
+        return x.detach().to(getattr(torch, dtype))
+
+    def sample(self, run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        from elementgrad.backends.torch.explaining.witness import sample
+
+        return sample(run, tensors)
+
+    def witness(self, run: Run, source: Tensor | None) -> Witness:
+        from elementgrad.backends.torch.explaining.witness import TorchWitness
+
+        return TorchWitness(run, source)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

@@ -1,0 +1,143 @@
+"""What is measured of every step of a second run: derivatives going forward, gradients coming back, numbers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from elementgrad.backends.torch.calls import clock
+from elementgrad.backends.torch.explaining.watch import Meter
+from elementgrad.backends.witness import Pulled, Pushed, Seen
+
+Tensor = torch.Tensor
+CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
+PRODUCTS = {"mul", "mul_", "__rmul__", "__imul__", "div", "true_divide"}
+
+
+class Tangents(Meter):
+    """The largest derivative of what a step takes and gives by the elements that were asked for."""
+
+    def before(self, taken: Sequence[Tensor]) -> Any:
+        tangents = [_tangent(x) for x in taken]
+        return [None if t is None else t.clone() for t in tangents] if any(t is not None for t in tangents) else None
+
+    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> Pushed:
+        if before is None:
+            return Pushed(0.0, 0.0)
+        arrives = max([_largest(t) for t in before if t is not None], default=0.0)
+        leaves = max([_largest(t) for x in made if (t := _tangent(x)) is not None], default=0.0)
+        cause = None
+        if arrives > 0 and leaves == 0:
+            cause = _why_none(name, taken, before, made)
+        return Pushed(arrives, leaves, cause)
+
+
+def _why_none(
+    name: str, taken: Sequence[Tensor], before: Sequence[Tensor | None], made: Sequence[Tensor]
+) -> str | None:
+    """Why a step gives no derivative, where its numbers say more than its name."""
+    carrying = [(x, t) for x, t in zip(taken, before, strict=True) if t is not None and bool(t.any())]
+    x, tangent = carrying[0]
+    if name in CHOOSES and made and made[0].is_floating_point():
+        return "tie" if bool(torch.isin(x.detach()[tangent != 0], made[0].detach()).any()) else "not-selected"
+    if name in PRODUCTS:
+        if len(carrying) > 1:
+            return "stationary" if not bool(x.detach()[tangent != 0].any()) else "cancelled"
+        others = [y for y, t in zip(taken, before, strict=True) if t is None or not bool(t.any())]
+        if others and others[0].is_floating_point() and bool((others[0].detach() != 0).all()):
+            return "underflow"
+    return None
+
+
+def _tangent(x: Tensor) -> Tensor | None:
+    return forward_ad.unpack_dual(x).tangent if x.is_floating_point() or x.is_complex() else None
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+class Gradients(Meter):
+    """Hooks on the nodes that each step made, which note what arrives from behind and what leaves at the front."""
+
+    def __init__(self, leads: Any):
+        self._leads = leads
+        self.flows: list[_Flow] = []
+
+    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> "_Flow":
+        flow = _Flow()
+        tops: set[Any] = {x.grad_fn for x in made if x.grad_fn is not None and x.grad_fn._sequence_nr() >= start}
+        seen, ahead = set(tops), list(tops)
+        while ahead:
+            node = ahead.pop()
+            ends = []
+            for slot, (following, _) in enumerate(node.next_functions):
+                if following is None:
+                    continue
+                inner = start <= following._sequence_nr() < clock() and not hasattr(following, "variable")
+                if not inner and self._leads(following):
+                    ends.append(slot)
+                elif inner and following not in seen:
+                    seen.add(following)
+                    ahead.append(following)
+            node.register_hook(_hook(flow, node in tops, ends))
+        return flow
+
+
+class _Flow:
+    """What came by one step."""
+
+    def __init__(self) -> None:
+        self.arrives: float | None = None
+        self.leaves: float | None = None
+        self.there: float | None = None
+
+    def pulled(self) -> Pulled | None:
+        if self.arrives is None and self.leaves is None:
+            return None
+        arrives, leaves = self.arrives or 0.0, self.leaves or 0.0
+        return Pulled(arrives, leaves, arrives if self.there is None else self.there)
+
+
+def _hook(flow: _Flow, top: bool, ends: Sequence[int]) -> Any:
+    def hook(inward: Sequence[Tensor | None], outward: Sequence[Tensor | None]) -> None:
+        came = [g for g in outward if g is not None]
+        if top:
+            flow.arrives = _worst([flow.arrives, *map(_size, came)])
+        for slot in ends:
+            went = inward[slot] if slot < len(inward) else None
+            if went is None:
+                continue
+            flow.leaves = _worst([flow.leaves, _size(went)])
+            if not math.isfinite(flow.leaves) and came and came[0].shape == went.shape:
+                bad = ~torch.isfinite(went)
+                there = _size(came[0][bad])
+                flow.there = there if flow.there is None else max(flow.there, there)
+
+    return hook
+
+
+def _size(x: Tensor) -> float:
+    """The largest in size; NaN if there is one."""
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def _worst(sizes: Sequence[float | None]) -> float:
+    known = [size for size in sizes if size is not None]
+    return math.nan if any(map(math.isnan, known)) else max(known, default=0.0)
+
+
+class Numbers(Meter):
+    """Whether the numbers of each step are finite."""
+
+    def before(self, taken: Sequence[Tensor]) -> Any:
+        return all(map(_finite, taken))
+
+    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> Seen:
+        return Seen(before, all(map(_finite, made)))
+
+
+def _finite(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(x.detach()).all())

@@ -1,0 +1,299 @@
+"""Watching PyTorch code run: every function that is called, the numbers it takes and gives, and the user's line."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from elementgrad import tree
+from elementgrad.backends.torch.calls import EXPORTS, clock, name_of, user_line
+from elementgrad.backends.torch.explaining import words
+from elementgrad.backends.torch.functions import aside, watched_by, watching
+from elementgrad.backends.torch.model import TorchModel, unwrapped
+from elementgrad.backends.torch.uses import kept
+from elementgrad.backends.witness import Remark, Step
+
+Tensor = torch.Tensor
+HOOKS = "BackwardHookFunction"
+"""What PyTorch puts before and after a module that has backward hooks."""
+LOOKED_INTO = ("CheckpointFunction",)
+"""Functions that run the user's code in their forward."""
+
+
+class Meter:
+    """Takes a measure of every step: of what it takes, before it runs, and of what it gave."""
+
+    def before(self, taken: Sequence[Tensor]) -> Any:
+        """A measure of what a step takes."""
+
+    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> Any:
+        """The measure of a step; the graph has counted to `start` when it began."""
+
+
+class Values:
+    """Numbers for tensors: one for each tensor that is met, and another after each write to its memory."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
+        self._memory: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._count = 0
+
+    def new(self, x: Tensor) -> int:
+        """A new number for a tensor."""
+        numbers, key, number = self._numbers, id(x), self._count
+        self._count += 1
+        known = numbers.get(key)
+        if known is None or known[0]() is not x:
+            memory = _memory(x)
+            ref = weakref.ref(x, lambda _: numbers.pop(key, None))
+            if memory:
+                living = [other for other in self._memory.get(memory, ()) if other() is not None]
+                self._memory[memory] = [*living, ref]
+        else:
+            ref = known[0]
+        numbers[key] = ref, number, _version(x)
+        return number
+
+    def counts(self, x: Tensor) -> bool:
+        """Whether a tensor has counted a write since it got its number."""
+        return _version(x) != self._numbers[id(x)][2]
+
+    def known(self, x: Tensor) -> int | None:
+        """The number of a tensor that was met."""
+        found = self._numbers.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def sharing(self, x: Tensor) -> list[Tensor]:
+        """The tensors met that live in the memory of one, and are alive."""
+        found = [ref() for ref in self._memory.get(_memory(x), ())]
+        return [other for other in found if other is not None and other is not x]
+
+
+def _memory(x: Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a stand-in without memory
+        return 0
+
+
+class Watch:
+    """Keeps the steps of the code that runs inside of it."""
+
+    def __init__(self, leads: Callable[[Tensor], bool], function: Any = None, meter: Meter | None = None):
+        self.steps: list[Step] = []
+        self.measures: list[Any] = []
+        self.remarks: list[Remark] = []
+        self.connected: set[int] = set()
+        self.values = Values()
+        self._leads = leads
+        self._meter = meter
+        self._used: set[int] = set()  # values that a step took, and that its gradient may need
+        self._paths = {id(module): path for path, module in TorchModel(function)._modules()}
+        self._modules: list[Any] = []
+        self._exported: dict[int, Step] = {}
+
+    @contextmanager
+    def on(self) -> Iterator["Watch"]:
+        """Watch this thread."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(_Calls(self))
+            stack.enter_context(watched_by(self))
+            yield self
+
+    def _enter(self, module: Any, _: Any) -> None:
+        if not self._modules and id(unwrapped(module)) not in self._paths:
+            self._paths.update({id(inner): path for path, inner in TorchModel(module)._modules()})
+        self._modules.append(module)
+
+    def _leave(self, module: Any, _: Any, __: Any) -> None:
+        while self._modules and self._modules.pop() is not module:
+            pass
+
+    @property
+    def path(self) -> str:
+        """Where in a model the code is now."""
+        return next((self._paths[id(m)] for m in reversed(self._modules) if id(m) in self._paths), "")
+
+    def number(self, x: Tensor) -> int:
+        """The number of a tensor; one that was never seen may share its memory with one that was."""
+        known = self.values.known(x)
+        if known is not None:
+            return known
+        sharing = self.values.sharing(x)
+        number = self.values.new(x)
+        if self._leads(x):
+            self.connected.add(number)
+        if sharing and not any(other.requires_grad and x._base is other for other in sharing):
+            self._note_alias(x, number, sharing)
+        return number
+
+    def _note_alias(self, x: Tensor, number: int, sharing: Sequence[Tensor]) -> None:
+        origin = max([found for other in sharing if (found := self.values.known(other)) is not None], default=None)
+        if origin is None:
+            return
+        exported = self._exported.get(_memory(x))
+        stops = None if number in self.connected else "left-framework" if exported else "detached"
+        word = exported.operation if exported else type(x).__name__
+        where = exported.where if exported else user_line()
+        self._add(
+            Step(word, where, self.path, (origin,), (number,), stops, "it makes another tensor of the same numbers")
+        )
+
+    def stand_in(self, x: Any) -> Any:
+        """Nothing takes the place of a tensor."""
+        return x
+
+    def source(self, x: Tensor) -> int:
+        """A tensor from which derivatives start."""
+        number = self.values.new(x)
+        self.connected.add(number)
+        return number
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch's for the user, and note what it did."""
+        name = name_of(func)
+        if not watching() or words.is_aside(name):
+            return func(*args, **kwargs)
+        if name == "register_hook":
+            self._note_hook(args[0])
+            return func(*args, **kwargs)
+        if words.leaves(name):
+            return self._leaving(func, name, args, kwargs)
+        quiet = name == "clone" and sys._getframe(2).f_code is kept.__code__
+        return self._step(func, name, words.word(func), args, kwargs, quiet=quiet)
+
+    def run(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call an `autograd.Function` of the user's, which no mode sees."""
+        kind = getattr(apply, "__self__", None)
+        name = getattr(kind, "__name__", "Function")
+        home = getattr(kind, "__module__", "")
+        if name in LOOKED_INTO or home.startswith("elementgrad."):
+            return apply(*args, **kwargs)
+        if name == HOOKS:
+            self.remarks.append(Remark("hook", "", Step("a backward hook", None, self.path)))
+        own = not home.startswith("torch.")
+        return self._step(apply, name, name, args, kwargs, own=own, quiet=not own)
+
+    def _step(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        word: str,
+        args: Any,
+        kwargs: Any,
+        own: bool = False,
+        quiet: bool = False,
+    ) -> Any:
+        taken = _tensors((args, kwargs))
+        if not taken and name not in words.IMPORTS:
+            return func(*args, **kwargs)
+        numbers = tuple([self.number(x) for x in taken])
+        versions = [_version(x) for x in taken]
+        before = self._meter.before(taken) if self._meter is not None else None
+        grad, start = torch.is_grad_enabled(), clock()
+        with aside():
+            result = func(*args, **kwargs)
+        made = _tensors(result)
+        written = [x for x, version in zip(taken, versions, strict=True) if _version(x) != version]
+        if name == "data.__set__":
+            written.append(args[0])
+        changed = _distinct([*made, *written])
+        gives = [self._given(x, taken, written) for x in changed]
+        behind = [other for x in written for other in self.values.sharing(x) if all(other is not y for y in changed)]
+        silent = self._silent(written, behind)
+        gives += [self._given(x, (), behind) for x in behind]
+        given = tuple([number for number in gives if number is not None])
+        stops, note = None, ""
+        if any(number in self.connected for number in numbers) and any(n not in self.connected for n in given):
+            lost = [x for x in (*changed, *behind) if self.values.known(x) not in self.connected]
+            stops, note = words.why_stopped(name, own, lost, grad)
+            if stops is None and behind:
+                stops = "assigned-state"
+        step = Step(word, user_line(), self.path, numbers, given, stops, note, own, quiet=quiet)
+        self._add(step, self._meter.after(name, before, taken, changed, start) if self._meter is not None else None)
+        self._used.update(numbers)
+        if silent:
+            self.remarks.append(Remark("modified-through-data", "it was used before", step))
+        if own and any(number in self.connected for number in given):
+            self.remarks.append(Remark("custom-rule", "", step))
+        return result
+
+    def _silent(self, written: Sequence[Tensor], behind: Sequence[Tensor]) -> bool:
+        """Whether a write reaches a tensor that was used with a derivative, and that does not count it."""
+        for x in behind if written else ():
+            if self.values.known(x) in self._used and x.requires_grad and not self.values.counts(x):
+                return True
+        return False
+
+    def _given(self, x: Tensor, taken: Sequence[Tensor], written: Sequence[Tensor]) -> int | None:
+        """The number of what a step gave; what it was given and hands on unchanged has its number already."""
+        if any(x is other for other in taken) and all(x is not other for other in written):
+            return None
+        number = self.values.new(x)
+        if self._leads(x):
+            self.connected.add(number)
+        return number
+
+    def _leaving(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        taken = _tensors((args, kwargs))
+        numbers = tuple([self.number(x) for x in taken])
+        with aside():
+            result = func(*_plain(args), **kwargs)
+        step = Step(
+            words.word(func), user_line(), self.path, numbers, (), "left-framework", decides=name in words.DECIDES
+        )
+        self._add(step)
+        for x in taken if name in ("numpy", "__array__", "__dlpack__") else ():
+            self._exported[_memory(x)] = step
+        return result
+
+    def _note_hook(self, x: Tensor) -> None:
+        if self._leads(x):
+            self.remarks.append(Remark("hook", "", Step("register_hook", user_line(), self.path)))
+
+    def _add(self, step: Step, measure: Any = None) -> None:
+        self.steps.append(step)
+        self.measures.append(measure)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees every function of PyTorch's that is called."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.call(func, args, kwargs or {})
+
+
+class Lenient(TorchFunctionMode):
+    """Lets tracked tensors out of PyTorch, as those are that the user gave."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of(func) in EXPORTS:
+            args = _plain(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _plain(args: Any) -> list[Any]:
+    return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree.flat(value) if isinstance(x, Tensor)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(x): x for x in tensors}.values())
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
