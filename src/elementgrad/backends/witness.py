@@ -48,7 +48,8 @@ class Step:
 class Remark:
     """Something known about the source, the target or the run as a whole: a cause, what was seen, and the step."""
 
-    cause: str
+    cause: str | None
+    """None if what was seen does not decide."""
     evidence: str = ""
     step: Step | None = None
     """One of the account's, or one made for the remark, if there is a line to name."""
@@ -150,3 +151,10 @@ class Told:
     of: str = "the loss"
     wrt: str = "what it is computed from"
     value: Tensor | None = None
+    pulled: Sequence[Pulled | None] | None = None
+    """What came by each step of the account, where the gradient is zero or not finite."""
+
+
+def weights(count: int) -> np.ndarray:
+    """A weight for each of several elements asked about: uneven, so that they do not cancel; 1 for one."""
+    return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]

@@ -24,7 +24,7 @@ class Cause:
 
 CAUSES: Mapping[str, Cause] = {
     "not-tracked": Cause(
-        "{wrt} is not tracked",
+        "nothing tracks {wrt}",
         {
             "torch": "call requires_grad_(True) on it before it is used",
             "tensorflow": "call tape.watch on it before it is used, or make it a trainable tf.Variable",
@@ -110,6 +110,14 @@ CAUSES: Mapping[str, Cause] = {
             "torch": "use an operation that has one, or write a torch.autograd.Function",
             "tensorflow": "use an operation that has one, or write a tf.custom_gradient",
             "jax": "use an operation that has one, or write a jax.custom_vjp",
+        },
+    ),
+    "inner-gradient": Cause(
+        "the inner gradient, {operation}, is computed without a graph of its own",
+        {
+            "torch": "call it with create_graph=True",
+            "tensorflow": "compute it inside of the outer tape",
+            "jax": "compute it inside of the function that is differentiated",
         },
     ),
     "custom-rule": Cause(

@@ -8,7 +8,7 @@ import numpy as np
 
 from elementgrad import backends
 from elementgrad.backends import plain
-from elementgrad.backends.witness import Told, Verdict, Witness
+from elementgrad.backends.witness import Told, Verdict, Witness, weights
 from elementgrad.errors import DtypeError, OptionError, PlaceError, SelectionError
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import Finding, Trail, why_nonfinite, why_unconnected, why_zero
@@ -86,8 +86,14 @@ def _from_told(told: Told, framework: str) -> Diagnosis:
         return Diagnosis("flows", value=told.value, **names)
     if told.remark is not None:
         finding = Finding.of_remark(told.remark)
+    elif trail is None:
+        finding = Finding(None)
+    elif told.verdict == "zero":
+        finding = why_zero(trail, None, told.pulled, None, 0.0, None)
+    elif told.verdict == "nonfinite":
+        finding = why_nonfinite(trail, None, told.pulled, finite=True)
     else:
-        finding = Finding(None) if trail is None else why_unconnected(trail, None)
+        finding = why_unconnected(trail, None)
     return Diagnosis.made(told.verdict, finding, trail, framework, value=told.value, **names)
 
 
@@ -188,8 +194,8 @@ class Inquiry:
 
     def _gradient(self, witness: Witness) -> np.ndarray | None:
         """The gradient of what was asked for, as float64; None if there is no path."""
-        positions, weights = self._seeds()
-        whole = witness.gradient(positions, weights)
+        positions, share = self._seeds()
+        whole = witness.gradient(positions, share)
         if whole is None:
             return None
         whole = witness.arriving(whole)
@@ -203,8 +209,7 @@ class Inquiry:
     def _seeds(self) -> tuple[np.ndarray, np.ndarray]:
         """The elements asked about, and a weight for each: uneven, so that several do not cancel."""
         positions = self._elements(self._to)
-        weights = np.ones(1) if len(positions) == 1 else 1 + np.modf(np.arange(len(positions)) * 0.6180339887498949)[0]
-        return positions, weights
+        return positions, weights(len(positions))
 
     def _elements(self, side: Side) -> np.ndarray:
         return np.asarray(side.select(..., self.backend).flat()).reshape(-1)
@@ -237,14 +242,14 @@ class Inquiry:
 
     def _mismatches(self, gradient: np.ndarray) -> bool:
         """Whether some of the gradient is clearly not the slope of the values."""
-        positions, weights = self._seeds()
+        positions, share = self._seeds()
         sampled = self._sampled()
         for number, position in list(enumerate(self._elements(self._since)))[:FEW]:
             found = differences(
                 sampled, self.backend.floats(self._base()), self._base(), positions, int(position), self._dtype()
             )
-            slopes = [float(weights @ side) for side in (found.central, found.left, found.right)]
-            slack = float(np.abs(weights) @ found.bound) * 4 + 0.02 * max(map(abs, slopes)) + 1e-12
+            slopes = [float(share @ side) for side in (found.central, found.left, found.right)]
+            slack = float(np.abs(share) @ found.bound) * 4 + 0.02 * max(map(abs, slopes)) + 1e-12
             if not min(slopes) - slack <= gradient[number] <= max(slopes) + slack:
                 return True
         return False
@@ -257,9 +262,9 @@ class Inquiry:
         """The size of the gradient in another precision, where the function accepts it."""
         try:
             sampled = self._sampled(dtype)
-            positions, weights = self._seeds()
+            positions, share = self._seeds()
             seed = np.zeros(math.prod(self.backend.shape(self._to.tensor)))
-            seed[positions] = weights
+            seed[positions] = share
             found = sampled.gradient(seed)
         except Exception:  # it is the user's function, and made for another precision
             return None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -64,10 +65,9 @@ class Gradients(Meter):
 
     def __init__(self, leads: Any):
         self._leads = leads
-        self.flows: list[_Flow] = []
 
-    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> "_Flow":
-        flow = _Flow()
+    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> "Flow":
+        flow = Flow()
         tops: set[Any] = {x.grad_fn for x in made if x.grad_fn is not None and x.grad_fn._sequence_nr() >= start}
         seen, ahead = set(tops), list(tops)
         while ahead:
@@ -82,12 +82,12 @@ class Gradients(Meter):
                 elif inner and following not in seen:
                     seen.add(following)
                     ahead.append(following)
-            node.register_hook(_hook(flow, node in tops, ends))
+            node.register_hook(note_flow(flow, node in tops, ends))
         return flow
 
 
-class _Flow:
-    """What came by one step."""
+class Flow:
+    """What came by one step of a backward sweep."""
 
     def __init__(self) -> None:
         self.arrives: float | None = None
@@ -95,26 +95,36 @@ class _Flow:
         self.there: float | None = None
 
     def pulled(self) -> Pulled | None:
+        """The sizes, if anything came by."""
         if self.arrives is None and self.leaves is None:
             return None
         arrives, leaves = self.arrives or 0.0, self.leaves or 0.0
         return Pulled(arrives, leaves, arrives if self.there is None else self.there)
 
 
-def _hook(flow: _Flow, top: bool, ends: Sequence[int]) -> Any:
+def note_flow(flow: Flow, top: bool, ends: Sequence[int], positions: np.ndarray | None = None) -> Any:
+    """A hook for a node that notes what arrives, if it is the last of its step, and what leaves at some slots.
+
+    With positions, at those elements alone of what leaves, and of what arrives if it is of the same shape.
+    """
+    chosen = None if positions is None else torch.from_numpy(positions.copy())
+
     def hook(inward: Sequence[Tensor | None], outward: Sequence[Tensor | None]) -> None:
-        came = [g for g in outward if g is not None]
-        if top:
-            flow.arrives = _worst([flow.arrives, *map(_size, came)])
+        came = [g.detach() for g in outward if g is not None]
         for slot in ends:
             went = inward[slot] if slot < len(inward) else None
             if went is None:
                 continue
+            same = came[0] if came and came[0].shape == went.shape else None
+            if chosen is not None:
+                went = went.reshape(-1)[chosen]
+                same = None if same is None else same.reshape(-1)[chosen]
+                came = came if same is None else [same]
             flow.leaves = _worst([flow.leaves, _size(went)])
-            if not math.isfinite(flow.leaves) and came and came[0].shape == went.shape:
-                bad = ~torch.isfinite(went)
-                there = _size(came[0][bad])
-                flow.there = there if flow.there is None else max(flow.there, there)
+            if same is not None and not math.isfinite(flow.leaves):
+                flow.there = max(flow.there or 0.0, _size(same[~torch.isfinite(went)]))
+        if top:
+            flow.arrives = _worst([flow.arrives, *map(_size, came)])
 
     return hook
 

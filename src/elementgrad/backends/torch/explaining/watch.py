@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +20,21 @@ from elementgrad.backends.torch.uses import kept
 from elementgrad.backends.witness import Remark, Step
 
 Tensor = torch.Tensor
+BACKWARD = ("backward",)
 HOOKS = "BackwardHookFunction"
 """What PyTorch puts before and after a module that has backward hooks."""
 LOOKED_INTO = ("CheckpointFunction",)
 """Functions that run the user's code in their forward."""
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """A write in place to a tensor that a step had used before."""
+
+    step: Step
+    shape: tuple[int, ...]
+    maker: str
+    """The function that the tensor came from."""
 
 
 class Meter:
@@ -96,6 +108,20 @@ class Watch:
         self._paths = {id(module): path for path, module in TorchModel(function)._modules()}
         self._modules: list[Any] = []
         self._exported: dict[int, Step] = {}
+        self._makers: dict[int, str] = {}  # the function that a value came from
+        self.overwrites: list[Overwrite] = []
+        self.backwards: list[Step] = []
+        self.target: int | None = None
+        """What backward was called on last."""
+        self.carried: Step | None = None
+        """The first step that took a tensor with a graph from before."""
+        self.tracked = False
+        """Whether any step took a tensor that is tracked."""
+        self.gradient: Tensor | None = None
+        self.accumulated: Step | None = None
+        """What became of the .grad of the tensor that is followed, and the backward that added to it."""
+        self._root: int | None = None
+        self._followed: Tensor | None = None
 
     @contextmanager
     def on(self) -> Iterator["Watch"]:
@@ -126,9 +152,13 @@ class Watch:
         known = self.values.known(x)
         if known is not None:
             return known
+        if self._root is not None and self._followed is None and x.is_leaf and x.requires_grad:
+            self.tracked = True
+            return self._root
         sharing = self.values.sharing(x)
         number = self.values.new(x)
         if self._leads(x):
+            self.tracked = True
             self.connected.add(number)
         if sharing and not any(other.requires_grad and x._base is other for other in sharing):
             self._note_alias(x, number, sharing)
@@ -146,6 +176,12 @@ class Watch:
             Step(word, where, self.path, (origin,), (number,), stops, "it makes another tensor of the same numbers")
         )
 
+    def follow(self, x: Tensor | None) -> int:
+        """Derivatives start at a tensor, or at all leaves that are tracked."""
+        self._followed = x
+        self._root = self.source(torch.empty(0) if x is None else x)
+        return self._root
+
     def stand_in(self, x: Any) -> Any:
         """Nothing takes the place of a tensor."""
         return x
@@ -161,6 +197,8 @@ class Watch:
         name = name_of(func)
         if not watching() or words.is_aside(name):
             return func(*args, **kwargs)
+        if name in BACKWARD:
+            return self._backward(func, args, kwargs)
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
@@ -194,6 +232,7 @@ class Watch:
         taken = _tensors((args, kwargs))
         if not taken and name not in words.IMPORTS:
             return func(*args, **kwargs)
+        carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
         numbers = tuple([self.number(x) for x in taken])
         versions = [_version(x) for x in taken]
         before = self._meter.before(taken) if self._meter is not None else None
@@ -205,8 +244,10 @@ class Watch:
         if name == "data.__set__":
             written.append(args[0])
         changed = _distinct([*made, *written])
+        old = [(x.shape, known) for x in written if (known := self.values.known(x)) in self._used]
         gives = [self._given(x, taken, written) for x in changed]
         behind = [other for x in written for other in self.values.sharing(x) if all(other is not y for y in changed)]
+        old += [(x.shape, known) for x in behind if (known := self.values.known(x)) in self._used]
         silent = self._silent(written, behind)
         gives += [self._given(x, (), behind) for x in behind]
         given = tuple([number for number in gives if number is not None])
@@ -219,6 +260,11 @@ class Watch:
         step = Step(word, user_line(), self.path, numbers, given, stops, note, own, quiet=quiet)
         self._add(step, self._meter.after(name, before, taken, changed, start) if self._meter is not None else None)
         self._used.update(numbers)
+        if any(number in self.connected for number in given):
+            self._used.update(given)  # a function may need what it gave
+        self._makers.update(dict.fromkeys(given, word.strip("_").lower()))
+        self.overwrites += [Overwrite(step, tuple(shape), self._makers.get(known or 0, "")) for shape, known in old]
+        self.carried = self.carried or (step if carried else None)
         if silent:
             self.remarks.append(Remark("modified-through-data", "it was used before", step))
         if own and any(number in self.connected for number in given):
@@ -252,6 +298,21 @@ class Watch:
         self._add(step)
         for x in taken if name in ("numpy", "__array__", "__dlpack__") else ():
             self._exported[_memory(x)] = step
+        return result
+
+    def _backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        roots = _tensors(args[0] if args else kwargs.get("tensors"))
+        step = Step("backward", user_line(), self.path, tuple([self.number(x) for x in roots]))
+        self.backwards.append(step)
+        self.target = step.takes[0] if step.takes else None
+        x = self._followed
+        before = None if x is None or x.grad is None else x.grad.clone()
+        with aside():
+            result = func(*args, **kwargs)
+            if x is not None and x.grad is not None and (before is None or not torch.equal(before, x.grad)):
+                self.gradient = x.grad.clone()
+                if before is not None and bool(before.any()):
+                    self.accumulated = step
         return result
 
     def _note_hook(self, x: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Run
 from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Tangents
+from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Lenient, Meter, Watch
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.quiet import plainly, state, undisturbed
@@ -63,6 +64,7 @@ class TorchWitness(Witness):
         self._given = source
         self._state = state()
         watch, number, target, met = self._watched(None)
+        self._refused = Refused.after(watch)
         remarks = [*_about(run, source), *watch.remarks]
         self.account = Account(watch.steps, number, watch.number(target), frozenset(watch.connected), remarks)
         self.source = met if source is None else source
@@ -132,6 +134,9 @@ class TorchWitness(Witness):
     def values(self) -> Sequence[Seen | None] | None:
         watch, _, _, _ = self._watched(lambda leads: Numbers())
         return self._follow(watch)
+
+    def refusal(self, error: Exception) -> Remark | None:
+        return self._refused.remark(error)
 
     def arriving(self, gradient: Tensor) -> Tensor:
         hooks = getattr(self._given, "_backward_hooks", None) if self._given is not None else None

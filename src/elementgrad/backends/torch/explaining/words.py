@@ -48,7 +48,6 @@ ASIDE = {
     "__repr__",
     "__setstate__",
     "_is_view",
-    "backward",
     "data_ptr",
     "dim",
     "element_size",
@@ -123,6 +122,8 @@ def why_stopped(name: str, own: bool, made: list[torch.Tensor], grad: bool) -> t
         return "no-grad", "it runs in inference mode"
     if not grad:
         return "no-grad", "torch.is_grad_enabled() is False there"
+    if name == "grad":
+        return "inner-gradient", "create_graph is False"
     if own:
         return "custom-rule", "its result does not require gradients"
     if name == "data.__set__":
