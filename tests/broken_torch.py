@@ -1,5 +1,7 @@
 """PyTorch programs without a gradient, as people post them. The line that breaks the path is marked."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -126,7 +128,9 @@ def a_reentrant_checkpoint_without_gradients_at_its_input():
             return self.lin(x)  # <- here
 
         def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=True).sum()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return checkpoint(self.inner, x, use_reentrant=True).sum()
 
     return Net(), X
 

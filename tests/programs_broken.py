@@ -12,7 +12,7 @@ MARK = "# <- here"
 
 @dataclass(frozen=True)
 class Program:
-    """A program and what explain must say of it. Its maker gives a function and its arguments, or a step, or tensors."""
+    """A program and what explain must say of it. Its maker gives a function and its arguments, a step, or tensors."""
 
     name: str
     make: Callable[[], Any]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import elementgrad as eg
 from tests import broken_torch, broken_torch_numbers, broken_torch_steps
+from tests.healthy_torch import HEALTHY
 
 BROKEN = [*broken_torch.BROKEN, *broken_torch_numbers.BROKEN, *broken_torch_steps.BROKEN]
 
@@ -16,3 +16,10 @@ def test_a_broken_program_is_explained(program):
     assert (found.verdict, found.cause) == (program.verdict, program.cause), found
     if program.where is not None:
         assert found.where == program.where, found
+
+
+@pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.name)
+def test_a_healthy_program_raises_no_alarm(program):
+    torch.manual_seed(0)
+    found = program.explained()
+    assert (found.verdict, found.cause) == ("flows", None), found

@@ -40,6 +40,8 @@ class Step:
     """Whether the user wrote its derivative: an `autograd.Function`, a `tf.custom_gradient`, a `custom_vjp`."""
     decides: bool = False
     """Whether what it takes leaves the framework for a decision of Python's (`if x > 0`)."""
+    enters: bool = False
+    """Whether it makes a tensor of plain numbers, which may have left before."""
     quiet: bool = False
     """Whether it is no step of the user's own, and is left out where steps are shown."""
 
@@ -130,8 +132,11 @@ class Witness(ABC):
         """Follow the elements of the source at these flat positions; and the derivative of each of the target's."""
 
     @abstractmethod
-    def pull(self, of: np.ndarray, weights: np.ndarray) -> Sequence[Pulled | None] | None:
-        """Follow the gradient of a weighted sum of the target's elements at these flat positions."""
+    def pull(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
+        """Follow the gradient of a weighted sum of the target's elements at these flat positions.
+
+        Where a step takes the source itself, what leaves counts at the source's elements at `wrt` alone.
+        """
 
     @abstractmethod
     def values(self) -> Sequence[Seen | None] | None:

@@ -80,6 +80,11 @@ class Trail:
             if step.stops == "left-framework" and not self.reached.isdisjoint(step.takes)
         ]
 
+    def came_back(self, exit: Step) -> bool:
+        """Whether the target is computed from plain numbers that became a tensor after others had left."""
+        later = self.account.steps[_index(self.account.steps, exit) :]
+        return any(step.enters and not self.leading.isdisjoint(step.gives) for step in later)
+
     def before(self, step: Step) -> set[int]:
         """The values that a step was computed from, those it takes included."""
         found = set(step.takes)
@@ -145,7 +150,7 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
         cuts = trail.cuts(trail.before(decided[0])) or decided[:1]
         return Finding("discrete", cuts[0], ["it only decides which way the code takes"])
     if exits and moves is not False:
-        if moves is None:
+        if moves is None and not trail.came_back(exits[0]):
             return Finding(None, exits[0], ["its values left the framework, and whether they came back was not tried"])
         return Finding("left-framework", exits[0], [exits[0].note] if exits[0].note else [], exits[1:])
     if moves:
@@ -263,6 +268,7 @@ def why_nonfinite(
     ]
     if not born:
         return Finding(None, None, ["no step was seen at which it stops being finite"])
+    born.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
     step, flow = born[-1]
     if flow.there == 0:
         return Finding(

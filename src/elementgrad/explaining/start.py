@@ -144,7 +144,11 @@ class Inquiry:
         if not np.isfinite(gradient).all():
             finite = bool(np.isfinite(self._target_values(witness)).all())
             seen = None if finite else witness.values()
-            return self._made("nonfinite", why_nonfinite(trail, seen, witness.pull(*self._seeds()), finite), trail)
+            return self._made(
+                "nonfinite",
+                why_nonfinite(trail, seen, witness.pull(*self._seeds(), self._elements(self._since)), finite),
+                trail,
+            )
         suspects = [remark for remark in witness.account.remarks if remark.cause in SUSPECT]
         if suspects and self._probe and self._mismatches(gradient):
             verdict: Verdict = "mismatch" if gradient.any() else "zero"
@@ -173,7 +177,7 @@ class Inquiry:
         return why_zero(
             trail,
             None if pushed is None else pushed[0],
-            witness.pull(*self._seeds()),
+            witness.pull(*self._seeds(), self._elements(self._since)),
             reaches,
             EPSILON[self.backend.dtype(self._to.tensor)]
             if self.backend.dtype(self._to.tensor) in EPSILON

@@ -1,7 +1,7 @@
 """What is measured of every step of a second run: derivatives going forward, gradients coming back, numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from elementgrad.backends.torch.calls import clock
-from elementgrad.backends.torch.explaining.watch import Meter
+from elementgrad.backends.torch.explaining.watch import Meter, Ran
 from elementgrad.backends.witness import Pulled, Pushed, Seen
 
 Tensor = torch.Tensor
@@ -24,30 +24,28 @@ class Tangents(Meter):
         tangents = [_tangent(x) for x in taken]
         return [None if t is None else t.clone() for t in tangents] if any(t is not None for t in tangents) else None
 
-    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> Pushed:
+    def after(self, ran: Ran, before: Any) -> Pushed:
         if before is None:
             return Pushed(0.0, 0.0)
         arrives = max([_largest(t) for t in before if t is not None], default=0.0)
-        leaves = max([_largest(t) for x in made if (t := _tangent(x)) is not None], default=0.0)
+        leaves = max([_largest(t) for x in ran.made if (t := _tangent(x)) is not None], default=0.0)
         cause = None
         if arrives > 0 and leaves == 0:
-            cause = _why_none(name, taken, before, made)
+            cause = _why_none(ran, before)
         return Pushed(arrives, leaves, cause)
 
 
-def _why_none(
-    name: str, taken: Sequence[Tensor], before: Sequence[Tensor | None], made: Sequence[Tensor]
-) -> str | None:
+def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     """Why a step gives no derivative, where its numbers say more than its name."""
-    carrying = [(x, t) for x, t in zip(taken, before, strict=True) if t is not None and bool(t.any())]
+    carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
     x, tangent = carrying[0]
-    if name in CHOOSES and made and made[0].is_floating_point():
-        return "tie" if bool(torch.isin(x.detach()[tangent != 0], made[0].detach()).any()) else "not-selected"
-    if name in PRODUCTS:
+    if ran.name in CHOOSES and ran.made and ran.made[0].is_floating_point():
+        return "tie" if bool(torch.isin(x.detach()[tangent != 0], ran.made[0].detach()).any()) else "not-selected"
+    if ran.name in PRODUCTS:
         if len(carrying) > 1:
             return "stationary" if not bool(x.detach()[tangent != 0].any()) else "cancelled"
-        others = [y for y, t in zip(taken, before, strict=True) if t is None or not bool(t.any())]
-        if others and others[0].is_floating_point() and bool((others[0].detach() != 0).all()):
+        others = [y for y in ran.args if y is not x and isinstance(y, (Tensor, float, int))]
+        if others and bool(torch.as_tensor(others[0]).detach().ne(0).all()):
             return "underflow"
     return None
 
@@ -61,28 +59,36 @@ def _largest(x: Tensor) -> float:
 
 
 class Gradients(Meter):
-    """Hooks on the nodes that each step made, which note what arrives from behind and what leaves at the front."""
+    """Hooks on the nodes that each step made, which note what arrives from behind and what leaves at the front.
 
-    def __init__(self, leads: Any):
+    Where a step takes the source itself, what leaves counts at the elements asked for alone.
+    """
+
+    def __init__(self, leads: Callable[[Any], bool], source: Callable[[], int], positions: np.ndarray):
         self._leads = leads
+        self._source = source
+        self._positions = positions
 
-    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> "Flow":
+    def after(self, ran: Ran, before: Any) -> "Flow":
         flow = Flow()
-        tops: set[Any] = {x.grad_fn for x in made if x.grad_fn is not None and x.grad_fn._sequence_nr() >= start}
+        start, now = ran.start, clock()
+        tops: set[Any] = {x.grad_fn for x in ran.made if x.grad_fn is not None and x.grad_fn._sequence_nr() >= start}
         seen, ahead = set(tops), list(tops)
         while ahead:
             node = ahead.pop()
-            ends = []
+            ends, first = [], True
             for slot, (following, _) in enumerate(node.next_functions):
-                if following is None:
+                if following is None or hasattr(following, "variable"):
                     continue
-                inner = start <= following._sequence_nr() < clock() and not hasattr(following, "variable")
-                if not inner and self._leads(following):
+                number = following._sequence_nr()
+                if start <= number < now:
+                    if following not in seen:
+                        seen.add(following)
+                        ahead.append(following)
+                elif self._leads(following):
                     ends.append(slot)
-                elif inner and following not in seen:
-                    seen.add(following)
-                    ahead.append(following)
-            node.register_hook(note_flow(flow, node in tops, ends))
+                    first &= number == self._source()
+            node.register_hook(note_flow(flow, node in tops, ends, self._positions if ends and first else None))
         return flow
 
 
@@ -145,8 +151,8 @@ class Numbers(Meter):
     def before(self, taken: Sequence[Tensor]) -> Any:
         return all(map(_finite, taken))
 
-    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> Seen:
-        return Seen(before, all(map(_finite, made)))
+    def after(self, ran: Ran, before: Any) -> Seen:
+        return Seen(before, all(map(_finite, ran.made)))
 
 
 def _finite(x: Tensor) -> bool:

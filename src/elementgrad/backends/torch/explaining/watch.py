@@ -37,14 +37,26 @@ class Overwrite:
     """The function that the tensor came from."""
 
 
+@dataclass(frozen=True)
+class Ran:
+    """One call of a function."""
+
+    name: str
+    args: Any
+    taken: Sequence[Tensor]
+    made: Sequence[Tensor]
+    start: int
+    """How many operations autograd had counted when it began."""
+
+
 class Meter:
     """Takes a measure of every step: of what it takes, before it runs, and of what it gave."""
 
     def before(self, taken: Sequence[Tensor]) -> Any:
         """A measure of what a step takes."""
 
-    def after(self, name: str, before: Any, taken: Sequence[Tensor], made: Sequence[Tensor], start: int) -> Any:
-        """The measure of a step; the graph has counted to `start` when it began."""
+    def after(self, ran: Ran, before: Any) -> Any:
+        """The measure of a step."""
 
 
 class Values:
@@ -55,10 +67,12 @@ class Values:
         self._memory: dict[int, list[weakref.ref[Tensor]]] = {}
         self._count = 0
 
-    def new(self, x: Tensor) -> int:
-        """A new number for a tensor."""
-        numbers, key, number = self._numbers, id(x), self._count
-        self._count += 1
+    def new(self, x: Tensor, number: int | None = None) -> int:
+        """A new number for a tensor, or one that several share."""
+        numbers, key = self._numbers, id(x)
+        if number is None:
+            number = self._count
+            self._count += 1
         known = numbers.get(key)
         if known is None or known[0]() is not x:
             memory = _memory(x)
@@ -154,7 +168,7 @@ class Watch:
             return known
         if self._root is not None and self._followed is None and x.is_leaf and x.requires_grad:
             self.tracked = True
-            return self._root
+            return self.values.new(x, self._root)
         sharing = self.values.sharing(x)
         number = self.values.new(x)
         if self._leads(x):
@@ -232,6 +246,8 @@ class Watch:
         taken = _tensors((args, kwargs))
         if not taken and name not in words.IMPORTS:
             return func(*args, **kwargs)
+        if name in words.COPIES:
+            args = tree.mapped(args, _plainly)  # PyTorch warns of tracked ones, which the user's may not be
         carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
         numbers = tuple([self.number(x) for x in taken])
         versions = [_version(x) for x in taken]
@@ -257,8 +273,10 @@ class Watch:
             stops, note = words.why_stopped(name, own, lost, grad)
             if stops is None and behind:
                 stops = "assigned-state"
-        step = Step(word, user_line(), self.path, numbers, given, stops, note, own, quiet=quiet)
-        self._add(step, self._meter.after(name, before, taken, changed, start) if self._meter is not None else None)
+        step = Step(word, user_line(), self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
+        self._add(
+            step, self._meter.after(Ran(name, args, taken, changed, start), before) if self._meter is not None else None
+        )
         self._used.update(numbers)
         if any(number in self.connected for number in given):
             self._used.update(given)  # a function may need what it gave
@@ -339,13 +357,20 @@ class Lenient(TorchFunctionMode):
     """Lets tracked tensors out of PyTorch, as those are that the user gave."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if name_of(func) in EXPORTS:
+        name = name_of(func)
+        if name in EXPORTS:
             args = _plain(args)
+        elif name in words.COPIES:
+            args = tree.mapped(args, _plainly)
         return func(*args, **(kwargs or {}))
 
 
 def _plain(args: Any) -> list[Any]:
-    return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args]
+    return [_plainly(x) for x in args]
+
+
+def _plainly(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _tensors(value: Any) -> list[Tensor]:

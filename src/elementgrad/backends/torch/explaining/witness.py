@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Run
+from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Tangents
 from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Lenient, Meter, Watch
@@ -24,12 +25,12 @@ class Leading:
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
-        self._first = 0
+        self.first = 0
 
     def start(self, source: Tensor) -> None:
         """Where they lead to."""
-        self._first = source.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        self._known[self._first] = True
+        self.first = source.grad_fn._sequence_nr()  # type: ignore[union-attr]
+        self._known[self.first] = True
 
     def __call__(self, x: Tensor) -> bool:
         """Whether they do."""
@@ -43,7 +44,7 @@ class Leading:
             if here is None or hasattr(here, "variable"):
                 continue
             number = here._sequence_nr()
-            if number in self._known or number < self._first:
+            if number in self._known or number < self.first:
                 continue
             order.append(here)
             self._known[number] = False
@@ -86,7 +87,7 @@ class TorchWitness(Witness):
             found.append((watch.source(passed), passed))
             return passed
 
-        with undisturbed(self._run.function, self._state), watch.on():
+        with undisturbed(self._run.function, self._state), straight(True, faithful=True), watch.on():
             given: Any = start if self._given is None else start(self._given)
             (target,) = self._run(given)
         number, passed = found[0]
@@ -123,8 +124,8 @@ class TorchWitness(Witness):
         values = torch.zeros_like(target) if reached is None else reached
         return None if steps is None else (steps, values.detach().double().cpu().numpy())
 
-    def pull(self, of: np.ndarray, weights: np.ndarray) -> Sequence[Pulled | None] | None:
-        watch, _, target, passed = self._watched(lambda leads: Gradients(leads.node))
+    def pull(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
+        watch, _, target, passed = self._watched(lambda leads: Gradients(leads.node, lambda: leads.first, wrt))
         steps = self._follow(watch)
         if steps is None or not target.requires_grad:
             return None

@@ -37,6 +37,8 @@ DETACHES = {"detach", "detach_", "data.__get__", "__deepcopy__"}
 """Give the same numbers without their derivative."""
 IMPORTS = {"tensor", "as_tensor", "asarray", "from_numpy"}
 """Make tensors of plain numbers."""
+COPIES = {"tensor", "new_tensor"}
+"""Of those, the ones that never keep a derivative."""
 DECIDES = {"__bool__", "is_nonzero", "__contains__", "equal", "allclose"}
 """Give a truth to Python."""
 ASIDE = {
@@ -94,7 +96,10 @@ ASIDE -= {"new_tensor", "type"}
 def word(func: Any) -> str:
     """What the user calls a function."""
     name = name_of(func)
-    return WORDS.get(name, name.partition(".")[0] if name.endswith(".__get__") else name).strip("_ ") or name
+    if name in WORDS:
+        return WORDS[name]
+    title = name.partition(".")[0]
+    return title[2:-2] if title.startswith("__") and title.endswith("__") else title
 
 
 def is_aside(name: str) -> bool:
