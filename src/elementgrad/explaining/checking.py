@@ -10,8 +10,8 @@ from elementgrad.backends import Backend, plain
 from elementgrad.errors import OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import Finding, Trail, why_unconnected
+from elementgrad.explaining.inquiry import suspected
 from elementgrad.explaining.precision import EPSILON, Sampled, differences
-from elementgrad.explaining.start import SUSPECT
 from elementgrad.read import NOTHING, Named, parsed, parsed_target
 from elementgrad.side import Side
 from elementgrad.source import Source
@@ -164,7 +164,7 @@ def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry
     witness = call.backend.witness(Run(call, [source], [target]), source.tensor)
     trail = Trail(witness.account)
     wrong = next(entry for entry in entries if not entry.agrees)
-    suspects = [Finding.of_remark(remark) for remark in witness.account.remarks if remark.cause in SUSPECT]
+    suspects = [Finding.of_remark(remark) for remark in suspected(witness.account)]
     if wrong.gradient is None:
         found = why_unconnected(trail, True)
     elif suspects:

@@ -1,6 +1,6 @@
 """Where a derivative was lost, from the account of a run: no framework, only steps, values and what flows through."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,8 @@ from elementgrad.explaining.operations import KILLS, SATURATE, SINGULAR
 
 DECISIVE = ("not-tracked", "integer", "freed-graph")
 """Remarks after which nobody need look for a step."""
+DOUBTFUL = (None, "masked", "cancelled")
+"""What a zero looks like that may be a number too small for its precision."""
 ROUNDING = 64.0
 """So many units of rounding count as nothing where sums cancel."""
 
@@ -138,7 +140,9 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     account = trail.account
     for remark in account.remarks:
         if remark.cause in DECISIVE:
-            return Finding.of_remark(remark)
+            finding = Finding.of_remark(remark)
+            finding.step = finding.step or next((step for step in account.steps if account.source in step.takes), None)
+            return finding
     cuts = trail.cuts()
     exits = trail.exits()
     if cuts:
@@ -175,19 +179,22 @@ def _cut(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
 def why_zero(
     trail: Trail,
     pushed: Sequence[Pushed | None] | None,
-    pulled: Sequence[Pulled | None] | None,
+    pull: Callable[[], Sequence[Pulled | None] | None],
     reaches: float | None,
     epsilon: float,
-    precise: float | None,
+    precise: Callable[[], float | None],
 ) -> Finding:
-    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for, `precise` the gradient in
-    higher precision; each may be unknown."""
+    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for.
+
+    What takes further runs is asked for only where it decides: what comes back by each step, and the size of the
+    gradient in higher precision; either may be unknown.
+    """
     steps = trail.account.steps
     if pushed is None:
-        return _by_gradient(trail, pulled, precise)
+        return _by_gradient(trail, pull(), precise)
     flows = [(step, flow) for step, flow in zip(steps, pushed, strict=True) if flow is not None and trail.between(step)]
     if reaches is not None and reaches > 0 and not _tiny(reaches, flows, epsilon):
-        finding = _by_gradient(trail, pulled, precise)
+        finding = _by_gradient(trail, pull(), precise)
         finding.evidence.append("forwards the derivative is not zero")
         return finding
     ended = [(step, flow) for step, flow in flows if flow.arrives > 0 and flow.leaves == 0]
@@ -220,14 +227,12 @@ def _tiny(reaches: float, flows: Sequence[tuple[Step, Pushed]], epsilon: float) 
     return reaches <= ROUNDING * epsilon * largest
 
 
-def _ended_by(step: Step, flow: Pushed, stops: str | None, precise: float | None) -> str | None:
+def _ended_by(step: Step, flow: Pushed, stops: str | None, precise: Callable[[], float | None]) -> str | None:
     cause = flow.cause or stops or _kills(step)
-    if precise and cause in (None, "masked", "cancelled") and step.operation not in SATURATE:
-        return "underflow"
-    return cause
+    return "underflow" if cause in DOUBTFUL and step.operation not in SATURATE and precise() else cause
 
 
-def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: float | None) -> Finding:
+def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: Callable[[], float | None]) -> Finding:
     """The last step, going backwards, into which a gradient flows and out of which none does."""
     steps = trail.account.steps
     for remark in trail.account.remarks:
@@ -242,12 +247,10 @@ def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: 
         hooks = [remark for remark in trail.account.remarks if remark.cause == "hook"]
         if hooks:
             return Finding.of_remark(hooks[0])
-        return Finding("underflow" if precise else None, None, [])
+        return Finding("underflow" if precise() else None, None, [])
     step = ended[-1][0]
     cause = _kills(step)
-    if precise and cause in (None, "masked", "cancelled"):
-        cause = "underflow"
-    return Finding(cause, step)
+    return Finding("underflow" if cause in DOUBTFUL and precise() else cause, step)
 
 
 def why_nonfinite(

@@ -68,11 +68,8 @@ class _StandIns:
 
     def around(self, *arguments: Any, **options: Any) -> Iterator[None]:
         """What other checkpoints do before and after their call."""
-        return (
-            iter((None,))
-            if any(inside for inside, _ in getattr(_local, "inside", ()))
-            else self._other(*arguments, **options)
-        )
+        looking = any(inside for inside, _ in getattr(_local, "inside", ()))
+        return iter((None,)) if looking else self._other(*arguments, **options)
 
 
 _stand_ins: list[_StandIns] = []

@@ -284,15 +284,16 @@ class Watch:
         self.overwrites += [Overwrite(step, tuple(shape), self._makers.get(known or 0, "")) for shape, known in old]
         self.carried = self.carried or (step if carried else None)
         if silent:
-            self.remarks.append(Remark("modified-through-data", "it was used before", step))
+            self.remarks.append(Remark("modified-through-data", "autograd does not count that write", step))
         if own and any(number in self.connected for number in given):
             self.remarks.append(Remark("custom-rule", "", step))
         return result
 
     def _silent(self, written: Sequence[Tensor], behind: Sequence[Tensor]) -> bool:
-        """Whether a write reaches a tensor that was used with a derivative, and that does not count it."""
+        """Whether a write reaches a tensor that has a derivative, and that does not count it."""
         for x in behind if written else ():
-            if self.values.known(x) in self._used and x.requires_grad and not self.values.counts(x):
+            used = x.grad_fn is not None or self.values.known(x) in self._used
+            if used and x.requires_grad and not self.values.counts(x):
                 return True
         return False
 
