@@ -160,7 +160,9 @@ def _element(side: Side, position: int) -> str:
 
 
 def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry]) -> Diagnosis | None:
-    """The operation where the gradient and the values part."""
+    """The operation where the gradient and the values part, if the framework can tell."""
+    if type(call.backend).witness is Backend.witness:
+        return None
     witness = call.backend.witness(Run(call, [source], [target]), source.tensor)
     trail = Trail(witness.account)
     wrong = next(entry for entry in entries if not entry.agrees)

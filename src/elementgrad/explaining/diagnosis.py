@@ -78,14 +78,26 @@ class Diagnosis:
         )
 
     @property
+    def clause(self) -> str | None:
+        """What is wrong, as a part of a sentence."""
+        if self.fix is None:
+            return None
+        known = CAUSES[self.cause] if self.cause is not None else UNDECIDED
+        return known.says.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
+
+    @property
+    def reason(self) -> tuple[str, str] | None:
+        """What is wrong and in which line, and what to do about it, for an error that goes on from there."""
+        if self.clause is None or self.fix is None:
+            return None
+        told = ", in ".join([part for part in (self.where, self.module) if part])
+        return self.clause + (f" ({told})" if told else ""), self.fix
+
+    @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
         says = SENTENCES[self.verdict].format(of=self.of, wrt=self.wrt)
-        if self.fix is None:
-            return f"{says}."
-        known = CAUSES[self.cause] if self.cause is not None else UNDECIDED
-        clause = known.says.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
-        return f"{says}: {clause}."
+        return f"{says}." if self.clause is None else f"{says}: {self.clause}."
 
     @property
     def place(self) -> str | None:

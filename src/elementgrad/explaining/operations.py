@@ -29,10 +29,10 @@ _KILLERS = {
     "cancelled": """
         sum mean add sub rsub sub_ add_ matmul mm bmm mv dot linear einsum conv1d conv2d conv3d layer_norm batch_norm
         group_norm instance_norm var std normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum logsumexp
-        prod bilinear dense subtract norm""",
+        prod bilinear dense subtract""",
     "stationary": "pow square sin cos mse_loss cosh sinc",
     "underflow": "exp exp2",
-    "kink": "abs absolute l1_loss smooth_l1_loss",
+    "kink": "abs absolute l1_loss smooth_l1_loss norm linalg_norm linalg_vector_norm vector_norm",
 }
 KILLS: Mapping[str, str] = {
     "item assignment": "overwritten",

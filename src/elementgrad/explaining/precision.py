@@ -77,13 +77,19 @@ class Differences:
 
 
 def differences(
-    sampled: Sampled, base: np.ndarray | None, like: Tensor, of: np.ndarray, position: int, dtype: str
+    sampled: Sampled,
+    base: np.ndarray | None,
+    like: Tensor,
+    of: np.ndarray,
+    position: int,
+    dtype: str,
+    widths: Sequence[float] = WIDTHS,
 ) -> Differences:
     """Move one element both ways, by several widths."""
     here = 0.0 if base is None else float(base.reshape(-1)[position])
     size = SIZES[dtype] * max(1.0, abs(here))
     middle = sampled.read(_moved(sampled.backend, like, position, 0.0), of)
-    sizes = [size * part for part in WIDTHS]
+    sizes = [size * part for part in widths]
     pairs = [[sampled.read(_moved(sampled.backend, like, position, by), of) for by in (h, -h)] for h in sizes]
     slopes = [(up - down) / (2 * h) for h, (up, down) in zip(sizes, pairs, strict=True)]
     largest = np.maximum.reduce([np.abs(value) for pair in (*pairs, [middle]) for value in pair])

@@ -62,18 +62,16 @@ class Trials:
         return moves(self._sampled(), self._base(None), self.of, list(self.wrt), self.dtype)
 
     def mismatches(self, gradient: np.ndarray) -> bool:
-        """Whether the largest of the gradient, or one that is zero, is clearly not the slope of the values."""
+        """Whether the largest of the gradient is clearly not the slope of the values."""
         positions, share = self.seeds
         sampled, dtype = self._finest()
         base = self._base(None if sampled.dtype is None else dtype)
         numbers = None if self.source.met else self.backend.floats(base)
-        for number in {int(np.argmax(np.abs(gradient))), int(np.argmin(np.abs(gradient)))}:
-            found = differences(sampled, numbers, base, positions, int(self.wrt[number]), dtype)
-            slopes = [float(share @ side) for side in (found.central, found.left, found.right)]
-            slack = 4 * float(np.abs(share) @ found.bound) + APART * max(map(abs, slopes))
-            if not min(slopes) - slack <= gradient[number] <= max(slopes) + slack:
-                return True
-        return False
+        number = int(np.argmax(np.abs(gradient)))
+        found = differences(sampled, numbers, base, positions, int(self.wrt[number]), dtype, widths=(0.5, 1.0))
+        slopes = [float(share @ side) for side in (found.central, found.left, found.right)]
+        slack = 4 * float(np.abs(share) @ found.bound) + APART * max(map(abs, slopes))
+        return not min(slopes) - slack <= gradient[number] <= max(slopes) + slack
 
     def precise(self, dtype: str = "float64") -> float | None:
         """The size of the gradient in another precision; None if the function does not accept it."""
@@ -87,7 +85,7 @@ class Trials:
         return None if found is None else float(np.abs(found.reshape(-1)[self.wrt]).max(initial=0.0))
 
     def is_rounding(self, gradient: np.ndarray, largest: float, value: float) -> bool:
-        """Whether a gradient is mere rounding: nothing of the source has more, and other precisions have other sizes."""
+        """Whether a gradient is mere rounding: the whole source has no more, and other precisions have other sizes."""
         if largest > SUSPICIOUS * EPSILON[self.dtype] * max(1.0, value):
             return False
         here = float(np.abs(gradient).max())
