@@ -42,6 +42,8 @@ class Step:
     """Whether what it takes leaves the framework for a decision of Python's (`if x > 0`)."""
     enters: bool = False
     """Whether it makes a tensor of plain numbers, which may have left before."""
+    closed: bool = False
+    """Whether it cannot be followed what becomes of what it takes."""
     quiet: bool = False
     """Whether it is no step of the user's own, and is left out where steps are shown."""
 

@@ -96,6 +96,13 @@ class Trail:
                 found.update(earlier.takes)
         return found
 
+    def closed(self) -> Finding | None:
+        """That something takes the source which cannot be looked into, if it does."""
+        for step in self.account.steps:
+            if step.closed and not self.reached.isdisjoint(step.takes):
+                return Finding(None, step, [f"{step.operation} takes it, and cannot be looked into"])
+        return None
+
     def line(self, broken: Step | None = None) -> list[str]:
         """One way from source to target in operations, through a break if there is one."""
         if broken is None or not any(step is broken for step in self.account.steps):
@@ -159,6 +166,9 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
         return Finding("left-framework", exits[0], [exits[0].note] if exits[0].note else [], exits[1:])
     if moves:
         return Finding(None, None, ["the value moves with it, though no step was seen that takes it there"])
+    closed = trail.closed()
+    if closed is not None:
+        return closed
     used = [step for step in account.steps if account.source in step.takes]
     if not used:
         return Finding("unused", None, ["no step takes it"])
@@ -181,10 +191,12 @@ def why_zero(
     pushed: Sequence[Pushed | None] | None,
     pull: Callable[[], Sequence[Pulled | None] | None],
     reaches: float | None,
+    elsewhere: bool,
     epsilon: float,
     precise: Callable[[], float | None],
 ) -> Finding:
-    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for.
+    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for, `elsewhere` whether other
+    elements of the target have one.
 
     What takes further runs is asked for only where it decides: what comes back by each step, and the size of the
     gradient in higher precision; either may be unknown.
@@ -203,10 +215,12 @@ def why_zero(
         if ended:
             step = ended[-1][0]
             return Finding("cancelled", step, ["what remains is rounding"])
+        if elsewhere:
+            return Finding("unused", None, ["other elements of the output depend on it, those asked for do not"])
         used = [step for step, flow in flows if flow.leaves > 0]
         if used:
-            return Finding("unused", None, ["other elements of the output depend on it, those asked for do not"])
-        return Finding(None, None, ["no step was seen at which it ends"])
+            return Finding("unused", used[-1], ["that part of what it gives is not used"])
+        return trail.closed() or Finding(None, None, ["no step was seen at which it ends"])
     ended.sort(key=lambda pair: trail.cut(pair[0]))  # a zero comes from a path that is there
     step, flow = ended[0]
     stops = step.stops if trail.cut(step) else None

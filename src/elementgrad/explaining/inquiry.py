@@ -95,14 +95,16 @@ class Inquiry:
 
     def _zero(self, witness: Witness, trail: Trail, trials: Trials) -> Finding:
         pushed = witness.push(trials.wrt)
-        reaches = None
+        reaches, elsewhere = None, False
         if pushed is not None:
             reaches = float(np.abs(pushed[1].reshape(-1)[trials.of]).max(initial=0.0))
+            elsewhere = bool(pushed[1].any())
         return why_zero(
             trail,
             None if pushed is None else pushed[0],
             lambda: witness.pull(*trials.seeds, trials.wrt),
             reaches,
+            elsewhere,
             EPSILON[trials.dtype],
             trials.precise,
         )

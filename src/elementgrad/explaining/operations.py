@@ -28,14 +28,19 @@ _KILLERS = {
         softsign logistic swish cross_entropy sparse_softmax_cross_entropy_with_logits atan binary_cross_entropy""",
     "cancelled": """
         sum mean add sub rsub sub_ add_ matmul mm bmm mv dot linear einsum conv1d conv2d conv3d layer_norm batch_norm
-        group_norm instance_norm var std normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum logsumexp
+        group_norm instance_norm normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum logsumexp
         prod bilinear dense subtract""",
-    "stationary": "pow square sin cos mse_loss cosh sinc",
+    "stationary": "var pow square sin cos mse_loss cosh sinc",
     "underflow": "exp exp2",
-    "kink": "abs absolute l1_loss smooth_l1_loss norm linalg_norm linalg_vector_norm vector_norm",
+    "kink": "abs absolute l1_loss smooth_l1_loss norm linalg_norm linalg_vector_norm vector_norm std",
 }
 KILLS: Mapping[str, str] = {
     "item assignment": "overwritten",
+    "eg.at(...).set": "overwritten",
+    "eg.at(...).stop": "detached",
+    "eg.at(...).only": "detached",
+    "eg.at(...).get": "unused",
+    "eg.at(...).multiply": "masked",
     **{word: cause for cause, words in _KILLERS.items() for word in words.split()},
 }
 """For an operation, the cause that ends a derivative in it, unless the numbers say another."""

@@ -80,7 +80,7 @@ def _from_told(told: Told, framework: str) -> Diagnosis:
     elif trail is None:
         finding = Finding(None)
     elif told.verdict == "zero":
-        finding = why_zero(trail, None, lambda: told.pulled, None, 0.0, lambda: None)
+        finding = why_zero(trail, None, lambda: told.pulled, None, False, 0.0, lambda: None)
     elif told.verdict == "nonfinite":
         finding = why_nonfinite(trail, None, told.pulled, finite=True)
     else:

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from elementgrad import tree
 from elementgrad.backends.torch.calls import clock
 from elementgrad.backends.torch.explaining.watch import Meter, Ran
+from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.witness import Pulled, Pushed, Seen
 
 Tensor = torch.Tensor
 CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
+SUMS = {"sum", "mean", "add", "sub", "__rsub__", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "addmm"}
+SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "layer_norm", "group_norm", "logsumexp", "bilinear"}
 PRODUCTS = {"mul", "mul_", "__rmul__", "__imul__", "div", "true_divide"}
 
 
@@ -47,7 +51,26 @@ def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
         others = [y for y in ran.args if y is not x and isinstance(y, (Tensor, float, int))]
         if others and bool(torch.as_tensor(others[0]).detach().ne(0).all()):
             return "underflow"
+    if ran.name in SUMS:
+        return "cancelled" if _adds_up(ran, before) else "masked"
     return None
+
+
+def _adds_up(ran: Ran, before: Sequence[Tensor | None]) -> bool:
+    """Whether a sum gives something for parts that come in other amounts: then what came in had cancelled."""
+    slots = {id(x): tangent for x, tangent in zip(ran.taken, before, strict=True) if tangent is not None}
+    generator = torch.Generator().manual_seed(0)
+
+    def other(x: Any) -> Any:
+        tangent = slots.get(id(x)) if isinstance(x, Tensor) else None
+        if tangent is None:
+            return x
+        amounts = torch.rand(tangent.shape, generator=generator, dtype=torch.float64).to(tangent) + 0.5
+        return forward_ad.make_dual(forward_ad.unpack_dual(x).primal.detach(), tangent * amounts)
+
+    with aside():
+        again = ran.func(*tree.mapped(ran.args, other), **tree.mapped(dict(ran.kwargs), other))
+    return any(bool(t.any()) for x in tree.flat(again) if isinstance(x, Tensor) and (t := _tangent(x)) is not None)
 
 
 def _tangent(x: Tensor) -> Tensor | None:
@@ -157,3 +180,22 @@ class Numbers(Meter):
 
 def _finite(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(x.detach()).all())
+
+
+class Prints(Meter):
+    """A number for what each step takes and gives, which is another if any of their numbers is another."""
+
+    def before(self, taken: Sequence[Tensor]) -> Any:
+        return _print(taken)
+
+    def after(self, ran: Ran, before: Any) -> tuple[float, float]:
+        return before, _print(ran.made)
+
+
+def _print(tensors: Sequence[Tensor]) -> float:
+    total = 0.0
+    for number, x in enumerate(tensors, 1):
+        if x.is_floating_point() and x.numel():
+            flat = x.detach().reshape(-1).double().nan_to_num()
+            total += number * float(flat @ torch.cos(torch.arange(len(flat), device=x.device, dtype=torch.float64)))
+    return total

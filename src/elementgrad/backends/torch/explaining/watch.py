@@ -1,7 +1,6 @@
 """Watching PyTorch code run: every function that is called, the numbers it takes and gives, and the user's line."""
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,14 +11,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from elementgrad import tree
-from elementgrad.backends.torch.calls import EXPORTS, clock, name_of, user_line
+from elementgrad.backends.torch.calls import EXPORTS, clock, name_of
 from elementgrad.backends.torch.explaining import words
+from elementgrad.backends.torch.explaining.callers import caller
+from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
 from elementgrad.backends.torch.functions import aside, watched_by, watching
 from elementgrad.backends.torch.model import TorchModel, unwrapped
 from elementgrad.backends.torch.uses import kept
 from elementgrad.backends.witness import Remark, Step
 
 Tensor = torch.Tensor
+is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether `torch.func` has hold of a tensor, which then is one of several or of none."""
 BACKWARD = ("backward",)
 HOOKS = "BackwardHookFunction"
 """What PyTorch puts before and after a module that has backward hooks."""
@@ -42,7 +45,9 @@ class Ran:
     """One call of a function."""
 
     name: str
+    func: Callable[..., Any]
     args: Any
+    kwargs: Any
     taken: Sequence[Tensor]
     made: Sequence[Tensor]
     start: int
@@ -57,54 +62,6 @@ class Meter:
 
     def after(self, ran: Ran, before: Any) -> Any:
         """The measure of a step."""
-
-
-class Values:
-    """Numbers for tensors: one for each tensor that is met, and another after each write to its memory."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
-        self._memory: dict[int, list[weakref.ref[Tensor]]] = {}
-        self._count = 0
-
-    def new(self, x: Tensor, number: int | None = None) -> int:
-        """A new number for a tensor, or one that several share."""
-        numbers, key = self._numbers, id(x)
-        if number is None:
-            number = self._count
-            self._count += 1
-        known = numbers.get(key)
-        if known is None or known[0]() is not x:
-            memory = _memory(x)
-            ref = weakref.ref(x, lambda _: numbers.pop(key, None))
-            if memory:
-                living = [other for other in self._memory.get(memory, ()) if other() is not None]
-                self._memory[memory] = [*living, ref]
-        else:
-            ref = known[0]
-        numbers[key] = ref, number, _version(x)
-        return number
-
-    def counts(self, x: Tensor) -> bool:
-        """Whether a tensor has counted a write since it got its number."""
-        return _version(x) != self._numbers[id(x)][2]
-
-    def known(self, x: Tensor) -> int | None:
-        """The number of a tensor that was met."""
-        found = self._numbers.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
-
-    def sharing(self, x: Tensor) -> list[Tensor]:
-        """The tensors met that live in the memory of one, and are alive."""
-        found = [ref() for ref in self._memory.get(_memory(x), ())]
-        return [other for other in found if other is not None and other is not x]
-
-
-def _memory(x: Tensor) -> int:
-    try:
-        return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a stand-in without memory
-        return 0
 
 
 class Watch:
@@ -147,7 +104,9 @@ class Watch:
             stack.enter_context(watched_by(self))
             yield self
 
-    def _enter(self, module: Any, _: Any) -> None:
+    def _enter(self, module: Any, args: Any) -> None:
+        if _scripted(module) and not any(map(_scripted, self._modules)):
+            self._close("a scripted module", _tensors(args))
         if not self._modules and id(unwrapped(module)) not in self._paths:
             self._paths.update({id(inner): path for path, inner in TorchModel(module)._modules()})
         self._modules.append(module)
@@ -182,10 +141,10 @@ class Watch:
         origin = max([found for other in sharing if (found := self.values.known(other)) is not None], default=None)
         if origin is None:
             return
-        exported = self._exported.get(_memory(x))
+        exported = self._exported.get(memory_of(x))
         stops = None if number in self.connected else "left-framework" if exported else "detached"
         word = exported.operation if exported else type(x).__name__
-        where = exported.where if exported else user_line()
+        where = exported.where if exported else caller().where
         self._add(
             Step(word, where, self.path, (origin,), (number,), stops, "it makes another tensor of the same numbers")
         )
@@ -197,8 +156,14 @@ class Watch:
         return self._root
 
     def stand_in(self, x: Any) -> Any:
-        """Nothing takes the place of a tensor."""
+        """Note that a tensor goes where nobody can follow: into a transform of `torch.func`. It goes as it is."""
+        self._close("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
+
+    def _close(self, word: str, taken: Sequence[Tensor]) -> None:
+        if taken:
+            numbers = tuple([self.number(x) for x in taken])
+            self._add(Step(word, caller().where, self.path, numbers, closed=True))
 
     def source(self, x: Tensor) -> int:
         """A tensor from which derivatives start."""
@@ -244,19 +209,20 @@ class Watch:
         quiet: bool = False,
     ) -> Any:
         taken = _tensors((args, kwargs))
-        if not taken and name not in words.IMPORTS:
+        if (not taken and name not in words.IMPORTS) or any(map(is_wrapped, taken)):
             return func(*args, **kwargs)
         if name in words.COPIES:
             args = tree.mapped(args, _plainly)  # PyTorch warns of tracked ones, which the user's may not be
         carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
         numbers = tuple([self.number(x) for x in taken])
-        versions = [_version(x) for x in taken]
-        before = self._meter.before(taken) if self._meter is not None else None
+        versions = [version_of(x) for x in taken]
+        with aside():
+            before = self._meter.before(taken) if self._meter is not None else None
         grad, start = torch.is_grad_enabled(), clock()
         with aside():
             result = func(*args, **kwargs)
         made = _tensors(result)
-        written = [x for x, version in zip(taken, versions, strict=True) if _version(x) != version]
+        written = [x for x, version in zip(taken, versions, strict=True) if version_of(x) != version]
         if name == "data.__set__":
             written.append(args[0])
         changed = _distinct([*made, *written])
@@ -273,10 +239,13 @@ class Watch:
             stops, note = words.why_stopped(name, own, lost, grad)
             if stops is None and behind:
                 stops = "assigned-state"
-        step = Step(word, user_line(), self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
-        self._add(
-            step, self._meter.after(Ran(name, args, taken, changed, start), before) if self._meter is not None else None
-        )
+        by = caller()
+        if by.verb is not None:
+            word, stops = by.verb, by.stops if stops else None
+        step = Step(word, by.where, self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
+        ran = Ran(name, func, args, kwargs, taken, changed, start)
+        with aside():
+            self._add(step, self._meter.after(ran, before) if self._meter is not None else None)
         self._used.update(numbers)
         if any(number in self.connected for number in given):
             self._used.update(given)  # a function may need what it gave
@@ -312,16 +281,16 @@ class Watch:
         with aside():
             result = func(*_plain(args), **kwargs)
         step = Step(
-            words.word(func), user_line(), self.path, numbers, (), "left-framework", decides=name in words.DECIDES
+            words.word(func), caller().where, self.path, numbers, (), "left-framework", decides=name in words.DECIDES
         )
         self._add(step)
         for x in taken if name in ("numpy", "__array__", "__dlpack__") else ():
-            self._exported[_memory(x)] = step
+            self._exported[memory_of(x)] = step
         return result
 
     def _backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         roots = _tensors(args[0] if args else kwargs.get("tensors"))
-        step = Step("backward", user_line(), self.path, tuple([self.number(x) for x in roots]))
+        step = Step("backward", caller().where, self.path, tuple([self.number(x) for x in roots]))
         self.backwards.append(step)
         self.target = step.takes[0] if step.takes else None
         x = self._followed
@@ -336,7 +305,7 @@ class Watch:
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
-            self.remarks.append(Remark("hook", "", Step("register_hook", user_line(), self.path)))
+            self.remarks.append(Remark("hook", "", Step("register_hook", caller().where, self.path)))
 
     def _add(self, step: Step, measure: Any = None) -> None:
         self.steps.append(step)
@@ -374,13 +343,13 @@ def _plainly(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
+def _scripted(module: Any) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     return [x for x in tree.flat(value) if isinstance(x, Tensor)]
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(x): x for x in tensors}.values())
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Run
 from elementgrad.backends.torch.checkpoints import straight
-from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Tangents
+from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Prints, Tangents
 from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Lenient, Meter, Watch
 from elementgrad.backends.torch.functions import aside
@@ -73,7 +73,7 @@ class TorchWitness(Witness):
         self._live: tuple[Tensor, Tensor] | None = (target, met)  # until the gradient is asked for
 
     def _watched(
-        self, meter: Callable[[Leading], Meter] | None, tangent: Tensor | None = None, keep: bool = False
+        self, meter: Callable[[Leading], Meter] | None, tangent: Tensor | None = None, shift: Tensor | None = None
     ) -> tuple[Watch, int, Tensor, Tensor]:
         leads = Leading()
         watch = Watch(leads, self._run.function, None if meter is None else meter(leads))
@@ -81,7 +81,7 @@ class TorchWitness(Witness):
 
         def start(x: Tensor) -> Tensor:
             with aside():
-                passed = _passed(x, tangent)
+                passed = _passed(x if shift is None else x.detach() + shift, tangent)
                 if tangent is None:
                     leads.start(passed)
             found.append((watch.source(passed), passed))
@@ -119,10 +119,22 @@ class TorchWitness(Witness):
                 watch, _, target, _ = self._watched(lambda leads: Tangents(), tangent.reshape(self.source.shape))
                 reached = forward_ad.unpack_dual(target).tangent
         except (NotImplementedError, RuntimeError):  # a rule is missing on the way
-            return None
+            return self._shifted(tangent.reshape(self.source.shape))
         steps = self._follow(watch)
         values = torch.zeros_like(target) if reached is None else reached
         return None if steps is None else (steps, values.detach().double().cpu().numpy())
+
+    def _shifted(self, tangent: Tensor) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
+        """The same by differences: two runs, one of them with the elements moved a little."""
+        size = torch.finfo(tangent.dtype).eps ** 0.4
+        runs = [self._watched(lambda leads: Prints(), shift=sign * size * tangent) for sign in (0.0, 1.0)]
+        still, moved = [self._follow(watch) for watch, _, _, _ in runs]
+        if still is None or moved is None:
+            return None
+        pairs = [None if a is None or b is None else (a, b) for a, b in zip(still, moved, strict=True)]
+        steps = [None if p is None else Pushed(*[abs(b - a) / size for a, b in zip(*p, strict=True)]) for p in pairs]
+        values = (runs[1][2].detach() - runs[0][2].detach()).double() / size
+        return steps, values.cpu().numpy()
 
     def pull(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
         watch, _, target, passed = self._watched(lambda leads: Gradients(leads.node, lambda: leads.first, wrt))

@@ -23,6 +23,8 @@ WORDS = {
     "is_nonzero": "bool",
     "__array__": "numpy",
     "__dlpack__": "numpy",
+    "__floordiv__": "floor_divide",
+    "__rfloordiv__": "floor_divide",
     "__radd__": "add",
     "__rmul__": "mul",
     "__iadd__": "add_",
