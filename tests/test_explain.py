@@ -1,5 +1,7 @@
 """What explain says and how: texts, options, refusals, and that nothing of the user's is disturbed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -284,3 +286,8 @@ def test_a_step_that_fails_otherwise_raises_what_it_raised():
 
     with pytest.raises(IndexError):
         eg.explain(step)
+
+
+def test_the_page_lists_every_cause():
+    page = (Path(__file__).parent.parent / "docs" / "explaining.md").read_text()
+    assert [cause for cause in CAUSES if f"`{cause}`" not in page] == []
