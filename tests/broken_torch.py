@@ -338,3 +338,27 @@ def a_value_kept_in_a_parameter():
         return (memory**2).sum()
 
     return f, X
+
+
+@BROKEN.says("unconnected", "detached", wrt="x")
+def a_detach_behind_a_mask():
+    def f(x):
+        keep = x > 0
+        return torch.where(keep, x.detach(), 0.0).sum()  # <- here
+
+    return f, X
+
+
+@BROKEN.says("unconnected", "left-framework", wrt="x")
+def a_metric_and_a_loss_that_leave():
+    def f(x):
+        if x.mean() > 100:
+            return x.sum()
+        return torch.tensor(x.pow(2).mean().item())  # <- here
+
+    return f, X
+
+
+@BROKEN.says("unconnected", None, wrt="x[1]")
+def a_transform_that_nobody_can_look_into():
+    return lambda x: torch.func.vmap(lambda row: torch.relu(row.detach()))(x).sum(), torch.tensor([1.0, -9.0])

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import elementgrad as eg
 from tests.programs_broken import Table
 
 BROKEN = Table()
@@ -369,3 +370,55 @@ def half_precision_that_overflows():
         return energy.float().pow(2).log()[0]
 
     return f, torch.tensor([2.0])
+
+
+@BROKEN.says("zero", "masked", wrt="x[0, 1]")
+def a_dead_unit_before_a_mask():
+    def f(x):
+        y = torch.relu(x) + 3 * x
+        return (y * torch.zeros(2, 3)).sum()  # <- here
+
+    return f, X
+
+
+@BROKEN.says("nonfinite", "singular", wrt="x[0]")
+def two_roots_of_which_one_matters():
+    def f(x):
+        first = torch.sqrt(x[:1])  # <- here
+        second = torch.sqrt(x[1:])
+        return first.sum() + second.sum()
+
+    return f, torch.zeros(2)
+
+
+@BROKEN.says("zero", "dead-relu", wrt="x[0, 1]")
+def behind_a_rule_without_forward_mode():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    def f(x):
+        return torch.relu(Twice.apply(x)).sum()  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", wrt="x[0, 1]")
+def a_weight_of_zero():
+    def f(x):
+        return x @ torch.tensor([1.0, 0.0, 1.0]) @ torch.ones(2)  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "detached", wrt="x[0, 1]")
+def an_element_that_is_stopped():
+    def f(x):
+        return (eg.at(x)[0, 1].stop() ** 2).sum()  # <- here
+
+    return f, X

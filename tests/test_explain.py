@@ -11,8 +11,9 @@ from torch import nn
 import elementgrad as eg
 from elementgrad.backends.witness import Account, Pulled, Pushed, Step
 from elementgrad.explaining.causes import CAUSES, UNDECIDED
-from elementgrad.explaining.following import Trail, why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
 from elementgrad.explaining.operations import KILLS
+from elementgrad.explaining.trail import Trail
 
 X = torch.tensor([1.0, -2.0, 3.0])
 FRAMEWORKS = ("torch", "tensorflow", "jax")

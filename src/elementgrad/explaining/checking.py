@@ -1,7 +1,7 @@
 """`check`: the entries of a derivative against differences of the function's values."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,10 @@ import numpy as np
 from elementgrad.backends import Backend, plain
 from elementgrad.errors import OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import Finding, Trail, why_unconnected
-from elementgrad.explaining.inquiry import suspected
+from elementgrad.explaining.following import why_unconnected
+from elementgrad.explaining.inquiry import blamed, suspected
 from elementgrad.explaining.precision import EPSILON, Sampled, differences
+from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.read import NOTHING, Named, parsed, parsed_target
 from elementgrad.side import Side
 from elementgrad.source import Source
@@ -166,11 +167,11 @@ def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry
     witness = call.backend.witness(Run(call, [source], [target]), source.tensor)
     trail = Trail(witness.account)
     wrong = next(entry for entry in entries if not entry.agrees)
-    suspects = [Finding.of_remark(remark) for remark in suspected(witness.account)]
+    suspects = suspected(witness.account)
     if wrong.gradient is None:
         found = why_unconnected(trail, True)
     elif suspects:
-        found = replace(suspects[0], others=[other.step for other in suspects[1:] if other.step is not None])
+        found = blamed(suspects)
     else:
         cuts = trail.cuts()
         found = Finding(cuts[0].stops, cuts[0], others=cuts[1:]) if cuts else Finding(None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from elementgrad.backends.witness import Step, Verdict
 from elementgrad.explaining.causes import CAUSES, UNDECIDED
-from elementgrad.explaining.following import Finding, Trail
+from elementgrad.explaining.trail import Finding, Trail
 
 Tensor = Any
 SENTENCES: dict[str, str] = {

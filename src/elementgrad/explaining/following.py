@@ -1,12 +1,12 @@
 """Where a derivative was lost, from the account of a run: no framework, only steps, values and what flows through."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step
+from elementgrad.backends.witness import Pulled, Pushed, Seen, Step
 from elementgrad.explaining.operations import KILLS, SATURATE, SINGULAR
+from elementgrad.explaining.trail import Finding, Trail
 
 DECISIVE = ("not-tracked", "integer", "freed-graph")
 """Remarks after which nobody need look for a step."""
@@ -14,132 +14,6 @@ DOUBTFUL = (None, "masked", "cancelled")
 """What a zero looks like that may be a number too small for its precision."""
 ROUNDING = 64.0
 """So many units of rounding count as nothing where sums cancel."""
-
-
-@dataclass
-class Finding:
-    """A cause and the step that it is about, as far as the evidence decides."""
-
-    cause: str | None
-    step: Step | None = None
-    evidence: list[str] = field(default_factory=list)
-    others: list[Step] = field(default_factory=list)
-    """Further steps at which other paths end."""
-
-    @classmethod
-    def of_remark(cls, remark: Remark) -> "Finding":
-        """What a backend knew at once."""
-        return cls(remark.cause, remark.step, [remark.evidence] if remark.evidence else [])
-
-
-class Trail:
-    """The steps of an account that lie between source and target, by their data."""
-
-    def __init__(self, account: Account):
-        self.account = account
-        self.reached = {account.source}
-        """Values computed from the source."""
-        for step in account.steps:
-            if not self.reached.isdisjoint(step.takes):
-                self.reached.update(step.gives)
-        self.leading = {account.target}
-        """Values that the target is computed from."""
-        for step in reversed(account.steps):
-            if not self.leading.isdisjoint(step.gives):
-                self.leading.update(step.takes)
-
-    @property
-    def joined(self) -> bool:
-        """Whether the target was computed from the source, however."""
-        return self.account.target in self.reached
-
-    def between(self, step: Step) -> bool:
-        """Whether data passes the step on its way from source to target."""
-        return not self.reached.isdisjoint(step.takes) and any(
-            value in self.reached and value in self.leading for value in step.gives
-        )
-
-    def cut(self, step: Step) -> bool:
-        """Whether nothing that a step gives is connected."""
-        return not any(value in self.account.connected for value in step.gives)
-
-    def cuts(self, until: Collection[int] | None = None) -> list[Step]:
-        """The steps at which paths end: they take what is connected and give what is not, and is needed."""
-        connected = self.account.connected
-        needed = self.leading if until is None else until
-        return [
-            step
-            for step in self.account.steps
-            if any(value in connected for value in step.takes)
-            and any(value in needed and value in self.reached and value not in connected for value in step.gives)
-        ]
-
-    def exits(self) -> list[Step]:
-        """The steps by which what was computed from the source left the framework."""
-        return [
-            step
-            for step in self.account.steps
-            if step.stops == "left-framework" and not self.reached.isdisjoint(step.takes)
-        ]
-
-    def came_back(self, exit: Step) -> bool:
-        """Whether the target is computed from plain numbers that became a tensor after others had left."""
-        later = self.account.steps[_index(self.account.steps, exit) :]
-        return any(step.enters and not self.leading.isdisjoint(step.gives) for step in later)
-
-    def before(self, step: Step) -> set[int]:
-        """The values that a step was computed from, those it takes included."""
-        found = set(step.takes)
-        steps = list(self.account.steps)
-        for earlier in reversed(steps[: steps.index(step)]):
-            if not found.isdisjoint(earlier.gives):
-                found.update(earlier.takes)
-        return found
-
-    def closed(self) -> Finding | None:
-        """That something takes the source which cannot be looked into, if it does."""
-        for step in self.account.steps:
-            if step.closed and not self.reached.isdisjoint(step.takes):
-                return Finding(None, step, [f"{step.operation} takes it, and cannot be looked into"])
-        return None
-
-    def line(self, broken: Step | None = None) -> list[str]:
-        """One way from source to target in operations, through a break if there is one."""
-        if broken is None or not any(step is broken for step in self.account.steps):
-            way = self._behind(self.account.target) if self.joined else []
-        else:
-            way = [*self._behind(*[value for value in broken.takes if value in self.reached][:1]), broken]
-            way += self._ahead(broken)
-        return [
-            f"{step.operation} (broken here)" if step is broken else step.operation
-            for step in way
-            if not step.quiet or step is broken
-        ]
-
-    def _behind(self, *values: int) -> list[Step]:
-        """The steps of one way from the source to a value."""
-        made = {value: step for step in self.account.steps for value in step.gives}
-        way: list[Step] = []
-        ahead = list(values)
-        while ahead and ahead[0] in made and ahead[0] != self.account.source:
-            step = made[ahead[0]]
-            way.append(step)
-            ahead = [value for value in step.takes if value in self.reached]
-        return way[::-1]
-
-    def _ahead(self, step: Step) -> list[Step]:
-        """The steps of one way from a step to the target; none if there is no way."""
-        way: list[Step] = []
-        here = step
-        for other in list(self.account.steps)[_index(self.account.steps, step) + 1 :]:
-            if not set(here.gives).isdisjoint(other.takes) and not self.leading.isdisjoint(other.gives):
-                way.append(other)
-                here = other
-        return way
-
-
-def _index(steps: Sequence[Step], step: Step) -> int:
-    return next(number for number, other in enumerate(steps) if other is step)
 
 
 def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
@@ -163,7 +37,7 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     if exits and moves is not False:
         if moves is None and not trail.came_back(exits[0]):
             return Finding(None, exits[0], ["its values left the framework, and whether they came back was not tried"])
-        return Finding("left-framework", exits[0], [exits[0].note] if exits[0].note else [], exits[1:])
+        return _left([step for step in exits if not step.decides])
     if moves:
         return Finding(None, None, ["the value moves with it, though no step was seen that takes it there"])
     closed = trail.closed()
@@ -176,8 +50,17 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     return Finding("unused", None, evidence)
 
 
+def _left(exits: Sequence[Step]) -> Finding:
+    """Numbers left the framework; which of several ways mattered is not known."""
+    if len({step.where for step in exits}) == 1:
+        return Finding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
+    ways = Step("one of several ways", path=exits[0].path)
+    return Finding("left-framework", ways, [f"they leave in {_spelled(step)}" for step in exits])
+
+
 def _cut(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
     named = [step for step in cuts if step.stops]
+    named.sort(key=lambda step: step.stops == "discrete")  # comparisons are there for masks, mostly
     step = named[0] if named else cuts[0]
     evidence = [step.note] if step.note else []
     others = [other for other in (*cuts, *exits) if other is not step]
@@ -205,7 +88,8 @@ def why_zero(
     if pushed is None:
         return _by_gradient(trail, pull(), precise)
     flows = [(step, flow) for step, flow in zip(steps, pushed, strict=True) if flow is not None and trail.between(step)]
-    if reaches is not None and reaches > 0 and not _tiny(reaches, flows, epsilon):
+    leaky = any(step.stops == "no-grad" for step in trail.cuts())  # forward derivatives pass there
+    if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
         finding = _by_gradient(trail, pull(), precise)
         finding.evidence.append("forwards the derivative is not zero")
         return finding
@@ -222,14 +106,11 @@ def why_zero(
             return Finding("unused", used[-1], ["that part of what it gives is not used"])
         return trail.closed() or Finding(None, None, ["no step was seen at which it ends"])
     ended.sort(key=lambda pair: trail.cut(pair[0]))  # a zero comes from a path that is there
-    step, flow = ended[0]
+    chosen = trail.last_of([step for step, _ in ended if trail.cut(step) == trail.cut(ended[0][0])])
+    step, flow = next(pair for pair in ended if pair[0] is chosen)
     stops = step.stops if trail.cut(step) else None
-    return Finding(
-        _ended_by(step, flow, stops, precise),
-        step,
-        [step.note] if stops and step.note else [],
-        [s for s, _ in ended[1:]],
-    )
+    evidence = [step.note] if stops and step.note else []
+    return Finding(_ended_by(step, flow, stops, precise), step, evidence, [s for s, _ in ended if s is not step])
 
 
 def _kills(step: Step) -> str | None:
@@ -268,9 +149,16 @@ def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: 
 
 
 def why_nonfinite(
-    trail: Trail, seen: Sequence[Seen | None] | None, pulled: Sequence[Pulled | None] | None, finite: bool
+    trail: Trail,
+    seen: Sequence[Seen | None] | None,
+    pulled: Sequence[Pulled | None] | None,
+    finite: bool,
+    push: Callable[[], Sequence[Pushed | None] | None] = lambda: None,
 ) -> Finding:
-    """Why the gradient is not finite; `finite` says whether the value itself is."""
+    """Why the gradient is not finite; `finite` says whether the value itself is.
+
+    Where several steps may be to blame, those count that the elements asked for move, which takes one more run.
+    """
     steps = trail.account.steps
     if not finite and seen is not None:
         step = _first_bad(trail, seen)
@@ -283,6 +171,10 @@ def why_nonfinite(
         for step, flow in zip(steps, pulled or (), strict=False)
         if flow is not None and np.isfinite(flow.arrives) and not np.isfinite(flow.leaves)
     ]
+    pushed = push() if len(born) > 1 else None
+    if pushed is not None:
+        moved = {id(step) for step, flow in zip(steps, pushed, strict=True) if flow is not None and flow.arrives != 0}
+        born = [pair for pair in born if id(pair[0]) in moved] or born
     if not born:
         return Finding(None, None, ["no step was seen at which it stops being finite"])
     born.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
@@ -291,8 +183,8 @@ def why_nonfinite(
         return Finding(
             "masked-branch", step, ["the gradient that arrives there is zero, and zero times infinity is NaN"]
         )
-    cause = "singular" if step.operation in SINGULAR or step.operation not in KILLS else "overflow"
-    return Finding(cause, step, [f"a gradient of {flow.arrives:.3g} arrives, and what leaves is {flow.leaves}"])
+    why = "singular" if step.operation in SINGULAR else "overflow" if step.operation in KILLS else None
+    return Finding(why, step, [f"a gradient of {flow.arrives:.3g} arrives, and what leaves is {flow.leaves}"])
 
 
 def _first_bad(trail: Trail, seen: Sequence[Seen | None]) -> Step | None:

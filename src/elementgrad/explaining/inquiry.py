@@ -1,5 +1,6 @@
 """One question about a function at its arguments: the verdict first, then who is to blame."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,9 @@ import numpy as np
 from elementgrad.backends.witness import Account, Remark, Verdict, Witness
 from elementgrad.errors import DtypeError, SelectionError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import Finding, Trail, why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
 from elementgrad.explaining.precision import EPSILON
+from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.trials import Trials
 from elementgrad.place import Place
 from elementgrad.source import ONLY_OUTPUT, Source
@@ -23,6 +25,14 @@ def suspected(account: Account) -> list[Remark]:
     """What may make a gradient wrong, the likeliest first."""
     found = [remark for remark in account.remarks if remark.cause in SUSPECT]
     return sorted(found, key=lambda remark: SUSPECT.index(str(remark.cause)))
+
+
+def blamed(suspects: Sequence[Remark]) -> Finding:
+    """Who makes a gradient wrong; of several sorts of suspects none."""
+    if len({remark.cause for remark in suspects}) == 1:
+        return Finding.of_remark(suspects[0])
+    words = {remark.cause: remark.step.operation if remark.step is not None else "" for remark in suspects}
+    return Finding(None, None, [f"it may be {cause}: {operation}" for cause, operation in words.items()])
 
 
 class Inquiry:
@@ -74,11 +84,12 @@ class Inquiry:
             finite = bool(np.isfinite(value).all())
             seen = None if finite else witness.values()
             pulled = witness.pull(*trials.seeds, trials.wrt) if finite else None
-            return self._made("nonfinite", why_nonfinite(trail, seen, pulled, finite), trail)
+            finding = why_nonfinite(trail, seen, pulled, finite, lambda: (witness.push(trials.wrt) or (None,))[0])
+            return self._made("nonfinite", finding, trail)
         suspects = suspected(witness.account)
         if suspects and self._probe and trials.mismatches(gradient):
             verdict: Verdict = "mismatch" if gradient.any() else "zero"
-            return self._made(verdict, Finding.of_remark(suspects[0]), trail)
+            return self._made(verdict, blamed(suspects), trail)
         rounding = gradient.any() and trials.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():
             return self._made("zero", self._zero(witness, trail, trials), trail)

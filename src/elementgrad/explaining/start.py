@@ -10,8 +10,9 @@ from elementgrad.backends import plain
 from elementgrad.backends.witness import Told
 from elementgrad.errors import OptionError, PlaceError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import Finding, Trail, why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
 from elementgrad.explaining.inquiry import Inquiry
+from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.place import Place
 from elementgrad.read import NOTHING, parsed, parsed_target
 from elementgrad.trace import Call

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from elementgrad import tree
 from elementgrad.backends.torch.calls import clock
-from elementgrad.backends.torch.explaining.watch import Meter, Ran
+from elementgrad.backends.torch.explaining.measures import Meter, Ran
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.witness import Pulled, Pushed, Seen
 

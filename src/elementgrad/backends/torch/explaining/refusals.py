@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elementgrad.backends.torch.explaining.watch import Overwrite, Watch
+from elementgrad.backends.torch.explaining.measures import Overwrite
+from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.witness import Remark, Step
 
 CHANGED = "modified by an inplace operation"

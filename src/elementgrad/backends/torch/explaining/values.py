@@ -45,7 +45,9 @@ class Values:
     def sharing(self, x: Tensor) -> list[Tensor]:
         """The tensors met that live in the memory of one, and are alive."""
         found = [ref() for ref in self._memory.get(memory_of(x), ())]
-        return [other for other in found if other is not None and other is not x]
+        begin, end = _span(x)
+        others = [(other, _span(other)) for other in found if other is not None and other is not x]
+        return [other for other, (first, last) in others if first < end and begin < last]
 
 
 def memory_of(x: Tensor) -> int:
@@ -54,6 +56,15 @@ def memory_of(x: Tensor) -> int:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a stand-in without memory
         return 0
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """From where to where a tensor lies in its memory."""
+    if x.layout is not torch.strided or not x.numel():
+        return 0, 0
+    last = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
+    begin = int(x.storage_offset()) * x.element_size()
+    return begin, begin + (int(last) + 1) * x.element_size()
 
 
 def version_of(x: Tensor) -> int | None:

@@ -1,9 +1,9 @@
 """Watching PyTorch code run: every function that is called, the numbers it takes and gives, and the user's line."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from elementgrad import tree
-from elementgrad.backends.torch.calls import EXPORTS, clock, name_of
-from elementgrad.backends.torch.explaining import words
+from elementgrad.backends.torch.calls import clock, name_of
+from elementgrad.backends.torch.explaining import lenient, words
 from elementgrad.backends.torch.explaining.callers import caller
+from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
 from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
 from elementgrad.backends.torch.functions import aside, watched_by, watching
 from elementgrad.backends.torch.model import TorchModel, unwrapped
@@ -30,40 +31,6 @@ LOOKED_INTO = ("CheckpointFunction",)
 """Functions that run the user's code in their forward."""
 
 
-@dataclass(frozen=True)
-class Overwrite:
-    """A write in place to a tensor that a step had used before."""
-
-    step: Step
-    shape: tuple[int, ...]
-    maker: str
-    """The function that the tensor came from."""
-
-
-@dataclass(frozen=True)
-class Ran:
-    """One call of a function."""
-
-    name: str
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    taken: Sequence[Tensor]
-    made: Sequence[Tensor]
-    start: int
-    """How many operations autograd had counted when it began."""
-
-
-class Meter:
-    """Takes a measure of every step: of what it takes, before it runs, and of what it gave."""
-
-    def before(self, taken: Sequence[Tensor]) -> Any:
-        """A measure of what a step takes."""
-
-    def after(self, ran: Ran, before: Any) -> Any:
-        """The measure of a step."""
-
-
 class Watch:
     """Keeps the steps of the code that runs inside of it."""
 
@@ -78,6 +45,7 @@ class Watch:
         self._used: set[int] = set()  # values that a step took, and that its gradient may need
         self._paths = {id(module): path for path, module in TorchModel(function)._modules()}
         self._modules: list[Any] = []
+        self._thread = threading.get_ident()
         self._exported: dict[int, Step] = {}
         self._makers: dict[int, str] = {}  # the function that a value came from
         self.overwrites: list[Overwrite] = []
@@ -105,6 +73,8 @@ class Watch:
             yield self
 
     def _enter(self, module: Any, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if _scripted(module) and not any(map(_scripted, self._modules)):
             self._close("a scripted module", _tensors(args))
         if not self._modules and id(unwrapped(module)) not in self._paths:
@@ -112,7 +82,7 @@ class Watch:
         self._modules.append(module)
 
     def _leave(self, module: Any, _: Any, __: Any) -> None:
-        while self._modules and self._modules.pop() is not module:
+        while threading.get_ident() == self._thread and self._modules and self._modules.pop() is not module:
             pass
 
     @property
@@ -212,7 +182,7 @@ class Watch:
         if (not taken and name not in words.IMPORTS) or any(map(is_wrapped, taken)):
             return func(*args, **kwargs)
         if name in words.COPIES:
-            args = tree.mapped(args, _plainly)  # PyTorch warns of tracked ones, which the user's may not be
+            args = tree.mapped(args, lenient.plainly)  # PyTorch warns of tracked ones, which the user's may not be
         carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
         numbers = tuple([self.number(x) for x in taken])
         versions = [version_of(x) for x in taken]
@@ -279,7 +249,7 @@ class Watch:
         taken = _tensors((args, kwargs))
         numbers = tuple([self.number(x) for x in taken])
         with aside():
-            result = func(*_plain(args), **kwargs)
+            result = func(*lenient.plain(args), **kwargs)
         step = Step(
             words.word(func), caller().where, self.path, numbers, (), "left-framework", decides=name in words.DECIDES
         )
@@ -321,26 +291,6 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._watch.call(func, args, kwargs or {})
-
-
-class Lenient(TorchFunctionMode):
-    """Lets tracked tensors out of PyTorch, as those are that the user gave."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = name_of(func)
-        if name in EXPORTS:
-            args = _plain(args)
-        elif name in words.COPIES:
-            args = tree.mapped(args, _plainly)
-        return func(*args, **(kwargs or {}))
-
-
-def _plain(args: Any) -> list[Any]:
-    return [_plainly(x) for x in args]
-
-
-def _plainly(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _scripted(module: Any) -> bool:

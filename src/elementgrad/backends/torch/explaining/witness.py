@@ -10,9 +10,11 @@ from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Run
 from elementgrad.backends.torch.checkpoints import straight
+from elementgrad.backends.torch.explaining.lenient import Lenient
+from elementgrad.backends.torch.explaining.measures import Meter
 from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Prints, Tangents
 from elementgrad.backends.torch.explaining.refusals import Refused
-from elementgrad.backends.torch.explaining.watch import Lenient, Meter, Watch
+from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.quiet import plainly, state, undisturbed
 from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step, Witness
