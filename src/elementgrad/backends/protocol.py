@@ -140,6 +140,10 @@ class Backend(ABC):
         """x in another floating dtype, such as float64."""
         raise NotImplementedError(self.name)
 
+    def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
+        """Where numbers of a dtype can be computed with, for a framework that has to be told; None for its own."""
+        return nullcontext()
+
     def sample(self, run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Run a function at other numbers, as it would run if its first tensor were differentiated."""
         with self.undisturbed(run.function):

@@ -77,11 +77,11 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "outside-tape": Cause(
-        "{operation} runs outside of what is recorded",
+        "{operation} is computed outside of what is recorded",
         {
             "torch": "compute it inside of the function",
             "tensorflow": "compute it inside of the with block of the tape",
-            "jax": "compute it inside of the function that is differentiated",
+            "jax": "use the argument of the function, and compute inside of it what depends on it",
         },
     ),
     "discrete": Cause(
@@ -117,7 +117,7 @@ CAUSES: Mapping[str, Cause] = {
         {
             "torch": "call it with create_graph=True",
             "tensorflow": "compute it inside of the outer tape",
-            "jax": "compute it inside of the function that is differentiated",
+            "jax": "use the argument of the function, and compute inside of it what depends on it",
         },
     ),
     "custom-rule": Cause(
@@ -164,6 +164,10 @@ CAUSES: Mapping[str, Cause] = {
     "row-not-used": Cause(
         "{operation} does not look up its row: the input does not contain that index, or it is the padding row",
         "feed an input that contains the index, or ask about a row that occurs",
+    ),
+    "out-of-range": Cause(
+        "{operation} is given an index out of range, which reads the nearest element or NaN and drops its gradient",
+        "check the indices before, as in assert (ids < len(table)).all()",
     ),
     "overwritten": Cause(
         "{operation} writes over it before it is used",

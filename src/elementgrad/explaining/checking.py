@@ -13,6 +13,7 @@ from elementgrad.explaining.following import why_unconnected
 from elementgrad.explaining.inquiry import blamed, suspected
 from elementgrad.explaining.precision import EPSILON, Sampled, differences
 from elementgrad.explaining.trail import Finding, Trail
+from elementgrad.place import Place
 from elementgrad.read import NOTHING, Named, parsed, parsed_target
 from elementgrad.side import Side
 from elementgrad.source import Source
@@ -101,8 +102,18 @@ def check(
     place, target_place = parsed(wrt), parsed_target(of)
     call = Call(f, args, kwargs)
     source, target = call.source(place), call.target(target_place)
-    sampled, dtype, linear = _evaluated(call, source, target)
-    backend = call.backend
+    evaluated = _evaluated(call, source, target)
+    with call.backend.precision(evaluated[0].dtype):
+        entries = _entries(call, (place, target_place), (source, target), *evaluated)
+    wrong = not all(entry.agrees for entry in entries)
+    return Check(entries, evaluated[1], _parting(call, source, target, entries) if wrong else None)
+
+
+def _entries(
+    call: Call, places: Sequence[Place], named: Sequence[Source], sampled: Sampled, dtype: str, linear: Any
+) -> list[Entry]:
+    """Every entry asked for, with its difference."""
+    (place, target_place), (source, target), backend = places, named, call.backend
     since = call.side(place, source, 0, linear.inputs[0] if source.met else sampled.tensors[0], batch=False)
     to = call.side(target_place, target, 0, linear.value(0), batch=False)
     rows, columns = _positions(to, backend), _positions(since, backend)
@@ -125,8 +136,7 @@ def check(
             agrees = min(slopes) - slack <= (gradient or 0.0) <= max(slopes) + slack
             names = _element(to, int(row)), _element(since, int(column))
             entries.append(Entry(*names, gradient, slopes[0], bound, agrees))
-    wrong = not all(entry.agrees for entry in entries)
-    return Check(entries, dtype, _parting(call, source, target, entries) if wrong else None)
+    return entries
 
 
 def _evaluated(call: Call, source: Source, target: Source) -> tuple[Sampled, str, Any]:

@@ -70,7 +70,7 @@ class Diagnosis:
             operation,
             step.path if step is not None else "",
             tuple(trail.line(step)) if trail is not None else (),
-            tuple(evidence),
+            tuple(dict.fromkeys(evidence)),
             known.remedy(framework).format(**words),
             of=of,
             wrt=wrt,

@@ -12,6 +12,8 @@ DECISIVE = ("not-tracked", "integer", "freed-graph")
 """Remarks after which nobody need look for a step."""
 DOUBTFUL = (None, "masked", "cancelled")
 """What a zero looks like that may be a number too small for its precision."""
+SELECTS = ("unused", "not-selected", "row-not-used")
+"""Causes that only say that other elements are taken, which is no news where another path ends too."""
 ROUNDING = 64.0
 """So many units of rounding count as nothing where sums cancel."""
 
@@ -105,11 +107,12 @@ def why_zero(
         if used:
             return Finding("unused", used[-1], ["that part of what it gives is not used"])
         return trail.closed() or Finding(None, None, ["no step was seen at which it ends"])
-    ended.sort(key=lambda pair: trail.cut(pair[0]))  # a zero comes from a path that is there
-    chosen = trail.last_of([step for step, _ in ended if trail.cut(step) == trail.cut(ended[0][0])])
+    rank = {id(step): (trail.cut(step), (flow.cause or _kills(step)) in SELECTS) for step, flow in ended}
+    ended.sort(key=lambda pair: rank[id(pair[0])])
+    chosen = trail.last_of([step for step, _ in ended if rank[id(step)] == rank[id(ended[0][0])]])
     step, flow = next(pair for pair in ended if pair[0] is chosen)
     stops = step.stops if trail.cut(step) else None
-    evidence = [step.note] if stops and step.note else []
+    evidence = [step.note] if step.note and (stops or not step.stops) else []
     return Finding(_ended_by(step, flow, stops, precise), step, evidence, [s for s, _ in ended if s is not step])
 
 
@@ -139,11 +142,14 @@ def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: 
         if flow is not None and trail.between(step) and flow.arrives > 0 and flow.leaves == 0
     ]
     if not ended:
-        hooks = [remark for remark in trail.account.remarks if remark.cause == "hook"]
+        hooks = [remark for remark in trail.account.remarks if remark.cause in ("hook", "out-of-range")]
         if hooks:
             return Finding.of_remark(hooks[0])
         return Finding("underflow" if precise() else None, None, [])
     step = ended[-1][0]
+    for remark in trail.account.remarks:
+        if remark.cause == "out-of-range" and remark.step is step:
+            return Finding.of_remark(remark)
     cause = _kills(step)
     return Finding("underflow" if cause in DOUBTFUL and precise() else cause, step)
 
@@ -164,6 +170,9 @@ def why_nonfinite(
         step = _first_bad(trail, seen)
         if step is not None:
             cause = "singular" if step.operation in SINGULAR else "overflow"
+            for remark in trail.account.remarks:
+                if remark.cause == "out-of-range" and remark.step is step:
+                    return Finding.of_remark(remark)
             return Finding(cause, step, ["the value itself is not finite from there on"])
         return Finding(None, None, ["the value itself is not finite, and so are numbers that were given"])
     born = [

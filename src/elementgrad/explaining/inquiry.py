@@ -101,6 +101,7 @@ class Inquiry:
         if dead:
             evidence.append(f"{dead} of {gradient.size} elements have a gradient of zero")
         evidence += [f"one path of several is cut by {step.operation} at {step.where}" for step in trail.cuts()]
+        evidence += [remark.evidence for remark in trail.account.remarks if remark.cause == "out-of-range"]
         of, wrt = self._names
         return Diagnosis("flows", path=tuple(trail.line()), evidence=tuple(evidence), value=self._value, of=of, wrt=wrt)
 
@@ -159,6 +160,8 @@ class Inquiry:
         return values.reshape(-1)
 
     def _made(self, verdict: Verdict, finding: Finding, trail: Trail | None = None) -> Diagnosis:
+        if finding.cause is None and trail is not None:
+            finding.evidence += [remark.evidence for remark in trail.account.remarks if remark.cause is None]
         return Diagnosis.made(verdict, finding, trail, self._backend.name, *self._names, value=self._value)
 
 

@@ -32,20 +32,23 @@ class Sampled:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The target, for a source that is given; for one that the run meets, what is added to it."""
-        (value,) = self.backend.sample(self._run, [x, *self.tensors[1:]])
+        with self.backend.precision(self.dtype):
+            (value,) = self.backend.sample(self._run, [x, *self.tensors[1:]])
         return value
 
     def linear(self) -> Linear:
         """The function ready for sweeps."""
-        return self.backend.linearize(self._run, self.tensors, False, 1)
+        with self.backend.precision(self.dtype):
+            return self.backend.linearize(self._run, self.tensors, False, 1)
 
     def gradient(self, weights: np.ndarray) -> np.ndarray | None:
         """The gradient of a weighted sum of the target's elements; None if there is no path."""
-        linear = self.linear()
-        like = linear.value(0)
-        seed = self.backend.cast(weights.reshape(self.backend.shape(like)), like)
-        (pulled,) = linear.pull(0, [0], self.backend.reshape(seed, (1, *self.backend.shape(like))))
-        return None if pulled is None else self.backend.floats(pulled)
+        with self.backend.precision(self.dtype):
+            linear = self.linear()
+            like = linear.value(0)
+            seed = self.backend.cast(weights.reshape(self.backend.shape(like)), like)
+            (pulled,) = linear.pull(0, [0], self.backend.reshape(seed, (1, *self.backend.shape(like))))
+            return None if pulled is None else self.backend.floats(pulled)
 
     def read(self, x: Tensor, of: np.ndarray) -> np.ndarray:
         """The target's elements at some flat positions, as float64."""
@@ -88,9 +91,9 @@ def differences(
     """Move one element both ways, by several widths."""
     here = 0.0 if base is None else float(base.reshape(-1)[position])
     size = SIZES[dtype] * max(1.0, abs(here))
-    middle = sampled.read(_moved(sampled.backend, like, position, 0.0), of)
+    middle = sampled.read(_moved(sampled, like, [position], 0.0), of)
     sizes = [size * part for part in widths]
-    pairs = [[sampled.read(_moved(sampled.backend, like, position, by), of) for by in (h, -h)] for h in sizes]
+    pairs = [[sampled.read(_moved(sampled, like, [position], by), of) for by in (h, -h)] for h in sizes]
     slopes = [(up - down) / (2 * h) for h, (up, down) in zip(sizes, pairs, strict=True)]
     largest = np.maximum.reduce([np.abs(value) for pair in (*pairs, [middle]) for value in pair])
     bound = np.ptp(slopes, axis=0) + 8 * EPSILON[dtype] * largest / size
@@ -98,10 +101,12 @@ def differences(
     return Differences(slopes[0], (up - middle) / near, (middle - down) / near, bound)
 
 
-def _moved(backend: Backend, x: Tensor, position: int, by: float) -> Tensor:
-    delta = np.zeros(int(np.prod(backend.shape(x), dtype=int)))
-    delta[position] = by
-    return x + backend.cast(delta.reshape(backend.shape(x)), x)
+def _moved(sampled: Sampled, x: Tensor, positions: Sequence[int], by: float) -> Tensor:
+    shape = sampled.backend.shape(x)
+    delta = np.zeros(int(np.prod(shape, dtype=int)))
+    delta[list(positions)] = by
+    with sampled.backend.precision(sampled.dtype):
+        return x + sampled.backend.cast(delta.reshape(shape), x)
 
 
 def moves(sampled: Sampled, base: Tensor, of: np.ndarray, wrt: Sequence[int], dtype: str) -> bool:
@@ -109,9 +114,7 @@ def moves(sampled: Sampled, base: Tensor, of: np.ndarray, wrt: Sequence[int], dt
     before = sampled.read(base, of)
     for size in (SIZES[dtype], 1.0):
         for sign in (1.0, -1.0):
-            delta = np.zeros(int(np.prod(sampled.backend.shape(base), dtype=int)))
-            delta[list(wrt)] = sign * size
-            after = sampled.read(base + sampled.backend.cast(delta.reshape(sampled.backend.shape(base)), base), of)
+            after = sampled.read(_moved(sampled, base, wrt, sign * size), of)
             if not np.array_equal(before, after, equal_nan=True):
                 return True
     return False
