@@ -10,7 +10,7 @@ from elementgrad.backends import Backend, plain
 from elementgrad.errors import OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import why_unconnected
-from elementgrad.explaining.inquiry import blamed, suspected
+from elementgrad.explaining.inquiry import Inquiry, blamed, suspected
 from elementgrad.explaining.precision import EPSILON, Sampled, differences
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.place import Place
@@ -106,6 +106,8 @@ def check(
     with call.backend.precision(evaluated[0].dtype):
         entries = _entries(call, (place, target_place), (source, target), *evaluated)
     wrong = not all(entry.agrees for entry in entries)
+    if any(entry.gradient is not None and not np.isfinite(entry.gradient) for entry in entries):
+        return Check(entries, evaluated[1], Inquiry(call, place, target_place, probe=False).diagnosis())
     return Check(entries, evaluated[1], _parting(call, source, target, entries) if wrong else None)
 
 

@@ -48,7 +48,7 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
     x = plain(step.operands[first])
     still = [plain(y) for n, y in enumerate(step.operands) if n not in moving and jnp.issubdtype(_kind(y), jnp.number)]
     named = {step.name, step.word}
-    if step.note and 0 not in moving:  # what is written to no place
+    if step.note and "gather" not in step.inner and x.shape != step.results[0].shape:  # what is written to no place
         return "out-of-range"
     if "gather" in step.inner and named & LOOKUPS:
         return "row-not-used"

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elementgrad.backends.jax.explaining import words
 from elementgrad.backends.jax.explaining.calls import merged
 from elementgrad.backends.jax.explaining.numbers import ended, finite, largest, plain, worst
 from elementgrad.backends.jax.explaining.steps import Taken, connect, smooth
 from elementgrad.backends.jax.explaining.watch import Watch
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
-from elementgrad.backends.linear import Run, UnsupportedError, reason
+from elementgrad.backends.linear import Run, reason
 from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step, Witness, weights
-from elementgrad.errors import FrameworkError, TracedError
+from elementgrad.errors import TracedError
 
 Array = Any
 
@@ -60,15 +61,16 @@ class JaxWitness(Witness):
         return None if pulled is None else pulled[0]
 
     def refusal(self, error: Exception) -> Remark | None:
+        why = f"jax refuses to differentiate it: {reason(error)}"
         exits = [step for step in self.account.steps if step.stops == "left-framework" and not step.decides]
         if isinstance(error, jax.errors.JAXTypeError) and exits:
-            return Remark("left-framework", f"jax refuses to differentiate it: {reason(error)}", exits[0])
-        if isinstance(error, (FrameworkError, UnsupportedError)):
-            for taken, step in zip(self._steps, self.account.steps, strict=True):
-                why = self._refused(taken)
-                if why is not None:
-                    return Remark(step.stops or "no-rule", reason(why), step)
-        return None
+            return Remark("left-framework", why, exits[0])
+        for taken, step in zip(self._steps, self.account.steps, strict=True):
+            missing = self._refused(taken)
+            if missing is not None:
+                return Remark(step.stops or "no-rule", reason(missing), step)
+        where = words.raised(error)  # the function ran as it is, so that it was the tracing
+        return Remark(None, why, Step("a transformation of jax", where))
 
     def _refused(self, step: Taken) -> Exception | None:
         """Why a step cannot be differentiated in reverse, if it cannot."""

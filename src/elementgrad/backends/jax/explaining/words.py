@@ -77,6 +77,16 @@ def place(traceback: Any) -> Place:
     return Place(None, _called(inside))
 
 
+def raised(error: BaseException) -> str | None:
+    """The innermost line of the user's on which an error was raised."""
+    found, frame = None, error.__traceback__
+    while frame is not None:
+        if mine(frame.tb_frame.f_code.co_filename):
+            found = spelled(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+        frame = frame.tb_next
+    return found
+
+
 @lru_cache(1024)
 def mine(file: str) -> bool:
     """Whether a file is the user's."""
