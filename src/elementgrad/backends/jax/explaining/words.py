@@ -44,8 +44,6 @@ WORDS = {
     "le": "less_equal",
     "eq": "equal",
     "ne": "not_equal",
-    "nan_to_num": "nan_to_num",
-    "io_callback": "io_callback",
 }
 """Names that no user writes, and what they write instead."""
 UPDATES = ("set", "add", "subtract", "multiply", "divide", "power", "min", "max", "apply", "get", "mul")
