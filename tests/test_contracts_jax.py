@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import core
 from jax._src.core import get_opaque_trace_state, jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.source_info_util import current_name_stack, user_context
@@ -131,3 +132,24 @@ def test_programs_of_losses_have_the_parts_that_training_reads():
     gather = params["gather"]["dimension_numbers"]
     assert (gather.start_index_map, gather.collapsed_slice_dims, gather.offset_dims) == ((0,), (0,), (1,))
     assert dce_jaxpr(jaxpr, [False, True])[1] == [False, True]
+
+
+def test_jax_hands_every_operation_to_the_current_trace_and_runs_it_elsewhere_meanwhile():
+    class Trace(core.Trace):
+        def process_primitive(self, primitive, tracers, params):
+            seen.append(primitive.name)
+            with core.eval_context():
+                return primitive.bind(*tracers, **params)
+
+        def process_custom_jvp_call(self, primitive, fun, jvp, tracers, **params):
+            seen.append("custom")
+            return fun.call_wrapped(*tracers)
+
+    seen = []
+    with core.set_current_trace(Trace()):
+        y = jax.lax.sin(jax.nn.relu(jnp.ones(2)))
+    assert seen[-2:] == ["custom", "sin"]
+    assert y.tolist() == pytest.approx([0.84147098, 0.84147098])
+    with core.take_current_trace() as before:
+        assert type(before).__name__ == "EvalTrace"
+    assert hasattr(core.Tracer, "to_concrete_value")

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from elementgrad.errors import SizeError as SizeError
     from elementgrad.errors import TracedError as TracedError
     from elementgrad.errors import UnconnectedError as UnconnectedError
+    from elementgrad.explaining.checking import Check as Check
+    from elementgrad.explaining.checking import check as check
+    from elementgrad.explaining.diagnosis import Diagnosis as Diagnosis
+    from elementgrad.explaining.start import explain as explain
     from elementgrad.lazy import Jacobian as Jacobian
     from elementgrad.naming import names as names
     from elementgrad.paths import contributions as contributions
@@ -49,8 +53,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "at": "address",
+    "check": "explaining.checking",
     "choose": "choice",
     "contributions": "paths",
+    "explain": "explaining.start",
     "grad": "read",
     "hessian": "read",
     "inspect": "train.patch",
@@ -60,6 +66,8 @@ _HOMES = {
     "top": "train.ranking",
     "record": "recording",
     "Recording": "recording",
+    "Check": "explaining.checking",
+    "Diagnosis": "explaining.diagnosis",
     "Share": "shares",
     "Shares": "shares",
     "Jacobian": "lazy",

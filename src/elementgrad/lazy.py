@@ -1,7 +1,7 @@
 """The lazy Jacobian: an array that you index, and nothing else is computed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from elementgrad.selection import Selection
 from elementgrad.side import Side
 
 Tensor = Any
+Reason = tuple[str, str]
+"""Why there is no path, and what to do about it."""
 SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
 
 
@@ -57,6 +59,7 @@ class Jacobian:
         zero: bool = False,
         budget: int | None = None,
         batch: int | None = None,
+        why: Callable[[Side, Side], Reason | None] | None = None,
     ):
         self._backend = backend
         self._of = of
@@ -64,6 +67,7 @@ class Jacobian:
         self._zero = zero
         self._batch = batch
         self._linear = linear
+        self._why = why
         sizes = math.prod(of.of), [math.prod(wrt.of)]
         self._reader = Reader(backend, linear, of.number, [wrt.number], *sizes, 1 if batch is None else batch, budget)
 
@@ -193,7 +197,8 @@ class Jacobian:
 
     def _require_zero(self) -> None:
         if not self._zero:
-            raise unconnected(self._of, self._wrt, self._backend)
+            reason = self._why(self._of, self._wrt) if self._why is not None else None
+            raise unconnected(self._of, self._wrt, self._backend, reason)
 
     def _product(self, other: Any, this: Side, that: Side, forward: bool) -> Tensor:
         backend = self._backend
@@ -269,15 +274,18 @@ def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
     ]
 
 
-def unconnected(of: Side, wrt: Side, backend: Backend) -> UnconnectedError:
-    """The error about two tensors without a path between them."""
+def unconnected(of: Side, wrt: Side, backend: Backend, reason: Reason | None = None) -> UnconnectedError:
+    """The error about two tensors without a path between them, with the reason and what helps, if they are known."""
     backwards = of.order is not None and wrt.order is not None and of.order < wrt.order
     hint = (
         f'{wrt.name} is computed after {of.name}, so ask the other way round, of="{wrt.name}" and wrt="{of.name}"'
         if backwards
         else 'pass unconnected="zero" if zeros will do'
     )
+    why, fix = "no path leads from one to the other", ""
+    if reason is not None and not backwards:
+        why, fix = reason[0], f"{reason[1]}, or "
     return UnconnectedError(
-        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: no path leads from one to "
-        f"the other, so there is no gradient, not even a zero one; {hint}"
+        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: {why}, so there is no "
+        f"gradient, not even a zero one; {fix}{hint}"
     )

@@ -13,7 +13,7 @@ from elementgrad import tree
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import OptionError, PlaceError, SelectionError
-from elementgrad.lazy import Jacobian, read_together
+from elementgrad.lazy import Jacobian, Reason, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.side import Side
@@ -141,6 +141,7 @@ class _Reading:
     zero: bool
     budget: int | None
     batch: bool
+    why: Callable[[Side, Side], Reason | None] | None = None
 
     @classmethod
     def start(
@@ -188,7 +189,13 @@ class _Reading:
         if not all(map(is_, linear.inputs, tensors)):
             ins = sides(places, sources, inputs, linear.inputs)
         outs = sides(tree.flat(of), targets, outputs, list(map(linear.value, range(len(outputs)))))
-        reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch)
+        by_name = dict(zip([side.name for side in outs], tree.flat(of), strict=True))
+        by_name |= dict(zip([side.name for side in ins], places, strict=True))
+
+        def why(of: Side, wrt: Side) -> Reason | None:
+            return _explained(call, by_name.get(of.name), by_name.get(wrt.name))
+
+        reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, why)
         reading._examples()
         if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
             for side in outs:
@@ -196,7 +203,7 @@ class _Reading:
         return reading
 
     def jacobian(self, of: Side, wrt: Side) -> Jacobian:
-        return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget, self._examples())
+        return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget, self._examples(), self.why)
 
     def gradients(self, of: Side, single: bool) -> Tree:
         """The block of each input, all from the same sweeps."""
@@ -221,7 +228,7 @@ class _Reading:
             self.jacobian(of, wrt).require_apart()
         position = whole.flat().reshape(-1)
         seeds = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
-        return replace(self, linear=self.linear.gradient(of.number, seeds[0]))
+        return replace(self, linear=self.linear.gradient(of.number, seeds[0]), why=None)
 
     def gradient_side(self, of: Side, wrt: Side) -> Side:
         """The gradient with respect to one input, as the output of that function."""
@@ -247,6 +254,19 @@ def _filled(shape: Tree, leaves: Sequence[Any]) -> Tree:
         return leaves[0]
     left = iter(leaves)
     return tree.mapped(shape, lambda _: next(left))
+
+
+def _explained(call: Call, of: Place | None, wrt: Place | None) -> Reason | None:
+    """Why there is no path, if that can be told; the function runs again for it."""
+    from elementgrad.explaining.inquiry import Inquiry  # only where an error is about to be raised
+
+    if of is None or wrt is None:
+        return None
+    try:
+        found = Inquiry(call, wrt, of, probe=True).diagnosis()
+    except Exception:  # the error that is about to be raised matters more
+        return None
+    return found.reason if found.verdict == "unconnected" and found.cause is not None else None
 
 
 def asks_for_zeros(unconnected: str) -> bool:

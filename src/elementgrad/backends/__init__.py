@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from elementgrad.backends.protocol import Backend
 from elementgrad.errors import FrameworkError
 
-__all__ = ["Backend", "find", "holder", "on_whole", "opened", "owner", "plain", "whole"]
+__all__ = ["Backend", "eager", "find", "holder", "on_whole", "opened", "owner", "plain", "whole"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _found: dict[type, Backend] = {}
@@ -73,6 +73,14 @@ def holder(function: Any) -> Backend | None:
         if backend.models(function):
             return backend
     return None
+
+
+def eager() -> Backend:
+    """The first framework imported that can watch a step which nobody gives tensors to."""
+    for backend in _imported():
+        if type(backend).step is not Backend.step:
+            return backend
+    raise FrameworkError("a step without arguments can be watched on PyTorch; give a function and its arguments")
 
 
 def _compiler() -> Backend | None:

@@ -11,12 +11,15 @@ from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.training import Trainer
+from elementgrad.backends.witness import Told, Witness
 from elementgrad.errors import FrameworkError, TracedError
 
 if TYPE_CHECKING:
     from elementgrad.selection import Selection
 
 Tensor = Any
+Picked = tuple[Tensor, np.ndarray | None]
+"""A live tensor, and the flat positions of some of its elements; None for all."""
 Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 
@@ -132,6 +135,34 @@ class Backend(ABC):
             f"eager code of {self.name} cannot be recorded, since it leaves no trace; put it into a function f and use "
             "eg.jacobian(f, x) or eg.grad(f, x)"
         )
+
+    def convert(self, x: Tensor, dtype: str) -> Tensor:
+        """x in another floating dtype, such as float64."""
+        raise NotImplementedError(self.name)
+
+    def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
+        """Where numbers of a dtype can be computed with, for a framework that has to be told; None for its own."""
+        return nullcontext()
+
+    def sample(self, run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Run a function at other numbers, as it would run if its first tensor were differentiated."""
+        with self.undisturbed(run.function):
+            return run(*tensors)
+
+    def witness(self, run: Run, source: Tensor | None) -> Witness:
+        """Run a function from one tensor to another, and tell how. None for a source that the run meets."""
+        raise FrameworkError(f"gradients of {self.name} are not explained yet; use eg.grad to read them")
+
+    def told(self, of: Picked, wrt: Picked) -> Told:
+        """What is to be seen of two live tensors, of which some elements may be meant."""
+        raise FrameworkError(
+            f"live tensors of {self.name} do not say where they come from; give the function and its arguments, as in "
+            "eg.explain(f, x)"
+        )
+
+    def step(self, function: Callable[[], Any], wrt: Tensor | None) -> Told:
+        """Run a training step of the user's as it is, and tell why it raised, or what a tensor's gradient is."""
+        raise FrameworkError(f"a step of {self.name} cannot be watched; give the loss as a function, eg.explain(f, x)")
 
     def slopes(
         self,

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,9 +19,12 @@ from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.training import Trainer
+from elementgrad.backends.witness import Witness
 from elementgrad.selection import Selection
 
 Array = jax.Array
+WIDE = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
+"""Where there is a float64."""
 
 
 class JaxBackend(Backend):
@@ -105,6 +110,11 @@ class JaxBackend(Backend):
     def uses(self, run: Run, inputs: Sequence[Array | None], input: int) -> tuple[Linear, list[Use]]:
         return uses(run, inputs, input)
 
+    def witness(self, run: Run, source: Array | None) -> Witness:
+        from elementgrad.backends.jax.explaining.witness import JaxWitness
+
+        return JaxWitness(run, source)
+
     def opened(self, value: Any) -> tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]] | None:
         return opened(value)
 
@@ -155,6 +165,13 @@ class JaxBackend(Backend):
     def floats(self, x: Array) -> np.ndarray | None:
         values = self.read(x)
         return None if values is None else values.astype(np.float64)
+
+    def convert(self, x: Array, dtype: str) -> Array:
+        with self.precision(dtype):
+            return jnp.asarray(x, dtype)
+
+    def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
+        return WIDE(True) if dtype == "float64" else nullcontext()
 
     def concat(self, parts: Sequence[Array]) -> Array:
         return jnp.concatenate(parts)

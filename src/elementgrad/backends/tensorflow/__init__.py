@@ -189,6 +189,9 @@ class TensorflowBackend(Backend):
     def floats(self, x: Tensor) -> np.ndarray | None:
         return self.read(tf.cast(x, tf.float64))
 
+    def convert(self, x: Tensor, dtype: str) -> Tensor:
+        return tf.cast(x, dtype)
+
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return tf.concat(parts, 0)
 

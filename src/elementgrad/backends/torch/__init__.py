@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from elementgrad import backends
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
-from elementgrad.backends.protocol import Backend, Kind
+from elementgrad.backends.protocol import Backend, Kind, Picked
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
@@ -20,6 +20,7 @@ from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.scores import largest, slopes
 from elementgrad.backends.torch.uses import kept, uses
 from elementgrad.backends.training import Trainer
+from elementgrad.backends.witness import Told, Witness
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection
 
@@ -206,6 +207,29 @@ class TorchBackend(Backend):
 
     def floats(self, x: Tensor) -> np.ndarray | None:
         return self.read(x.detach().double())
+
+    def convert(self, x: Tensor, dtype: str) -> Tensor:
+        return x.detach().to(getattr(torch, dtype))
+
+    def sample(self, run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        from elementgrad.backends.torch.explaining.witness import sample
+
+        return sample(run, tensors)
+
+    def told(self, of: Picked, wrt: Picked) -> Told:
+        from elementgrad.backends.torch.explaining.live import told
+
+        return told(of, wrt)
+
+    def step(self, function: Callable[[], Any], wrt: Tensor | None) -> Told:
+        from elementgrad.backends.torch.explaining.step import told
+
+        return told(function, wrt)
+
+    def witness(self, run: Run, source: Tensor | None) -> Witness:
+        from elementgrad.backends.torch.explaining.witness import TorchWitness
+
+        return TorchWitness(run, source)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

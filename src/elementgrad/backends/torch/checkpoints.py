@@ -16,10 +16,14 @@ _lock = threading.Lock()
 
 
 class straight:  # noqa: N801
-    """In here this thread's reentrant checkpoints are plain calls, and all others too if we look inside."""
+    """In here this thread's reentrant checkpoints are plain calls, and all others too if we look inside.
 
-    def __init__(self, inside: bool):
+    With `faithful`, a reentrant one without a tracked argument stays what it is: nothing inside gets a gradient.
+    """
+
+    def __init__(self, inside: bool, faithful: bool = False):
         self._inside = inside
+        self._faithful = faithful
         self._module = sys.modules.get("torch.utils.checkpoint")
 
     def __enter__(self) -> None:
@@ -28,7 +32,7 @@ class straight:  # noqa: N801
                 if not _stand_ins:
                     _stand_ins.append(_StandIns(self._module))
                 _stand_ins[0].users += 1
-            _local.__dict__.setdefault("inside", []).append(self._inside)
+            _local.__dict__.setdefault("inside", []).append((self._inside, self._faithful))
 
     def __exit__(self, *_: object) -> None:
         if self._module is not None:
@@ -57,13 +61,15 @@ class _StandIns:
 
     def apply(self, function: Any, preserve_rng_state: bool, *arguments: Any) -> Any:
         """What a reentrant checkpoint calls."""
-        if getattr(_local, "inside", ()):
+        entered = getattr(_local, "inside", ())
+        if entered and (not entered[-1][1] or any(getattr(x, "requires_grad", False) for x in arguments)):
             return function(*arguments)
         return self._reentrant.apply(function, preserve_rng_state, *arguments)
 
     def around(self, *arguments: Any, **options: Any) -> Iterator[None]:
         """What other checkpoints do before and after their call."""
-        return iter((None,)) if any(getattr(_local, "inside", ())) else self._other(*arguments, **options)
+        looking = any(inside for inside, _ in getattr(_local, "inside", ()))
+        return iter((None,)) if looking else self._other(*arguments, **options)
 
 
 _stand_ins: list[_StandIns] = []

@@ -185,7 +185,10 @@ class TorchTrainer(Trainer):
                 f"the loss for {of} has shape {tuple(loss.shape)}; give one number, such as loss[0] or loss.sum()"
             )
         if not loss.requires_grad:
-            raise UnconnectedError(f"the loss for {of} has no gradient; compute it with the model, outside of no_grad")
+            raise UnconnectedError(
+                f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
+                "into a function and ask eg.explain(step), which names the line"
+            )
 
     def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
         leaves = [part.leaf for part in parts]

@@ -1,0 +1,1 @@
+"""What JAX tells of a run, so that somebody can say where a derivative was lost."""

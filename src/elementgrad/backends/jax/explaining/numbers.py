@@ -1,0 +1,87 @@
+"""What numbers of a step tell: how large they are, and why none leave."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from elementgrad.backends.jax.explaining.steps import Taken, smooth
+
+Array = Any
+PRODUCTS = {"mul", "multiply", "div", "true_divide", "divide"}
+POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
+CHOICES = {"reduce_max", "reduce_min", "max", "min", "amax", "amin", "sort", "top_k", "cummax", "cummin", "nanmax"}
+BOUNDS = {"maximum", "minimum", "fmax", "fmin"}
+LOOKUPS = {"gather", "indexing", "take", "take_along_axis", ".at[].get"}
+
+
+def largest(x: Array) -> float:
+    """The largest in size; NaN if there is one."""
+    return float(np.abs(plain(x)).max()) if x.size else 0.0
+
+
+def plain(x: Array) -> np.ndarray:
+    """Numbers for NumPy to look at, which compiles nothing, in a precision that it knows."""
+    values = np.asarray(x)
+    return values.astype(np.float64) if values.dtype.kind in "fV" else values
+
+
+def worst(sizes: Iterable[float]) -> float:
+    """The largest of several, NaN counting most."""
+    known = list(sizes)
+    return math.nan if any(map(math.isnan, known)) else max(known, default=0.0)
+
+
+def finite(x: Array) -> bool:
+    """Whether all numbers are finite."""
+    return not smooth(x) or bool(np.isfinite(plain(x)).all())
+
+
+def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
+    """Why a step gives no derivative, where its numbers say more than its name."""
+    moving = {n: plain(t) for n, t in came.items() if largest(t) > 0}
+    if not moving or step.stops is not None:
+        return None
+    first, tangent = next(iter(moving.items()))
+    x = plain(step.operands[first])
+    still = [plain(y) for n, y in enumerate(step.operands) if n not in moving and jnp.issubdtype(_kind(y), jnp.number)]
+    named = {step.name, step.word}
+    if step.note and "gather" not in step.inner and x.shape != step.results[0].shape:  # what is written to no place
+        return "out-of-range"
+    if "gather" in step.inner and named & LOOKUPS:
+        return "row-not-used"
+    bound = step.name in ("max", "min")
+    if named & CHOICES and not bound:
+        return "tie" if bool(np.isin(x[tangent != 0], plain(step.results[0])).any()) else "not-selected"
+    if named & BOUNDS or bound:
+        return None if not still else _bounded(step, still[0])
+    if named & PRODUCTS:
+        if len(moving) > 1:
+            return "cancelled" if bool(x[tangent != 0].any()) else "stationary"
+        return "underflow" if still and bool((still[0] != 0).all()) else "masked"
+    if named & POWERS:
+        return "underflow" if bool((x[tangent != 0] != 0).all()) else "stationary"
+    if step.inner == {"dot_general"}:
+        return "cancelled" if len(moving) > 1 or not still or _meets(step, first, came[first]) else "masked"
+    return None
+
+
+def _kind(x: Array) -> Any:
+    return x.dtype if hasattr(x, "dtype") else type(x)
+
+
+def _bounded(step: Taken, bound: Array) -> str | None:
+    """A maximum with a constant is a bound: of zero, that of a rectifier."""
+    lower = "max" in step.inner
+    if bool((bound == bound.reshape(-1)[0]).all()) if bound.size else False:
+        return "dead-relu" if lower and float(bound.reshape(-1)[0]) == 0 else "clamped"
+    return None
+
+
+def _meets(step: Taken, number: int, tangent: Array) -> bool:
+    """Whether a derivative meets factors other than zero in a product of matrices, and cancels with others there."""
+    operands = [jnp.abs(x) for x in step.operands]
+    operands[number] = jnp.abs(tangent).astype(operands[number].dtype)
+    return bool(jnp.asarray(step.function(*operands)[0]).any())

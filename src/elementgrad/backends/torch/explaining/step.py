@@ -1,0 +1,59 @@
+"""A training step of the user's, run as it is: why it raises, or what becomes of a tensor's gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elementgrad.backends.torch.explaining.refusals import UNTRACKED, Refused
+from elementgrad.backends.torch.explaining.watch import Watch
+from elementgrad.backends.witness import Account, Remark, Told
+
+Tensor = torch.Tensor
+NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
+
+
+def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
+    """Run a step under the eyes of a watch."""
+    watch = Watch(lambda x: x.requires_grad, function)
+    root = watch.follow(wrt)
+    try:
+        with watch.on():
+            function()
+    except RuntimeError as error:
+        if UNTRACKED in str(error) and watch.target is not None:
+            return _untracked(watch, root, watch.target)
+        remark = Refused.after(watch).remark(error)
+        if remark is None:
+            raise
+        account = Account(watch.steps, root, watch.target or root, frozenset(watch.connected))
+        return Told("unconnected", account, remark, **NAMES)
+    return _ran(watch, root, wrt)
+
+
+def _untracked(watch: Watch, root: int, target: int) -> Told:
+    account = Account(watch.steps, root, target, frozenset(watch.connected))
+    remark = None
+    if not watch.tracked:
+        remark = Remark("not-tracked", "nothing that the step computes with requires gradients")
+    return Told("unconnected", account, remark, **NAMES)
+
+
+def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
+    """What a step that went well did to the gradient of a tensor."""
+    if wrt is None:
+        return Told("flows", **NAMES)
+    names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
+    if watch.gradient is not None:
+        remark = None
+        if watch.accumulated is not None:
+            remark = Remark("accumulated", "its .grad held a gradient before", watch.accumulated)
+        return Told("mismatch" if remark else "flows", None, remark, value=watch.gradient, **names)
+    account = Account(watch.steps, root, watch.target if watch.target is not None else root, frozenset(watch.connected))
+    if watch.target is None:
+        return Told("unconnected", account, Remark("unused", "backward() was not called"), **names)
+    if not wrt.requires_grad:
+        return Told("unconnected", account, Remark("not-tracked", "its requires_grad is False"), **names)
+    if not wrt.is_leaf and not wrt.retains_grad:
+        return Told("unconnected", account, Remark("non-leaf", "is_leaf is False"), **names)
+    return Told("unconnected", account, None, **names)

@@ -1,0 +1,305 @@
+"""Watching PyTorch code run: every function that is called, the numbers it takes and gives, and the user's line."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from elementgrad import tree
+from elementgrad.backends.torch.calls import clock, name_of
+from elementgrad.backends.torch.explaining import lenient, words
+from elementgrad.backends.torch.explaining.callers import caller
+from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
+from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
+from elementgrad.backends.torch.functions import aside, watched_by, watching
+from elementgrad.backends.torch.model import TorchModel, unwrapped
+from elementgrad.backends.torch.uses import kept
+from elementgrad.backends.witness import Remark, Step
+
+Tensor = torch.Tensor
+is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether `torch.func` has hold of a tensor, which then is one of several or of none."""
+BACKWARD = ("backward",)
+HOOKS = "BackwardHookFunction"
+"""What PyTorch puts before and after a module that has backward hooks."""
+LOOKED_INTO = ("CheckpointFunction",)
+"""Functions that run the user's code in their forward."""
+
+
+class Watch:
+    """Keeps the steps of the code that runs inside of it."""
+
+    def __init__(self, leads: Callable[[Tensor], bool], function: Any = None, meter: Meter | None = None):
+        self.steps: list[Step] = []
+        self.measures: list[Any] = []
+        self.remarks: list[Remark] = []
+        self.connected: set[int] = set()
+        self.values = Values()
+        self._leads = leads
+        self._meter = meter
+        self._used: set[int] = set()  # values that a step took, and that its gradient may need
+        self._paths = {id(module): path for path, module in TorchModel(function)._modules()}
+        self._modules: list[Any] = []
+        self._thread = threading.get_ident()
+        self._exported: dict[int, Step] = {}
+        self._makers: dict[int, str] = {}  # the function that a value came from
+        self.overwrites: list[Overwrite] = []
+        self.backwards: list[Step] = []
+        self.target: int | None = None
+        """What backward was called on last."""
+        self.carried: Step | None = None
+        """The first step that took a tensor with a graph from before."""
+        self.tracked = False
+        """Whether any step took a tensor that is tracked."""
+        self.gradient: Tensor | None = None
+        self.accumulated: Step | None = None
+        """What became of the .grad of the tensor that is followed, and the backward that added to it."""
+        self._root: int | None = None
+        self._followed: Tensor | None = None
+
+    @contextmanager
+    def on(self) -> Iterator["Watch"]:
+        """Watch this thread."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(_Calls(self))
+            stack.enter_context(watched_by(self))
+            yield self
+
+    def _enter(self, module: Any, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if _scripted(module) and not any(map(_scripted, self._modules)):
+            self._close("a scripted module", _tensors(args))
+        if not self._modules and id(unwrapped(module)) not in self._paths:
+            self._paths.update({id(inner): path for path, inner in TorchModel(module)._modules()})
+        self._modules.append(module)
+
+    def _leave(self, module: Any, _: Any, __: Any) -> None:
+        while threading.get_ident() == self._thread and self._modules and self._modules.pop() is not module:
+            pass
+
+    @property
+    def path(self) -> str:
+        """Where in a model the code is now."""
+        return next((self._paths[id(m)] for m in reversed(self._modules) if id(m) in self._paths), "")
+
+    def number(self, x: Tensor) -> int:
+        """The number of a tensor; one that was never seen may share its memory with one that was."""
+        known = self.values.known(x)
+        if known is not None:
+            return known
+        if self._root is not None and self._followed is None and x.is_leaf and x.requires_grad:
+            self.tracked = True
+            return self.values.new(x, self._root)
+        sharing = self.values.sharing(x)
+        number = self.values.new(x)
+        if self._leads(x):
+            self.tracked = True
+            self.connected.add(number)
+        if sharing and not any(other.requires_grad and x._base is other for other in sharing):
+            self._note_alias(x, number, sharing)
+        return number
+
+    def _note_alias(self, x: Tensor, number: int, sharing: Sequence[Tensor]) -> None:
+        origin = max([found for other in sharing if (found := self.values.known(other)) is not None], default=None)
+        if origin is None:
+            return
+        exported = self._exported.get(memory_of(x))
+        stops = None if number in self.connected else "left-framework" if exported else "detached"
+        word = exported.operation if exported else type(x).__name__
+        where = exported.where if exported else caller().where
+        self._add(
+            Step(word, where, self.path, (origin,), (number,), stops, "it makes another tensor of the same numbers")
+        )
+
+    def follow(self, x: Tensor | None) -> int:
+        """Derivatives start at a tensor, or at all leaves that are tracked."""
+        self._followed = x
+        self._root = self.source(torch.empty(0) if x is None else x)
+        return self._root
+
+    def stand_in(self, x: Any) -> Any:
+        """Note that a tensor goes where nobody can follow: into a transform of `torch.func`. It goes as it is."""
+        self._close("torch.func", [x] if isinstance(x, Tensor) else [])
+        return x
+
+    def _close(self, word: str, taken: Sequence[Tensor]) -> None:
+        if taken:
+            numbers = tuple([self.number(x) for x in taken])
+            self._add(Step(word, caller().where, self.path, numbers, closed=True))
+
+    def source(self, x: Tensor) -> int:
+        """A tensor from which derivatives start."""
+        number = self.values.new(x)
+        self.connected.add(number)
+        return number
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch's for the user, and note what it did."""
+        name = name_of(func)
+        if not watching() or words.is_aside(name):
+            return func(*args, **kwargs)
+        if name in BACKWARD:
+            return self._backward(func, args, kwargs)
+        if name == "register_hook":
+            self._note_hook(args[0])
+            return func(*args, **kwargs)
+        if words.leaves(name):
+            return self._leaving(func, name, args, kwargs)
+        quiet = name == "clone" and sys._getframe(2).f_code is kept.__code__
+        return self._step(func, name, words.word(func), args, kwargs, quiet=quiet)
+
+    def run(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call an `autograd.Function` of the user's, which no mode sees."""
+        kind = getattr(apply, "__self__", None)
+        name = getattr(kind, "__name__", "Function")
+        home = getattr(kind, "__module__", "")
+        if name in LOOKED_INTO or home.startswith("elementgrad."):
+            return apply(*args, **kwargs)
+        if name == HOOKS:
+            self.remarks.append(Remark("hook", "", Step("a backward hook", None, self.path)))
+        own = not home.startswith("torch.")
+        return self._step(apply, name, name, args, kwargs, own=own, quiet=not own)
+
+    def _step(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        word: str,
+        args: Any,
+        kwargs: Any,
+        own: bool = False,
+        quiet: bool = False,
+    ) -> Any:
+        taken = _tensors((args, kwargs))
+        if (not taken and name not in words.IMPORTS) or any(map(is_wrapped, taken)):
+            return func(*args, **kwargs)
+        if name in words.COPIES:
+            args = tree.mapped(args, lenient.plainly)  # PyTorch warns of tracked ones, which the user's may not be
+        carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
+        numbers = tuple([self.number(x) for x in taken])
+        versions = [version_of(x) for x in taken]
+        with aside():
+            before = self._meter.before(taken) if self._meter is not None else None
+        grad, start = torch.is_grad_enabled(), clock()
+        with aside():
+            result = func(*args, **kwargs)
+        made = _tensors(result)
+        written = [x for x, version in zip(taken, versions, strict=True) if version_of(x) != version]
+        if name == "data.__set__":
+            written.append(args[0])
+        changed = _distinct([*made, *written])
+        old = [(x.shape, known) for x in written if (known := self.values.known(x)) in self._used]
+        gives = [self._given(x, taken, written) for x in changed]
+        behind = [other for x in written for other in self.values.sharing(x) if all(other is not y for y in changed)]
+        old += [(x.shape, known) for x in behind if (known := self.values.known(x)) in self._used]
+        silent = self._silent(written, behind)
+        gives += [self._given(x, (), behind) for x in behind]
+        given = tuple([number for number in gives if number is not None])
+        stops, note = None, ""
+        if any(number in self.connected for number in numbers) and any(n not in self.connected for n in given):
+            lost = [x for x in (*changed, *behind) if self.values.known(x) not in self.connected]
+            stops, note = words.why_stopped(name, own, lost, grad)
+            if stops is None and behind:
+                stops = "assigned-state"
+        by = caller()
+        if by.verb is not None:
+            word, stops = by.verb, by.stops if stops else None
+        step = Step(word, by.where, self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
+        ran = Ran(name, func, args, kwargs, taken, changed, start)
+        with aside():
+            self._add(step, self._meter.after(ran, before) if self._meter is not None else None)
+        self._used.update(numbers)
+        if any(number in self.connected for number in given):
+            self._used.update(given)  # a function may need what it gave
+        self._makers.update(dict.fromkeys(given, word.strip("_").lower()))
+        self.overwrites += [Overwrite(step, tuple(shape), self._makers.get(known or 0, "")) for shape, known in old]
+        self.carried = self.carried or (step if carried else None)
+        if silent:
+            self.remarks.append(Remark("modified-through-data", "autograd does not count that write", step))
+        if own and any(number in self.connected for number in given):
+            self.remarks.append(Remark("custom-rule", "", step))
+        return result
+
+    def _silent(self, written: Sequence[Tensor], behind: Sequence[Tensor]) -> bool:
+        """Whether a write reaches a tensor that has a derivative, and that does not count it."""
+        for x in behind if written else ():
+            used = x.grad_fn is not None or self.values.known(x) in self._used
+            if used and x.requires_grad and not self.values.counts(x):
+                return True
+        return False
+
+    def _given(self, x: Tensor, taken: Sequence[Tensor], written: Sequence[Tensor]) -> int | None:
+        """The number of what a step gave; what it was given and hands on unchanged has its number already."""
+        if any(x is other for other in taken) and all(x is not other for other in written):
+            return None
+        number = self.values.new(x)
+        if self._leads(x):
+            self.connected.add(number)
+        return number
+
+    def _leaving(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        taken = _tensors((args, kwargs))
+        numbers = tuple([self.number(x) for x in taken])
+        with aside():
+            result = func(*lenient.plain(args), **kwargs)
+        step = Step(
+            words.word(func), caller().where, self.path, numbers, (), "left-framework", decides=name in words.DECIDES
+        )
+        self._add(step)
+        for x in taken if name in ("numpy", "__array__", "__dlpack__") else ():
+            self._exported[memory_of(x)] = step
+        return result
+
+    def _backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        roots = _tensors(args[0] if args else kwargs.get("tensors"))
+        step = Step("backward", caller().where, self.path, tuple([self.number(x) for x in roots]))
+        self.backwards.append(step)
+        self.target = step.takes[0] if step.takes else None
+        x = self._followed
+        before = None if x is None or x.grad is None else x.grad.clone()
+        with aside():
+            result = func(*args, **kwargs)
+            if x is not None and x.grad is not None and (before is None or not torch.equal(before, x.grad)):
+                self.gradient = x.grad.clone()
+                if before is not None and bool(before.any()):
+                    self.accumulated = step
+        return result
+
+    def _note_hook(self, x: Tensor) -> None:
+        if self._leads(x):
+            self.remarks.append(Remark("hook", "", Step("register_hook", caller().where, self.path)))
+
+    def _add(self, step: Step, measure: Any = None) -> None:
+        self.steps.append(step)
+        self.measures.append(measure)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees every function of PyTorch's that is called."""
+
+    def __init__(self, watch: Watch):
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.call(func, args, kwargs or {})
+
+
+def _scripted(module: Any) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree.flat(value) if isinstance(x, Tensor)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(x): x for x in tensors}.values())

@@ -1,0 +1,214 @@
+"""Where a derivative was lost, from the account of a run: no framework, only steps, values and what flows through."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from elementgrad.backends.witness import Pulled, Pushed, Seen, Step
+from elementgrad.explaining.operations import KILLS, SATURATE, SINGULAR
+from elementgrad.explaining.trail import Finding, Trail
+
+DECISIVE = ("not-tracked", "integer", "freed-graph")
+"""Remarks after which nobody need look for a step."""
+DOUBTFUL = (None, "masked", "cancelled")
+"""What a zero looks like that may be a number too small for its precision."""
+SELECTS = ("unused", "not-selected", "row-not-used")
+"""Causes that only say that other elements are taken, which is no news where another path ends too."""
+ROUNDING = 64.0
+"""So many units of rounding count as nothing where sums cancel."""
+
+
+def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
+    """Why the framework's derivative has no path. `moves` says whether the target moves with the element, if known."""
+    account = trail.account
+    for remark in account.remarks:
+        if remark.cause in DECISIVE:
+            finding = Finding.of_remark(remark)
+            finding.step = finding.step or next((step for step in account.steps if account.source in step.takes), None)
+            return finding
+    cuts = trail.cuts()
+    exits = trail.exits()
+    if cuts:
+        return _cut(cuts, exits if moves else [])
+    if trail.joined:
+        return Finding(None, None, ["every step that was seen passes derivatives on"])
+    decided = [step for step in exits if step.decides]
+    if decided and len(decided) == len(exits):
+        cuts = trail.cuts(trail.before(decided[0])) or decided[:1]
+        return Finding("discrete", cuts[0], ["it only decides which way the code takes"])
+    if exits and moves is not False:
+        if moves is None and not trail.came_back(exits[0]):
+            return Finding(None, exits[0], ["its values left the framework, and whether they came back was not tried"])
+        return _left([step for step in exits if not step.decides])
+    if moves:
+        return Finding(None, None, ["the value moves with it, though no step was seen that takes it there"])
+    closed = trail.closed()
+    if closed is not None:
+        return closed
+    used = [step for step in account.steps if account.source in step.takes]
+    if not used:
+        return Finding("unused", None, ["no step takes it"])
+    evidence = [f"what it goes into, {_spelled(used[0])}, is not used for it"]
+    return Finding("unused", None, evidence)
+
+
+def _left(exits: Sequence[Step]) -> Finding:
+    """Numbers left the framework; which of several ways mattered is not known."""
+    if len({step.where for step in exits}) == 1:
+        return Finding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
+    ways = Step("one of several ways", path=exits[0].path)
+    return Finding("left-framework", ways, [f"they leave in {_spelled(step)}" for step in exits])
+
+
+def _cut(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
+    named = [step for step in cuts if step.stops]
+    named.sort(key=lambda step: step.stops == "discrete")  # comparisons are there for masks, mostly
+    step = named[0] if named else cuts[0]
+    evidence = [step.note] if step.note else []
+    others = [other for other in (*cuts, *exits) if other is not step]
+    if step.stops is None:
+        evidence.append("a connected value goes in and one without derivatives comes out, for no reason that is known")
+    return Finding(step.stops, step, evidence, others)
+
+
+def why_zero(
+    trail: Trail,
+    pushed: Sequence[Pushed | None] | None,
+    pull: Callable[[], Sequence[Pulled | None] | None],
+    reaches: float | None,
+    elsewhere: bool,
+    epsilon: float,
+    precise: Callable[[], float | None],
+) -> Finding:
+    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for, `elsewhere` whether other
+    elements of the target have one.
+
+    What takes further runs is asked for only where it decides: what comes back by each step, and the size of the
+    gradient in higher precision; either may be unknown.
+    """
+    steps = trail.account.steps
+    if pushed is None:
+        return _by_gradient(trail, pull(), precise)
+    flows = [(step, flow) for step, flow in zip(steps, pushed, strict=True) if flow is not None and trail.between(step)]
+    leaky = any(step.stops == "no-grad" for step in trail.cuts())  # forward derivatives pass there
+    if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
+        finding = _by_gradient(trail, pull(), precise)
+        finding.evidence.append("forwards the derivative is not zero")
+        return finding
+    ended = [(step, flow) for step, flow in flows if flow.arrives > 0 and flow.leaves == 0]
+    if not ended:
+        ended = [(step, flow) for step, flow in flows if 0 < flow.leaves <= ROUNDING * epsilon * flow.arrives]
+        if ended:
+            step = ended[-1][0]
+            return Finding("cancelled", step, ["what remains is rounding"])
+        if elsewhere:
+            return Finding("unused", None, ["other elements of the output depend on it, those asked for do not"])
+        used = [step for step, flow in flows if flow.leaves > 0]
+        if used:
+            return Finding("unused", used[-1], ["that part of what it gives is not used"])
+        return trail.closed() or Finding(None, None, ["no step was seen at which it ends"])
+    rank = {id(step): (trail.cut(step), (flow.cause or _kills(step)) in SELECTS) for step, flow in ended}
+    ended.sort(key=lambda pair: rank[id(pair[0])])
+    chosen = trail.last_of([step for step, _ in ended if rank[id(step)] == rank[id(ended[0][0])]])
+    step, flow = next(pair for pair in ended if pair[0] is chosen)
+    stops = step.stops if trail.cut(step) else None
+    evidence = [step.note] if step.note and (stops or not step.stops) else []
+    return Finding(_ended_by(step, flow, stops, precise), step, evidence, [s for s, _ in ended if s is not step])
+
+
+def _kills(step: Step) -> str | None:
+    return "custom-rule" if step.own else KILLS.get(step.operation)
+
+
+def _tiny(reaches: float, flows: Sequence[tuple[Step, Pushed]], epsilon: float) -> bool:
+    largest = max([flow.leaves for _, flow in flows], default=0.0)
+    return reaches <= ROUNDING * epsilon * largest
+
+
+def _ended_by(step: Step, flow: Pushed, stops: str | None, precise: Callable[[], float | None]) -> str | None:
+    cause = flow.cause or stops or _kills(step)
+    return "underflow" if cause in DOUBTFUL and step.operation not in SATURATE and precise() else cause
+
+
+def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: Callable[[], float | None]) -> Finding:
+    """The last step, going backwards, into which a gradient flows and out of which none does."""
+    steps = trail.account.steps
+    for remark in trail.account.remarks:
+        if remark.cause in ("hook", "custom-rule") and pulled is None:
+            return Finding.of_remark(remark)
+    ended = [
+        (step, flow)
+        for step, flow in zip(steps, pulled or (), strict=False)
+        if flow is not None and trail.between(step) and flow.arrives > 0 and flow.leaves == 0
+    ]
+    if not ended:
+        hooks = [remark for remark in trail.account.remarks if remark.cause in ("hook", "out-of-range")]
+        if hooks:
+            return Finding.of_remark(hooks[0])
+        return Finding("underflow" if precise() else None, None, [])
+    step = ended[-1][0]
+    for remark in trail.account.remarks:
+        if remark.cause == "out-of-range" and remark.step is step:
+            return Finding.of_remark(remark)
+    cause = _kills(step)
+    return Finding("underflow" if cause in DOUBTFUL and precise() else cause, step)
+
+
+def why_nonfinite(
+    trail: Trail,
+    seen: Sequence[Seen | None] | None,
+    pulled: Sequence[Pulled | None] | None,
+    finite: bool,
+    push: Callable[[], Sequence[Pushed | None] | None] = lambda: None,
+) -> Finding:
+    """Why the gradient is not finite; `finite` says whether the value itself is.
+
+    Where several steps may be to blame, those count that the elements asked for move, which takes one more run.
+    """
+    steps = trail.account.steps
+    if not finite and seen is not None:
+        step = _first_bad(trail, seen)
+        if step is not None:
+            cause = "singular" if step.operation in SINGULAR else "overflow"
+            for remark in trail.account.remarks:
+                if remark.cause == "out-of-range" and remark.step is step:
+                    return Finding.of_remark(remark)
+            return Finding(cause, step, ["the value itself is not finite from there on"])
+        return Finding(None, None, ["the value itself is not finite, and so are numbers that were given"])
+    born = [
+        (step, flow)
+        for step, flow in zip(steps, pulled or (), strict=False)
+        if flow is not None and np.isfinite(flow.arrives) and not np.isfinite(flow.leaves)
+    ]
+    pushed = push() if len(born) > 1 else None
+    if pushed is not None:
+        moved = {id(step) for step, flow in zip(steps, pushed, strict=True) if flow is not None and flow.arrives != 0}
+        born = [pair for pair in born if id(pair[0]) in moved] or born
+    if not born:
+        return Finding(None, None, ["no step was seen at which it stops being finite"])
+    born.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
+    step, flow = born[-1]
+    if flow.there == 0:
+        return Finding(
+            "masked-branch", step, ["the gradient that arrives there is zero, and zero times infinity is NaN"]
+        )
+    why = "singular" if step.operation in SINGULAR else "overflow" if step.operation in KILLS else None
+    return Finding(why, step, [f"a gradient of {flow.arrives:.3g} arrives, and what leaves is {flow.leaves}"])
+
+
+def _first_bad(trail: Trail, seen: Sequence[Seen | None]) -> Step | None:
+    """Back from the target along values that are not finite, to the step that made the first of them."""
+    account = trail.account
+    wanted = {account.target}
+    found = None
+    for step, look in reversed(list(zip(account.steps, seen, strict=True))):
+        if look is not None and not look.gives and not wanted.isdisjoint(step.gives):
+            found = step
+            if look.takes:
+                return step
+            wanted |= set(step.takes)
+    return found if found is not None and not found.takes else None
+
+
+def _spelled(step: Step) -> str:
+    return f"{step.operation} at {step.where}" if step.where else step.operation

@@ -1,0 +1,170 @@
+"""One question about a function at its arguments: the verdict first, then who is to blame."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends.witness import Account, Remark, Verdict, Witness
+from elementgrad.errors import DtypeError, SelectionError
+from elementgrad.explaining.diagnosis import Diagnosis
+from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.precision import EPSILON
+from elementgrad.explaining.trail import Finding, Trail
+from elementgrad.explaining.trials import Trials
+from elementgrad.place import Place
+from elementgrad.source import ONLY_OUTPUT, Source
+from elementgrad.trace import Call, Run
+
+Tensor = Any
+SUSPECT = ("modified-through-data", "hook", "custom-rule")
+"""Remarks for which a gradient that flows is held against differences, the likeliest first."""
+
+
+def suspected(account: Account) -> list[Remark]:
+    """What may make a gradient wrong, the likeliest first."""
+    found = [remark for remark in account.remarks if remark.cause in SUSPECT]
+    return sorted(found, key=lambda remark: SUSPECT.index(str(remark.cause)))
+
+
+def blamed(suspects: Sequence[Remark]) -> Finding:
+    """Who makes a gradient wrong; of several sorts of suspects none."""
+    if len({remark.cause for remark in suspects}) == 1:
+        return Finding.of_remark(suspects[0])
+    words = {remark.cause: remark.step.operation if remark.step is not None else "" for remark in suspects}
+    return Finding(None, None, [f"it may be {cause}: {operation}" for cause, operation in words.items()])
+
+
+class Inquiry:
+    """A function at its arguments, and both sides by their places."""
+
+    def __init__(self, call: Call, place: Place, target_place: Place, probe: bool):
+        self._call = call
+        self._backend = call.backend
+        self._place = place
+        self._target_place = target_place
+        self._probe = probe
+        self._target = call.target(target_place)
+        self._value: Tensor = None
+        self._names = _indexed(target_place.name or "output", target_place), ""
+
+    def diagnosis(self) -> Diagnosis:
+        """The answer."""
+        source = self._found()
+        self._names = self._names[0], _indexed(source.name, self._place)
+        if source.tensor is not None and self._backend.kind(source.tensor) not in "fc":
+            evidence = f"{source.name} is of dtype {self._backend.dtype(source.tensor)}"
+            return self._made("unconnected", Finding("integer", None, [evidence]))
+        witness = self._witness(source)
+        trail = Trail(witness.account)
+        since = self._call.side(self._place, source, 0, witness.source, batch=False)
+        if self._backend.kind(witness.target) not in "fc":
+            return self._made("unconnected", why_unconnected(trail, None), trail)
+        to = self._call.side(self._target_place, self._target, 0, witness.target, batch=False)
+        self._names = _indexed(to.name, self._target_place), self._names[1]
+        trials = Trials(self._call, source, self._target, to, since)
+        try:
+            gradient, largest = self._gradient(witness, trials)
+        except Exception as error:
+            remark = witness.refusal(error)
+            if remark is None:
+                raise
+            return self._made("unconnected", Finding.of_remark(remark), trail)
+        return self._judged(witness, trail, trials, gradient, largest)
+
+    def _judged(
+        self, witness: Witness, trail: Trail, trials: Trials, gradient: np.ndarray | None, largest: float
+    ) -> Diagnosis:
+        decided = any(remark.cause == "not-tracked" for remark in witness.account.remarks)
+        if gradient is None or decided:
+            open_ = gradient is None and not trail.cuts() and not decided and self._probe
+            return self._made("unconnected", why_unconnected(trail, trials.moves() if open_ else None), trail)
+        value = self._floats(witness.target)[trials.of]
+        if not np.isfinite(gradient).all():
+            finite = bool(np.isfinite(value).all())
+            seen = None if finite else witness.values()
+            pulled = witness.pull(*trials.seeds, trials.wrt) if finite else None
+            finding = why_nonfinite(trail, seen, pulled, finite, lambda: (witness.push(trials.wrt) or (None,))[0])
+            return self._made("nonfinite", finding, trail)
+        suspects = suspected(witness.account)
+        if suspects and self._probe and trials.mismatches(gradient):
+            verdict: Verdict = "mismatch" if gradient.any() else "zero"
+            return self._made(verdict, blamed(suspects), trail)
+        rounding = gradient.any() and trials.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
+        if rounding or not gradient.any():
+            return self._made("zero", self._zero(witness, trail, trials), trail)
+        return self._flowing(trail, gradient)
+
+    def _flowing(self, trail: Trail, gradient: np.ndarray) -> Diagnosis:
+        evidence = []
+        dead = int((gradient == 0).sum())
+        if dead:
+            evidence.append(f"{dead} of {gradient.size} elements have a gradient of zero")
+        evidence += [f"one path of several is cut by {step.operation} at {step.where}" for step in trail.cuts()]
+        evidence += [remark.evidence for remark in trail.account.remarks if remark.cause == "out-of-range"]
+        of, wrt = self._names
+        return Diagnosis("flows", path=tuple(trail.line()), evidence=tuple(evidence), value=self._value, of=of, wrt=wrt)
+
+    def _zero(self, witness: Witness, trail: Trail, trials: Trials) -> Finding:
+        pushed = witness.push(trials.wrt)
+        reaches, elsewhere = None, False
+        if pushed is not None:
+            reaches = float(np.abs(pushed[1].reshape(-1)[trials.of]).max(initial=0.0))
+            elsewhere = bool(pushed[1].any())
+        return why_zero(
+            trail,
+            None if pushed is None else pushed[0],
+            lambda: witness.pull(*trials.seeds, trials.wrt),
+            reaches,
+            elsewhere,
+            EPSILON[trials.dtype],
+            trials.precise,
+        )
+
+    def _found(self) -> Source:
+        try:
+            return self._call.source(self._place)
+        except DtypeError:  # no input is floating point
+            if self._place.name is not None or self._place.tensor is not None or len(self._call.inputs) != 1:
+                raise SelectionError(
+                    "no input is floating point; name the one that is meant, as in wrt='ids'"
+                ) from None
+            return self._call.inputs[0]
+
+    def _witness(self, source: Source) -> Witness:
+        """Run the function under the eyes of the backend; an output without gradients is one too."""
+        try:
+            return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor)
+        except DtypeError:
+            if self._target is not ONLY_OUTPUT:
+                raise
+        self._target = Source("output", "output")
+        return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor)
+
+    def _gradient(self, witness: Witness, trials: Trials) -> tuple[np.ndarray | None, float]:
+        """The gradient of what was asked for, as float64, and the largest of the whole; None if there is no path."""
+        positions, share = trials.seeds
+        whole = witness.gradient(positions, share)
+        if whole is None:
+            return None, 0.0
+        whole = witness.arriving(whole)
+        if len(positions) == 1:
+            wanted = trials.since.base
+            self._value = whole if wanted is None else self._backend.take(whole, wanted)
+        values = self._floats(whole)
+        return values[trials.wrt], float(np.abs(values).max(initial=0.0))
+
+    def _floats(self, x: Tensor) -> np.ndarray:
+        values = self._backend.floats(x)
+        assert values is not None
+        return values.reshape(-1)
+
+    def _made(self, verdict: Verdict, finding: Finding, trail: Trail | None = None) -> Diagnosis:
+        if finding.cause is None and trail is not None:
+            finding.evidence += [remark.evidence for remark in trail.account.remarks if remark.cause is None]
+        return Diagnosis.made(verdict, finding, trail, self._backend.name, *self._names, value=self._value)
+
+
+def _indexed(name: str, place: Place) -> str:
+    """The text of a place, with the name that its tensor turned out to have."""
+    return str(Place(None, name, place.index, None, pointwise=place.pointwise)) if place.index else name

@@ -1,0 +1,60 @@
+"""What it means that a derivative goes into an operation and none comes out. The words are those of all frameworks."""
+
+from collections.abc import Mapping
+
+_KILLERS = {
+    "dead-relu": "relu relu_ relu6 threshold rrelu",
+    "clamped": """
+        clamp clamp_ clip clip_ clip_by_value clamp_min clamp_max hardtanh hardtanh_ hardsigmoid hardswish
+        hard_sigmoid hard_tanh hard_silu hard_swish""",
+    "masked": """
+        where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
+        nan_to_num scaled_dot_product_attention""",
+    "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
+    "row-not-used": "embedding embedding_bag embedding_lookup",
+    "not-selected": """
+        max min amax amin topk sort kthvalue median mode maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d
+        adaptive_max_pool1d adaptive_max_pool2d reduce_max reduce_min cummax cummin maxpool top_k nanmax nanmin""",
+    "unused": """
+        indexing getitem select slice narrow index_select gather take take_along_dim masked_select split chunk unbind
+        tensor_split strided_slice gather_nd dynamic_slice index diagonal diag trace
+        take_along_axis index_in_dim dynamic_index_in_dim slice_in_dim dynamic_slice_in_dim array_split .at[].get""",
+    "step-function": "round round_ floor floor_ ceil ceil_ trunc fix sign sgn heaviside floor_divide",
+    "discrete": "bernoulli bernoulli_ multinomial normal poisson argmax argmin",
+    "overwritten": """
+        setitem copy_ fill_ zero_ index_put index_put_ scatter scatter_ index_fill index_fill_ index_copy index_copy_
+        masked_scatter_ slice_scatter select_scatter dynamic_update_slice tensor_scatter_nd_update
+        .at[].set dynamic_update_slice_in_dim dynamic_update_index_in_dim""",
+    "saturated": """
+        sigmoid sigmoid_ tanh tanh_ softmax log_softmax softmin erf logsigmoid gelu silu elu selu softplus mish celu
+        softsign logistic swish cross_entropy sparse_softmax_cross_entropy_with_logits atan binary_cross_entropy
+        logsumexp log_sigmoid logaddexp""",
+    "cancelled": """
+        sum mean add sub rsub sub_ add_ matmul mm bmm mv dot linear einsum conv1d conv2d conv3d layer_norm batch_norm
+        group_norm instance_norm normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum
+        prod bilinear dense subtract average vdot inner tensordot""",
+    "stationary": "var pow power square sin cos mse_loss cosh sinc",
+    "underflow": "exp exp2",
+    "kink": "abs absolute l1_loss smooth_l1_loss norm linalg_norm linalg_vector_norm vector_norm std",
+}
+KILLS: Mapping[str, str] = {
+    "item assignment": "overwritten",
+    "eg.at(...).set": "overwritten",
+    "eg.at(...).stop": "detached",
+    "eg.at(...).only": "detached",
+    "eg.at(...).get": "unused",
+    "eg.at(...).multiply": "masked",
+    **{word: cause for cause, words in _KILLERS.items() for word in words.split()},
+}
+"""For an operation, the cause that ends a derivative in it, unless the numbers say another."""
+SATURATE = frozenset(_KILLERS["saturated"].split())
+"""Operations that flatten out."""
+SINGULAR = frozenset(
+    """
+    sqrt sqrt_ rsqrt log log_ log2 log10 log1p div true_divide div_ reciprocal pow power float_power divide norm
+    linalg_norm linalg_vector_norm vector_norm cdist pdist acos asin atanh acosh xlogy logit std var normalize
+    cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 logsumexp
+    hypot
+    """.split()  # noqa: SIM905
+)
+"""Operations that have points without a finite slope."""

@@ -1,0 +1,119 @@
+"""What is tried out about a gradient: does the value move, is it the slope, what is it in another precision."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends import Backend
+from elementgrad.backends.witness import weights
+from elementgrad.explaining.precision import EPSILON, Sampled, differences, moves
+from elementgrad.side import Side
+from elementgrad.source import Source
+from elementgrad.trace import Call
+
+Tensor = Any
+SUSPICIOUS = 64.0
+"""A gradient below so many units of rounding of the value may be what is left of a sum that cancels."""
+APART = 0.02
+"""A gradient counts as wrong if it is off by more of the slope than this."""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """A call, and the elements asked about on both sides."""
+
+    call: Call
+    source: Source
+    target: Source
+    to: Side
+    since: Side
+
+    @property
+    def backend(self) -> Backend:
+        """The framework."""
+        return self.call.backend
+
+    @property
+    def dtype(self) -> str:
+        """The precision that the function is used in: the coarser one of both sides."""
+        names = [self.backend.dtype(side.tensor) for side in (self.to, self.since)]
+        return max([name for name in names if name in EPSILON], key=EPSILON.__getitem__, default="float32")
+
+    @property
+    def of(self) -> np.ndarray:
+        """The flat positions of the target's elements."""
+        return _positions(self.to, self.backend)
+
+    @property
+    def wrt(self) -> np.ndarray:
+        """The flat positions of the source's elements."""
+        return _positions(self.since, self.backend)
+
+    @property
+    def seeds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The target's elements and a weight for each."""
+        positions = self.of
+        return positions, weights(len(positions))
+
+    def moves(self) -> bool:
+        """Whether the target's elements are others when the source's are moved."""
+        return moves(self._sampled(), self._base(None), self.of, list(self.wrt), self.dtype)
+
+    def mismatches(self, gradient: np.ndarray) -> bool:
+        """Whether the largest of the gradient is clearly not the slope of the values."""
+        positions, share = self.seeds
+        sampled, dtype = self._finest()
+        base = self._base(None if sampled.dtype is None else dtype)
+        numbers = None if self.source.met else self.backend.floats(base)
+        number = int(np.argmax(np.abs(gradient)))
+        found = differences(sampled, numbers, base, positions, int(self.wrt[number]), dtype, widths=(0.5, 1.0))
+        slopes = [float(share @ side) for side in (found.central, found.left, found.right)]
+        slack = 4 * float(np.abs(share) @ found.bound) + APART * max(map(abs, slopes))
+        return not min(slopes) - slack <= gradient[number] <= max(slopes) + slack
+
+    def precise(self, dtype: str = "float64") -> float | None:
+        """The size of the gradient in another precision; None if the function does not accept it."""
+        positions, share = self.seeds
+        seed = np.zeros(math.prod(self.backend.shape(self.to.tensor)))
+        seed[positions] = share
+        try:
+            found = self._sampled(dtype).gradient(seed)
+        except Exception:  # it is the user's function, and made for another precision
+            return None
+        return None if found is None else float(np.abs(found.reshape(-1)[self.wrt]).max(initial=0.0))
+
+    def is_rounding(self, gradient: np.ndarray, largest: float, value: float) -> bool:
+        """Whether a gradient is mere rounding: the whole source has no more, and other precisions have other sizes."""
+        if largest > SUSPICIOUS * EPSILON[self.dtype] * max(1.0, value):
+            return False
+        here = float(np.abs(gradient).max())
+        if self.dtype == "float64":
+            other = self.precise("float32")
+            return other is not None and other > 1e4 * here
+        other = self.precise()
+        return other is not None and other < 1e-4 * here
+
+    def _sampled(self, dtype: str | None = None) -> Sampled:
+        return Sampled(self.call, self.source, self.target, dtype)
+
+    def _finest(self) -> tuple[Sampled, str]:
+        """The function in float64 if it accepts that."""
+        try:
+            sampled = self._sampled("float64")
+            if self.backend.dtype(sampled(self._base("float64"))) == "float64":
+                return sampled, "float64"
+        except Exception:  # it is the user's function, and made for another precision
+            pass
+        return self._sampled(), self.dtype
+
+    def _base(self, dtype: str | None) -> Tensor:
+        """The source, or zeros to add to it where the run meets it."""
+        like = self.since.tensor
+        x = self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.met else self.source.tensor
+        return x if dtype is None else self.backend.convert(x, dtype)
+
+
+def _positions(side: Side, backend: Backend) -> np.ndarray:
+    return np.asarray(side.select(..., backend).flat()).reshape(-1)
