@@ -77,7 +77,7 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "outside-tape": Cause(
-        "{operation} runs outside of what is recorded",
+        "{operation} is computed outside of what is recorded",
         {
             "torch": "compute it inside of the function",
             "tensorflow": "compute it inside of the with block of the tape",

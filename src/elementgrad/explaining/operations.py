@@ -9,7 +9,7 @@ _KILLERS = {
         hard_sigmoid hard_tanh""",
     "masked": """
         where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
-        scaled_dot_product_attention""",
+        scaled_dot_product_attention boolean_mask multiply_no_nan divide_no_nan matrix_band_part band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
     "not-selected": """
