@@ -19,7 +19,7 @@ from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.recorder import TensorflowRecorder
 from elementgrad.backends.training import Trainer
-from elementgrad.backends.witness import Witness
+from elementgrad.backends.witness import Told, Witness
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection, forward
 
@@ -178,6 +178,11 @@ class TensorflowBackend(Backend):
         from elementgrad.backends.tensorflow.explaining.witness import TensorflowWitness
 
         return TensorflowWitness(run, source)
+
+    def step(self, function: Callable[[], Any], wrt: Tensor | None) -> Told:
+        from elementgrad.backends.tensorflow.explaining.step import told
+
+        return told(function, wrt)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return tf.concat(parts, 0)

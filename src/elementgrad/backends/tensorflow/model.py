@@ -52,7 +52,9 @@ class KerasModel(TensorflowModel):
 
     @contextmanager
     def running(self, new: Mapping[str, Tensor], passage: Passage | None) -> Iterator[Callable[..., Any]]:
-        variables = [(variable, new[name]) for name in new for _, variable in self.bearing(name) if variable is not None]
+        variables = [
+            (variable, new[name]) for name in new for _, variable in self.bearing(name) if variable is not None
+        ]
         before = [variable + 0 for variable, _ in variables]
         try:
             for variable, value in variables:

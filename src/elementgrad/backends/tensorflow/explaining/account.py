@@ -33,7 +33,7 @@ def _step(number: int, each: Record, connected: set[int], follows: Follows) -> S
     if stops is None and not connected.isdisjoint(each.takes):
         stops, note = _followed(number, each, connected, follows)
     return Step(
-        each.word,
+        "tape.gradient" if stops == "inner-gradient" else each.word,
         each.where,
         each.path,
         tuple(sorted(each.takes, key=lambda value: value not in connected)),  # the way that derivatives take is shown
@@ -42,6 +42,7 @@ def _step(number: int, each: Record, connected: set[int], follows: Follows) -> S
         note,
         each.own,
         each.word in words.DECIDES,
+        each.enters,
         each.kind in ("Identity", "ReadVariableOp"),
     )
 
@@ -52,7 +53,7 @@ def _followed(number: int, each: Record, connected: set[int], follows: Follows) 
         return "assigned-state", "a variable keeps numbers and not where they came from"
     unfollowed = follows(number, each)
     if unfollowed is not None and any(map(differentiable, each.outputs)):
-        return ("detached", "") if each.kind == "StopGradient" else (unfollowed, "no tape records there")
+        return ("detached", "") if each.kind == "StopGradient" else (unfollowed, "")
     try:
         passes = _passes(each)
     except (LookupError, NotImplementedError) as error:

@@ -62,8 +62,13 @@ def pushed(
     return found, tangents.get(target)
 
 
-def pulled(records: Sequence[Record], connected: Collection[int], start: tuple[int, Tensor]) -> list[Pulled | None]:
-    """What gradients come back to each step, and what it makes of them."""
+def pulled(
+    records: Sequence[Record],
+    connected: Collection[int],
+    start: tuple[int, Tensor],
+    counts: tuple[int, np.ndarray] | None = None,
+) -> list[Pulled | None]:
+    """What gradients come back to each step, and what it makes of them; of one value some elements alone may count."""
     gradients = dict([start])
     found: list[Pulled | None] = []
     for each in reversed(records):
@@ -79,6 +84,8 @@ def pulled(records: Sequence[Record], connected: Collection[int], start: tuple[i
             if g is None or value not in connected:
                 continue
             gradients[value] = gradients[value] + g if value in gradients else g
+            if counts is not None and counts[0] == value:
+                g = tf.gather(tf.reshape(g, [-1]), counts[1])
             leaves = _worst([leaves, _size(g)])
             if not math.isfinite(_size(g)):
                 there = max(there or 0.0, _where_not_finite(g, came[0], arrives))

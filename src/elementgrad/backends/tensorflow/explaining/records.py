@@ -32,6 +32,10 @@ class Record:
     """Whether the user wrote that rule."""
     inside: Collection[str] = ()
     """The types of the operations in it, if it is a compiled function."""
+    inner: bool = False
+    """Whether a tape of the user's did it, to compute a gradient."""
+    enters: bool = False
+    """Whether it makes a tensor of plain numbers, at the user's wish."""
     stops: str | None = None
     note: str = ""
     passing: list[bool] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
-from tensorflow.python.framework import op_callbacks
+from tensorflow.python.framework import constant_op, op_callbacks
 from tensorflow.python.framework.ops import _EagerTensorBase, uid
 from tensorflow.python.ops import script_ops
 
@@ -41,6 +41,8 @@ class Watch:
         self.records: list[Record] = []
         self.met: dict[int, tuple[Tensor, str | None]] = {}
         """Tensors that were taken and that no operation gave, and where they were first taken."""
+        self.tapes: Any = None
+        """Who keeps the tapes of the user's own, if somebody does."""
         self._numbers: dict[int, int] = {}
         self._count = 0
         self._root = root(function)
@@ -79,7 +81,7 @@ class Watch:
         frame: Any = sys._getframe(2)
         around: list[str] = []
         while frame is not None and frame.f_code is not self._entry:
-            if _is_users(frame.f_code.co_filename):
+            if is_line_of_user(frame.f_code.co_filename):
                 return spelled(frame.f_code.co_filename, frame.f_lineno), around
             around.append(frame.f_code.co_name)
             frame = frame.f_back
@@ -155,6 +157,14 @@ class Watch:
             Record("", words.word(word, around), where, self.path, takes, gives, tensors, given, stops="left-framework")
         )
 
+    def entered(self, x: Tensor) -> None:
+        """A tensor is made of plain numbers; the user may have asked for it, or written a number beside a tensor."""
+        where, around = self.line()
+        number = self.new(x)
+        self.met[number] = x, where
+        enters = any(name in words.ENTERS for name in around)
+        self.records.append(Record("", "constant", where, self.path, gives=(number,), enters=enters))
+
     def imported(self) -> list[tuple[int, Tensor, str | None]]:
         """The floating tensors that were made of plain numbers on the way."""
         return [(n, x, where) for n, (x, where) in self.met.items() if x._id >= self.start and differentiable(x)]
@@ -164,8 +174,14 @@ class Watch:
         return [(n, x, where) for n, (x, where) in self.met.items() if x._id < self.start and differentiable(x)]
 
 
+def current() -> Watch | None:
+    """Who watches this thread."""
+    return _local.watch
+
+
 @lru_cache(4096)
-def _is_users(filename: str) -> bool:
+def is_line_of_user(filename: str) -> bool:
+    """Whether code in a file is the user's."""
     return is_users(filename, PACKAGES)
 
 
@@ -173,13 +189,23 @@ def is_own(rule: Any) -> bool:
     """Whether the user wrote a rule: TensorFlow has it in a function of its own."""
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     codes = [getattr(getattr(cell, "func", cell), "__code__", None) for cell in cells if callable(cell)]
-    return any(_is_users(code.co_filename) for code in codes if code is not None)
+    return any(is_line_of_user(code.co_filename) for code in codes if code is not None)
 
 
 def _install(replace: Replace) -> None:
     _replace(replace, _EagerTensorBase, "_numpy", _before_numpy)
     for name in ("record_operation", "record_operation_backprop_only"):
         _replace(replace, record, name, _before_record)
+    convert = constant_op.convert_to_eager_tensor
+
+    @wraps(convert)
+    def convert_to_eager_tensor(*args: Any, **kwargs: Any) -> Any:
+        made = convert(*args, **kwargs)
+        if _local.watch is not None and made is not args[0]:
+            _local.watch.entered(made)
+        return made
+
+    replace(constant_op, "convert_to_eager_tensor", convert_to_eager_tensor)
     original = script_ops.py_func_common
 
     @wraps(original)

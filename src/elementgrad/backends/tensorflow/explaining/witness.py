@@ -11,13 +11,14 @@ from elementgrad.backends.linear import Run
 from elementgrad.backends.tensorflow.explaining import meters
 from elementgrad.backends.tensorflow.explaining.account import account
 from elementgrad.backends.tensorflow.explaining.records import Record
+from elementgrad.backends.tensorflow.explaining.tapes import watching
 from elementgrad.backends.tensorflow.explaining.watch import Watch
 from elementgrad.backends.tensorflow.explaining.words import DECIDES
 from elementgrad.backends.tensorflow.linear import again
 from elementgrad.backends.tensorflow.model import KerasModel
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.staging import unstaged
-from elementgrad.backends.witness import Pulled, Pushed, Remark, Seen, Witness, weights
+from elementgrad.backends.witness import Pulled, Pushed, Remark, Seen, Step, Witness, weights
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -34,6 +35,10 @@ class TensorflowWitness(Witness):
         self._held = run.held[0]
         try:
             watch = self._watched(unstaged())
+        except FrameworkError:
+            if not self._of_inner_tape():  # it returns what its own tape gave, and that is None
+                raise
+            return
         except ElementgradError:
             raise
         except Exception:  # some code runs only where it is compiled: then each compiled function is one step
@@ -48,7 +53,7 @@ class TensorflowWitness(Witness):
 
     def _watched(self, stage: Any, change: Callable[[Tensor], Tensor] | None = None) -> Watch:
         """One run, for which the source may be changed; a variable that the function holds is read by it itself."""
-        watch = Watch(self._run.function, TensorflowWitness._watched.__code__)
+        self._seen = watch = Watch(self._run.function, TensorflowWitness._watched.__code__)
         self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
 
         def start(x: Tensor) -> Tensor:
@@ -61,10 +66,20 @@ class TensorflowWitness(Witness):
 
         with undisturbed(), self._tape:
             given: Any = start if self._given is None else start(self._given)
-            with stage, watch.on():
+            with stage, watching(watch):
                 (target,) = self._run(None if self._held else given)
                 self.target = tf.convert_to_tensor(target)
         return watch
+
+    def _of_inner_tape(self) -> bool:
+        """Tell of a gradient for the source that a tape of the user's own did not give."""
+        asked = [each for each in self._seen.tapes.asked if each.result is None]
+        for each in [each for each in asked if each.source_number == self._source_number]:
+            self._records, self.target, self._target_number = each.records, each.target, each.target_number
+            self.account = each.account()
+            self._tape = None
+            return True
+        return False
 
     def _unseen(self, watch: Watch) -> list[Record]:
         """Ways from the source that no operation shows: through NumPy, or around the function altogether."""
@@ -126,6 +141,8 @@ class TensorflowWitness(Witness):
         ]
 
     def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
+        if self._tape is None:
+            return None
         with undisturbed():
             pulled = self._tape.gradient(self.target, self.source, output_gradients=self._seed(of, share))
         return None if pulled is None else tf.convert_to_tensor(pulled)
@@ -133,8 +150,11 @@ class TensorflowWitness(Witness):
     def refusal(self, error: Exception) -> Remark | None:
         if not isinstance(error, (LookupError, NotImplementedError)):
             return None
-        steps = [step for step in self.account.steps if step.stops == "no-rule"]
+        steps = self._unruled()
         return Remark("no-rule", str(error).strip("'\""), steps[0] if steps else None)
+
+    def _unruled(self) -> list[Step]:
+        return [step for step in self.account.steps if step.stops == "no-rule"]
 
     def push(self, wrt: np.ndarray) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
         tangent = meters.spread(self.source, wrt, weights(len(wrt)))
@@ -153,10 +173,10 @@ class TensorflowWitness(Witness):
         values = np.zeros(tuple(self.target.shape)) if reached is None else tf.cast(reached, tf.float64).numpy()
         return steps, values
 
-    def pull(self, of: np.ndarray, share: np.ndarray) -> Sequence[Pulled | None] | None:
+    def pull(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
         start = self._target_number, self._seed(of, share)
         with undisturbed():
-            return meters.pulled(self._records, self.account.connected, start)
+            return meters.pulled(self._records, self.account.connected, start, (self._source_number, wrt))
 
     def values(self) -> Sequence[Seen | None] | None:
         return [meters.seen(each) for each in self._records]

@@ -90,6 +90,8 @@ LEAVES = {
 """Methods by which the numbers of a tensor become Python's or NumPy's."""
 DECIDES = {"bool"}
 """Those that give a truth to Python."""
+ENTERS = {"constant", "convert_to_tensor_v2_with_dispatch", "convert_to_tensor", "convert_to_tensor_v2"}
+"""Functions by which plain numbers become tensors."""
 ASIDE = frozenset(
     """
     BroadcastGradientArgs DestroyResourceOp OnesLike Rank Shape ShapeN Size VarHandleOp VarIsInitializedOp VariableShape
