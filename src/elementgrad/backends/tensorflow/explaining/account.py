@@ -1,6 +1,6 @@
 """The account of a run, from what was recorded of it: which values a tape connects with the source."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,10 +15,15 @@ Follows = Callable[[int, Record], str | None]
 
 
 def account(
-    records: Sequence[Record], source: int, target: int, follows: Follows, remarks: Sequence[Remark] = ()
+    records: Sequence[Record],
+    source: int,
+    target: int,
+    follows: Follows,
+    remarks: Sequence[Remark] = (),
+    again: Collection[int] = (),
 ) -> Account:
-    """Whatever leads from the source, and how it ends."""
-    connected = {source}
+    """Whatever leads from the source, and how it ends; a variable counts with whatever it holds later, too."""
+    connected = {source, *again}
     steps = [_step(number, each, connected, follows) for number, each in enumerate(records)]
     own = [
         Remark("custom-rule", "", step)
@@ -43,7 +48,7 @@ def _step(number: int, each: Record, connected: set[int], follows: Follows) -> S
         each.own,
         each.word in words.DECIDES,
         each.enters,
-        each.kind in ("Identity", "ReadVariableOp"),
+        each.kind == "Identity",
     )
 
 

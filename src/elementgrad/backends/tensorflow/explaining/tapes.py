@@ -1,7 +1,7 @@
 """Tapes of the user's own: when each records, what it watches, and what it is asked."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -49,15 +49,14 @@ class Asked:
     target_number: int
     source_number: int
     result: Tensor | None
-    where: str | None
+    held: Mapping[int, Sequence[int]]
+    """The numbers of what variables held."""
 
     def account(self) -> Account:
         """How the tape's target was computed from its source, and where the tape lost it."""
         since = 0 if hasattr(self.source, "handle") else self.taped.watched.get(self.source_number, 0)
 
         def follows(at: int, each: Record) -> str | None:
-            if each.kind == "ReadVariableOp":  # it is what takes the value that may be missed
-                return None
             if not self.taped.sees(at):
                 return "inner-gradient" if each.inner else self.taped.misses(at)
             if not each.recorded:
@@ -100,10 +99,8 @@ class Asked:
     def _tracked(self, number: int) -> bool:
         """Whether a tape watches a value, or one that it was computed from."""
         tracked = set(self.taped.watched)
-        handles = [variable.handle for variable in self.taped.tape.watched_variables()]
-        for each in self.records:
-            if each.inputs and each.outputs and any(each.inputs[0] is handle for handle in handles):
-                tracked.add(each.takes[0])
+        for variable in self.taped.tape.watched_variables():
+            tracked.update(self.held.get(variable.handle._id, ()))
         for at, each in enumerate(self.records):
             if self.taped.sees(at) and not tracked.isdisjoint(each.takes):
                 tracked.update(each.gives)
@@ -141,24 +138,21 @@ class Tapes:
         for each in self._watch.records[records:]:
             each.inner = True
         targets = [y for y in tf.nest.flatten(target) if hasattr(y, "_id")]
-        where = self._watch.line()[0]
         for source, result in zip(tf.nest.flatten(sources), tf.nest.flatten(results), strict=True):
             if targets and (hasattr(source, "handle") or hasattr(source, "_id")):
                 taped = self.of(tape)
                 numbers = self._watch.number(targets[0]), self._source(source, taped)
                 before = self._watch.records[:records]
-                self.asked.append(Asked(taped, targets[0], source, before, *numbers, result, where))
+                self.asked.append(Asked(taped, targets[0], source, before, *numbers, result, self._watch.held))
 
     def _source(self, source: Any, taped: Taped) -> int:
         """The number of a tensor; of a variable that of the value that was read while the tape ran."""
         handle = getattr(source, "handle", None)
         if handle is None:
             return self._watch.number(source)
-        read = [
-            each.takes[0]
-            for at, each in enumerate(self._watch.records)
-            if taped.sees(at) and each.inputs and each.inputs[0] is handle and each.outputs
-        ]
+        held = self._watch.held.get(handle._id, ())
+        taken = {n for at, each in enumerate(self._watch.records) if taped.sees(at) for n in each.takes}
+        read = [number for number in held if number in taken]
         return read[-1] if read else self._watch.number(handle)
 
 

@@ -43,6 +43,8 @@ class Watch:
         """Tensors that were taken and that no operation gave, and where they were first taken."""
         self.tapes: Any = None
         """Who keeps the tapes of the user's own, if somebody does."""
+        self.held: dict[int, list[int]] = {}
+        """The numbers of what each variable held, one after another."""
         self._numbers: dict[int, int] = {}
         self._count = 0
         self._root = root(function)
@@ -66,6 +68,8 @@ class Watch:
         """A new number for a tensor, or for what a variable holds from now on."""
         self._count += 1
         self._numbers[x._id] = self._count
+        if x.dtype == tf.resource:
+            self.held.setdefault(x._id, []).append(self._count)
         return self._count
 
     def number(self, x: Tensor) -> int:
@@ -99,12 +103,15 @@ class Watch:
         kind = kind.decode() if isinstance(kind, bytes) else kind
         if graph is not None or kind in words.ASIDE:
             return
-        where, around = self.line()
         takes = [self.number(x) for x in inputs]
+        if kind == "ReadVariableOp":  # what it gives is what the variable holds
+            self._numbers[outputs[0]._id] = takes[0]
+            return
         gives = [self.new(y) for y in outputs]
         if not outputs and inputs and inputs[0].dtype == tf.resource:  # a variable is written to
             takes = takes[1:] if kind == words.REPLACES else takes
             gives = [self.new(inputs[0])]
+        where, around = self.line()
         self.records.append(
             Record(
                 kind,

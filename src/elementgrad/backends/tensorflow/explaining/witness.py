@@ -45,10 +45,15 @@ class TensorflowWitness(Witness):
             watch = self._watched(nullcontext())
         self._records = watch.records
         self._target_number = watch.number(self.target)
-        remarks = _about(run, source)
         self._records += self._unseen(watch)
+        handle = getattr(self.source, "handle", None)
         self.account = account(
-            self._records, self._source_number, self._target_number, lambda _, each: _stopped(each), remarks
+            self._records,
+            self._source_number,
+            self._target_number,
+            lambda _, each: _stopped(each),
+            _about(run, source),
+            () if handle is None else watch.held[handle._id],
         )
 
     def _watched(self, stage: Any, change: Callable[[Tensor], Tensor] | None = None) -> Watch:

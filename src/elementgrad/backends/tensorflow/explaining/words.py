@@ -99,8 +99,6 @@ ASIDE = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that take a tensor and nothing of its numbers."""
-READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
-"""Operations that read a variable."""
 REPLACES = "AssignVariableOp"
 """The operation that gives a variable a value, whatever it was before."""
 STEPS = frozenset({"Round", "Rint", "Floor", "Ceil", "FloorDiv", "Sign"})
