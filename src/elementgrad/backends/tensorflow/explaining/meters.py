@@ -84,11 +84,12 @@ def pulled(
             if g is None or value not in connected:
                 continue
             gradients[value] = gradients[value] + g if value in gradients else g
+            arriving = came[0] if came[0] is not None and came[0].shape == g.shape else None
             if counts is not None and counts[0] == value:
-                g = tf.gather(tf.reshape(g, [-1]), counts[1])
+                g, arriving = [None if x is None else tf.gather(tf.reshape(x, [-1]), counts[1]) for x in (g, arriving)]
             leaves = _worst([leaves, _size(g)])
             if not math.isfinite(_size(g)):
-                there = max(there or 0.0, _where_not_finite(g, came[0], arrives))
+                there = max(there or 0.0, arrives if arriving is None else _where_not_finite(g, arriving))
         found.append(Pulled(arrives, leaves, arrives if there is None else there))
     return found[::-1]
 
@@ -120,10 +121,9 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     return None
 
 
-def _where_not_finite(leaving: Tensor, arriving: Tensor | None, arrives: float) -> float:
-    if arriving is None or leaving.shape != arriving.shape:
-        return arrives
-    return float(np.abs(arriving.numpy()[~np.isfinite(leaving.numpy())]).max())
+def _where_not_finite(leaving: Tensor, arriving: Tensor) -> float:
+    """The largest that arrives where what leaves is not finite."""
+    return _size(tf.boolean_mask(arriving, ~tf.math.is_finite(tf.abs(leaving))))
 
 
 def _size(x: Tensor) -> float:

@@ -9,10 +9,12 @@ from types import CodeType
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import constant_op, op_callbacks
 from tensorflow.python.framework.ops import _EagerTensorBase, uid
 from tensorflow.python.ops import script_ops
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from elementgrad.backends.lines import is_users, spelled
 from elementgrad.backends.patch import Patch, Replace
@@ -120,8 +122,8 @@ class Watch:
                 self.path,
                 tuple(takes),
                 tuple(gives),
-                inputs,
-                outputs,
+                tuple(inputs),
+                tuple(outputs),  # some code goes on to change the list
                 attributes,
                 record.could_possibly_record(),
             )
@@ -146,8 +148,8 @@ class Watch:
                 self.path,
                 takes,
                 tuple([self.new(y) for y in outputs]),
-                (*inputs, *outputs) if before else inputs,
-                outputs,
+                (*inputs, *outputs) if before else tuple(inputs),
+                tuple(outputs),
                 backward=backward,
                 own=own,
                 recorded=record.could_possibly_record(),
@@ -239,6 +241,14 @@ def _install(replace: Replace) -> None:
         return [tf.convert_to_tensor(y, kind) for y, kind in zip(results, Tout, strict=True)]
 
     replace(script_ops, "_internal_py_func", internal_py_func)
+    execute = pywrap_tfe.TFE_Py_FastPathExecute
+
+    @wraps(execute)
+    def fast_path_execute(*args: Any, **kwargs: Any) -> Any:
+        """Variables are read where everybody sees it, and not on the way."""
+        return execute(*(map(_read, args) if _local.watch is not None else args), **kwargs)
+
+    replace(pywrap_tfe, "TFE_Py_FastPathExecute", fast_path_execute)
 
 
 def _replace(replace: Replace, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -263,6 +273,14 @@ def _before_record(
     watch: Watch, op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *_: Any, **__: Any
 ) -> None:
     watch.recorded(op_type, output_tensors, input_tensors, backward_function)
+
+
+def _read(argument: Any) -> Any:
+    """What a variable holds; in a list as well."""
+    if isinstance(argument, BaseResourceVariable):
+        return tf.convert_to_tensor(argument)
+    listed = isinstance(argument, (list, tuple)) and any(isinstance(x, BaseResourceVariable) for x in argument)
+    return list(map(_read, argument)) if listed else argument
 
 
 def _tensors(values: Any) -> list[Tensor]:

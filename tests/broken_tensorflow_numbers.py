@@ -1,0 +1,296 @@
+"""TensorFlow and Keras programs whose gradient is zero, not finite or wrong. The line at fault is marked."""
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tests.programs_broken import Table
+
+BROKEN = Table()
+X = tf.constant([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]])
+
+
+@BROKEN.says("zero", "dead-relu", wrt="x[0, 1]")
+def a_dead_unit():
+    return lambda x: tf.reduce_sum(tf.nn.relu(x) ** 2), X  # <- here
+
+
+@BROKEN.says("zero", "dead-relu", of="output[0, 0]", wrt="hidden/kernel[0, 0]")
+def a_bias_far_below_zero():
+    bias = keras.initializers.Constant(-50.0)
+    hidden = layers.Dense(4, activation="relu", bias_initializer=bias, name="hidden")
+    return keras.Sequential([keras.Input((3,)), hidden, layers.Dense(1)]), X
+
+
+@BROKEN.says("zero", "saturated", wrt="x[0, 2]")
+def a_sigmoid_of_large_numbers():
+    def f(x):
+        gate = tf.sigmoid(x * 100.0)  # <- here
+        return tf.reduce_sum(gate)
+
+    return f, X
+
+
+@BROKEN.says("zero", "saturated", of="output[0, 0]", wrt="inputs[0, 2]")
+def a_tanh_without_normalisation():
+    first = layers.Dense(2, activation="tanh", kernel_initializer="ones")
+    return keras.Sequential([keras.Input((3,)), layers.Rescaling(255.0), first, layers.Dense(1)]), X
+
+
+@BROKEN.says("zero", "clamped", wrt="x[0, 2]")
+def an_action_beyond_its_bounds():
+    def f(x):
+        action = tf.clip_by_value(x, -1.0, 1.0)  # <- here
+        return tf.reduce_sum(action**2)
+
+    return f, X
+
+
+@BROKEN.says("zero", "clamped", wrt="x[0, 2]")
+def a_relu_with_a_ceiling():
+    return lambda x: tf.reduce_sum(keras.ops.clip(x * 3, 0.0, 1.0)), X  # <- here
+
+
+@BROKEN.says("zero", "masked", wrt="x[0, 1]")
+def a_where():
+    def f(x):
+        return tf.reduce_sum(tf.where(x > 0, x, 0.1))  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", wrt="x[1, 2]")
+def a_padding_mask():
+    mask = tf.constant([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+
+    def f(x):
+        losses = x**2 * mask  # <- here
+        return tf.reduce_sum(losses) / tf.reduce_sum(mask)
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", wrt="x[1, 1]")
+def rows_that_a_boolean_mask_leaves_out():
+    def f(x):
+        kept = tf.boolean_mask(x, [True, False])  # <- here
+        return tf.reduce_sum(kept**2)
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", wrt="scores[0, 2]")
+def attention_to_the_future():
+    def f(scores):
+        seen = tf.linalg.band_part(tf.exp(scores), -1, 0)  # <- here
+        return tf.reduce_sum(seen)
+
+    return f, tf.ones([3, 3])
+
+
+@BROKEN.says("zero", "dropped", wrt="x")
+def a_drop_rate_that_keeps_nothing():
+    def f(x):
+        h = tf.nn.dropout(x, rate=0.999999)  # <- here
+        return tf.reduce_sum(h**2)
+
+    return f, X
+
+
+@BROKEN.says("zero", "dropped", of="output[0, 0]", wrt="inputs", kwargs={"training": True})
+def dropout_left_on():
+    return keras.Sequential([keras.Input((3,)), layers.Dropout(0.999999), layers.Dense(1)]), X
+
+
+@BROKEN.says("zero", "row-not-used", of="output[0, 0]", wrt="embedding/embeddings[4, 0]")
+def a_token_that_does_not_occur():
+    embed = layers.Embedding(8, 3, name="embedding")
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), embed, layers.Flatten(), layers.Dense(1)])
+    return model, tf.constant([[1, 2]])
+
+
+@BROKEN.says("zero", "row-not-used", wrt="table[3, 1]")
+def a_lookup_in_a_table():
+    ids = tf.constant([0, 2, 2])
+
+    def f(table):
+        rows = tf.nn.embedding_lookup(table, ids)  # <- here
+        return tf.reduce_sum(rows**2)
+
+    return f, tf.ones([5, 2])
+
+
+@BROKEN.says("zero", "row-not-used", wrt="table[1, 0]")
+def a_gather_of_other_rows():
+    def f(table):
+        return tf.reduce_sum(tf.gather(table, [0, 2]))  # <- here
+
+    return f, tf.ones([3, 2])
+
+
+@BROKEN.says("zero", "overwritten", wrt="x[0]")
+def an_element_that_is_replaced():
+    def f(x):
+        y = tf.tensor_scatter_nd_update(x, [[0]], [5.0])  # <- here
+        return tf.reduce_sum(y**2)
+
+    return f, tf.ones([3])
+
+
+@BROKEN.says("zero", "cancelled", wrt="x[0, 1]")
+def a_sum_over_a_softmax():
+    def f(x):
+        return tf.reduce_sum(tf.nn.softmax(x))  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "cancelled", wrt="x")
+def a_difference_of_the_same():
+    def f(x):
+        a, b = x * 3.0, 3.0 * x
+        return tf.reduce_sum(a - b)  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "underflow", wrt="x")
+def a_small_loss_in_half_precision():
+    def f(x):
+        loss = tf.reduce_mean(x) * 1e-4
+        return loss * 1e-5  # <- here
+
+    return f, tf.cast(X, tf.float16)
+
+
+@BROKEN.says("zero", "not-selected", wrt="x[0, 0]")
+def the_largest_alone():
+    return lambda x: tf.reduce_max(x), X  # <- here
+
+
+@BROKEN.says("zero", "not-selected", of="output[0, 0]", wrt="inputs[0, 0, 0, 0]")
+def a_pixel_that_loses_in_a_pool():
+    image = tf.reshape(tf.constant([1.0, 2.0, 3.0, 4.0]), [1, 2, 2, 1])
+    return keras.Sequential([keras.Input((2, 2, 1)), layers.MaxPooling2D(2), layers.Flatten()]), image
+
+
+@BROKEN.says("zero", "tie", wrt="x[0, 1, 0, 0]")
+def equal_pixels_in_a_pool():
+    def f(x):
+        return tf.reduce_sum(tf.nn.max_pool2d(x, 2, 2, "VALID"))  # <- here
+
+    return f, tf.ones([1, 2, 2, 1])
+
+
+@BROKEN.says("zero", "tie", wrt="b[0]")
+def a_maximum_of_equals():
+    def f(a, b):
+        return tf.reduce_sum(tf.maximum(a, b))  # <- here
+
+    return f, tf.ones([2]), tf.ones([2])
+
+
+@BROKEN.says("zero", "unused", wrt="x[0, 2]")
+def a_column_that_is_sliced_off():
+    def f(x):
+        return tf.reduce_sum(x[:, :2] ** 2)  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "step-function", wrt="x")
+def a_binarised_weight():
+    def f(x):
+        return tf.reduce_sum(tf.sign(x) * 0.5)  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "stationary", wrt="x[0]")
+def a_square_at_its_bottom():
+    return lambda x: tf.reduce_sum(x**2), tf.constant([0.0, 1.0])  # <- here
+
+
+@BROKEN.says("zero", "kink", wrt="x[0]")
+def an_absolute_value_at_zero():
+    return lambda x: tf.reduce_sum(tf.abs(x)), tf.constant([0.0, 1.0])  # <- here
+
+
+@BROKEN.says("zero", "custom-rule", wrt="x")
+def a_rule_that_gives_zeros():
+    @tf.custom_gradient
+    def gate(x):
+        return x * 2.0, lambda upstream: tf.zeros_like(upstream)
+
+    return lambda x: tf.reduce_sum(gate(x)), X  # <- here
+
+
+@BROKEN.says("mismatch", "custom-rule", wrt="x")
+def a_rule_that_forgets_a_factor():
+    @tf.custom_gradient
+    def cube(x):
+        return x**3, lambda upstream: upstream * x**2
+
+    return lambda x: tf.reduce_sum(cube(x)), X  # <- here
+
+
+@BROKEN.says("mismatch", "custom-rule", of="output[0, 0]", wrt="first/kernel[0, 0]")
+def a_reversed_gradient_in_a_layer():
+    @tf.custom_gradient
+    def reverse(x):
+        return tf.identity(x), lambda upstream: -upstream
+
+    class Reverse(layers.Layer):
+        def call(self, x):
+            return reverse(x)  # <- here
+
+    return keras.Sequential([keras.Input((3,)), layers.Dense(2, name="first"), Reverse()]), X
+
+
+@BROKEN.says("nonfinite", "singular", wrt="x[0]")
+def a_root_of_zero():
+    return lambda x: tf.reduce_sum(tf.sqrt(x)), tf.constant([0.0, 1.0])  # <- here
+
+
+@BROKEN.says("nonfinite", "singular", wrt="x")
+def the_distance_of_equals():
+    target = tf.constant([1.0, 2.0])
+
+    def f(x):
+        return tf.norm(x - target)  # <- here
+
+    return f, tf.constant([1.0, 2.0])
+
+
+@BROKEN.says("nonfinite", "singular", wrt="p[1]")
+def a_cross_entropy_by_hand():
+    def f(p):
+        return -tf.reduce_sum(tf.math.log(p) * [0.5, 0.5])  # <- here
+
+    return f, tf.constant([1.0, 0.0])
+
+
+@BROKEN.says("nonfinite", "masked-branch", wrt="x[0]")
+def a_logarithm_behind_a_where():
+    def f(x):
+        logs = tf.math.log(x)  # <- here
+        return tf.reduce_sum(tf.where(x > 0, logs, tf.zeros_like(x)))
+
+    return f, tf.constant([0.0, 1.0])
+
+
+@BROKEN.says("nonfinite", "masked-branch", wrt="x[1]")
+def a_quotient_behind_a_where():
+    def f(x):
+        ratio = 1.0 / x  # <- here
+        return tf.reduce_sum(tf.where(x == 0, 0.0, ratio))
+
+    return f, tf.constant([2.0, 0.0])
+
+
+@BROKEN.says("nonfinite", "overflow", wrt="x")
+def an_exponential_in_half_precision():
+    def f(x):
+        return tf.reduce_sum(tf.exp(x * 8.0))  # <- here
+
+    return f, tf.cast(X, tf.float16)
