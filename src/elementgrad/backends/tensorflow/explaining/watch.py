@@ -143,7 +143,7 @@ class Watch:
         self.records.append(
             Record(
                 kind,
-                kind if own else words.word(kind, around),
+                words.written(kind) if own else words.word(kind, around),
                 where,
                 self.path,
                 takes,

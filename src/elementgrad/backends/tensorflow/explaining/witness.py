@@ -17,7 +17,7 @@ from elementgrad.backends.tensorflow.explaining.words import DECIDES
 from elementgrad.backends.tensorflow.linear import again
 from elementgrad.backends.tensorflow.model import KerasModel
 from elementgrad.backends.tensorflow.quiet import undisturbed
-from elementgrad.backends.tensorflow.staging import unstaged
+from elementgrad.backends.tensorflow.staging import passed_by, unstaged
 from elementgrad.backends.witness import Pulled, Pushed, Remark, Seen, Step, Witness, weights
 from elementgrad.errors import ElementgradError, FrameworkError
 
@@ -41,7 +41,9 @@ class TensorflowWitness(Witness):
             return
         except ElementgradError:
             raise
-        except Exception:  # some code runs only where it is compiled: then each compiled function is one step
+        except Exception as error:  # some code runs only where it is compiled: then such a function is one step
+            if not passed_by(error):
+                raise
             watch = self._watched(nullcontext())
         self._records = watch.records
         self._target_number = watch.number(self.target)

@@ -121,6 +121,11 @@ def word(kind: str, around: Iterable[str]) -> str:
     return composite[-1] if composite else spelled(kind)
 
 
+def written(name: str) -> str:
+    """What the user calls a function with a rule of its own."""
+    return "custom_gradient" if name == "<lambda>" else name
+
+
 def spelled(kind: str) -> str:
     """The type of an operation in the user's words."""
     if kind.startswith(COMPILED):
