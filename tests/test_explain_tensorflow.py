@@ -7,10 +7,22 @@ import tensorflow as tf
 from tensorflow.python.eager.context import context
 
 import elementgrad as eg
-from tests import broken_tensorflow, broken_tensorflow_numbers, broken_tensorflow_steps
+from tests import (
+    broken_tensorflow,
+    broken_tensorflow_numbers,
+    broken_tensorflow_singular,
+    broken_tensorflow_state,
+    broken_tensorflow_steps,
+)
 from tests.healthy_tensorflow import HEALTHY
 
-BROKEN = [*broken_tensorflow.BROKEN, *broken_tensorflow_numbers.BROKEN, *broken_tensorflow_steps.BROKEN]
+BROKEN = [
+    *broken_tensorflow.BROKEN,
+    *broken_tensorflow_numbers.BROKEN,
+    *broken_tensorflow_singular.BROKEN,
+    *broken_tensorflow_state.BROKEN,
+    *broken_tensorflow_steps.BROKEN,
+]
 
 
 @pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.name)

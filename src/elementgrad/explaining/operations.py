@@ -14,7 +14,8 @@ _KILLERS = {
     "row-not-used": "embedding embedding_bag embedding_lookup",
     "not-selected": """
         max min amax amin topk sort kthvalue median mode maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d
-        adaptive_max_pool1d adaptive_max_pool2d reduce_max reduce_min cummax cummin maxpool""",
+        adaptive_max_pool1d adaptive_max_pool2d reduce_max reduce_min cummax cummin maxpool top_k segment_max
+        segment_min unsorted_segment_max unsorted_segment_min""",
     "unused": """
         indexing getitem select slice narrow index_select gather take take_along_dim masked_select split chunk unbind
         tensor_split strided_slice gather_nd dynamic_slice index diagonal diag trace""",

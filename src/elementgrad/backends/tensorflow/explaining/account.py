@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from elementgrad.backends.tensorflow.explaining import words
-from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
+from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, silenced, zeros
 from elementgrad.backends.witness import Account, Remark, Step
 
 Tensor = Any
@@ -24,7 +24,8 @@ def account(
 ) -> Account:
     """Whatever leads from the source, and how it ends; a variable counts with whatever it holds later, too."""
     connected = {source, *again}
-    steps = [_step(number, each, connected, follows) for number, each in enumerate(records)]
+    with silenced():
+        steps = [_step(number, each, connected, follows) for number, each in enumerate(records)]
     own = [
         Remark("custom-rule", "", step)
         for step in steps
@@ -67,7 +68,8 @@ def _followed(number: int, each: Record, connected: set[int], follows: Follows) 
     if any(took and passed for took, passed in zip(takes, passes, strict=False)):
         connected.update([n for n, y in zip(each.gives, each.outputs, strict=True) if differentiable(y)])
     if any(value in connected for value in each.gives):
-        return None, ""
+        whole = [y for y in each.outputs if not differentiable(y)]  # such as the indices beside the largest
+        return ("discrete", f"{whole[0].dtype.name} comes out") if whole else (None, "")
     return words.why_stopped(each.kind, each.own, each.outputs, each.recorded, each.inside)
 
 

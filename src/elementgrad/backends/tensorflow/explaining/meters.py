@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from elementgrad.backends.tensorflow.explaining import words
 from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
 from elementgrad.backends.witness import Pulled, Pushed, Seen
 
@@ -103,6 +104,8 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     """Why a step gives no derivative, where its numbers say more than its name."""
     carrying = [(x, t) for x, t in zip(each.inputs, tangents, strict=False) if t is not None and _size(t) > 0]
     x, tangent = carrying[0]
+    if each.inside:
+        return words.suspect(each.inside)
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
         moved = np.abs(tangent.numpy()) > 0
         chosen = each.outputs[0].numpy()

@@ -1,6 +1,7 @@
 """Operations as they ran, and their derivatives one by one: the rules are TensorFlow's, and those that users write."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,17 @@ class Record:
             return [None] * len(self.outputs)
         pushed = iter(tape.gradient([g for g, _ in pairs], free, [t for _, t in pairs]))
         return [next(pushed) if differentiable(y) else None for y in self.outputs]
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Without TensorFlow's warnings: a rule that is tried says again what it said to the user's own tape."""
+    logger = tf.get_logger()
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def differentiable(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from elementgrad.backends.linear import Run
 from elementgrad.backends.tensorflow.explaining import meters
 from elementgrad.backends.tensorflow.explaining.account import account
-from elementgrad.backends.tensorflow.explaining.records import Record
+from elementgrad.backends.tensorflow.explaining.records import Record, silenced
 from elementgrad.backends.tensorflow.explaining.tapes import watching
 from elementgrad.backends.tensorflow.explaining.watch import Watch
 from elementgrad.backends.tensorflow.explaining.words import DECIDES
@@ -167,7 +167,7 @@ class TensorflowWitness(Witness):
         tangent = meters.spread(self.source, wrt, weights(len(wrt)))
         start = self._source_number, tangent
         try:
-            with undisturbed():
+            with undisturbed(), silenced():
                 steps, reached = meters.pushed(self._records, self.account.connected, start, self._target_number)
         except (
             LookupError,
@@ -182,7 +182,7 @@ class TensorflowWitness(Witness):
 
     def pull(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
         start = self._target_number, self._seed(of, share)
-        with undisturbed():
+        with undisturbed(), silenced():
             return meters.pulled(self._records, self.account.connected, start, (self._source_number, wrt))
 
     def values(self) -> Sequence[Seen | None] | None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from tensorflow import string
 from tensorflow.python.eager.context import context
 
 Tensor = Any
@@ -58,6 +59,7 @@ _WORDS = {
 }
 """Types of operations that no user writes, and what they write instead."""
 _COMPOSITES = {
+    "_init_from_args": "tf.Variable",
     "boolean_mask": "boolean_mask",
     "boolean_mask_v2": "boolean_mask",
     "clip_by_value": "clip_by_value",
@@ -108,8 +110,8 @@ DRAWS = frozenset(
     StatelessRandomPoisson StatefulRandomBinomial StatelessParameterizedTruncatedNormal ParameterizedTruncatedNormal
     """.split()  # noqa: SIM905
 )
-DISCRETE = frozenset({"ArgMax", "ArgMin", "Multinomial", "StatelessMultinomial", "Bucketize", "Greater", "Less"})
-"""Operations that give whole numbers or truths, of those that a compiled function may be looked through for."""
+DISCRETE = frozenset({"ArgMax", "ArgMin", "Multinomial", "StatelessMultinomial", "Bucketize"})
+"""Operations that give whole numbers, of those that are looked for in a compiled function; loops compare anyway."""
 COMPILED = ("__forward_", "__inference_")
 """How the names of compiled functions begin."""
 _LEADING = re.compile(r"^__(forward|inference|backward)_|_\d+$")
@@ -145,6 +147,8 @@ def why_stopped(
         return "step-function", "TensorFlow has no derivative for it"
     if kind in DRAWS:
         return "discrete", "it draws"
+    if outputs and all(y.dtype == string for y in outputs):
+        return "left-framework", "text comes out"
     if not any(y.dtype.is_floating or y.dtype.is_complex for y in outputs):
         return "discrete", f"{outputs[0].dtype.name} comes out" if outputs else ""
     if not recorded:
@@ -152,18 +156,24 @@ def why_stopped(
     if own:
         return "custom-rule", "its gradient function gives None"
     if kind.startswith(COMPILED):
-        return _suspect(inside), "it is a compiled function"
+        return suspect(inside), "it is a compiled function"
     return "no-rule", "TensorFlow has no derivative for it"
 
 
 def inside(kind: str) -> frozenset[str]:
-    """The types of the operations in a compiled function; none for an operation."""
-    if not kind.startswith(COMPILED):
-        return frozenset()
-    return frozenset([node.op for node in context().get_function_def(kind).node_def])
+    """The types of the operations in a compiled function, and in those that it calls; none for an operation."""
+    found: set[str] = set()
+    ahead, seen = [kind] if kind.startswith(COMPILED) else [], {kind}
+    while ahead:
+        for node in context().get_function_def(ahead.pop()).node_def:
+            found.add(node.op)
+            called = {attribute.func.name for attribute in node.attr.values() if attribute.HasField("func")} - seen
+            seen |= called
+            ahead += called
+    return frozenset(found)
 
 
-def _suspect(inside: Collection[str]) -> str | None:
+def suspect(inside: Collection[str]) -> str | None:
     """Why a compiled function stops derivatives, if only one thing in it could."""
     causes = {
         "detached": {"StopGradient"},
