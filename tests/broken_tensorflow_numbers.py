@@ -235,3 +235,35 @@ def a_compiled_loop_that_rounds():
 
     compiled = rounded.get_concrete_function(tf.TensorSpec([2, 3]))
     return lambda x: compiled(x), X  # <- here
+
+
+@BROKEN.says("zero", "overwritten", of="output[0, 0]", wrt="encoder/kernel[0, 1]")
+def a_layer_that_blanks_a_column():
+    class Blank(layers.Layer):
+        def call(self, x):
+            places = tf.constant([[0, 1], [1, 1]])
+            return tf.tensor_scatter_nd_update(x, places, [0.0, 0.0])  # <- here
+
+    encoder = layers.Dense(3, name="encoder")
+    return keras.Sequential([keras.Input((3,), 2), encoder, Blank(), layers.Dense(1)]), X
+
+
+@BROKEN.says("zero", "underflow", wrt="x")
+def a_likelihood_in_half_precision():
+    def f(x):
+        return tf.reduce_sum(tf.exp(x - 20.0))  # <- here
+
+    return f, tf.cast(X, tf.float16)
+
+
+@BROKEN.says("zero", "dead-relu", of="output[0, 0]", wrt="layer/w[1]")
+def a_weight_that_is_written_in_the_call():
+    class Clipped(layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=(3,), initializer="ones", name="w")
+
+        def call(self, x):
+            self.w.assign(-tf.abs(self.w))
+            return tf.nn.relu(tf.abs(x) * self.w)  # <- here
+
+    return keras.Sequential([keras.Input((3,)), Clipped(name="layer"), layers.Dense(1)]), X

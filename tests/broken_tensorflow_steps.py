@@ -191,3 +191,45 @@ def a_variable_of_whole_numbers():
         return tape.gradient(loss, count)
 
     return step
+
+
+@BROKEN.says("unconnected", "no-grad")
+def features_computed_while_the_tape_rests():
+    model = _model()
+
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            with tape.stop_recording():
+                features = model(X)  # <- here
+            loss = tf.reduce_mean(features**2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    return step
+
+
+@BROKEN.says("unconnected", "detached")
+def a_frozen_target_on_both_sides():
+    model, optimizer = _model(), keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            values = tf.stop_gradient(model(X))  # <- here
+            loss = tf.reduce_mean((values - Y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    return step
+
+
+@BROKEN.says("unconnected", "unused")
+def a_head_that_no_loss_uses():
+    model, spare = _model(), layers.Dense(2)
+    spare.build((None, 3))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(X) - Y) ** 2)
+        return tape.gradient(loss, spare.trainable_variables)
+
+    return step

@@ -1,7 +1,7 @@
 """What passes by each operation of a run: derivatives going forward, gradients coming back, numbers."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,10 @@ def spread(like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
 
 
 def pushed(
-    records: Sequence[Record], connected: Collection[int], start: tuple[int, Tensor], target: int
+    records: Sequence[Record], connected: Collection[int], start: Mapping[int, Tensor], target: int
 ) -> tuple[list[Pushed | None], Tensor | None]:
     """How far derivatives get that start somewhere, step by step; and what arrives at the target."""
-    tangents = dict([start])
+    tangents = dict(start)
     found: list[Pushed | None] = []
     for each in records:
         taken = [tangents.get(value) for value in each.takes]

@@ -33,6 +33,7 @@ class TensorflowWitness(Witness):
         self._run = run
         self._given = source
         self._held = run.held[0]
+        self._later: Sequence[int] = ()
         try:
             watch = self._watched(unstaged())
         except FrameworkError:
@@ -49,13 +50,14 @@ class TensorflowWitness(Witness):
         self._target_number = watch.number(self.target)
         self._records += self._unseen(watch)
         handle = getattr(self.source, "handle", None)
+        self._later = () if handle is None else watch.held[handle._id]  # what a variable holds after it is written to
         self.account = account(
             self._records,
             self._source_number,
             self._target_number,
             lambda _, each: _stopped(each),
             _about(run, source),
-            () if handle is None else watch.held[handle._id],
+            self._later,
         )
 
     def _watched(self, stage: Any, change: Callable[[Tensor], Tensor] | None = None) -> Watch:
@@ -165,7 +167,7 @@ class TensorflowWitness(Witness):
 
     def push(self, wrt: np.ndarray) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
         tangent = meters.spread(self.source, wrt, weights(len(wrt)))
-        start = self._source_number, tangent
+        start = dict.fromkeys([self._source_number, *self._later], tangent)
         try:
             with undisturbed(), silenced():
                 steps, reached = meters.pushed(self._records, self.account.connected, start, self._target_number)
