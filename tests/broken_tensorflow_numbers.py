@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+import elementgrad as eg
 from tests.programs_broken import Table
 
 BROKEN = Table()
@@ -267,3 +268,13 @@ def a_weight_that_is_written_in_the_call():
             return tf.nn.relu(tf.abs(x) * self.w)  # <- here
 
     return keras.Sequential([keras.Input((3,)), Clipped(name="layer"), layers.Dense(1)]), X
+
+
+@BROKEN.says("zero", "detached", wrt="x[1]")
+def an_element_that_we_stop():
+    return lambda x: tf.reduce_sum(eg.at(x)[1].stop() ** 2), tf.ones([3])  # <- here
+
+
+@BROKEN.says("zero", "overwritten", wrt="x[1]")
+def an_element_that_we_set():
+    return lambda x: tf.reduce_sum(eg.at(x)[1].set(5.0) ** 2), tf.ones([3])  # <- here

@@ -16,7 +16,7 @@ from tensorflow.python.framework.ops import _EagerTensorBase, uid
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from elementgrad.backends.lines import is_users, spelled
+from elementgrad.backends.lines import is_users, spelled, verb
 from elementgrad.backends.patch import Patch, Replace
 from elementgrad.backends.tensorflow import layers
 from elementgrad.backends.tensorflow.explaining import words
@@ -89,7 +89,7 @@ class Watch:
         while frame is not None and frame.f_code is not self._entry:
             if is_line_of_user(frame.f_code.co_filename):
                 return spelled(frame.f_code.co_filename, frame.f_lineno), around
-            around.append(frame.f_code.co_name)
+            around.append(verb(frame.f_code.co_filename, frame.f_code.co_name) or frame.f_code.co_name)
             frame = frame.f_back
         return None, around
 

@@ -119,7 +119,7 @@ _LEADING = re.compile(r"^__(forward|inference|backward)_|_\d+$")
 
 def word(kind: str, around: Iterable[str]) -> str:
     """What the user calls an operation, by its type and the functions of libraries that it runs in, innermost first."""
-    composite = [_COMPOSITES[name] for name in around if name in _COMPOSITES]
+    composite = [_COMPOSITES.get(name, name) for name in around if name in _COMPOSITES or name.startswith("eg.")]
     return composite[-1] if composite else spelled(kind)
 
 
