@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
 
-from benchmarks import edits, jacobians, names, training, training_jax, training_keras
+from benchmarks import edits, explaining, jacobians, names, training, training_jax, training_keras
 from benchmarks.harness import report, run
 
 SUITES = {
     **edits.SUITES,
     **jacobians.SUITES,
     **names.SUITES,
+    **explaining.SUITES,
     **training.SUITES,
     **training_keras.SUITES,
     **training_jax.SUITES,

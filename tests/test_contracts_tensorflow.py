@@ -1,5 +1,6 @@
 """What the backend takes for granted of TensorFlow and Keras: a new version that breaks one of these breaks it."""
 
+import inspect
 import random
 import sys
 
@@ -7,7 +8,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import record
+from tensorflow.python.eager.backprop import _gradient_function
 from tensorflow.python.eager.context import Context, context
+from tensorflow.python.framework import op_callbacks
+from tensorflow.python.framework.ops import _EagerTensorBase
+from tensorflow.python.ops import gen_math_ops, script_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 
@@ -374,3 +381,42 @@ def test_setting_an_attribute_to_what_it_is_does_nothing():
     layer.bias.trainable = False
     layer.trainable = True
     assert not layer.bias.trainable
+
+
+def test_tensorflow_tells_of_every_eager_operation_and_reads_variables_by_a_name_that_can_be_replaced():
+    seen = []
+    variable, x = tf.Variable([1.0, 2.0]), tf.constant([3.0, 4.0])
+
+    def callback(kind, inputs, attributes, outputs, op_name=None, graph=None):
+        seen.append((kind, len(inputs), dict(zip(attributes[::2], attributes[1::2], strict=True)), graph))
+
+    op_callbacks.add_op_callback(callback)
+    try:
+        _ = x * variable
+    finally:
+        op_callbacks.remove_op_callback(callback)
+    assert [(kind, count, graph) for kind, count, _, graph in seen] == [("Mul", 2, None)]  # the read is not told of
+    assert gen_math_ops.pywrap_tfe is pywrap_tfe
+    assert "pywrap_tfe.TFE_Py_FastPathExecute" in inspect.getsource(gen_math_ops.mul)
+
+
+def test_tensorflow_asks_one_function_for_the_rule_of_an_operation():
+    x = tf.constant([1.0, 4.0])
+    (pulled,) = [_gradient_function("Sqrt", ("T", 1), 1, [x], [tf.sqrt(x)], [tf.ones(2)], (), "")]
+    np.testing.assert_allclose(pulled, [0.5, 0.25])
+    assert _gradient_function("StopGradient", ("T", 1), 1, [x], [x], [x], (), "") == [None]
+    with pytest.raises(LookupError, match="gradient registry has no entry for: Unique"):
+        _gradient_function("Unique", (), 1, [x], [x], [x], (), "")
+
+
+def test_tensorflow_reads_numbers_out_of_a_tensor_by_one_method():
+    source = {name: inspect.getsource(getattr(_EagerTensorBase, name)) for name in ("numpy", "__float__", "__bool__")}
+    assert all("self._numpy()" in text for text in source.values())
+    for name in ("py_func_common", "_internal_py_func"):
+        assert hasattr(script_ops, name)
+    assert list(inspect.signature(record.record_operation).parameters)[:4] == [
+        "op_type",
+        "output_tensors",
+        "input_tensors",
+        "backward_function",
+    ]

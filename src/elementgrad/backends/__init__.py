@@ -1,8 +1,10 @@
 """One small package per framework, found by the type of the tensor given, among the frameworks already imported."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from elementgrad.backends.protocol import Backend
@@ -75,12 +77,32 @@ def holder(function: Any) -> Backend | None:
     return None
 
 
-def eager() -> Backend:
-    """The first framework imported that can watch a step which nobody gives tensors to."""
-    for backend in _imported():
-        if type(backend).step is not Backend.step:
-            return backend
-    raise FrameworkError("a step without arguments can be watched on PyTorch; give a function and its arguments")
+def eager(function: Any, wrt: Any = None) -> Backend:
+    """The framework that can watch a step which nobody gives tensors to: that of the tensor asked about, or of what
+    the step mentions, or the first imported."""
+    if wrt is not None:
+        return find(wrt)
+    able = [backend for backend in _imported() if type(backend).step is not Backend.step]
+    if not able:
+        raise FrameworkError(
+            "a step without arguments can be watched on PyTorch and TensorFlow; give a function and its arguments"
+        )
+    for value in _mentioned(function) if len(able) > 1 else ():
+        package = value.__name__.partition(".")[0] if isinstance(value, ModuleType) else None
+        named = "tensorflow" if package == "keras" else package
+        for backend in able:
+            if named == backend.name or owner(value) is backend or holder(value) is backend:
+                return backend
+    return able[0]
+
+
+def _mentioned(function: Any) -> list[Any]:
+    """The values of the names that a function uses and does not define."""
+    try:
+        found = inspect.getclosurevars(inspect.unwrap(getattr(function, "python_function", function)))
+    except (TypeError, ValueError):  # it is not written in Python, or uses a name that has no value yet
+        return []
+    return [*found.nonlocals.values(), *found.globals.values()]
 
 
 def _compiler() -> Backend | None:

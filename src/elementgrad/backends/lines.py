@@ -11,6 +11,13 @@ BETWEEN = tuple(os.path.abspath(str(module.__file__)) for module in (contextlib,
 TYPED = ("<stdin>", "<string>", "<ipython-input")
 """How names begin of what was typed in and stands in no file; other names in brackets are of code that is generated."""
 
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+"""Where this library lives."""
+EDITS = ("get", "set", "add", "multiply", "apply", "only", "stop")
+"""What is done to elements by `eg.at`."""
+READS = {"read.py": ("grad", "jacobian", "hessian", "contributions"), "choice.py": ("choose",)}
+"""Functions of ours that compute with the user's tensors, by the file that they stand in."""
+
 
 def is_users(filename: str, packages: Iterable[str]) -> bool:
     """Whether code in a file is the user's: it stands in the folder of none of these packages, nor of ours."""
@@ -19,6 +26,16 @@ def is_users(filename: str, packages: Iterable[str]) -> bool:
     path = os.path.abspath(filename)
     folders = [folder + os.sep for name in (*packages, "elementgrad") for folder in _folders(name)]
     return not path.startswith((*folders, *BETWEEN))
+
+
+def verb(filename: str, name: str) -> str | None:
+    """What the user writes to call a function of ours, if it is one that computes: `eg.at(...).stop`, `eg.grad`."""
+    if os.path.dirname(filename) != OURS:
+        return None
+    file = os.path.basename(filename)
+    if file == "place.py" and name in EDITS:
+        return f"eg.at(...).{name}"
+    return f"eg.{name}" if name in READS.get(file, ()) else None
 
 
 def spelled(filename: str, line: int) -> str:

@@ -9,12 +9,14 @@ _KILLERS = {
         hard_sigmoid hard_tanh hard_silu hard_swish""",
     "masked": """
         where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
-        nan_to_num scaled_dot_product_attention""",
+        nan_to_num scaled_dot_product_attention boolean_mask multiply_no_nan divide_no_nan matrix_band_part
+        band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
     "not-selected": """
         max min amax amin topk sort kthvalue median mode maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d
-        adaptive_max_pool1d adaptive_max_pool2d reduce_max reduce_min cummax cummin maxpool top_k nanmax nanmin""",
+        adaptive_max_pool1d adaptive_max_pool2d reduce_max reduce_min cummax cummin maxpool top_k nanmax nanmin
+        segment_max segment_min unsorted_segment_max unsorted_segment_min""",
     "unused": """
         indexing getitem select slice narrow index_select gather take take_along_dim masked_select split chunk unbind
         tensor_split strided_slice gather_nd dynamic_slice index diagonal diag trace

@@ -32,8 +32,9 @@ def explain(
     """Why the gradient of `of` with respect to `wrt` is missing, zero, NaN or wrong: the cause, the line and the fix.
 
     Give a function or model with its arguments, and name both sides as for `eg.grad`. On PyTorch also live tensors,
-    `eg.explain(of=loss, wrt=x)`, and a training step that takes nothing, `eg.explain(step)`, which is run as it is: the
-    answer tells why it raises. With `probe=False` nothing is tried out by moving an element, which takes more runs.
+    `eg.explain(of=loss, wrt=x)`. On PyTorch and TensorFlow also a training step that takes nothing, `eg.explain(step)`,
+    which is run as it is: the answer tells why it raises, or why its tape gives None. With `probe=False` nothing is
+    tried out by moving an element, which takes more runs.
 
     >>> import torch, elementgrad as eg
     >>> def f(x):
@@ -48,8 +49,9 @@ def explain(
     if f is None:
         return _live(of, wrt)
     if not args and not kwargs and of is None and backends.holder(f) is None:
-        backend = backends.eager()
-        return _from_told(backend.step(f, None if wrt is None else parsed(wrt).tensor), backend.name)
+        tensor = None if wrt is None else parsed(wrt).tensor
+        backend = backends.eager(f, tensor)
+        return _from_told(backend.step(f, tensor), backend.name)
     place, target_place = parsed(wrt), parsed_target(of)
     call = Call(f, args, kwargs)
     return Inquiry(call, place, target_place, probe).diagnosis()

@@ -19,6 +19,7 @@ from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.recorder import TensorflowRecorder
 from elementgrad.backends.training import Trainer
+from elementgrad.backends.witness import Told, Witness
 from elementgrad.errors import FrameworkError, TracedError
 from elementgrad.selection import Selection, forward
 
@@ -190,7 +191,17 @@ class TensorflowBackend(Backend):
         return self.read(tf.cast(x, tf.float64))
 
     def convert(self, x: Tensor, dtype: str) -> Tensor:
-        return tf.cast(x, dtype)
+        return x if tf.as_dtype(x.dtype).name == dtype else tf.cast(x, dtype)
+
+    def witness(self, run: Run, source: Tensor | None) -> Witness:
+        from elementgrad.backends.tensorflow.explaining.witness import TensorflowWitness
+
+        return TensorflowWitness(run, source)
+
+    def step(self, function: Callable[[], Any], wrt: Tensor | None) -> Told:
+        from elementgrad.backends.tensorflow.explaining.step import told
+
+        return told(function, wrt)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return tf.concat(parts, 0)

@@ -47,6 +47,26 @@ def watched(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def entered() -> Iterator[None]:
+    """Have it known in this thread which layers are being called, and change nothing."""
+    base = kind()
+    if base is None:
+        yield
+        return
+    with _methods.on(base, "__call__"):
+        _local.watches.append(lambda _, result: result)
+        try:
+            yield
+        finally:
+            _local.watches.pop()
+
+
+def calling() -> list[Layer]:
+    """The layers that are being called, outermost first, as far as somebody watches."""
+    return list(_local.called)
+
+
 def computing() -> bool:
     """Whether what layers give is used, and they do not run just for Keras to find out a shape."""
     scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")

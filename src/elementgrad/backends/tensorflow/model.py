@@ -42,12 +42,28 @@ class TensorflowModel(Model):
 class KerasModel(TensorflowModel):
     """A Keras model or any other layer, or a method of one.
 
-    Its variables are read by the layers themselves, and a tape can watch them: nobody puts others in their place.
+    Its variables are read by the layers themselves, and a tape can watch them: to try out other values, these are
+    assigned for as long as it runs.
     """
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
         self._root: Layer = root(function)
+
+    @contextmanager
+    def running(self, new: Mapping[str, Tensor], passage: Passage | None) -> Iterator[Callable[..., Any]]:
+        variables = [
+            (variable, new[name]) for name in new for _, variable in self.bearing(name) if variable is not None
+        ]
+        before = [variable + 0 for variable, _ in variables]
+        try:
+            for variable, value in variables:
+                variable.assign(value)
+            with super().running({}, passage) as function:
+                yield function
+        finally:
+            for (variable, _), value in zip(variables, before, strict=True):
+                variable.assign(value)
 
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
         return ((name, kind, variable._value) for name, kind, variable in self._variables())

@@ -1,6 +1,7 @@
 """Functions of `tf.function` that run as the Python they were written in, so that what they compute can be met."""
 
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -34,6 +35,11 @@ def unstaged() -> Iterator[None]:
             yield
         finally:
             _local.graphs.pop()
+
+
+def passed_by(error: BaseException) -> bool:
+    """Whether an exception comes out of a compiled function that ran as Python."""
+    return any(frame.f_code.co_filename == __file__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def written(function: Any) -> Any:

@@ -30,6 +30,7 @@ class Ran:
     args: Any
     kwargs: Any
     taken: Sequence[Tensor]
+    """Those of the tensors it took that are measured."""
     made: Sequence[Tensor]
     start: int
     """How many operations autograd had counted when it began."""
@@ -37,6 +38,9 @@ class Ran:
 
 class Meter:
     """Takes a measure of every step: of what it takes, before it runs, and of what it gave."""
+
+    all = False
+    """Whether what is not computed from the source is measured as well."""
 
     def before(self, taken: Sequence[Tensor]) -> Any:
         """A measure of what a step takes."""

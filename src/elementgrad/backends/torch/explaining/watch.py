@@ -42,6 +42,7 @@ class Watch:
         self.values = Values()
         self._leads = leads
         self._meter = meter
+        self._reached: set[int] = set()  # values computed from the source
         self._used: set[int] = set()  # values that a step took, and that its gradient may need
         self._paths = {id(module): path for path, module in TorchModel(function)._modules()}
         self._modules: list[Any] = []
@@ -115,6 +116,8 @@ class Watch:
         stops = None if number in self.connected else "left-framework" if exported else "detached"
         word = exported.operation if exported else type(x).__name__
         where = exported.where if exported else caller().where
+        if origin in self._reached:
+            self._reached.add(number)
         self._add(
             Step(word, where, self.path, (origin,), (number,), stops, "it makes another tensor of the same numbers")
         )
@@ -139,6 +142,7 @@ class Watch:
         """A tensor from which derivatives start."""
         number = self.values.new(x)
         self.connected.add(number)
+        self._reached.add(number)
         return number
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,8 +190,12 @@ class Watch:
         carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
         numbers = tuple([self.number(x) for x in taken])
         versions = [version_of(x) for x in taken]
+        meter = self._meter
+        measured = [
+            x for x, number in zip(taken, numbers, strict=True) if meter and (meter.all or number in self._reached)
+        ]
         with aside():
-            before = self._meter.before(taken) if self._meter is not None else None
+            before = meter.before(measured) if meter and measured else None
         grad, start = torch.is_grad_enabled(), clock()
         with aside():
             result = func(*args, **kwargs)
@@ -213,9 +221,11 @@ class Watch:
         if by.verb is not None:
             word, stops = by.verb, by.stops if stops else None
         step = Step(word, by.where, self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
-        ran = Ran(name, func, args, kwargs, taken, changed, start)
+        if not self._reached.isdisjoint(numbers):
+            self._reached.update(given)
         with aside():
-            self._add(step, self._meter.after(ran, before) if self._meter is not None else None)
+            ran = Ran(name, func, args, kwargs, measured, changed, start)
+            self._add(step, meter.after(ran, before) if meter and measured else None)
         self._used.update(numbers)
         if any(number in self.connected for number in given):
             self._used.update(given)  # a function may need what it gave

@@ -89,7 +89,8 @@ class TorchWitness(Witness):
             found.append((watch.source(passed), passed))
             return passed
 
-        with undisturbed(self._run.function, self._state), straight(True, faithful=True), watch.on():
+        attention = tangent is not None  # the plain kernel has forward derivatives
+        with undisturbed(self._run.function, self._state, attention), straight(True, faithful=True), watch.on():
             given: Any = start if self._given is None else start(self._given)
             (target,) = self._run(given)
         number, passed = found[0]
@@ -127,14 +128,14 @@ class TorchWitness(Witness):
         return None if steps is None else (steps, values.detach().double().cpu().numpy())
 
     def _shifted(self, tangent: Tensor) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
-        """The same by differences: two runs, one of them with the elements moved a little."""
+        """The same by comparison: two runs, one of them with the elements moved a little. Sizes are 1 or 0."""
         size = torch.finfo(tangent.dtype).eps ** 0.4
         runs = [self._watched(lambda leads: Prints(), shift=sign * size * tangent) for sign in (0.0, 1.0)]
         still, moved = [self._follow(watch) for watch, _, _, _ in runs]
         if still is None or moved is None:
             return None
         pairs = [None if a is None or b is None else (a, b) for a, b in zip(still, moved, strict=True)]
-        steps = [None if p is None else Pushed(*[abs(b - a) / size for a, b in zip(*p, strict=True)]) for p in pairs]
+        steps = [None if p is None else Pushed(float(p[0][0] != p[1][0]), float(p[0][1] != p[1][1])) for p in pairs]
         values = (runs[1][2].detach() - runs[0][2].detach()).double() / size
         return steps, values.cpu().numpy()
 

@@ -1,0 +1,1 @@
+"""What TensorFlow tells of a run, so that somebody can say where a derivative was lost."""

@@ -1,0 +1,143 @@
+"""What passes by each operation of a run: derivatives going forward, gradients coming back, numbers."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from elementgrad.backends.tensorflow.explaining import words
+from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
+from elementgrad.backends.witness import Pulled, Pushed, Seen
+
+Tensor = Any
+CHOOSES = {"Max", "Min", "TopKV2", "Maximum", "Minimum", "MaxPool", "MaxPoolV2", "MaxPool3D"}
+PRODUCTS = {"Mul", "RealDiv", "MatMul", "BatchMatMulV2"}
+LOOKS_UP = {"GatherV2", "ResourceGather"}
+
+
+def reached(records: Sequence[Record], source: int) -> set[int]:
+    """The values computed from one."""
+    found = {source}
+    for each in records:
+        if not found.isdisjoint(each.takes):
+            found.update(each.gives)
+    return found
+
+
+def leading(records: Sequence[Record], target: int) -> set[int]:
+    """The values that one is computed from."""
+    found = {target}
+    for each in reversed(records):
+        if not found.isdisjoint(each.gives):
+            found.update(each.takes)
+    return found
+
+
+def spread(like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
+    """Zeros, but for some flat positions."""
+    flat = np.zeros(math.prod(like.shape))
+    flat[positions] = values
+    return tf.cast(flat.reshape(tuple(like.shape)), like.dtype)
+
+
+def pushed(
+    records: Sequence[Record], connected: Collection[int], start: Mapping[int, Tensor], target: int
+) -> tuple[list[Pushed | None], Tensor | None]:
+    """How far derivatives get that start somewhere, step by step; and what arrives at the target."""
+    tangents = dict(start)
+    found: list[Pushed | None] = []
+    for each in records:
+        taken = [tangents.get(value) for value in each.takes]
+        arrives = max([_size(t) for t in taken if t is not None], default=0.0)
+        if not each.inputs or arrives == 0:
+            found.append(Pushed(0.0, 0.0) if each.inputs else None)
+            continue
+        given: list[Tensor | None] = [None] * len(each.outputs)
+        if not set(each.gives).isdisjoint(connected):
+            given = each.push(taken)
+        tangents.update({n: t for n, t in zip(each.gives, given, strict=False) if t is not None})
+        leaves = max([_size(t) for t in given if t is not None], default=0.0)
+        found.append(Pushed(arrives, leaves, _why_none(each, taken) if leaves == 0 else None))
+    return found, tangents.get(target)
+
+
+def pulled(
+    records: Sequence[Record],
+    connected: Collection[int],
+    start: tuple[int, Tensor],
+    counts: tuple[int, np.ndarray] | None = None,
+) -> list[Pulled | None]:
+    """What gradients come back to each step, and what it makes of them; of one value some elements alone may count."""
+    gradients = dict([start])
+    found: list[Pulled | None] = []
+    for each in reversed(records):
+        came = [gradients.get(value) for value in each.gives]
+        if all(g is None for g in came) or set(each.takes).isdisjoint(connected) or not each.outputs or not each.inputs:
+            found.append(None)
+            continue
+        seeds = [zeros(y) if g is None else g for g, y in zip(came, each.outputs, strict=True)]
+        went = each.pull(seeds) if not set(each.gives).isdisjoint(connected) else [None] * len(each.inputs)
+        arrives = _worst([_size(g) for g in came if g is not None])
+        leaves, there = 0.0, None
+        for value, g in zip(each.takes, went, strict=False):
+            if g is None or value not in connected:
+                continue
+            gradients[value] = gradients[value] + g if value in gradients else g
+            arriving = came[0] if came[0] is not None and came[0].shape == g.shape else None
+            if counts is not None and counts[0] == value:
+                g, arriving = [None if x is None else tf.gather(tf.reshape(x, [-1]), counts[1]) for x in (g, arriving)]
+            leaves = _worst([leaves, _size(g)])
+            if not math.isfinite(_size(g)):
+                there = max(there or 0.0, arrives if arriving is None else _where_not_finite(g, arriving))
+        found.append(Pulled(arrives, leaves, arrives if there is None else there))
+    return found[::-1]
+
+
+def seen(each: Record) -> Seen | None:
+    """Whether the numbers of a step are finite."""
+    return Seen(all(map(_finite, each.inputs)), all(map(_finite, each.outputs))) if each.inputs else None
+
+
+def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
+    """Why a step gives no derivative, where its numbers say more than its name."""
+    carrying = [(x, t) for x, t in zip(each.inputs, tangents, strict=False) if t is not None and _size(t) > 0]
+    x, tangent = carrying[0]
+    if each.inside:
+        return words.suspect(each.inside)
+    if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
+        moved = np.abs(tangent.numpy()) > 0
+        chosen = each.outputs[0].numpy()
+        return "tie" if np.isin(np.asarray(x)[moved], chosen).any() else "not-selected"
+    if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
+        axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
+        return "row-not-used" if axis == 0 else None
+    if each.kind in PRODUCTS and each.word != "dropout":
+        if len(carrying) > 1:
+            return "stationary" if not np.asarray(x)[np.abs(tangent.numpy()) > 0].any() else "cancelled"
+        others = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
+        if others and differentiable(others[0]) and bool((others[0].numpy() != 0).all()):
+            return "underflow" if each.kind in ("Mul", "RealDiv") else None
+        if each.kind not in ("Mul", "RealDiv"):
+            return "masked" if others and not others[0].numpy().any() else None
+    return None
+
+
+def _where_not_finite(leaving: Tensor, arriving: Tensor) -> float:
+    """The largest that arrives where what leaves is not finite."""
+    return _size(tf.boolean_mask(arriving, ~tf.math.is_finite(tf.abs(leaving))))
+
+
+def _size(x: Tensor) -> float:
+    """The largest in size; NaN if there is one."""
+    x = tf.convert_to_tensor(x)
+    return float(tf.reduce_max(tf.abs(x))) if math.prod(x.shape) else 0.0
+
+
+def _worst(sizes: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
+
+
+def _finite(x: Tensor) -> bool:
+    return not differentiable(x) or bool(tf.reduce_all(tf.math.is_finite(tf.abs(x))))

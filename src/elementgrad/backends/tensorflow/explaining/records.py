@@ -1,0 +1,90 @@
+"""Operations as they ran, and their derivatives one by one: the rules are TensorFlow's, and those that users write."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.backprop import _gradient_function
+from tensorflow.python.framework import indexed_slices
+
+Tensor = Any
+
+
+@dataclass(eq=False)
+class Record:
+    """One operation that ran eagerly; or a way by which numbers left TensorFlow, which has no type."""
+
+    kind: str
+    word: str
+    where: str | None
+    path: str
+    takes: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    attributes: Sequence[Any] = ()
+    recorded: bool = True
+    """Whether tapes recorded when it ran."""
+    backward: Callable[..., Any] | None = None
+    """A rule that was recorded with it, in place of the one for its type."""
+    own: bool = False
+    """Whether the user wrote that rule."""
+    inside: Collection[str] = ()
+    """The types of the operations in it, if it is a compiled function."""
+    inner: bool = False
+    """Whether a tape of the user's did it, to compute a gradient."""
+    enters: bool = False
+    """Whether it makes a tensor of plain numbers, at the user's wish."""
+    stops: str | None = None
+    note: str = ""
+    passing: list[bool] = field(default_factory=list)
+    """Which of its inputs get a derivative."""
+
+    def pull(self, seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of the inputs for those of the outputs."""
+        if self.backward is not None:
+            pulled = self.backward(*seeds)
+        else:
+            pulled = _gradient_function(
+                self.kind, self.attributes, len(self.inputs), list(self.inputs), list(self.outputs), list(seeds), (), ""
+            )
+        if isinstance(pulled, indexed_slices.IndexedSlices) or not isinstance(pulled, (list, tuple)):
+            pulled = [pulled]
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in pulled]
+        return [*dense, *[None] * (len(self.inputs) - len(dense))]
+
+    def push(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Derivatives of the outputs for those of the inputs: the rule transposed, which is linear in its seeds."""
+        seeds = [tf.zeros_like(y) if differentiable(y) else zeros(y) for y in self.outputs]
+        free = [seed for seed in seeds if seed is not None and differentiable(seed)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(free)
+            pulled = self.pull(seeds)
+        pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
+        if not pairs:
+            return [None] * len(self.outputs)
+        pushed = iter(tape.gradient([g for g, _ in pairs], free, [t for _, t in pairs]))
+        return [next(pushed) if differentiable(y) else None for y in self.outputs]
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Without TensorFlow's warnings: a rule that is tried says again what it said to the user's own tape."""
+    logger = tf.get_logger()
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor is of a dtype that has derivatives."""
+    return bool(x.dtype.is_floating or x.dtype.is_complex)
+
+
+def zeros(x: Tensor) -> Tensor | None:
+    """A gradient of zeros for a tensor, of whatever kind."""
+    return None if x.dtype in (tf.resource, tf.variant, tf.string) else tf.zeros_like(x)

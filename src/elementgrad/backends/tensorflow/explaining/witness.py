@@ -1,0 +1,212 @@
+"""A run of a TensorFlow function, watched; its operations can be followed again one by one."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from elementgrad.backends.linear import Run
+from elementgrad.backends.tensorflow.explaining import meters
+from elementgrad.backends.tensorflow.explaining.account import account
+from elementgrad.backends.tensorflow.explaining.records import Record, silenced
+from elementgrad.backends.tensorflow.explaining.tapes import watching
+from elementgrad.backends.tensorflow.explaining.watch import Watch
+from elementgrad.backends.tensorflow.explaining.words import DECIDES
+from elementgrad.backends.tensorflow.linear import again
+from elementgrad.backends.tensorflow.model import KerasModel
+from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.backends.tensorflow.staging import passed_by, unstaged
+from elementgrad.backends.witness import Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.errors import ElementgradError, FrameworkError
+
+Tensor = Any
+
+
+class TensorflowWitness(Witness):
+    """Runs a function eagerly, on a tape and under a watch. What was recorded serves all sweeps."""
+
+    def __init__(self, run: Run, source: Tensor | None):
+        if not tf.executing_eagerly():
+            raise FrameworkError("eg.explain inside tf.function, where there are no numbers yet; call it outside")
+        self._run = run
+        self._given = source
+        self._held = run.held[0]
+        self._later: Sequence[int] = ()
+        try:
+            watch = self._watched(unstaged())
+        except FrameworkError:
+            if not self._of_inner_tape():  # it returns what its own tape gave, and that is None
+                raise
+            return
+        except ElementgradError:
+            raise
+        except Exception as error:  # some code runs only where it is compiled: then such a function is one step
+            if not passed_by(error):
+                raise
+            watch = self._watched(nullcontext())
+        self._records = watch.records
+        self._target_number = watch.number(self.target)
+        self._records += self._unseen(watch)
+        handle = getattr(self.source, "handle", None)
+        self._later = () if handle is None else watch.held[handle._id]  # what a variable holds after it is written to
+        self.account = account(
+            self._records,
+            self._source_number,
+            self._target_number,
+            lambda _, each: _stopped(each),
+            _about(run, source),
+            self._later,
+        )
+
+    def _watched(self, stage: Any, change: Callable[[Tensor], Tensor] | None = None) -> Watch:
+        """One run, for which the source may be changed; a variable that the function holds is read by it itself."""
+        self._seen = watch = Watch(self._run.function, TensorflowWitness._watched.__code__)
+        self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
+
+        def start(x: Tensor) -> Tensor:
+            if self._held and change is not None:
+                x.assign(change(x))
+            self.source = x if self._held else again(x if change is None else change(x))
+            self._tape.watch(self.source)
+            self._source_number = watch.new(getattr(self.source, "handle", self.source))
+            return self.source
+
+        with undisturbed(), self._tape:
+            given: Any = start if self._given is None else start(self._given)
+            with stage, watching(watch):
+                (target,) = self._run(None if self._held else given)
+                self.target = tf.convert_to_tensor(target)
+        return watch
+
+    def _of_inner_tape(self) -> bool:
+        """Tell of a gradient for the source that a tape of the user's own did not give."""
+        asked = [each for each in self._seen.tapes.asked if each.result is None]
+        for each in [each for each in asked if each.source_number == self._source_number]:
+            self._records, self.target, self._target_number = each.records, each.target, each.target_number
+            self.account = each.account()
+            self._tape = None
+            return True
+        return False
+
+    def _unseen(self, watch: Watch) -> list[Record]:
+        """Ways from the source that no operation shows: through NumPy, or around the function altogether."""
+        reached = meters.reached(self._records, self._source_number)
+
+        def leaves(each: Record) -> bool:
+            return each.stops is not None and each.word not in DECIDES and not reached.isdisjoint(each.takes)
+
+        if self._target_number in reached or any(map(leaves, self._records)):
+            return []
+        leading = meters.leading(self._records, self._target_number)
+        found = [
+            (number, x, where, "outside-tape")
+            for number, x, where in watch.outside()
+            if number in leading and self._is_part(x)
+        ]
+        imported = [entry for entry in watch.imported() if entry[0] in leading]
+        found += [(*entry, "left-framework") for entry in self._moving(imported)] if not found and imported else []
+        source = (self._source_number,)
+        return [
+            Record(
+                "",
+                "a closed-over tensor" if cause == "outside-tape" else "numpy",
+                where,
+                "",
+                source,
+                (number,),
+                stops=cause,
+            )
+            for number, _, where, cause in found
+        ]
+
+    def _is_part(self, x: Tensor) -> bool:
+        """Whether a tensor that was there before the run is the source itself, or cut out of it."""
+        if any(x is other for other in self._run.others):
+            return False
+        if x is self._given:
+            return True
+        given: Any = self._given
+        if not hasattr(given, "_id") or x._id < given._id:
+            return False
+        return bool(np.isin(x.numpy(), given.numpy()).all())
+
+    def _moving(self, imported: Sequence[tuple[int, Tensor, str | None]]) -> list[tuple[int, Tensor, str | None]]:
+        """Those tensors made of plain numbers that are others when the source is another."""
+        keep = {name: getattr(self, name) for name in ("source", "target", "_tape", "_source_number")}
+        try:
+            watch = self._watched(unstaged(), _moved)
+        except Exception:  # it is the user's function, at numbers that were not theirs
+            return []
+        finally:
+            for name, value in keep.items():
+                setattr(self, name, value)
+        after = {number: x for number, x, _ in watch.imported()}
+        return [
+            (number, x, where)
+            for number, x, where in imported
+            if number in after and not np.array_equal(x.numpy(), after[number].numpy(), equal_nan=True)
+        ]
+
+    def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
+        if self._tape is None:
+            return None
+        with undisturbed():
+            pulled = self._tape.gradient(self.target, self.source, output_gradients=self._seed(of, share))
+        return None if pulled is None else tf.convert_to_tensor(pulled)
+
+    def refusal(self, error: Exception) -> Remark | None:
+        if not isinstance(error, (LookupError, NotImplementedError)):
+            return None
+        steps = self._unruled()
+        return Remark("no-rule", str(error).strip("'\""), steps[0] if steps else None)
+
+    def _unruled(self) -> list[Step]:
+        return [step for step in self.account.steps if step.stops == "no-rule"]
+
+    def push(self, wrt: np.ndarray) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
+        tangent = meters.spread(self.source, wrt, weights(len(wrt)))
+        start = dict.fromkeys([self._source_number, *self._later], tangent)
+        try:
+            with undisturbed(), silenced():
+                steps, reached = meters.pushed(self._records, self.account.connected, start, self._target_number)
+        except (
+            LookupError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+            tf.errors.OpError,
+        ):  # a rule of a rule is missing
+            return None
+        values = np.zeros(tuple(self.target.shape)) if reached is None else tf.cast(reached, tf.float64).numpy()
+        return steps, values
+
+    def pull(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
+        start = self._target_number, self._seed(of, share)
+        with undisturbed(), silenced():
+            return meters.pulled(self._records, self.account.connected, start, (self._source_number, wrt))
+
+    def values(self) -> Sequence[Seen | None] | None:
+        return [meters.seen(each) for each in self._records]
+
+    def _seed(self, of: np.ndarray, share: np.ndarray) -> Tensor:
+        return meters.spread(self.target, of, share)
+
+
+def _stopped(each: Record) -> str | None:
+    return None if each.recorded else "outside-tape"
+
+
+def _moved(x: Tensor) -> Tensor:
+    """A tensor a little off, everywhere."""
+    return tf.convert_to_tensor(x) * tf.cast(1.0078125, x.dtype) + tf.cast(0.0078125, x.dtype)
+
+
+def _about(run: Run, source: Tensor | None) -> list[Remark]:
+    """What is to be seen of the source itself."""
+    if not isinstance(source, tf.Variable):
+        return []
+    held = KerasModel(run.function)._variables() if run.held[0] else ()
+    frozen = [variable for _, _, variable in held if variable._value is source and not variable.trainable]
+    return [Remark("not-tracked", "its trainable is False")] if frozen or not source.trainable else []

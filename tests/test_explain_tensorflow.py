@@ -1,0 +1,139 @@
+"""Why a gradient of TensorFlow's is missing, zero, not finite or wrong: every broken program by its cause and line."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager.context import context
+
+import elementgrad as eg
+from tests import (
+    broken_tensorflow,
+    broken_tensorflow_numbers,
+    broken_tensorflow_singular,
+    broken_tensorflow_state,
+    broken_tensorflow_steps,
+)
+from tests.healthy_tensorflow import HEALTHY
+
+BROKEN = [
+    *broken_tensorflow.BROKEN,
+    *broken_tensorflow_numbers.BROKEN,
+    *broken_tensorflow_singular.BROKEN,
+    *broken_tensorflow_state.BROKEN,
+    *broken_tensorflow_steps.BROKEN,
+]
+
+
+@pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.name)
+def test_a_broken_program_is_explained(program):
+    keras.utils.set_random_seed(0)
+    found = program.explained()
+    assert (found.verdict, found.cause) == (program.verdict, program.cause), found
+    if program.where is not None:
+        assert found.where == program.where, found
+
+
+@pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.name)
+def test_a_healthy_program_raises_no_alarm(program):
+    keras.utils.set_random_seed(0)
+    found = program.explained()
+    assert (found.verdict, found.cause) == ("flows", None), found
+
+
+@pytest.mark.parametrize(
+    ("f", "at", "verdict", "cause", "value"),
+    [
+        (tf.abs, 0.0, "zero", "kink", 0.0),
+        (lambda x: tf.clip_by_value(x, -1.0, 1.0), 1.0, "flows", None, 1.0),
+        (lambda x: tf.maximum(x, 0.0), 0.0, "flows", None, 1.0),
+        (tf.round, 0.5, "unconnected", "step-function", None),
+        (lambda x: tf.where(x > 0, tf.sqrt(x), 0.0), 0.0, "zero", "masked", 0.0),
+    ],
+    ids=["abs", "clip", "max", "round", "where"],
+)
+def test_kinks_are_told_as_they_are_here(f, at, verdict, cause, value):
+    found = eg.explain(f, tf.constant(at))
+    assert (found.verdict, found.cause) == (verdict, cause)
+    assert value is None or float(found.value) == value
+
+
+def test_the_layer_is_named():
+    bias = keras.initializers.Constant(-9.0)
+    inner = keras.Sequential([keras.layers.Dense(2, "relu", bias_initializer=bias, name="deep")], name="inner")
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(1)])
+    found = eg.explain(model, tf.ones([1, 3]), of="output[0, 0]", wrt="inner/deep/kernel[0, 0]")
+    assert (found.cause, found.module) == ("dead-relu", "inner/deep")
+
+
+def test_nothing_of_the_users_is_disturbed():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+    state = tf.Variable(1.0)
+    generator = tf.random.Generator.from_seed(1)
+
+    def f(x):
+        state.assign_add(1.0)
+        noise = generator.normal([3]) + tf.random.normal([3])
+        return tf.reduce_sum(tf.stop_gradient(model(x, training=True)) + noise)
+
+    before = [w.copy() for w in model.get_weights()] + [state.numpy(), generator.state.numpy()]
+    tf.random.set_seed(3)
+    expected = tf.random.normal([2]).numpy()
+    tf.random.set_seed(3)
+    assert eg.explain(f, tf.ones([2, 3])).cause == "detached"
+    np.testing.assert_array_equal(tf.random.normal([2]).numpy(), expected)
+    after = [*model.get_weights(), state.numpy(), generator.state.numpy()]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_the_function_raises_comes_through_and_leaves_nothing_behind():
+    state = tf.Variable(1.0)
+    gradient = tf.GradientTape.gradient
+
+    def f(x):
+        state.assign(7.0)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        eg.explain(f, tf.ones(3))
+    assert state.numpy() == 1.0
+    assert tf.GradientTape.gradient is gradient
+    assert not context().op_callbacks
+
+
+def test_inside_a_compiled_function_it_says_so():
+    with pytest.raises(eg.FrameworkError, match=r"inside tf\.function, where there are no numbers yet"):
+        tf.function(lambda x: eg.explain(lambda y: y * 2.0, x).value)(tf.ones(3))
+
+
+def test_the_text_is_a_sentence_a_line_and_a_fix():
+    def f(x):
+        return tf.reduce_sum(tf.stop_gradient(x) * 2.0)
+
+    sentence, where, fix = str(eg.explain(f, tf.ones(3), wrt="x[1]")).split("\n")
+    assert sentence == "output has no gradient with respect to x[1]: stop_gradient cuts it off."
+    assert where == f"where: test_explain_tensorflow.py:{f.__code__.co_firstlineno + 1}, at stop_gradient"
+    assert fix == "fix: leave tf.stop_gradient out, or apply it only where no gradient is wanted"
+
+
+def test_entries_are_checked_against_differences():
+    @tf.custom_gradient
+    def cube(x):
+        return x**3, lambda upstream: upstream * x**2
+
+    assert eg.check(lambda x: tf.reduce_sum(x**3), tf.constant([0.5, 2.0]))
+    wrong = eg.check(lambda x: tf.reduce_sum(cube(x)), tf.constant([0.5, 2.0]))
+    assert not wrong
+    assert wrong.operation == "cube"
+
+
+def test_entries_of_a_model_are_checked_in_its_own_precision():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "tanh", name="first"), keras.layers.Dense(1)])
+    kernel = model.get_layer("first").kernel.numpy()
+    found = eg.check(model, tf.constant([[0.5, -1.0, 2.0]]), of="output[0, 0]", wrt="first/kernel")
+    assert found
+    assert found.dtype == "float32"
+    np.testing.assert_array_equal(model.get_layer("first").kernel.numpy(), kernel)
