@@ -193,3 +193,27 @@ def a_live_relu():
 def a_live_root():
     x = torch.zeros(2, requires_grad=True)
     return {"of": (x.sqrt() * 3).sum(), "wrt": x}
+
+
+_frozen = nn.Linear(3, 1).requires_grad_(False)
+_head = nn.Linear(1, 1)
+
+
+@BROKEN.says("unconnected", "not-tracked", wrt=_frozen.weight)
+def a_step_that_trains_the_head_alone():
+    def step():
+        _head(_frozen(X)).sum().backward()
+
+    return step
+
+
+_body = nn.Linear(3, 1)
+
+
+@BROKEN.says("unconnected", "detached", wrt=_body.weight)
+def a_step_that_leaves_the_body_out():
+    def step():
+        features = _body(X).detach()  # <- here
+        _head(features).sum().backward()
+
+    return step

@@ -170,6 +170,8 @@ def test_nothing_is_disturbed(fault):
         (lambda: eg.explain(of=X), eg.PlaceError, "needs both tensors"),
         (lambda: eg.explain(of="output", wrt=X), eg.PlaceError, "names no live tensor"),
         (lambda: eg.explain(lambda x: x.sum(), X, wrt="x[7]"), eg.SelectionError, "out of range"),
+        (lambda: eg.explain(lambda: X.sum()), eg.PlaceError, "did not call backward"),
+        (lambda: eg.explain(lambda: X.sum(), wrt="x"), eg.PlaceError, "names no live tensor"),
         (lambda: eg.explain(3, X), eg.FrameworkError, "cannot be called"),
     ],
 )

@@ -87,11 +87,12 @@ def differences(
     position: int,
     dtype: str,
     widths: Sequence[float] = WIDTHS,
+    middle: np.ndarray | None = None,
 ) -> Differences:
     """Move one element both ways, by several widths."""
     here = 0.0 if base is None else float(base.reshape(-1)[position])
     size = SIZES[dtype] * max(1.0, abs(here))
-    middle = sampled.read(_moved(sampled, like, [position], 0.0), of)
+    middle = sampled.read(_moved(sampled, like, [position], 0.0), of) if middle is None else middle
     sizes = [size * part for part in widths]
     pairs = [[sampled.read(_moved(sampled, like, [position], by), of) for by in (h, -h)] for h in sizes]
     slopes = [(up - down) / (2 * h) for h, (up, down) in zip(sizes, pairs, strict=True)]

@@ -49,12 +49,18 @@ def explain(
     if f is None:
         return _live(of, wrt)
     if not args and not kwargs and of is None and backends.holder(f) is None:
-        tensor = None if wrt is None else parsed(wrt).tensor
-        backend = backends.eager(f, tensor)
-        return _from_told(backend.step(f, tensor), backend.name)
+        return _step(f, wrt)
     place, target_place = parsed(wrt), parsed_target(of)
     call = Call(f, args, kwargs)
     return Inquiry(call, place, target_place, probe).diagnosis()
+
+
+def _step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
+    tensor = None if wrt is None else parsed(wrt).tensor
+    if wrt is not None and tensor is None:
+        raise PlaceError(f"wrt={wrt!r} names no live tensor; a step without arguments is asked about a tensor itself")
+    backend = backends.eager(f, tensor)
+    return _from_told(backend.step(f, tensor), backend.name)
 
 
 def _live(of: Any, wrt: Any) -> Diagnosis:

@@ -64,11 +64,12 @@ class Trials:
     def mismatches(self, gradient: np.ndarray) -> bool:
         """Whether the largest of the gradient is clearly not the slope of the values."""
         positions, share = self.seeds
-        sampled, dtype = self._finest()
+        sampled, dtype, value = self._finest()
         base = self._base(None if sampled.dtype is None else dtype)
+        middle = None if value is None else value[positions]
         numbers = None if self.source.met else self.backend.floats(base)
         number = int(np.argmax(np.abs(gradient)))
-        found = differences(sampled, numbers, base, positions, int(self.wrt[number]), dtype, widths=(0.5, 1.0))
+        found = differences(sampled, numbers, base, positions, int(self.wrt[number]), dtype, (0.5, 1.0), middle)
         slopes = [float(share @ side) for side in (found.central, found.left, found.right)]
         slack = 4 * float(np.abs(share) @ found.bound) + APART * max(map(abs, slopes))
         return not min(slopes) - slack <= gradient[number] <= max(slopes) + slack
@@ -98,15 +99,17 @@ class Trials:
     def _sampled(self, dtype: str | None = None) -> Sampled:
         return Sampled(self.call, self.source, self.target, dtype)
 
-    def _finest(self) -> tuple[Sampled, str]:
-        """The function in float64 if it accepts that."""
+    def _finest(self) -> tuple[Sampled, str, np.ndarray | None]:
+        """The function in float64 if it accepts that, and its value."""
         try:
             sampled = self._sampled("float64")
-            if self.backend.dtype(sampled(self._base("float64"))) == "float64":
-                return sampled, "float64"
+            value = sampled(self._base("float64"))
+            if self.backend.dtype(value) == "float64":
+                numbers = self.backend.floats(value)
+                return sampled, "float64", None if numbers is None else numbers.reshape(-1)
         except Exception:  # it is the user's function, and made for another precision
             pass
-        return self._sampled(), self.dtype
+        return self._sampled(), self.dtype, None
 
     def _base(self, dtype: str | None) -> Tensor:
         """The source, or zeros to add to it where the run meets it."""

@@ -8,6 +8,7 @@ import torch
 from elementgrad.backends.torch.explaining.refusals import UNTRACKED, Refused
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.witness import Account, Remark, Told
+from elementgrad.errors import PlaceError
 
 Tensor = torch.Tensor
 NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
@@ -41,6 +42,11 @@ def _untracked(watch: Watch, root: int, target: int) -> Told:
 
 def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
     """What a step that went well did to the gradient of a tensor."""
+    if watch.target is None:
+        raise PlaceError(
+            "the step ran and did not call backward(), so there is nothing to explain; to ask about a function give "
+            "its arguments, as in eg.explain(f, x)"
+        )
     if wrt is None:
         return Told("flows", **NAMES)
     names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
@@ -49,9 +55,7 @@ def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
         if watch.accumulated is not None:
             remark = Remark("accumulated", "its .grad held a gradient before", watch.accumulated)
         return Told("mismatch" if remark else "flows", None, remark, value=watch.gradient, **names)
-    account = Account(watch.steps, root, watch.target if watch.target is not None else root, frozenset(watch.connected))
-    if watch.target is None:
-        return Told("unconnected", account, Remark("unused", "backward() was not called"), **names)
+    account = Account(watch.steps, root, watch.target, frozenset(watch.connected))
     if not wrt.requires_grad:
         return Told("unconnected", account, Remark("not-tracked", "its requires_grad is False"), **names)
     if not wrt.is_leaf and not wrt.retains_grad:

@@ -186,5 +186,29 @@ def _about(run: Run, source: Tensor | None) -> list[Remark]:
 def sample(run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Run a function at other numbers, with the first of them tracked."""
     first = tensors[0]
-    with undisturbed(run.function), Lenient():
-        return run(None if first is None else _passed(first, None), *tensors[1:])
+    forgetful = Forgetful()
+
+    def once() -> Sequence[Tensor]:
+        with undisturbed(run.function), Lenient():
+            return run(None if first is None else _passed(first, None), *tensors[1:])
+
+    try:
+        with forgetful:
+            return once()
+    except Exception:
+        if not forgetful.asked:
+            raise
+    return once()  # the function takes gradients itself
+
+
+class Forgetful(torch.autograd.graph.saved_tensors_hooks):
+    """A graph that keeps no numbers, for a run that nobody goes back through."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        """Whether somebody did."""
+        super().__init__(lambda _: None, self._refuse)
+
+    def _refuse(self, _: Any) -> Tensor:
+        self.asked = True
+        raise RuntimeError("nothing is kept")
