@@ -362,3 +362,12 @@ def a_metric_and_a_loss_that_leave():
 @BROKEN.says("unconnected", None, wrt="x[1]")
 def a_transform_that_nobody_can_look_into():
     return lambda x: torch.func.vmap(lambda row: torch.relu(row.detach()))(x).sum(), torch.tensor([1.0, -9.0])
+
+
+@BROKEN.says("unconnected", "no-rule", wrt="x")
+def a_function_without_a_derivative():
+    def f(x):
+        bins = x // 0.25  # <- here
+        return bins.sum()
+
+    return f, X

@@ -16,7 +16,7 @@ def the_famous_error():
     x = torch.tensor([1.0, 2.0, 3.0])
 
     def step():
-        loss = (x[0] * 2) ** 2
+        loss = (x[0] * 2) ** 2  # <- here
         loss.backward()
 
     return step

@@ -7,7 +7,7 @@ import torch
 
 from elementgrad.backends.torch.explaining.refusals import UNTRACKED, Refused
 from elementgrad.backends.torch.explaining.watch import Watch
-from elementgrad.backends.witness import Account, Remark, Told
+from elementgrad.backends.witness import Account, Remark, Step, Told
 from elementgrad.errors import PlaceError
 
 Tensor = torch.Tensor
@@ -36,8 +36,18 @@ def _untracked(watch: Watch, root: int, target: int) -> Told:
     account = Account(watch.steps, root, target, frozenset(watch.connected))
     remark = None
     if not watch.tracked:
-        remark = Remark("not-tracked", "nothing that the step computes with requires gradients")
+        remark = Remark("not-tracked", "nothing that the step computes with requires gradients", _first(watch, target))
     return Told("unconnected", account, remark, **NAMES)
+
+
+def _first(watch: Watch, target: int) -> Step | None:
+    """The first step that a result is computed from."""
+    needed, first = {target}, None
+    for step in reversed(watch.steps):
+        if step.takes and not needed.isdisjoint(step.gives):
+            needed.update(step.takes)
+            first = step
+    return first
 
 
 def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
