@@ -179,11 +179,7 @@ class JaxTrainer(FunctionalTrainer):
         wanted: Sequence[int],
         has_aux: bool,
     ) -> tuple[Any, list[Array | None]]:
-        ready = self._loss(loss, parts, params, has_aux)
-        names = list(dict.fromkeys(part.tensor.name for part in parts))
-        returned, found = ready.gradient(values, wanted)
-        there = [ready.connected[names.index(parts[number].tensor.name)] for number in wanted]
-        return returned, [one if connected else None for one, connected in zip(found, there, strict=True)]
+        return self._loss(loss, parts, params, has_aux).gradient(values, wanted)
 
     def zeros(self, like: Array) -> Array:
         return jnp.zeros_like(like)
@@ -205,7 +201,8 @@ class JaxTrainer(FunctionalTrainer):
         def call(*new: Array) -> Any:
             return loss(copied(params, dict(zip(arrays, new, strict=True))))
 
-        return Loss(call, list(arrays.values()), patched, has_aux)
+        homes = [list(arrays).index(part.tensor.name) for part in parts]
+        return Loss(call, list(arrays.values()), homes, patched, has_aux)
 
     def _patched(self, name: str, array: Array, parts: Sequence[Any], values: Sequence[Array]) -> Patched:
         mine = [(part, value) for part, value in zip(parts, values, strict=True) if part.tensor.name == name]
