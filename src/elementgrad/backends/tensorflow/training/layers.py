@@ -91,7 +91,7 @@ class Affine:
                 outputs = super().call(inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             _local.linear.pop()
-        outputs = use.weight.tapped(outputs, lambda gradient: use.kernel(inputs, tf.convert_to_tensor(gradient)))
+        outputs = use.weight.paired(outputs, tf.convert_to_tensor(inputs), use.kernel)
         return outputs if self.activation is None else self.activation(outputs)
 
     call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
@@ -144,8 +144,7 @@ def _leaves(layer: Layer) -> list[Any]:
 
 def _role(layer: Layer) -> tuple[type | None, Use]:
     """How a layer uses its weight, if that is known; a class of the user's may do otherwise."""
-    call = type(layer).call
-    if isinstance(layer, keras.layers.Embedding) and call is keras.layers.Embedding.call:
+    if _is(layer, keras.layers.Embedding, "call", "embeddings"):
         weight = weight_of(layer.__dict__.get("_embeddings"))
         if weight is not None:
             rows, columns = coordinates(weight.positions, tuple(weight.tensor.shape)).T
@@ -155,12 +154,12 @@ def _role(layer: Layer) -> tuple[type | None, Use]:
     if weight is None or not weight.tensor.dtype.is_floating:
         return None, Use()
     shape = tuple(weight.tensor.shape)
-    if isinstance(layer, keras.layers.Dense) and call is keras.layers.Dense.call:
+    if _is(layer, keras.layers.Dense, "call", "kernel"):
         rows, columns = coordinates(weight.positions, shape).T
         product = Product(rows, columns, *shape)
         return Affine, Use(weight, lambda x, gradient: product(_flat(x, shape[0]), _flat(gradient, shape[1])))
-    convolves = call in (BaseConv.call, keras.layers.Conv1D.call) and type(layer).convolution_op is _convolution_op
-    if isinstance(layer, BaseConv) and convolves and layer.groups == 1:
+    calls = _is(layer, BaseConv, "call") or _is(layer, keras.layers.Conv1D, "call")
+    if calls and _is(layer, BaseConv, "convolution_op", "kernel") and layer.groups == 1:
         grid = Grid(
             tuple(layer.kernel_size),
             tuple(layer.strides),
@@ -174,7 +173,10 @@ def _role(layer: Layer) -> tuple[type | None, Use]:
     return None, Use()
 
 
-_convolution_op = BaseConv.convolution_op
+def _is(layer: Layer, known: type, *members: str) -> bool:
+    """Whether a layer is of a class of Keras's, and has these of it as they are there."""
+    kind = type(layer)
+    return issubclass(kind, known) and all(getattr(kind, name) is getattr(known, name) for name in members)
 
 
 def _flat(x: Tensor, width: int) -> Tensor:

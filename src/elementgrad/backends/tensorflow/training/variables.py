@@ -60,9 +60,9 @@ def _change(variable: Variable, kind: type, note: Part | Weight) -> None:
 
 
 def _after_leaf(leaf: Variable, before: Any) -> None:
-    part = leaf.__dict__[NOTE]
+    part: Part = leaf.__dict__[NOTE]
     if part.weight is not None:
-        part.weight.push()
+        part.push()
 
 
 def _after_weight(tensor: Variable, before: Any) -> None:
