@@ -12,7 +12,7 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 
 from elementgrad.backends.tensorflow.training.correlations import Correlation, Grid
 from elementgrad.backends.tensorflow.training.entries import Lookup, Product
-from elementgrad.backends.tensorflow.training.freezing import frozen
+from elementgrad.backends.tensorflow.training.freezing import ask, frozen
 from elementgrad.backends.tensorflow.training.variables import weight_of
 from elementgrad.backends.tensorflow.training.weight import Weight, coordinates
 
@@ -38,6 +38,7 @@ class Frozen:
         if name == "trainable":
             # The layer is trainable already, though its variables are not, and Keras would leave it at that.
             type(self).trainable.__set__(self, value)
+            ask(self.weights, bool(value))
         else:
             super().__setattr__(name, value)
 
@@ -83,7 +84,7 @@ class Affine:
     def call(self: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ever."""
         use: Use = self.__dict__[NOTE]
-        if use.weight is None or not tf.is_tensor(inputs) or not isinstance(inputs, (tf.Tensor, tf.Variable)):
+        if use.weight is None or not _followed(inputs):
             return super().call(inputs, *args, **kwargs)  # type: ignore[misc]
         _local.linear.append(self)
         try:
@@ -103,8 +104,7 @@ class Looking:
     def call(self: Any, inputs: Tensor) -> Tensor:
         """As ever, but read from the table itself: it is never copied."""
         use: Use = self.__dict__[NOTE]
-        plain = not isinstance(inputs, (tf.Tensor, tf.Variable)) or self.lora_enabled
-        if use.weight is None or plain or in_stateless_scope():  # where another table may be lent
+        if use.weight is None or self.lora_enabled or not _followed(inputs):
             return super().call(inputs)  # type: ignore[misc]
         ids = tf.convert_to_tensor(inputs)
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
@@ -118,6 +118,11 @@ class Looking:
         return tf.cast(use.weight.tapped(rows, entries), self.compute_dtype)
 
     call.autograph_info__ = None  # type: ignore[attr-defined]
+
+
+def _followed(inputs: Any) -> bool:
+    """Whether a layer is called in the usual way: with a dense tensor, and not where other variables are lent to it."""
+    return isinstance(inputs, (tf.Tensor, tf.Variable)) and not in_stateless_scope()
 
 
 def dress(layer: Layer) -> None:

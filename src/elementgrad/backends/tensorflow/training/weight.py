@@ -97,6 +97,15 @@ class Weight:
         """The value for any use of it: the elements are gathered from its gradient, which lives no longer."""
         return self.tapped(tf.convert_to_tensor(self.tensor), self._gathered)
 
+    def lent(self, value: Tensor, scope: Any) -> Tensor:
+        """A value that stands for the variable, with those that stand for its leaves, as in `model.stateless_call`."""
+        for part in self.parts:
+            leaf = scope.get_current_value(part.leaf)
+            if leaf is not None:
+                leaf = tf.cast(leaf, value.dtype)
+                value = tf.tensor_scatter_nd_update(value, part.index, leaf) if value.shape.rank else leaf[0]
+        return value
+
     def tapped(self, value: Tensor, entries: Callable[[Any], Tensor]) -> Tensor:
         """A value as it is; `entries` makes the gradients of all elements of that of the value."""
 
