@@ -51,9 +51,9 @@ class Patched:
         """The array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
 
-    def changes(self) -> Array:
-        """How far the values are from what they were."""
-        return self.values - taken(self.array, self.positions)
+    def changes(self, dtype: Any) -> Array:
+        """How far the values are from what they were, as exactly as a dtype has it."""
+        return self.values.astype(dtype) - taken(self.array, self.positions).astype(dtype)
 
     def moved(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "Patched":
         """The same elements, or some of them, elsewhere in an array that was made by moving elements."""

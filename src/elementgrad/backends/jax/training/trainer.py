@@ -137,15 +137,14 @@ class JaxTrainer(FunctionalTrainer):
     def lasting(self, tensor: Leaf) -> Array:
         return tensor.array
 
-    def assign(self, part: Any, value: Any, place: str) -> None:
-        value = self.fitting(part, value, place)
+    def keepable(self, part: Any, value: Array, place: str) -> Array:
         if value.dtype != part.leaf.dtype:
             raise OptionError(f"the value for {place} is {value.dtype} and would be rounded; give {part.leaf.dtype}")
         if isinstance(value, jax.core.Tracer):
             raise FrameworkError(
                 f"the value for {place} is being traced; return it from the jitted function and assign it outside"
             )
-        part.leaf = jnp.array(value)
+        return jnp.array(value)
 
     def value(self, part: Any) -> Array:
         return jnp.array(part.leaf)  # a copy, which may be donated
@@ -191,8 +190,7 @@ class JaxTrainer(FunctionalTrainer):
         return self._loss(loss, parts, None, False).uses(values)
 
     def _loss(self, loss: Callable[[Any], Any], parts: Sequence[Any], params: Any, has_aux: bool) -> Loss:
-        if not callable(loss):
-            raise FrameworkError(f"{type(loss).__name__} is no loss; give a function of the parameters")
+        self.check_function(loss, text.listed([part.tensor.name for part in parts]))
         params, arrays = self._given(parts, params)
 
         def patched(values: Sequence[Array]) -> list[Patched]:
