@@ -63,6 +63,17 @@ def test_whole_models_are_saved_and_copied_as_plain_ones(tmp_path):
     assert len(keras.models.clone_model(model).trainable_variables) == len(tagger().trainable_variables)
 
 
+def test_old_formats_hold_the_variables_of_the_plain_model(tmp_path):
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(5, name="a")], name="inner")
+    model = keras.Sequential([keras.Input((4,)), inner, layers.Dense(3, name="b")])
+    eg.trainable(model, ["inner/a/kernel[0, 0]", "b/bias"])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
+    model.save(tmp_path / "model.h5")
+    loaded = keras.models.load_model(tmp_path / "model.h5", compile=False)
+    assert all(map(np.array_equal, loaded.get_weights(), model.get_weights()))
+
+
 def test_values_written_by_hand_count():
     model = tagger()
     elements = eg.trainable(model, ["head/kernel[:, 1]", "head/bias[0]"])

@@ -37,9 +37,16 @@ class JaxPart(Part):
 
     tensor: Leaf
 
-    def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array, steady: bool):
+    def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array):
         self.tensor, self.positions, self.leaf, self.originals = leaf, positions, values, originals
-        self.steady = steady
+        self.limit = _limit(leaf.array)
+        self.steady = self.steady_in(leaf.array)
+
+    def steady_in(self, array: Array) -> bool:
+        """Whether adding a change to the elements of an array leaves nothing of them behind."""
+        sizes = np.abs(_wide(_read(array, self.positions)))
+        limit = self.limit if array is self.tensor.array else _limit(array)
+        return bool(np.isfinite(sizes).all() and (sizes <= limit).all())
 
 
 class JaxTrainer(FunctionalTrainer):
@@ -124,7 +131,7 @@ class JaxTrainer(FunctionalTrainer):
                 f"the patch keeps values of {tensor.name} in {kept}; give dtype=jnp.float32, or allow 64 bits by "
                 'jax.config.update("jax_enable_x64", True)'
             )
-        return JaxPart(tensor, positions, jnp.asarray(now.astype(kept)), jnp.asarray(held), _steady(tensor, held))
+        return JaxPart(tensor, positions, jnp.asarray(now.astype(kept)), jnp.asarray(held))
 
     def restore(self, part: Any) -> None:
         part.leaf = part.originals.astype(part.leaf.dtype)
@@ -206,7 +213,12 @@ class JaxTrainer(FunctionalTrainer):
         mine = [(part, value) for part, value in zip(parts, values, strict=True) if part.tensor.name == name]
         positions = np.concatenate([part.positions for part, _ in mine])
         together = jnp.concatenate([value.astype(array.dtype) for _, value in mine])
-        return Patched(array, together, positions, name, all(part.steady for part, _ in mine))
+        if array is mine[0][0].tensor.array:
+            return Patched(array, together, positions, name, all(part.steady for part, _ in mine))
+        if not isinstance(array, jax.core.Tracer):
+            return Patched(array, together, positions, name, all(part.steady_in(array) for part, _ in mine))
+        limit = mine[0][0].limit
+        return Patched(array, together, positions, name, limit > 0 and all(part.steady for part, _ in mine), limit)
 
     def _given(self, parts: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
         """The parameters to patch: those that were given at first, or others of the same names and shapes."""
@@ -241,12 +253,14 @@ def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), jnp.dtype(numbers.dtype))
 
 
-def _steady(leaf: Leaf, held: np.ndarray) -> bool:
-    """Whether elements are of the size of the others, so that adding a change to one leaves nothing of it behind."""
-    size = int(np.prod(leaf.shape))
-    sample = _read(leaf.array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
-    wide = np.complex128 if sample.dtype.kind == "c" else np.float64
-    sizes, own = np.abs(sample.astype(wide)), np.abs(held.astype(wide))
+def _wide(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _limit(array: Array) -> float:
+    """How large an element may be to be of the size of the others."""
+    size = int(np.prod(array.shape))
+    sample = _read(array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
+    sizes = np.abs(_wide(sample))
     sizes = sizes[np.isfinite(sizes)]
-    usual = float(np.median(sizes)) if len(sizes) else 0.0
-    return bool(np.isfinite(own).all() and (own <= OUTSTANDING * usual).all())
+    return OUTSTANDING * float(np.median(sizes)) if len(sizes) else 0.0

@@ -53,8 +53,10 @@ class Holding(Frozen):
 
     @property
     def trainable_weights(self: Any) -> list[Any]:
-        """The same: the optimizer gets these."""
-        return super().trainable_weights + _leaves(self)  # type: ignore[misc]
+        """The same for the model that is fitted: the optimizer gets these, and old formats of files those of layers."""
+        weights = [weight_of(variable) for variable in self.weights]
+        fitted = any(weight is not None and id(self) in weight.roots for weight in weights)
+        return super().trainable_weights + (_leaves(self) if fitted else [])  # type: ignore[misc]
 
     def __reduce__(self: Any) -> Any:
         made: Any = super().__reduce__()

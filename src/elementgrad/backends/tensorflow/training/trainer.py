@@ -118,6 +118,7 @@ class KerasTrainer(Trainer):
         changed = list({id(part.weight): part.weight for part in parts}.values())
         for weight in changed:
             weight.layers |= {id(layer): layer for _, layer in self._named._layers()}
+            weight.roots[id(self._root)] = self._root
         for part in parts:
             part.push()
         self._renew(changed)

@@ -68,6 +68,8 @@ class Weight:
         self.parts: list[Part] = []
         self.layers: dict[int, Any] = {}
         """The layers that know about it."""
+        self.roots: dict[int, Any] = {}
+        """The models that elements were named in, which are fitted."""
 
     def arrange(self) -> None:
         """Make ready for the parts there are."""
