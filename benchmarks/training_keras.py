@@ -14,7 +14,8 @@ import elementgrad as eg
 from benchmarks.harness import Row
 
 ROWS, WIDTH, NAMED, BATCH, LENGTH = 100_000, 256, 10, 32, 10
-STEP_BOUND, FIT_BOUND, HEAD_BOUND = 0.01, 1.1, 1.5
+STEP_BOUND, FIT_BOUND, HEAD_BOUND, DENSE_BOUND = 0.01, 1.1, 1.5, 1.0
+INTO, OUT, EXAMPLES, COUNTS = 768, 3072, 1024, (1, 100, 1000)
 
 
 def tensorflow_rows() -> Iterator[Row]:
@@ -25,6 +26,37 @@ def tensorflow_rows() -> Iterator[Row]:
     yield Row(name, ours, _step(_model(), tokens, masked=True), "dense gradient with a mask", STEP_BOUND, repeats=5)
     yield Row(name, ours, _step(_model(), tokens, masked=False), "IndexedSlices, every row seen", STEP_BOUND, repeats=5)
     yield from fits(tokens)
+    yield from dense()
+
+
+def dense() -> Iterator[Row]:
+    """Forward and back through one dense layer, to its input and to some elements or all of its kernel."""
+    import keras
+    import tensorflow as tf
+
+    x = tf.constant(np.random.default_rng(0).standard_normal((EXAMPLES, INTO)).astype(np.float32))
+
+    def made() -> Any:
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((INTO,)), keras.layers.Dense(OUT, name="dense")])
+
+    def back(model: Any, variables: Any) -> Callable[[], object]:
+        @tf.function
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(tf.square(model(x)))
+            return tape.gradient(loss, [x, *variables])
+
+        return step
+
+    plain = made()
+    for count in COUNTS:
+        model, at = made(), np.sort(np.random.default_rng(0).choice(INTO * OUT, count, replace=False))
+        elements = eg.trainable(model, eg.at("dense/kernel")[np.unravel_index(at, (INTO, OUT))])
+        ours, all_ = back(model, elements.variables), back(plain, [plain.layers[0].kernel])
+        np.testing.assert_allclose(ours()[1], np.reshape(all_()[1], -1)[at], rtol=1e-3, atol=1e-2)  # type: ignore[index]
+        yield Row(f"keras dense {INTO}x{OUT}, k={count}", ours, all_, "dense gradient", DENSE_BOUND)
 
 
 def fits(tokens: np.ndarray) -> Iterator[Row]:

@@ -15,8 +15,8 @@ Case = tuple[Any, Callable[[Any], Any]]
 class Ranked:
     """One framework."""
 
-    scores: Any
-    """The module of the backend that ranks."""
+    pieces: Any
+    """The module that says how many elements are looked at together."""
     models: dict[str, Callable[[], Case]]
 
     def parameters(self, model: Any) -> dict[str, np.ndarray]:

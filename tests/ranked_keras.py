@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from elementgrad.backends.tensorflow import scores
+from elementgrad.backends import ranks
 from elementgrad.backends.tensorflow.model import KerasModel
 from tests import keras_models
 from tests.ranked import Ranked
@@ -105,7 +105,7 @@ MODELS = {case.__name__: case for case in (mlp, conv, gru, attention, frozen, sp
 class RankedKeras(Ranked):
     """TensorFlow."""
 
-    scores = scores
+    pieces = ranks
     models = MODELS
 
     def parameters(self, model):

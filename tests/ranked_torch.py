@@ -120,7 +120,7 @@ MODELS = {
 class RankedTorch(Ranked):
     """PyTorch."""
 
-    scores = scores
+    pieces = scores
     models = MODELS
 
     def parameters(self, model):

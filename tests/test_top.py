@@ -66,7 +66,7 @@ def test_made_models(framework, data):
 
     k = data.draw(st.integers(1, sum(x.size for x in framework.parameters(model).values())))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(framework.scores, "PIECE", data.draw(st.integers(1, 5)))
+        patch.setattr(framework.pieces, "PIECE", data.draw(st.integers(1, 5)))
         patch.setattr(ranking, "ROOM", data.draw(st.integers(0, 3)))
         assert_best(framework, model, loss_fn, k, by)
 
@@ -76,7 +76,7 @@ def test_made_models(framework, data):
 def test_the_largest_of_a_tensor_and_the_first_of_equal_ones(framework, values, count, piece, floor):
     x = framework.tensor(np.float32(values))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(framework.scores, "PIECE", piece)
+        patch.setattr(framework.pieces, "PIECE", piece)
         sizes, positions = backends.find(x).largest(x, count, floor, None)
     order = sorted((i for i in range(len(x)) if abs(values[i]) >= floor), key=lambda i: (-abs(values[i]), i))[:count]
     assert positions.tolist() == sorted(order)

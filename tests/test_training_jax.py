@@ -233,6 +233,18 @@ def test_half_precision_has_masters():
     assert eg.trainable(params, SOME, dtype="float64").values[SOME[0]].dtype == jnp.float64
 
 
+def test_products_of_half_precision_lose_nothing_to_the_change():
+    kernel = jnp.ones((6, 8), jnp.bfloat16).at[2, 3].set(1.0078125)
+    elements = eg.trainable({"w": kernel}, "w[2, 3]")
+    values = {"w[2, 3]": jnp.array([0.010009765625], jnp.float32)}  # as it is in bfloat16
+    pick = jnp.zeros((1, 6), jnp.bfloat16).at[0, 2].set(1)
+
+    def loss(p):
+        return jnp.matmul(pick, p["w"], preferred_element_type=jnp.float32)[0, 3]
+
+    np.testing.assert_allclose(elements.value_and_grad(loss, values)[0], values["w[2, 3]"][0], rtol=1e-5)
+
+
 def test_two_names_of_one_array_are_two_parameters():
     zeros = jnp.zeros(3)
     elements = eg.trainable({"a": zeros, "b": zeros}, ["a[0]", "b[0]"])

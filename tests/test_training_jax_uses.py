@@ -139,7 +139,14 @@ BAD = {
         eg.OptionError,
         r"give float32 of shape \(4,\)",
     ),
-    "a number": (lambda p: eg.trainable(p, SMALL).grad(3.0), eg.FrameworkError, "float is no loss"),
+    "a number": (lambda p: eg.trainable(p, SMALL).grad(3.0), eg.FrameworkError, "is float; give a function"),
+    "no losses": (lambda p: eg.trainable(p, SMALL).grad({}), eg.PlaceError, "no losses are given"),
+    "a loss for nobody": (lambda p: eg.trainable(p, SMALL).grad({(): small_loss}), eg.PlaceError, "given to no place"),
+    "a routed number": (
+        lambda p: eg.trainable(p, SMALL).grad({"table[3]": 1.0}),
+        eg.FrameworkError,
+        r"the loss for table\[3\] is float",
+    ),
     "a vector": (lambda p: eg.trainable(p, SMALL).grad(lambda p: p["table"][0]), eg.OptionError, "return one number"),
     "unconnected": (
         lambda p: eg.trainable(p, SMALL).grad(lambda p: p["table"].sum()),
@@ -164,6 +171,18 @@ def test_refusals(case):
     run, error, says = BAD[case]
     with pytest.raises(error, match=says):
         run(small())
+
+
+def test_values_are_assigned_all_or_none():
+    elements = eg.trainable(small(), SMALL)
+    first, *others = elements.values
+    given = {first: elements.values[first] + 1} | {
+        place: np.asarray(elements.values[place], np.float16) for place in others
+    }
+    before = elements.values
+    with pytest.raises(eg.OptionError, match="would be rounded"):
+        elements.values = given
+    assert_same(elements.values, before)
 
 
 def test_modules_of_pytorch_have_no_values():

@@ -63,6 +63,17 @@ def test_whole_models_are_saved_and_copied_as_plain_ones(tmp_path):
     assert len(keras.models.clone_model(model).trainable_variables) == len(tagger().trainable_variables)
 
 
+def test_old_formats_hold_the_variables_of_the_plain_model(tmp_path):
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(5, name="a")], name="inner")
+    model = keras.Sequential([keras.Input((4,)), inner, layers.Dense(3, name="b")])
+    eg.trainable(model, ["inner/a/kernel[0, 0]", "b/bias"])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
+    model.save(tmp_path / "model.h5")
+    loaded = keras.models.load_model(tmp_path / "model.h5", compile=False)
+    assert all(map(np.array_equal, loaded.get_weights(), model.get_weights()))
+
+
 def test_values_written_by_hand_count():
     model = tagger()
     elements = eg.trainable(model, ["head/kernel[:, 1]", "head/bias[0]"])
@@ -133,3 +144,30 @@ def test_a_second_call_adds_places_and_others_train_beside():
     }
     second.release()
     assert all(variable.trainable for variable in model.weights)
+
+
+def test_what_is_frozen_meanwhile_stays_so():
+    model = tagger()
+    elements = eg.trainable(model, PLACES)
+    model.get_layer("head").trainable = False
+    elements.release()
+    assert not any(variable.trainable for variable in model.get_layer("head").weights)
+    assert all(variable.trainable for variable in model.get_layer("table").weights)
+
+
+def test_stateless_calls_take_the_values_that_they_are_given():
+    model = tagger("float64")
+    eg.trainable(model, ["table/embeddings[2]", "head/kernel[:, 1]"])
+    given = [variable.value + 1 for variable in model.trainable_variables]
+    fixed = [variable.value for variable in model.non_trainable_variables]
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        lent = tf.reduce_sum(model.stateless_call(given, fixed, TOKENS)[0] ** 2)
+    found = tape.gradient(lent, given)
+    for variable, value in zip(model.trainable_variables, given, strict=True):
+        variable.assign(value)
+    with tf.GradientTape() as tape:
+        held = tf.reduce_sum(model(TOKENS) ** 2)
+    np.testing.assert_allclose(lent, held, rtol=1e-12)
+    for one, other in zip(found, tape.gradient(held, model.trainable_variables), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)

@@ -29,6 +29,22 @@ class Scaled(layers.Layer):
         return x @ self.scale + tf.reduce_sum(self.scale * self.scale, 0) + tf.gather(self.scale, [1])
 
 
+class Doubled(layers.Dense):
+    """A layer of Keras's whose kernel a user has made another one of."""
+
+    @property
+    def kernel(self):
+        return 2 * self._kernel
+
+
+class DoubledRows(layers.Embedding):
+    """Likewise."""
+
+    @property
+    def embeddings(self):
+        return 2 * self._embeddings
+
+
 def dense(**options):
     return layers.Dense(4, "tanh", name="layer", **options), RNG.normal(size=(6, 5)), "kernel"
 
@@ -46,6 +62,9 @@ def tokens():
 LAYERS = {
     "dense": lambda: dense(),
     "dense of sequences": lambda: (layers.Dense(4, name="layer"), RNG.normal(size=(2, 3, 5)), "kernel"),
+    "dense of integers": lambda: (layers.Dense(4, name="layer"), RNG.integers(0, 9, (6, 5)), "kernel"),
+    "doubled kernel": lambda: (Doubled(4, name="layer"), RNG.normal(size=(6, 5)), "kernel"),
+    "doubled rows": lambda: (DoubledRows(12, 6, name="layer"), tokens(), "embeddings"),
     "bias": lambda: (*dense()[:2], "bias"),
     "embedding": lambda: (layers.Embedding(12, 6, name="layer"), tokens(), "embeddings"),
     "conv1d": lambda: convolution(1),
@@ -133,6 +152,32 @@ def test_gradients_are_entries_of_the_dense_gradient(case, way, monkeypatch):
             np.testing.assert_allclose(again, loss, rtol=tolerance)
             for place, gradient in zip(elements, found, strict=True):
                 assert_entries(gradient, expected, place, tolerance)
+
+
+@pytest.mark.parametrize("case", ["dense", "conv2d same", "embedding"])
+def test_losses_that_are_made_of_gradients(case, monkeypatch):
+    """As in a penalty on the gradient: what reaches the input depends on the elements too."""
+    for (module, name), cost in WAYS["gathered"].items():
+        monkeypatch.setattr(module, name, cost)
+    model, x, name = built(case, "float64")
+    layer = model.get_layer("layer")
+    scale = tf.Variable(1.5, dtype="float64")
+    inner = x if x.dtype.is_integer else tf.Variable(x)
+
+    def slopes(variables):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.sin(scale * layer(inner)) ** 2)
+            slopes = tape.gradient(loss, [scale] if x.dtype.is_integer else [scale, inner])
+            penalty = tf.add_n([tf.reduce_sum(slope**3) for slope in slopes])
+        return [tf.convert_to_tensor(gradient) for gradient in outer.gradient(penalty, variables)]
+
+    expected = slopes([variable_of(model, name)])[0].numpy()
+    elements = eg.trainable(model, eg.at(name).coords(chosen(expected.shape, 5)))
+    plain = partial(slopes, elements.variables)
+    for run in (plain, tf.function(plain, autograph=False)):
+        (found,) = run()
+        assert_entries(found, expected, elements.places[0], 1e-12)
 
 
 @settings(max_examples=counts(30))

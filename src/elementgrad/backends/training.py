@@ -143,8 +143,8 @@ class FunctionalTrainer(Trainer):
         """A part's values, in one row that is the caller's own."""
 
     @abstractmethod
-    def assign(self, part: Part, value: Any, place: str) -> None:
-        """Let a part have other values from now on."""
+    def keepable(self, part: Part, value: Tensor, place: str) -> Tensor:
+        """A copy of a value that fits a part, for it to have from now on; an error where it would be rounded."""
 
     @abstractmethod
     def fitting(self, part: Part, value: Any, place: str) -> Tensor:
@@ -191,6 +191,11 @@ class FunctionalTrainer(Trainer):
     def stop(self, parts: Sequence[Part]) -> NoReturn:
         """There is nothing to stop."""
         raise FrameworkError("these parameters were never changed and need no release; elements.merge() has the values")
+
+    def check_function(self, loss: Any, of: str) -> None:
+        """Refuse what is no function that gives a loss."""
+        if not callable(loss):
+            raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a function of the parameters")
 
     def check_loss(self, loss: Tensor, of: str) -> NoReturn:
         """Refuse a loss, whichever it is."""

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from elementgrad.backends.training import FunctionalTrainer, Trainer, UseOf
-from elementgrad.errors import FrameworkError, OptionError, PlaceError, UnconnectedError
+from elementgrad.errors import FrameworkError, OptionError, PlaceError
 from elementgrad.text import listed, nearest, table
 from elementgrad.train.ledger import Ledger, Mark
-from elementgrad.train.named import named, require_disjoint
-from elementgrad.train.routing import heard_by
+from elementgrad.train.routing import routes, unconnected
 
 Tensor = Any
 Values = dict[str, Tensor]
@@ -75,8 +74,10 @@ class Functional:
     def values(self, values: Mapping[str, Tensor]) -> None:
         trainer = self._functional("values", "write to what elements.parameters() gives")
         self._require_training()
-        for member, value in zip(self._members, self._checked(values), strict=True):
-            trainer.assign(member.part, value, str(member.place))
+        given = zip(self._members, self._checked(values), strict=True)
+        kept = [trainer.keepable(member.part, value, str(member.place)) for member, value in given]
+        for member, value in zip(self._members, kept, strict=True):
+            member.part.leaf = value
 
     def merge(self, values: Mapping[str, Tensor] | None = None, *, params: Any = None) -> Any:
         """The parameters with the values in them, in the structure in which they were given; modules are copies.
@@ -147,7 +148,7 @@ class Functional:
         returned, found = trainer.gradient(loss_fn, parts, self._checked(values), params, range(len(parts)), has_aux)
         for member, gradient in zip(self._members, found, strict=True):
             if gradient is None:
-                raise _unconnected(member.place, member.name)
+                raise unconnected(member.place, member.name)
         return returned, {str(member.place): each for member, each in zip(self._members, found, strict=True)}
 
     def plan(self, loss_fn: Callable[[Any], Any]) -> Uses:
@@ -171,24 +172,18 @@ class Functional:
         trainer = self._functional("grad", "elements.backward takes {place: loss}")
         self._require_training()
         given = self._checked(values)
-        routes = []
-        for key, loss in losses.items():
-            routes += [(named(trainer, place), loss) for place in (key if isinstance(key, tuple) else (key,))]
-        require_disjoint([asked for asked, _ in routes])
-        heard = [(asked, loss, heard_by(asked, self._members)) for asked, loss in routes]
         parts = [member.part for member in self._members]
         numbers = {id(member): number for number, member in enumerate(self._members)}
         total = [trainer.zeros(value) for value in given]
-        for loss in {id(loss): loss for _, loss, _ in heard}.values():
-            mine = [(asked, *each) for asked, other, found in heard if other is loss for each in found]
+        for loss, mine in routes(trainer, self._members, losses, trainer.check_function):
             wanted = list(dict.fromkeys(numbers[id(member)] for _, member, _ in mine))
             _, gradients = trainer.gradient(loss, parts, given, params, wanted, False)
             for asked, member, chosen in mine:
-                gradient = gradients[wanted.index(numbers[id(member)])]
+                number = numbers[id(member)]
+                gradient = gradients[wanted.index(number)]
                 if gradient is None:
-                    raise _unconnected(asked.place, member.name)
-                before = total[numbers[id(member)]]
-                total[numbers[id(member)]] = trainer.joined(before, gradient, chosen)
+                    raise unconnected(asked.place, member.name)
+                total[number] = trainer.joined(total[number], gradient, chosen)
         return {str(member.place): each for member, each in zip(self._members, total, strict=True)}
 
     def _checked(self, values: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
@@ -231,7 +226,3 @@ class Functional:
 
     def _require_training(self) -> None:
         raise NotImplementedError
-
-
-def _unconnected(place: Any, name: str) -> UnconnectedError:
-    return UnconnectedError(f"the loss for {place} does not depend on {name}; give one that is computed with it")

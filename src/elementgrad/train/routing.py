@@ -1,16 +1,42 @@
 """Losses to the elements that are to hear them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad.place import Place
 from elementgrad.text import listed
 from elementgrad.train.named import Named, named, require_disjoint
 
 Tensor = Any
+
+
+Hearing = tuple[Named, Any, np.ndarray]
+"""A place, a member that has elements of it, and which of the member's these are."""
+
+
+def routes(
+    trainer: Trainer, members: Sequence[Any], losses: Mapping[Any, Any], check: Callable[[Any, str], None]
+) -> list[tuple[Any, list[Hearing]]]:
+    """Each loss once, with all that hear it; `check` refuses what is no loss."""
+    found: list[tuple[Named, Any]] = []
+    for key, loss in losses.items():
+        places = [named(trainer, place) for place in (key if isinstance(key, tuple) else (key,))]
+        if not places:
+            raise PlaceError("a loss is given to no place; name one, or leave it out")
+        check(loss, ", ".join(str(asked.place) for asked in places))
+        found += [(asked, loss) for asked in places]
+    if not found:
+        raise PlaceError("no losses are given; write {place: loss}, or give one loss for all places")
+    require_disjoint([asked for asked, _ in found])
+    hearing: dict[int, tuple[Any, list[Hearing]]] = {}
+    for asked, loss in found:
+        here = [(asked, member, chosen) for member, chosen in _heard_by(asked, members)]
+        hearing.setdefault(id(loss), (loss, []))[1].extend(here)
+    return list(hearing.values())
 
 
 def routed(
@@ -23,36 +49,26 @@ def routed(
     """What each member hears: its part, a gradient of it, and which elements of that are meant."""
     if not isinstance(losses, Mapping):
         losses = {tuple([member.place for member in members]): losses}
-    routes = []
-    for key, loss in losses.items():
-        places = [named(trainer, place) for place in (key if isinstance(key, tuple) else (key,))]
-        if not places:
-            raise PlaceError("a loss is given to no place; name one, or leave it out")
-        trainer.check_loss(loss, ", ".join(str(asked.place) for asked in places))
-        routes += [(asked, loss) for asked in places]
-    if not routes:
-        raise PlaceError("no losses are given; write {place: loss}, or give one loss for all places")
-    require_disjoint([asked for asked, _ in routes])
-    hearing = [(loss, asked, heard_by(asked, members)) for asked, loss in routes]
-    distinct = {id(loss): loss for loss, _, _ in hearing}
+    distinct = routes(trainer, members, losses, trainer.check_loss)
     trainer.check_tape(tape, len(distinct))
     gradients = []
-    for number, loss in enumerate(distinct.values()):
-        mine = [(asked, member, chosen) for other, asked, heard in hearing if other is loss for member, chosen in heard]
+    for number, (loss, mine) in enumerate(distinct, 1):
         parts = list({id(member): member.part for _, member, _ in mine}.values())
-        last = number + 1 == len(distinct) and not keep
-        found = trainer.gradients(loss, parts, last, tape)
+        found = trainer.gradients(loss, parts, number == len(distinct) and not keep, tape)
         for asked, member, chosen in mine:
             gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
             if gradient is None:
-                raise UnconnectedError(
-                    f"the loss for {asked.place} does not depend on {member.name}; give one that was computed with it"
-                )
+                raise unconnected(asked.place, member.name)
             gradients.append((member.part, gradient, chosen))
     return gradients
 
 
-def heard_by(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
+def unconnected(place: Place, name: str) -> UnconnectedError:
+    """The error for a loss that no element of a parameter can hear."""
+    return UnconnectedError(f"the loss for {place} does not depend on {name}; give one that is computed with it")
+
+
+def _heard_by(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
     """Which members have the elements of a place, and which of theirs these are."""
     there = [member for member in members if member.tensor is asked.tensor]
     found = [(member, np.flatnonzero(np.isin(member.positions, asked.positions))) for member in there]

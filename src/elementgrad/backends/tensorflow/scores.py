@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
 
 from elementgrad.backends import ranks
+from elementgrad.backends.groups import grouped
 from elementgrad.backends.tensorflow.model import KerasModel
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.sharing import Turns
@@ -35,7 +36,8 @@ def slopes(
     """
     if not tf.executing_eagerly():
         raise FrameworkError("elements are ranked before a function is compiled; call this outside of tf.function")
-    groups = _groups(parameters)
+    sizes = {name: parameter.shape.num_elements() for name, parameter in parameters.items()}
+    groups = [{name: parameters[name] for name in group} for group in grouped(sizes)]
     before: list[float] = []
     reached: set[int] = set()
     for number, group in enumerate(groups):
@@ -161,7 +163,7 @@ def _tapped(name: str, parameter: Tensor, takers: list[Give]) -> Tensor:
 
 
 def _from_list(
-    taped: _Taped, groups: list[Mapping[str, Tensor]], losses: list[Tensor], squared: bool, give: Give
+    taped: _Taped, groups: Sequence[Mapping[str, Tensor]], losses: list[Tensor], squared: bool, give: Give
 ) -> None:
     if not squared or sum(loss.shape.num_elements() for loss in losses) == 1:  # the largest square is of the largest
         taped.back(losses, None, lambda name, gradient: give(name, tf.convert_to_tensor(gradient)))
@@ -237,17 +239,6 @@ def _sum(group: Mapping[str, Tensor], samples: Iterable[Sample], squared: bool, 
         del taped, loss
     for name in list(sums):
         give(name, tf.convert_to_tensor(sums.pop(name)))
-
-
-def _groups(parameters: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-    """Neighbours together, up to the size of the largest, which must be held in any case."""
-    sizes = {name: parameter.shape.num_elements() for name, parameter in parameters.items()}
-    groups: list[dict[str, Tensor]] = [{}]
-    for name, parameter in parameters.items():
-        if sum(sizes[other] for other in groups[-1]) + sizes[name] > max(sizes.values()):
-            groups.append({})
-        groups[-1][name] = parameter
-    return list(groups)
 
 
 def _pieces(x: Tensor) -> Iterator[np.ndarray]:

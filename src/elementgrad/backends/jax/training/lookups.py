@@ -82,6 +82,7 @@ class _Block:
         """What was looked up, axes of rows first, with the values where rows with patched elements were hit."""
         key, valid = jnp.zeros((), jnp.int32), jnp.ones((), bool)
         for along, size in zip(given, self._sizes, strict=True):
+            along = along if along.dtype.itemsize >= 4 else along.astype(jnp.int32)  # may not hold the size
             along = jnp.clip(along, 0, size - 1) if clipped else along
             valid &= (along >= 0) & (along < size)
             key = key * size + along.astype(jnp.int32)

@@ -17,7 +17,9 @@ class Patched:
     The values are the only part that is ever differentiated; the array is what the user's parameters hold.
     """
 
-    def __init__(self, array: Array, values: Array, positions: np.ndarray, name: str, steady: bool):
+    def __init__(
+        self, array: Array, values: Array, positions: np.ndarray, name: str, steady: bool, limit: float | None = None
+    ):
         self.array = array
         self.values = values
         """In the dtype of the array, one for each position."""
@@ -27,10 +29,12 @@ class Patched:
         """What the parameter is called that it comes from."""
         self.steady = steady
         """Whether values may be put in by adding how far they are from what they were."""
+        self.limit = limit
+        """How large they may have been for that, where nobody could look: a larger one gives NaN, no wrong number."""
 
     def tree_flatten(self) -> tuple[tuple[Array, Array], Any]:
         """As JAX asks for it."""
-        return (self.array, self.values), (self.positions, self.name, self.steady)
+        return (self.array, self.values), (self.positions, self.name, self.steady, self.limit)
 
     @classmethod
     def tree_unflatten(cls, kept: Any, arrays: Any) -> "Patched":
@@ -51,14 +55,16 @@ class Patched:
         """The array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
 
-    def changes(self) -> Array:
-        """How far the values are from what they were."""
-        return self.values - taken(self.array, self.positions)
+    def changes(self, dtype: Any) -> Array:
+        """How far the values are from what they were, as exactly as a dtype has it."""
+        before = taken(self.array, self.positions).astype(dtype)
+        changes = self.values.astype(dtype) - before
+        return changes if self.limit is None else changes * jnp.where(jnp.abs(before) <= self.limit, 1, jnp.nan)
 
     def moved(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "Patched":
         """The same elements, or some of them, elsewhere in an array that was made by moving elements."""
         values = self.values if chosen is None else self.values[chosen]
-        return Patched(array, values.astype(array.dtype), positions, self.name, self.steady)
+        return Patched(array, values.astype(array.dtype), positions, self.name, self.steady, self.limit)
 
 
 def taken(array: Array, positions: np.ndarray) -> Array:

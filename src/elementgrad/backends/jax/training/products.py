@@ -54,7 +54,7 @@ def _change(w: Patched, x: Array, rows: np.ndarray, columns: np.ndarray, dtype: 
     where, column = np.unique(columns, return_inverse=True)
     used, row = np.unique(rows, return_inverse=True)
     wide = jnp.promote_types(dtype, jnp.float32)
-    changes = w.changes().astype(wide)
+    changes = w.changes(wide)
     touched = jnp.zeros(len(where), bool).at[column].max(changes != 0)
     if len(used) * len(where) <= SPARSE * len(rows):
         block = jnp.zeros((len(used), len(where)), wide).at[row, column].set(changes, unique_indices=True)
@@ -82,7 +82,7 @@ def correlation(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return None
     (base,) = bind(equation, [x, w.array])
     coords = tuple(to if axis == out_axis else of if axis == in_axis else along for axis, along in enumerate(w.coords))
-    changes = w.changes()
+    changes = w.changes(w.array.dtype)
     kernel = jnp.zeros(small, changes.dtype).at[coords].set(changes, unique_indices=True)
     touched = jnp.zeros(len(where), bool).at[to].max(changes != 0)
     (added,) = bind(equation, [jnp.take(x, used, axis=numbers.lhs_spec[1]), kernel])

@@ -37,9 +37,16 @@ class JaxPart(Part):
 
     tensor: Leaf
 
-    def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array, steady: bool):
+    def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array):
         self.tensor, self.positions, self.leaf, self.originals = leaf, positions, values, originals
-        self.steady = steady
+        self.limit = _limit(leaf.array)
+        self.steady = self.steady_in(leaf.array)
+
+    def steady_in(self, array: Array) -> bool:
+        """Whether adding a change to the elements of an array leaves nothing of them behind."""
+        sizes = np.abs(_wide(_read(array, self.positions)))
+        limit = self.limit if array is self.tensor.array else _limit(array)
+        return bool(np.isfinite(sizes).all() and (sizes <= limit).all())
 
 
 class JaxTrainer(FunctionalTrainer):
@@ -124,7 +131,7 @@ class JaxTrainer(FunctionalTrainer):
                 f"the patch keeps values of {tensor.name} in {kept}; give dtype=jnp.float32, or allow 64 bits by "
                 'jax.config.update("jax_enable_x64", True)'
             )
-        return JaxPart(tensor, positions, jnp.asarray(now.astype(kept)), jnp.asarray(held), _steady(tensor, held))
+        return JaxPart(tensor, positions, jnp.asarray(now.astype(kept)), jnp.asarray(held))
 
     def restore(self, part: Any) -> None:
         part.leaf = part.originals.astype(part.leaf.dtype)
@@ -137,15 +144,14 @@ class JaxTrainer(FunctionalTrainer):
     def lasting(self, tensor: Leaf) -> Array:
         return tensor.array
 
-    def assign(self, part: Any, value: Any, place: str) -> None:
-        value = self.fitting(part, value, place)
+    def keepable(self, part: Any, value: Array, place: str) -> Array:
         if value.dtype != part.leaf.dtype:
             raise OptionError(f"the value for {place} is {value.dtype} and would be rounded; give {part.leaf.dtype}")
         if isinstance(value, jax.core.Tracer):
             raise FrameworkError(
                 f"the value for {place} is being traced; return it from the jitted function and assign it outside"
             )
-        part.leaf = jnp.array(value)
+        return jnp.array(value)
 
     def value(self, part: Any) -> Array:
         return jnp.array(part.leaf)  # a copy, which may be donated
@@ -179,11 +185,7 @@ class JaxTrainer(FunctionalTrainer):
         wanted: Sequence[int],
         has_aux: bool,
     ) -> tuple[Any, list[Array | None]]:
-        ready = self._loss(loss, parts, params, has_aux)
-        names = list(dict.fromkeys(part.tensor.name for part in parts))
-        returned, found = ready.gradient(values, wanted)
-        there = [ready.connected[names.index(parts[number].tensor.name)] for number in wanted]
-        return returned, [one if connected else None for one, connected in zip(found, there, strict=True)]
+        return self._loss(loss, parts, params, has_aux).gradient(values, wanted)
 
     def zeros(self, like: Array) -> Array:
         return jnp.zeros_like(like)
@@ -195,8 +197,7 @@ class JaxTrainer(FunctionalTrainer):
         return self._loss(loss, parts, None, False).uses(values)
 
     def _loss(self, loss: Callable[[Any], Any], parts: Sequence[Any], params: Any, has_aux: bool) -> Loss:
-        if not callable(loss):
-            raise FrameworkError(f"{type(loss).__name__} is no loss; give a function of the parameters")
+        self.check_function(loss, text.listed([part.tensor.name for part in parts]))
         params, arrays = self._given(parts, params)
 
         def patched(values: Sequence[Array]) -> list[Patched]:
@@ -205,13 +206,19 @@ class JaxTrainer(FunctionalTrainer):
         def call(*new: Array) -> Any:
             return loss(copied(params, dict(zip(arrays, new, strict=True))))
 
-        return Loss(call, list(arrays.values()), patched, has_aux)
+        homes = [list(arrays).index(part.tensor.name) for part in parts]
+        return Loss(call, list(arrays.values()), homes, patched, has_aux)
 
     def _patched(self, name: str, array: Array, parts: Sequence[Any], values: Sequence[Array]) -> Patched:
         mine = [(part, value) for part, value in zip(parts, values, strict=True) if part.tensor.name == name]
         positions = np.concatenate([part.positions for part, _ in mine])
         together = jnp.concatenate([value.astype(array.dtype) for _, value in mine])
-        return Patched(array, together, positions, name, all(part.steady for part, _ in mine))
+        if array is mine[0][0].tensor.array:
+            return Patched(array, together, positions, name, all(part.steady for part, _ in mine))
+        if not isinstance(array, jax.core.Tracer):
+            return Patched(array, together, positions, name, all(part.steady_in(array) for part, _ in mine))
+        limit = mine[0][0].limit
+        return Patched(array, together, positions, name, limit > 0 and all(part.steady for part, _ in mine), limit)
 
     def _given(self, parts: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
         """The parameters to patch: those that were given at first, or others of the same names and shapes."""
@@ -246,12 +253,14 @@ def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), jnp.dtype(numbers.dtype))
 
 
-def _steady(leaf: Leaf, held: np.ndarray) -> bool:
-    """Whether elements are of the size of the others, so that adding a change to one leaves nothing of it behind."""
-    size = int(np.prod(leaf.shape))
-    sample = _read(leaf.array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
-    wide = np.complex128 if sample.dtype.kind == "c" else np.float64
-    sizes, own = np.abs(sample.astype(wide)), np.abs(held.astype(wide))
+def _wide(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _limit(array: Array) -> float:
+    """How large an element may be to be of the size of the others."""
+    size = int(np.prod(array.shape))
+    sample = _read(array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
+    sizes = np.abs(_wide(sample))
     sizes = sizes[np.isfinite(sizes)]
-    usual = float(np.median(sizes)) if len(sizes) else 0.0
-    return bool(np.isfinite(own).all() and (own <= OUTSTANDING * usual).all())
+    return OUTSTANDING * float(np.median(sizes)) if len(sizes) else 0.0

@@ -40,13 +40,13 @@ class Product:
         """What a row of the factors costs, in nanoseconds."""
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
-        """The entries, for factors of shape (n, rows) and (n, columns); halves are summed in float32."""
+        """The entries, in the dtype of the right factor, for shapes (n, rows) and (n, columns); halves in float32."""
         if self._gathers:
-            left, right = tf.gather(left, self._row, axis=1), tf.gather(right, self._column, axis=1)
-            return tf.reduce_sum(_wide(left) * _wide(right), 0)
+            left, right = _alike(tf.gather(left, self._row, axis=1), tf.gather(right, self._column, axis=1))
+            return tf.reduce_sum(left * right, 0)
         left = left if self._rows is None else tf.gather(left, self._rows, axis=1)
         right = right if self._columns is None else tf.gather(right, self._columns, axis=1)
-        block = tf.reshape(tf.matmul(_wide(left), _wide(right), transpose_a=True), [-1])
+        block = tf.reshape(tf.matmul(*_alike(left, right), transpose_a=True), [-1])
         return block if self._every else tf.gather(block, self._cell)
 
 
@@ -82,6 +82,11 @@ class Lookup:
             gradient = _wide(tf.gather(gradient, self._columns, axis=1))
         sums = tf.reshape(tf.math.unsorted_segment_sum(gradient, near, count), [-1])
         return sums if self._every else tf.gather(sums, self._cell)
+
+
+def _alike(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    right = _wide(right)
+    return tf.cast(left, right.dtype), right
 
 
 def _wide(x: Tensor) -> Tensor:

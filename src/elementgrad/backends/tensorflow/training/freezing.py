@@ -32,6 +32,14 @@ def frozen(variable: Variable) -> bool:
     return CLAIM in variable.__dict__
 
 
+def ask(variables: Iterable[Variable], trainable: bool) -> None:
+    """What somebody has asked for meanwhile counts in the end."""
+    for variable in variables:
+        held = variable.__dict__.get(CLAIM)
+        if held is not None:
+            held.before = trainable
+
+
 def leave(variables: Iterable[Variable]) -> None:
     """One claim less; after the last, what was frozen may train again."""
     for variable in variables:

@@ -12,7 +12,7 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 
 from elementgrad.backends.tensorflow.training.correlations import Correlation, Grid
 from elementgrad.backends.tensorflow.training.entries import Lookup, Product
-from elementgrad.backends.tensorflow.training.freezing import frozen
+from elementgrad.backends.tensorflow.training.freezing import ask, frozen
 from elementgrad.backends.tensorflow.training.variables import weight_of
 from elementgrad.backends.tensorflow.training.weight import Weight, coordinates
 
@@ -38,6 +38,7 @@ class Frozen:
         if name == "trainable":
             # The layer is trainable already, though its variables are not, and Keras would leave it at that.
             type(self).trainable.__set__(self, value)
+            ask(self.weights, bool(value))
         else:
             super().__setattr__(name, value)
 
@@ -52,8 +53,10 @@ class Holding(Frozen):
 
     @property
     def trainable_weights(self: Any) -> list[Any]:
-        """The same: the optimizer gets these."""
-        return super().trainable_weights + _leaves(self)  # type: ignore[misc]
+        """The same for the model that is fitted: the optimizer gets these, and old formats of files those of layers."""
+        weights = [weight_of(variable) for variable in self.weights]
+        fitted = any(weight is not None and id(self) in weight.roots for weight in weights)
+        return super().trainable_weights + (_leaves(self) if fitted else [])  # type: ignore[misc]
 
     def __reduce__(self: Any) -> Any:
         made: Any = super().__reduce__()
@@ -83,7 +86,7 @@ class Affine:
     def call(self: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ever."""
         use: Use = self.__dict__[NOTE]
-        if use.weight is None or not tf.is_tensor(inputs) or not isinstance(inputs, (tf.Tensor, tf.Variable)):
+        if use.weight is None or not _followed(inputs):
             return super().call(inputs, *args, **kwargs)  # type: ignore[misc]
         _local.linear.append(self)
         try:
@@ -91,7 +94,7 @@ class Affine:
                 outputs = super().call(inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             _local.linear.pop()
-        outputs = use.weight.tapped(outputs, lambda gradient: use.kernel(inputs, tf.convert_to_tensor(gradient)))
+        outputs = use.weight.paired(outputs, tf.convert_to_tensor(inputs), use.kernel)
         return outputs if self.activation is None else self.activation(outputs)
 
     call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
@@ -103,8 +106,7 @@ class Looking:
     def call(self: Any, inputs: Tensor) -> Tensor:
         """As ever, but read from the table itself: it is never copied."""
         use: Use = self.__dict__[NOTE]
-        plain = not isinstance(inputs, (tf.Tensor, tf.Variable)) or self.lora_enabled
-        if use.weight is None or plain or in_stateless_scope():  # where another table may be lent
+        if use.weight is None or self.lora_enabled or not _followed(inputs):
             return super().call(inputs)  # type: ignore[misc]
         ids = tf.convert_to_tensor(inputs)
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
@@ -118,6 +120,11 @@ class Looking:
         return tf.cast(use.weight.tapped(rows, entries), self.compute_dtype)
 
     call.autograph_info__ = None  # type: ignore[attr-defined]
+
+
+def _followed(inputs: Any) -> bool:
+    """Whether a layer is called in the usual way: with a dense tensor, and not where other variables are lent to it."""
+    return isinstance(inputs, (tf.Tensor, tf.Variable)) and not in_stateless_scope()
 
 
 def dress(layer: Layer) -> None:
@@ -144,8 +151,7 @@ def _leaves(layer: Layer) -> list[Any]:
 
 def _role(layer: Layer) -> tuple[type | None, Use]:
     """How a layer uses its weight, if that is known; a class of the user's may do otherwise."""
-    call = type(layer).call
-    if isinstance(layer, keras.layers.Embedding) and call is keras.layers.Embedding.call:
+    if _is(layer, keras.layers.Embedding, "call", "embeddings"):
         weight = weight_of(layer.__dict__.get("_embeddings"))
         if weight is not None:
             rows, columns = coordinates(weight.positions, tuple(weight.tensor.shape)).T
@@ -155,12 +161,12 @@ def _role(layer: Layer) -> tuple[type | None, Use]:
     if weight is None or not weight.tensor.dtype.is_floating:
         return None, Use()
     shape = tuple(weight.tensor.shape)
-    if isinstance(layer, keras.layers.Dense) and call is keras.layers.Dense.call:
+    if _is(layer, keras.layers.Dense, "call", "kernel"):
         rows, columns = coordinates(weight.positions, shape).T
         product = Product(rows, columns, *shape)
         return Affine, Use(weight, lambda x, gradient: product(_flat(x, shape[0]), _flat(gradient, shape[1])))
-    convolves = call in (BaseConv.call, keras.layers.Conv1D.call) and type(layer).convolution_op is _convolution_op
-    if isinstance(layer, BaseConv) and convolves and layer.groups == 1:
+    calls = _is(layer, BaseConv, "call") or _is(layer, keras.layers.Conv1D, "call")
+    if calls and _is(layer, BaseConv, "convolution_op", "kernel") and layer.groups == 1:
         grid = Grid(
             tuple(layer.kernel_size),
             tuple(layer.strides),
@@ -174,7 +180,10 @@ def _role(layer: Layer) -> tuple[type | None, Use]:
     return None, Use()
 
 
-_convolution_op = BaseConv.convolution_op
+def _is(layer: Layer, known: type, *members: str) -> bool:
+    """Whether a layer is of a class of Keras's, and has these of it as they are there."""
+    kind = type(layer)
+    return issubclass(kind, known) and all(getattr(kind, name) is getattr(known, name) for name in members)
 
 
 def _flat(x: Tensor, width: int) -> Tensor:

@@ -13,7 +13,7 @@ from elementgrad.backends.tensorflow.model import KerasModel, root
 from elementgrad.backends.tensorflow.training import freezing
 from elementgrad.backends.tensorflow.training.layers import dress
 from elementgrad.backends.tensorflow.training.variables import tie, untie, weight_of
-from elementgrad.backends.tensorflow.training.weight import HALVES, Part, Weight, bits, coordinates, put, take
+from elementgrad.backends.tensorflow.training.weight import HALVES, Part, Weight, bits, put, take
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError
 
@@ -118,8 +118,9 @@ class KerasTrainer(Trainer):
         changed = list({id(part.weight): part.weight for part in parts}.values())
         for weight in changed:
             weight.layers |= {id(layer): layer for _, layer in self._named._layers()}
-        for weight in changed:
-            weight.push()
+            weight.roots[id(self._root)] = self._root
+        for part in parts:
+            part.push()
         self._renew(changed)
 
     def stop(self, parts: Sequence[Any]) -> None:
@@ -139,12 +140,11 @@ class KerasTrainer(Trainer):
         self._renew(changed)
 
     def write(self, part: Any) -> None:
-        index = coordinates(part.positions, tuple(part.tensor.shape))
-        put(part.tensor, index, tf.cast(part.leaf._value, part.tensor.dtype))
+        part.push()
 
     def restore(self, part: Any) -> None:
         part.leaf.assign(tf.cast(part.originals, part.leaf._value.dtype))
-        put(part.tensor, coordinates(part.positions, tuple(part.tensor.shape)), part.originals)
+        put(part.tensor, part.index, part.originals)
 
     def check_loss(self, loss: Tensor, of: str) -> None:
         if not tf.is_tensor(loss):

@@ -6,8 +6,9 @@ from types import new_class
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
+from elementgrad.backends.tensorflow.training.freezing import ask
 from elementgrad.backends.tensorflow.training.weight import Part, Weight
 
 Variable = Any
@@ -60,9 +61,9 @@ def _change(variable: Variable, kind: type, note: Part | Weight) -> None:
 
 
 def _after_leaf(leaf: Variable, before: Any) -> None:
-    part = leaf.__dict__[NOTE]
+    part: Part = leaf.__dict__[NOTE]
     if part.weight is not None:
-        part.weight.push()
+        part.push()
 
 
 def _after_weight(tensor: Variable, before: Any) -> None:
@@ -100,10 +101,10 @@ class Trained:
     @property
     def value(self: Any) -> Any:
         """The value, whose gradient the elements hear."""
-        weight = self.__dict__[NOTE]
-        if weight.bare or in_stateless_scope():
-            return super().value  # type: ignore[misc]
-        return self._maybe_autocast(weight.alias())
+        weight: Weight = self.__dict__[NOTE]
+        if in_stateless_scope():
+            return weight.lent(super().value, get_stateless_scope())  # type: ignore[misc]
+        return super().value if weight.bare else self._maybe_autocast(weight.alias())  # type: ignore[misc]
 
     @property
     def handle(self: Any) -> Any:
@@ -122,6 +123,7 @@ class Trained:
     @trainable.setter
     def trainable(self: Any, value: bool) -> None:
         self._trainable = bool(value)
+        ask([self], bool(value))
 
 
 @cache

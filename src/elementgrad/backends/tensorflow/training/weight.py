@@ -33,6 +33,23 @@ class Part(training.Part):
         self.leaf = leaf
         self.mark = None
         self.weight: Weight | None = None
+        shape = tuple(tensor.shape)
+        self.index = coordinates(positions, shape)
+        """Where they are, one row of coordinates each."""
+        # Whole rows, each in its order, are written as such, which is faster.
+        width = int(np.prod(shape[1:]))
+        rows = positions[:: max(1, width)] // max(1, width)
+        whole = shape and np.array_equal((rows[:, None] * width + np.arange(width)).reshape(-1), positions)
+        self._rows = rows if whole else None
+
+    def push(self) -> None:
+        """Write the values into the variable. By raw operations: methods of both would answer each other."""
+        values = tf.cast(_read(self.leaf._value), self.tensor.dtype)
+        if self._rows is None:
+            put(self.tensor, self.index, values)
+        else:
+            rows = tf.reshape(values, (len(self._rows), *self.tensor.shape[1:]))
+            tf.raw_ops.ResourceScatterUpdate(resource=self.tensor.handle, indices=self._rows, updates=rows)
 
     def rebase(self) -> None:
         """Take the values there are for those that there were: another model has been loaded."""
@@ -51,23 +68,17 @@ class Weight:
         self.parts: list[Part] = []
         self.layers: dict[int, Any] = {}
         """The layers that know about it."""
+        self.roots: dict[int, Any] = {}
+        """The models that elements were named in, which are fitted."""
 
     def arrange(self) -> None:
         """Make ready for the parts there are."""
-        shape = tuple(self.tensor.shape)
         self.sizes = [len(part.positions) for part in self.parts]
         self.positions = np.concatenate([np.zeros(0, np.int64), *[part.positions for part in self.parts]])
-        self._index = coordinates(self.positions, shape)
-        # Whole rows, each in its order, are written as such, which is faster.
-        width = int(np.prod(shape[1:]))
-        self._rows = self.positions[:: max(1, width)] // max(1, width) if shape else self.positions
-        whole = shape and np.array_equal((self._rows[:, None] * width + np.arange(width)).reshape(-1), self.positions)
-        self._row_shape = (len(self._rows), *shape[1:]) if whole else None
         self._lookup: Lookup | None = None
         regularizer = self.variable.regularizer
-        for number, part in enumerate(
-            self.parts
-        ):  # once, for the variable as a whole; setting it the open way takes Keras's own only
+        for number, part in enumerate(self.parts):
+            # Once, for the variable as a whole. Setting it the open way takes Keras's own only.
             part.leaf._regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
 
     @property
@@ -88,6 +99,15 @@ class Weight:
         """The value for any use of it: the elements are gathered from its gradient, which lives no longer."""
         return self.tapped(tf.convert_to_tensor(self.tensor), self._gathered)
 
+    def lent(self, value: Tensor, scope: Any) -> Tensor:
+        """A value that stands for the variable, with those that stand for its leaves, as in `model.stateless_call`."""
+        for part in self.parts:
+            leaf = scope.get_current_value(part.leaf)
+            if leaf is not None:
+                leaf = tf.cast(leaf, value.dtype)
+                value = tf.tensor_scatter_nd_update(value, part.index, leaf) if value.shape.rank else leaf[0]
+        return value
+
     def tapped(self, value: Tensor, entries: Callable[[Any], Tensor]) -> Tensor:
         """A value as it is; `entries` makes the gradients of all elements of that of the value."""
 
@@ -100,20 +120,29 @@ class Weight:
         leaves = [tf.convert_to_tensor(part.leaf._value) for part in self.parts]
         return tf.custom_gradient(forward)(value, *leaves)
 
-    def push(self) -> None:
-        """Write the leaves' values into the variable. By raw operations: methods of both would answer each other."""
-        values = [tf.cast(_read(part.leaf._value), self.tensor.dtype) for part in self.parts]
-        joined = values[0] if len(values) == 1 else tf.concat(values, 0)
-        if self._row_shape is None:
-            put(self.tensor, self._index, joined)
-        else:
-            rows = tf.reshape(joined, self._row_shape)
-            tf.raw_ops.ResourceScatterUpdate(resource=self.tensor.handle, indices=self._rows, updates=rows)
+    def paired(self, value: Tensor, other: Tensor, entries: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """A value that is linear in the elements and in another tensor; `entries(other, gradient)` as in `tapped`.
+
+        The gradient of the other one depends on the elements in turn, which derivatives of gradients have to know: it
+        is given zeros that do.
+        """
+        heard = self.tapped(value, lambda gradient: entries(other, tf.convert_to_tensor(gradient)))
+        if not other.dtype.is_floating:
+            return heard
+
+        def forward(value: Tensor, other: Tensor) -> Any:
+            def back(gradient: Any) -> Any:
+                gradient = tf.convert_to_tensor(gradient)
+                return gradient, self.paired(tf.zeros_like(other), gradient, lambda one, two: entries(two, one))
+
+            return tf.identity(value), back
+
+        return tf.custom_gradient(forward)(heard, other)
 
     def pull(self) -> None:
         """Read the leaves' values from the variable, where it holds others than theirs."""
-        held = tf.split(_taken(self.tensor, self._index), self.sizes)
-        for part, found in zip(self.parts, held, strict=True):
+        for part in self.parts:
+            found = _taken(self.tensor, part.index)
             leaf = part.leaf._value
             now = _read(leaf)
             new = tf.where(tf.cast(now, found.dtype) == found, now, tf.cast(found, now.dtype))
