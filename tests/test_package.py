@@ -130,7 +130,11 @@ TOUR = {
     "the_published_answer": ["[0.8, 2, 2.4, 3.2]"],
     "three_ways_to_element_zero": ["[6, 0, 0]", "[6, 0, 0]", "[6, 0, 0]"],
     "element_zero_alone": ["[6, 0, 0]"],
-    "the_message_about_element_zero": ["element 0 of tensors does not require grad and does not have a grad_fn"],
+    "the_message_about_element_zero": [
+        "element 0 of tensors does not require grad and does not have a grad_fn",
+        "detached",
+        "leave detach out, or apply it only where no gradient is wanted",
+    ],
     "bad_numbers_stay_away": ["nan", "[0, 4]"],
     "element_of_a_product": ["[[5, 7], [0, 0]]", "7"],
     "element_of_itself": ["[[0, 0, 0], [0, 0, 1], [0, 0, 0]]", "[[1, 1, 1], [1, 1, 1], [1, 1, 1]]"],
@@ -150,6 +154,7 @@ SEEN = {
     "feature_to_pixel": "················ ················ ▒▒▒▒░░░░░░······ ░░▒▒▓▓▒▒░░······ ░░░░██░░░░······",
     "a_few_entries_of_many": "[0, 0.42, 0.7616, 0]",
     "an_entry_of_a_sequence_model": "[0]",
+    "why_is_it_zero": "the input does not contain that index",
     "each_entry_its_loss": "[0.01656, 0.04524]",
 }
 

@@ -70,13 +70,19 @@ def element_zero_alone() -> dict[str, Any]:
 
 
 def the_message_about_element_zero() -> dict[str, Any]:
-    """What does "element 0 of tensors does not require grad" mean? Element 0 is your *loss*, not x[0]."""
-    x = torch.tensor([3.0, 4.0, 5.0])  # requires_grad was forgotten
+    """What does "element 0 of tensors does not require grad" mean? Element 0 is your *loss*; `eg.explain` tells why."""
+    model = torch.nn.Linear(3, 1)
+
+    def step() -> None:
+        scores = model(torch.ones(2, 3)).detach()
+        scores.sum().backward()
+
     try:
-        (x[0] ** 2).backward()
+        step()
     except RuntimeError as error:
         message = str(error)
-    return {"message": message}
+    told = eg.explain(step)
+    return {"message": message, "told.cause": told.cause, "told.fix": told.fix}
 
 
 def a_learned_choice() -> dict[str, Any]:
@@ -244,6 +250,14 @@ def an_entry_of_a_sequence_model() -> dict[str, Any]:
     return {"gradient(7, 0, 3)": gradient(7, 0, 3), "gradient(7, 4, 3)": gradient(7, 4, 3)}
 
 
+def why_is_it_zero() -> dict[str, Any]:
+    """Why is the gradient of that entry zero? `eg.explain` says that token 0 does not occur in the input."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 32), torch.nn.GRU(32, 64))
+    told = eg.explain(model, torch.tensor([7, 4, 3]), of="output.0[-1, 2]", wrt="0.weight[0, 12]")
+    return {"told.verdict": told.verdict, "told.cause": told.cause, "told.sentence": told.sentence}
+
+
 def each_entry_its_loss() -> dict[str, Any]:
     """Two entries, each with its own target token: neither hears the loss of the other, as it would of their sum."""
     torch.manual_seed(0)
@@ -287,5 +301,6 @@ STOPS: tuple[Callable[[], dict[str, Any]], ...] = (
     train_one_entry,
     the_usual_mask,
     an_entry_of_a_sequence_model,
+    why_is_it_zero,
     each_entry_its_loss,
 )
