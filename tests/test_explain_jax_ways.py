@@ -59,14 +59,6 @@ def test_check_agrees_at_a_kink_and_names_what_is_not_finite():
     assert (checked.diagnosis.cause, checked.operation) == ("masked-branch", "sqrt")
 
 
-def test_check_names_the_step_that_parts():
-    checked = eg.check(lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), X + 0.2)
-    assert not checked
-    assert checked.dtype == "float64"
-    assert (checked.diagnosis.cause, checked.operation) == ("step-function", "round")
-    assert "another path ends in stop_gradient" in checked.diagnosis.evidence[0]
-
-
 def test_check_uses_float64_where_jax_has_none():
     x = X.astype(jnp.float32)
     before = jax.config.read("jax_enable_x64")
