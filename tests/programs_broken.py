@@ -20,6 +20,9 @@ class Program:
     cause: str | None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.make.__module__.split('_')[1]}-{self.name}"
+
     @property
     def where(self) -> str | None:
         """The line that is marked."""

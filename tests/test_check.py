@@ -86,12 +86,18 @@ def test_a_wrong_rule_is_told(fw):
     assert (entry.of, entry.wrt, entry.gradient) == ("output[1]", "x[1]", 2.0)
     np.testing.assert_allclose(entry.difference, np.cos(-1.25), rtol=1e-8)
     assert str(found).startswith("1 of 2 entries differ from differences in float64.\noutput[1] by x[1]: gradient 2, ")
-    if fw is TORCH:
-        assert (found.operation, found.diagnosis.cause) == ("Wrong", "custom-rule")
+    assert (found.operation.lower(), found.diagnosis.cause) == ("wrong", "custom-rule")
+
+
+def test_a_rule_that_passes_straight_through_is_told_by_its_cut(fw):
+    o = OPS[fw.name]
+    found = eg.check(lambda x: x + o.stop(o.round(x) - x), fw.tensor([0.2, 1.7]))
+    assert not found
+    assert found.operation in ("detach", "stop_gradient")
+    assert (found.diagnosis.verdict, found.diagnosis.cause) == ("mismatch", "detached")
 
 
 PARTING = {
-    "detach": (lambda x: x + (x.round() - x).detach(), "detached"),
     "register_hook": (lambda x: hooked(x.exp()), "hook"),
     "mul_": (lambda x: through_data(x * 1), "modified-through-data"),
 }

@@ -1,41 +1,147 @@
-"""Why a gradient of JAX's is missing, zero, not finite or wrong: every broken program by its cause and line."""
-
-import importlib.util
+"""What explain and check say on JAX and how: texts, kinks, refusals, and code that only tracing makes fail."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests import broken_jax, broken_jax_numbers, healthy_jax
+import elementgrad as eg
 
-BROKEN = [*broken_jax.BROKEN, *broken_jax_numbers.BROKEN]
-HEALTHY = [*healthy_jax.HEALTHY]
-if importlib.util.find_spec("flax") is not None:  # it is not among the oldest supported versions
-    from tests import broken_jax_modules
-
-    BROKEN += broken_jax_modules.BROKEN
-    HEALTHY += broken_jax_modules.HEALTHY
+X = jnp.array([1.0, -2.0, 3.0, 0.0])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_fast():
-    """Compile without optimisations: each program runs once."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
+def line_of(mark):
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {mark}"))
 
 
-@pytest.mark.parametrize("program", BROKEN, ids=lambda program: program.name)
-def test_a_broken_program_is_explained(program):
-    found = program.explained()
-    assert (found.verdict, found.cause) == (program.verdict, program.cause), found
-    if program.where is not None:
-        assert found.where == program.where, found
+def test_the_text_names_the_line_and_the_fix():
+    def f(x):
+        return jax.lax.stop_gradient(x * 2).sum()  # cut
+
+    found = eg.explain(f, X, wrt="x[1]")
+    assert str(found) == (
+        "output has no gradient with respect to x[1]: stop_gradient cuts it off.\n"
+        f"where: test_explain_jax.py:{line_of('cut')}, at stop_gradient\n"
+        "fix: leave stop_gradient out, or apply it only where no gradient is wanted"
+    )
+    assert found.path == ("multiply", "stop_gradient (broken here)", "sum")
+    with pytest.raises(eg.UnconnectedError, match=rf"stop_gradient cuts it off .*:{line_of('cut')}"):
+        eg.grad(f, X)
 
 
-@pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.name)
-def test_a_healthy_program_raises_no_alarm(program):
-    found = program.explained()
-    assert (found.verdict, found.cause) == ("flows", None), found
-    assert found.path, "no step was seen"
+KINKS = {
+    "abs at 0": (jnp.abs, 0.0, "flows", None, 1.0),
+    "clip at the bound": (lambda x: jnp.clip(x, 0, 1), 1.0, "flows", None, 0.5),
+    "max(x, 0) at 0": (lambda x: jnp.maximum(x, 0), 0.0, "flows", None, 0.5),
+    "round": (jnp.round, 0.4, "unconnected", "step-function", None),
+    "where and sqrt(0)": (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0), 0.0, "nonfinite", "masked-branch", np.nan),
+    "sqrt(0)": (jnp.sqrt, 0.0, "nonfinite", "singular", np.inf),
+}
+
+
+@pytest.mark.parametrize("kink", KINKS)
+def test_a_kink_is_told_as_jax_has_it(kink):
+    function, x, verdict, cause, value = KINKS[kink]
+    found = eg.explain(function, jnp.array(x))
+    assert (found.verdict, found.cause) == (verdict, cause)
+    if value is None:
+        assert found.value is None
+    else:
+        np.testing.assert_equal(float(found.value), value)
+        np.testing.assert_equal(float(jax.grad(function)(x)), value)
+
+
+def test_check_agrees_at_a_kink_and_names_what_is_not_finite():
+    assert eg.check(jnp.abs, jnp.array(0.0))
+    checked = eg.check(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0), jnp.array(0.0))
+    assert not checked
+    assert (checked.diagnosis.cause, checked.operation) == ("masked-branch", "sqrt")
+
+
+def test_check_uses_float64_where_jax_has_none():
+    x = X.astype(jnp.float32)
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", False)
+    try:
+        checked = eg.check(lambda x: jnp.sin(x).sum(), x)
+        assert jnp.ones(1).dtype == jnp.float32
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert checked
+    assert checked.dtype == "float64"
+
+
+def test_an_element_flows_beside_one_that_is_dead():
+    def f(x):
+        return jax.nn.relu(x).sum()
+
+    assert eg.explain(f, X, wrt="x[0]").verdict == "flows"
+    assert eg.explain(f, X, wrt="x[1]").cause == "dead-relu"
+    assert "2 of 4 elements have a gradient of zero" in eg.explain(f, X).evidence
+
+
+def test_an_index_out_of_range_is_told_though_the_gradient_flows():
+    found = eg.explain(lambda x: x[jnp.array([0, 9])].sum(), X, wrt="x[0]")
+    assert found.verdict == "flows"
+    assert "index 9 is out of range for axis 0 of size 4" in found.evidence[-1]
+
+
+def test_a_tie_is_told():
+    found = eg.explain(lambda x: jax.lax.top_k(x, 1)[0][0], jnp.array([3.0, 3.0, 1.0, 0.0]), wrt="x[1]")
+    assert (found.verdict, found.cause) == ("zero", "tie")
+
+
+def test_the_users_exception_comes_through():
+    def f(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        eg.explain(f, X)
+    with pytest.raises(TypeError, match="same shape"):
+        eg.explain(lambda x: jnp.dot(x, jnp.ones(3)), X)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.sum() * (2 if x[0] > 0 else 1),
+        lambda x: x.sum() if bool(jnp.all(x < 9)) else x[0],
+        lambda x: x[: int(jnp.argmax(x))].sum(),
+        lambda x: [print(f"{x}"), x.sum()][1],
+    ],
+    ids=["if", "bool", "int", "print"],
+)
+def test_code_that_looks_at_values_is_followed(f):
+    found = eg.explain(f, X, wrt="x[0]")
+    assert found.verdict == "flows"
+    assert found.path
+
+
+def test_what_jax_refuses_to_differentiate_is_a_verdict():
+    def f(x):
+        return jax.device_put(x, x.device).sum()  # refused
+
+    found = eg.explain(f, X)
+    assert (found.verdict, found.cause) == ("unconnected", None)
+    assert found.where == f"test_explain_jax.py:{line_of('refused')}"
+    assert "jax refuses to differentiate it: " in str(found)
+
+
+def test_traced_code_is_refused_in_one_sentence():
+    with pytest.raises(eg.TracedError, match=r"call it outside of jax\.jit"):
+        jax.jit(lambda x: eg.explain(lambda y: y.sum(), x).value)(X)
+
+
+def test_live_arrays_are_refused_in_one_sentence():
+    with pytest.raises(eg.FrameworkError, match="give the function and its arguments"):
+        eg.explain(of=X.sum(), wrt=X)
+
+
+def test_a_long_loop_is_one_step():
+    def f(x):
+        return jax.lax.scan(lambda h, _: (0.999 * h + 0.001 * x, None), x, None, 5000)[0].sum()
+
+    found = eg.explain(f, X, wrt="x[0]")
+    assert found.verdict == "flows"
+    assert found.path == ("scan", "sum")

@@ -149,9 +149,12 @@ class Backend(ABC):
         with self.undisturbed(run.function):
             return run(*tensors)
 
-    def witness(self, run: Run, source: Tensor | None) -> Witness:
-        """Run a function from one tensor to another, and tell how. None for a source that the run meets."""
-        raise FrameworkError(f"gradients of {self.name} are not explained yet; use eg.grad to read them")
+    @abstractmethod
+    def witness(self, run: Run, source: Tensor | None, probe: bool) -> Witness:
+        """Run a function from one tensor to another, and tell how. None for a source that the run meets.
+
+        With `probe`, another run with the source moved may tell what no operation shows.
+        """
 
     def told(self, of: Picked, wrt: Picked) -> Told:
         """What is to be seen of two live tensors, of which some elements may be meant."""

@@ -9,7 +9,7 @@ import numpy as np
 from elementgrad.backends import Backend, plain
 from elementgrad.errors import OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import why_unconnected
+from elementgrad.explaining.following import FLAT, why_unconnected
 from elementgrad.explaining.inquiry import Inquiry, blamed, suspected
 from elementgrad.explaining.precision import EPSILON, Sampled, differences
 from elementgrad.explaining.trail import Finding, Trail
@@ -172,11 +172,9 @@ def _element(side: Side, position: int) -> str:
     return f"{side.name}[{index}]" if side.of else side.name
 
 
-def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry]) -> Diagnosis | None:
-    """The operation where the gradient and the values part, if the framework can tell."""
-    if type(call.backend).witness is Backend.witness:
-        return None
-    witness = call.backend.witness(Run(call, [source], [target]), source.tensor)
+def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry]) -> Diagnosis:
+    """The operation where the gradient and the values part, as far as the framework can tell."""
+    witness = call.backend.witness(Run(call, [source], [target]), source.tensor, True)
     trail = Trail(witness.account)
     wrong = next(entry for entry in entries if not entry.agrees)
     suspects = suspected(witness.account)
@@ -185,6 +183,6 @@ def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry
     elif suspects:
         found = blamed(suspects)
     else:
-        cuts = trail.cuts()
+        cuts = [step for step in trail.cuts() if step.stops not in FLAT]
         found = Finding(cuts[0].stops, cuts[0], others=cuts[1:]) if cuts else Finding(None)
     return Diagnosis.made("mismatch", found, trail, call.backend.name, wrong.of, wrong.wrt)

@@ -14,6 +14,8 @@ DOUBTFUL = (None, "masked", "cancelled")
 """What a zero looks like that may be a number too small for its precision."""
 SELECTS = ("unused", "not-selected", "row-not-used")
 """Causes that only say that other elements are taken, which is no news where another path ends too."""
+FLAT = ("discrete", "step-function")
+"""Ends of a path at which no slope is lost, since there is none."""
 ROUNDING = 64.0
 """So many units of rounding count as nothing where sums cancel."""
 
@@ -35,7 +37,12 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     decided = [step for step in exits if step.decides]
     if decided and len(decided) == len(exits):
         cuts = trail.cuts(trail.before(decided[0])) or decided[:1]
-        return Finding("discrete", cuts[0], ["it only decides which way the code takes"])
+        if moves:
+            return Finding("discrete", cuts[0], ["it only decides which way the code takes"])
+        evidence = [f"it only decides which way the code takes, in {_spelled(cuts[0])}"]
+        if moves is None:
+            return Finding(None, cuts[0], [*evidence, "whether the value moves with it was not tried"])
+        return Finding("unused", None, [*evidence, "the value did not move with it"])
     if exits and moves is not False:
         if moves is None and not trail.came_back(exits[0]):
             return Finding(None, exits[0], ["its values left the framework, and whether they came back was not tried"])
@@ -79,12 +86,13 @@ def why_zero(
     elsewhere: bool,
     epsilon: float,
     precise: Callable[[], float | None],
+    moves: Callable[[], bool | None] = lambda: None,
 ) -> Finding:
     """Why the gradient is zero. `reaches` is the forward derivative of what was asked for, `elsewhere` whether other
     elements of the target have one.
 
-    What takes further runs is asked for only where it decides: what comes back by each step, and the size of the
-    gradient in higher precision; either may be unknown.
+    What takes further runs is asked for only where it decides: what comes back by each step, the size of the gradient
+    in higher precision, and whether the target moves with the element; each may be unknown.
     """
     steps = trail.account.steps
     if pushed is None:
@@ -111,6 +119,13 @@ def why_zero(
     ended.sort(key=lambda pair: rank[id(pair[0])])
     chosen = trail.last_of([step for step, _ in ended if rank[id(step)] == rank[id(ended[0][0])]])
     step, flow = next(pair for pair in ended if pair[0] is chosen)
+    cuts = [other for other, _ in ended if trail.cut(other) and other.stops not in FLAT]
+    if cuts and rank[id(step)] == (False, True):  # it is not taken on one path, and cut off on another
+        moved = moves()
+        if moved is None:
+            return Finding(None, None, [f"it ends in {_spelled(other)}" for other in (step, *cuts)])
+        if moved:
+            step, flow = next(pair for pair in ended if pair[0] is cuts[0])
     stops = step.stops if trail.cut(step) else None
     evidence = [step.note] if step.note and (stops or not step.stops) else []
     return Finding(_ended_by(step, flow, stops, precise), step, evidence, [s for s, _ in ended if s is not step])
@@ -160,16 +175,18 @@ def why_nonfinite(
     pulled: Sequence[Pulled | None] | None,
     finite: bool,
     push: Callable[[], Sequence[Pushed | None] | None] = lambda: None,
+    overflows: Callable[[], bool] = lambda: False,
 ) -> Finding:
     """Why the gradient is not finite; `finite` says whether the value itself is.
 
-    Where several steps may be to blame, those count that the elements asked for move, which takes one more run.
+    Where several steps may be to blame, those count that the elements asked for move, which takes one more run. So it
+    does to know whether the gradient overflows: whether it is finite in higher precision, and too large for this one.
     """
     steps = trail.account.steps
     if not finite and seen is not None:
         step = _first_bad(trail, seen)
         if step is not None:
-            cause = "singular" if step.operation in SINGULAR else "overflow"
+            cause = "singular" if step.operation in SINGULAR and not overflows() else "overflow"
             for remark in trail.account.remarks:
                 if remark.cause == "out-of-range" and remark.step is step:
                     return Finding.of_remark(remark)
@@ -192,7 +209,8 @@ def why_nonfinite(
         return Finding(
             "masked-branch", step, ["the gradient that arrives there is zero, and zero times infinity is NaN"]
         )
-    why = "singular" if step.operation in SINGULAR else "overflow" if step.operation in KILLS else None
+    singular = step.operation in SINGULAR and not overflows()
+    why = "singular" if singular else "overflow" if step.operation in (*SINGULAR, *KILLS) else None
     return Finding(why, step, [f"a gradient of {flow.arrives:.3g} arrives, and what leaves is {flow.leaves}"])
 
 

@@ -84,7 +84,8 @@ class Inquiry:
             finite = bool(np.isfinite(value).all())
             seen = None if finite else witness.values()
             pulled = witness.pull(*trials.seeds, trials.wrt) if finite else None
-            finding = why_nonfinite(trail, seen, pulled, finite, lambda: (witness.push(trials.wrt) or (None,))[0])
+            push = lambda: (witness.push(trials.wrt) or (None,))[0]  # noqa: E731
+            finding = why_nonfinite(trail, seen, pulled, finite, push, trials.overflows)
             return self._made("nonfinite", finding, trail)
         suspects = suspected(witness.account)
         if suspects and self._probe and trials.mismatches(gradient):
@@ -119,6 +120,7 @@ class Inquiry:
             elsewhere,
             EPSILON[trials.dtype],
             trials.precise,
+            trials.moves if self._probe else lambda: None,
         )
 
     def _found(self) -> Source:
@@ -134,12 +136,12 @@ class Inquiry:
     def _witness(self, source: Source) -> Witness:
         """Run the function under the eyes of the backend; an output without gradients is one too."""
         try:
-            return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor)
+            return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor, self._probe)
         except DtypeError:
             if self._target is not ONLY_OUTPUT:
                 raise
         self._target = Source("output", "output")
-        return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor)
+        return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor, self._probe)
 
     def _gradient(self, witness: Witness, trials: Trials) -> tuple[np.ndarray | None, float]:
         """The gradient of what was asked for, as float64, and the largest of the whole; None if there is no path."""

@@ -9,8 +9,8 @@ _KILLERS = {
         hard_sigmoid hard_tanh hard_silu hard_swish""",
     "masked": """
         where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
-        nan_to_num scaled_dot_product_attention boolean_mask multiply_no_nan divide_no_nan matrix_band_part
-        band_part""",
+        nan_to_num prod reduce_prod cumprod scaled_dot_product_attention boolean_mask multiply_no_nan
+        divide_no_nan matrix_band_part band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
     "not-selected": """
@@ -34,10 +34,10 @@ _KILLERS = {
     "cancelled": """
         sum mean add sub rsub sub_ add_ matmul mm bmm mv dot linear einsum conv1d conv2d conv3d layer_norm batch_norm
         group_norm instance_norm normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum
-        prod bilinear dense subtract average vdot inner tensordot""",
-    "stationary": "var pow power square sin cos mse_loss cosh sinc",
+        bilinear dense subtract average vdot inner tensordot""",
+    "stationary": "var pow power square sin cos mse_loss smooth_l1_loss huber_loss cosh sinc",
     "underflow": "exp exp2",
-    "kink": "abs absolute l1_loss smooth_l1_loss norm linalg_norm linalg_vector_norm vector_norm std",
+    "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std",
 }
 KILLS: Mapping[str, str] = {
     "item assignment": "overwritten",

@@ -17,6 +17,8 @@ SIZES = {"float64": 1e-5, "float32": 4e-3, "float16": 3e-2, "bfloat16": 6e-2}
 WIDTHS = (0.5, 0.77, 1.0)
 """Of that, for several differences: how they spread tells of curvature and of rounding inside of the function."""
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+LARGEST = {"float64": 1.79e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
+"""About the largest numbers that there are."""
 
 
 class Sampled:

@@ -8,7 +8,7 @@ import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.backends.witness import weights
-from elementgrad.explaining.precision import EPSILON, Sampled, differences, moves
+from elementgrad.explaining.precision import EPSILON, LARGEST, Sampled, differences, moves
 from elementgrad.side import Side
 from elementgrad.source import Source
 from elementgrad.trace import Call
@@ -57,12 +57,21 @@ class Trials:
         positions = self.of
         return positions, weights(len(positions))
 
-    def moves(self) -> bool:
-        """Whether the target's elements are others when the source's are moved."""
-        return moves(self._sampled(), self._base(None), self.of, list(self.wrt), self.dtype)
+    def moves(self) -> bool | None:
+        """Whether the target's elements are others when the source's are moved; None if the function refuses that."""
+        try:
+            return moves(self._sampled(), self._base(None), self.of, list(self.wrt), self.dtype)
+        except Exception:  # it is the user's function, at numbers that are not theirs
+            return None
 
     def mismatches(self, gradient: np.ndarray) -> bool:
-        """Whether the largest of the gradient is clearly not the slope of the values."""
+        """Whether the largest of the gradient is clearly not the slope of the values, which can be had near by."""
+        try:
+            return self._is_off(gradient)
+        except Exception:  # it is the user's function, at numbers that are not theirs
+            return False
+
+    def _is_off(self, gradient: np.ndarray) -> bool:
         positions, share = self.seeds
         sampled, dtype, value = self._finest()
         base = self._base(None if sampled.dtype is None else dtype)
@@ -84,6 +93,11 @@ class Trials:
         except Exception:  # it is the user's function, and made for another precision
             return None
         return None if found is None else float(np.abs(found.reshape(-1)[self.wrt]).max(initial=0.0))
+
+    def overflows(self) -> bool:
+        """Whether the gradient is finite in float64, and too large for the precision that the function is used in."""
+        size = self.precise()
+        return size is not None and LARGEST[self.dtype] < size < math.inf
 
     def is_rounding(self, gradient: np.ndarray, largest: float, value: float) -> bool:
         """Whether a gradient is mere rounding: the whole source has no more, and other precisions have other sizes."""

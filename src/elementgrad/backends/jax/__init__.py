@@ -110,7 +110,7 @@ class JaxBackend(Backend):
     def uses(self, run: Run, inputs: Sequence[Array | None], input: int) -> tuple[Linear, list[Use]]:
         return uses(run, inputs, input)
 
-    def witness(self, run: Run, source: Array | None) -> Witness:
+    def witness(self, run: Run, source: Array | None, probe: bool) -> Witness:
         from elementgrad.backends.jax.explaining.witness import JaxWitness
 
         return JaxWitness(run, source)

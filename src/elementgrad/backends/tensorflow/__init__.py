@@ -193,10 +193,10 @@ class TensorflowBackend(Backend):
     def convert(self, x: Tensor, dtype: str) -> Tensor:
         return x if tf.as_dtype(x.dtype).name == dtype else tf.cast(x, dtype)
 
-    def witness(self, run: Run, source: Tensor | None) -> Witness:
+    def witness(self, run: Run, source: Tensor | None, probe: bool) -> Witness:
         from elementgrad.backends.tensorflow.explaining.witness import TensorflowWitness
 
-        return TensorflowWitness(run, source)
+        return TensorflowWitness(run, source, probe)
 
     def step(self, function: Callable[[], Any], wrt: Tensor | None) -> Told:
         from elementgrad.backends.tensorflow.explaining.step import told

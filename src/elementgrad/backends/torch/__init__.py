@@ -226,7 +226,7 @@ class TorchBackend(Backend):
 
         return told(function, wrt)
 
-    def witness(self, run: Run, source: Tensor | None) -> Witness:
+    def witness(self, run: Run, source: Tensor | None, probe: bool) -> Witness:
         from elementgrad.backends.torch.explaining.witness import TorchWitness
 
         return TorchWitness(run, source)

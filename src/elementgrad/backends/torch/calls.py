@@ -1,23 +1,21 @@
 """Which functions of PyTorch's are called for the user in which way, and the user's line that called them."""
 
-import os
 import sys
 import weakref
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-import elementgrad
 from elementgrad import tree
+from elementgrad.backends.lines import is_users, spelled
 
 Tensor = torch.Tensor
 clock: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """How many operations autograd has counted so far."""
 WHERE = "elementgrad.where"
 """Under this key a node of the graph says which line of the user's made it."""
-HOMES = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, elementgrad))
 EXPORTS = {
     "numpy",
     "__array__",
@@ -130,10 +128,21 @@ def note_line(node: Any, start: int, where: str | None) -> str | None:
 
 def user_line() -> str:
     """The line, as `file.py:12`, of the nearest caller outside PyTorch and this library."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOMES):
+    *_, frame = outwards(sys._getframe(1))
+    return spelled(frame.f_code.co_filename, frame.f_lineno)
+
+
+def outwards(frame: Any) -> Iterator[Any]:
+    """The calls that lead to a frame, up to the nearest of the user's own, which comes last."""
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+        yield frame
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    yield frame
+
+
+@lru_cache(4096)
+def _is_users(filename: str) -> bool:
+    return is_users(filename, ("torch",))
 
 
 class Made:

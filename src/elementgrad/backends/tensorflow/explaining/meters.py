@@ -9,11 +9,13 @@ import tensorflow as tf
 
 from elementgrad.backends.tensorflow.explaining import words
 from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
-from elementgrad.backends.witness import Pulled, Pushed, Seen
+from elementgrad.backends.witness import Pulled, Pushed, Seen, weights
 
 Tensor = Any
 CHOOSES = {"Max", "Min", "TopKV2", "Maximum", "Minimum", "MaxPool", "MaxPoolV2", "MaxPool3D"}
-PRODUCTS = {"Mul", "RealDiv", "MatMul", "BatchMatMulV2"}
+PRODUCTS = {"Mul", "RealDiv"}
+MATRICES = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
+SUMS = {*MATRICES, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
 LOOKS_UP = {"GatherV2", "ResourceGather"}
 
 
@@ -113,20 +115,28 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
         axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None
-    if each.kind in PRODUCTS and each.word != "dropout":
+    if each.kind in (*PRODUCTS, *MATRICES) and each.word != "dropout":
         if len(carrying) > 1:
             return "stationary" if not np.asarray(x)[np.abs(tangent.numpy()) > 0].any() else "cancelled"
         others = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
         if others and differentiable(others[0]) and bool((others[0].numpy() != 0).all()):
-            return "underflow" if each.kind in ("Mul", "RealDiv") else None
-        if each.kind not in ("Mul", "RealDiv"):
-            return "masked" if others and not others[0].numpy().any() else None
-    return None
+            return "underflow" if each.kind in PRODUCTS else _why_no_sum(each, tangents)
+    return _why_no_sum(each, tangents) if each.kind in SUMS else None
+
+
+def _why_no_sum(each: Record, tangents: Sequence[Tensor | None]) -> str:
+    """Whether parts had cancelled, which come in other amounts then; or each was multiplied by zero."""
+    parts = [None if t is None else t * _amounts(t, number) for number, t in enumerate(tangents, 1)]
+    return "cancelled" if any(t is not None and _size(t) > 0 for t in each.push(parts)) else "masked"
+
+
+def _amounts(like: Tensor, number: int) -> Tensor:
+    return tf.cast(number * (weights(math.prod(like.shape)) + 0.5).reshape(tuple(like.shape)), like.dtype)
 
 
 def _where_not_finite(leaving: Tensor, arriving: Tensor) -> float:
     """The largest that arrives where what leaves is not finite."""
-    return _size(tf.boolean_mask(arriving, ~tf.math.is_finite(tf.abs(leaving))))
+    return _size(tf.boolean_mask(tf.reshape(arriving, [-1]), tf.reshape(~tf.math.is_finite(tf.abs(leaving)), [-1])))
 
 
 def _size(x: Tensor) -> float:

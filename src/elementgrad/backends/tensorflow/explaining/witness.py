@@ -27,7 +27,7 @@ Tensor = Any
 class TensorflowWitness(Witness):
     """Runs a function eagerly, on a tape and under a watch. What was recorded serves all sweeps."""
 
-    def __init__(self, run: Run, source: Tensor | None):
+    def __init__(self, run: Run, source: Tensor | None, probe: bool):
         if not tf.executing_eagerly():
             raise FrameworkError("eg.explain inside tf.function, where there are no numbers yet; call it outside")
         self._run = run
@@ -48,7 +48,7 @@ class TensorflowWitness(Witness):
             watch = self._watched(nullcontext())
         self._records = watch.records
         self._target_number = watch.number(self.target)
-        self._records += self._unseen(watch)
+        self._records += self._unseen(watch, probe)
         handle = getattr(self.source, "handle", None)
         self._later = () if handle is None else watch.held[handle._id]  # what a variable holds after it is written to
         self.account = account(
@@ -90,7 +90,7 @@ class TensorflowWitness(Witness):
             return True
         return False
 
-    def _unseen(self, watch: Watch) -> list[Record]:
+    def _unseen(self, watch: Watch, probe: bool) -> list[Record]:
         """Ways from the source that no operation shows: through NumPy, or around the function altogether."""
         reached = meters.reached(self._records, self._source_number)
 
@@ -105,7 +105,7 @@ class TensorflowWitness(Witness):
             for number, x, where in watch.outside()
             if number in leading and self._is_part(x)
         ]
-        imported = [entry for entry in watch.imported() if entry[0] in leading]
+        imported = [entry for entry in watch.imported() if probe and entry[0] in leading]
         found += [(*entry, "left-framework") for entry in self._moving(imported)] if not found and imported else []
         source = (self._source_number,)
         return [

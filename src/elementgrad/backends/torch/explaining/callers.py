@@ -1,15 +1,10 @@
 """Who called a function of PyTorch's: the user's line, and the verb of ours that stands there."""
 
-import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
-from elementgrad.backends.torch.calls import HOMES
-
-OURS = HOMES[1]
-EDITS = ("get", "set", "add", "multiply", "apply", "only", "stop")
-READS = ("grad", "jacobian", "hessian", "contributions")
+from elementgrad.backends.lines import spelled, verb
+from elementgrad.backends.torch.calls import outwards
 
 
 @dataclass(frozen=True)
@@ -19,21 +14,18 @@ class Caller:
     where: str
     verb: str | None = None
     """As the user writes it: `eg.at(...).stop`, `eg.grad`."""
-    stops: str | None = None
-    """The cause if that verb lets no derivative through."""
+
+    @property
+    def stops(self) -> str:
+        """The cause if that verb lets no derivative through."""
+        if self.verb == "eg.choose":
+            return "discrete"
+        return "detached" if str(self.verb).startswith("eg.at") else "inner-gradient"
 
 
 def caller() -> Caller:
     """The nearest caller outside PyTorch and this library."""
-    frame: Any = sys._getframe(1)
-    verb, stops = None, None
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOMES):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file == OURS + "place.py" and name in EDITS:
-            verb, stops = f"eg.at(...).{name}", "detached"
-        elif file == OURS + "read.py" and name in READS:
-            verb, stops = f"eg.{name}", "inner-gradient"
-        elif file == OURS + "choice.py" and name == "choose":
-            verb, stops = "eg.choose", "discrete"
-        frame = frame.f_back
-    return Caller(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", verb, stops)
+    called = None
+    for frame in outwards(sys._getframe(1)):
+        called = verb(frame.f_code.co_filename, frame.f_code.co_name) or called
+    return Caller(spelled(frame.f_code.co_filename, frame.f_lineno), called)

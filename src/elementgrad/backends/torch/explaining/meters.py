@@ -41,17 +41,18 @@ class Tangents(Meter):
 
 def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     """Why a step gives no derivative, where its numbers say more than its name."""
+    name = ran.name.removeprefix("linalg_")
     carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
     x, tangent = carrying[0]
-    if ran.name in CHOOSES and ran.made and ran.made[0].is_floating_point():
+    if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
         return "tie" if bool(torch.isin(x.detach()[tangent != 0], ran.made[0].detach()).any()) else "not-selected"
-    if ran.name in PRODUCTS:
+    if name in PRODUCTS:
         if len(carrying) > 1:
             return "stationary" if not bool(x.detach()[tangent != 0].any()) else "cancelled"
         others = [y for y in ran.args if y is not x and isinstance(y, (Tensor, float, int))]
         if others and bool(torch.as_tensor(others[0]).detach().ne(0).all()):
             return "underflow"
-    if ran.name in SUMS:
+    if name in SUMS:
         return "cancelled" if _adds_up(ran, before) else "masked"
     return None
 

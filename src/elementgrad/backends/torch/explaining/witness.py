@@ -17,7 +17,7 @@ from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.quiet import plainly, state, undisturbed
-from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step, Witness
+from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step, Witness, weights
 
 Tensor = torch.Tensor
 
@@ -101,22 +101,22 @@ class TorchWitness(Witness):
         same = [step.operation for step in watch.steps] == [step.operation for step in self.account.steps]
         return watch.measures if same else None
 
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+    def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
         target, passed = self._live or self._watched(None)[2:]
         self._live = None
         if not target.requires_grad:
             return None
-        return self._back(target, passed, of, weights)
+        return self._back(target, passed, of, share)
 
-    def _back(self, target: Tensor, passed: Tensor, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+    def _back(self, target: Tensor, passed: Tensor, of: np.ndarray, share: np.ndarray) -> Tensor | None:
         seed = torch.zeros_like(target, requires_grad=False).reshape(-1)
-        seed[torch.from_numpy(of.copy()).to(seed.device)] = torch.from_numpy(weights).to(seed)
+        seed[torch.from_numpy(of.copy()).to(seed.device)] = torch.from_numpy(share).to(seed)
         with undisturbed(None), plainly():
             return torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)[0]
 
     def push(self, wrt: np.ndarray) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
         tangent = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
-        tangent[torch.from_numpy(wrt.copy()).to(tangent.device)] = 1
+        tangent[torch.from_numpy(wrt.copy()).to(tangent.device)] = torch.from_numpy(weights(len(wrt))).to(tangent)
         try:
             with forward_ad.dual_level():
                 watch, _, target, _ = self._watched(lambda leads: Tangents(), tangent.reshape(self.source.shape))
@@ -139,12 +139,12 @@ class TorchWitness(Witness):
         values = (runs[1][2].detach() - runs[0][2].detach()).double() / size
         return steps, values.cpu().numpy()
 
-    def pull(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
+    def pull(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
         watch, _, target, passed = self._watched(lambda leads: Gradients(leads.node, lambda: leads.first, wrt))
         steps = self._follow(watch)
         if steps is None or not target.requires_grad:
             return None
-        self._back(target, passed, of, weights)
+        self._back(target, passed, of, share)
         return [None if flow is None else flow.pulled() for flow in steps]
 
     def values(self) -> Sequence[Seen | None] | None:

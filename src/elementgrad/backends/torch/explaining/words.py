@@ -100,7 +100,7 @@ def word(func: Any) -> str:
     name = name_of(func)
     if name in WORDS:
         return WORDS[name]
-    title = name.partition(".")[0]
+    title = name.partition(".")[0].removeprefix("linalg_")
     return title[2:-2] if title.startswith("__") and title.endswith("__") else title
 
 
