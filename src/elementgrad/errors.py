@@ -1,5 +1,7 @@
 """What elementgrad raises: one base class, and each message says what was given, what fits and what to try."""
 
+from typing import Any
+
 
 class ElementgradError(Exception):
     """Base of every error that elementgrad raises itself.
@@ -71,3 +73,10 @@ class UnconnectedError(ElementgradError, ValueError):
     Traceback (most recent call last):
     elementgrad.errors.UnconnectedError: output does not depend on x ...
     """
+
+    def __init__(self, message: str, loss: Any = None, leaf: Any = None):
+        super().__init__(message)
+        self.loss = loss
+        """The loss without a gradient, where a training verb was given one."""
+        self.leaf = leaf
+        """The elements without one; None if the loss has none at all."""

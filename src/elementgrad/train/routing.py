@@ -46,7 +46,10 @@ def routed(
             gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
             if gradient is None:
                 raise UnconnectedError(
-                    f"the loss for {asked.place} does not depend on {member.name}; give one that was computed with it"
+                    f"the loss for {asked.place} does not depend on {member.name}; give one that was computed with it, "
+                    "or put the step into a function and ask eg.explain(step), which names the line where it is cut",
+                    loss,
+                    member.part.leaf,
                 )
             gradients.append((member.part, gradient, chosen))
     return gradients

@@ -187,7 +187,8 @@ class TorchTrainer(Trainer):
         if not loss.requires_grad:
             raise UnconnectedError(
                 f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
-                "into a function and ask eg.explain(step), which names the line"
+                "into a function and ask eg.explain(step), which names the line",
+                loss,
             )
 
     def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
