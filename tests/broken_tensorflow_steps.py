@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+import elementgrad as eg
 from tests.programs_broken import Table
 
 BROKEN = Table()
@@ -231,5 +232,19 @@ def a_head_that_no_loss_uses():
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(X) - Y) ** 2)
         return tape.gradient(loss, spare.trainable_variables)
+
+    return step
+
+
+@BROKEN.says("unconnected", "detached")
+def elements_whose_loss_is_stopped():
+    model = _model()
+    elements = eg.trainable(model, f"{model.layers[0].name}/kernel[0, 1]")
+
+    def step():
+        with tf.GradientTape() as tape:
+            values = tf.stop_gradient(model(X))  # <- here
+            loss = tf.reduce_mean((values - Y) ** 2)
+        elements.gradients(tape, {f"{model.layers[0].name}/kernel[0, 1]": loss})
 
     return step

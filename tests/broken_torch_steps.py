@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import elementgrad as eg
 from tests.programs_broken import Table
 
 BROKEN = Table()
@@ -215,5 +216,44 @@ def a_step_that_leaves_the_body_out():
     def step():
         features = _body(X).detach()  # <- here
         _head(features).sum().backward()
+
+    return step
+
+
+def _trained():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, eg.trainable(model, ["0.weight[0, 1]", "2.bias[0]"])
+
+
+@BROKEN.says("unconnected", "detached")
+def elements_whose_loss_is_detached():
+    model, elements = _trained()
+
+    def step():
+        logits = model(X).detach()  # <- here
+        elements.backward({"2.bias[0]": logits.sum()})
+
+    return step
+
+
+@BROKEN.says("unconnected", "detached")
+def elements_in_front_of_a_detach():
+    model, elements = _trained()
+
+    def step():
+        features = model[0](X).detach()  # <- here
+        elements.backward({"0.weight[0, 1]": model[2](features).sum()})
+
+    return step
+
+
+@BROKEN.says("unconnected", "unused")
+def elements_that_another_model_does_not_use():
+    _, elements = _trained()
+    teacher = nn.Linear(3, 1)
+
+    def step():
+        mean = teacher(X).detach()  # cuts nothing off that trains
+        elements.backward({"0.weight[0, 1]": (teacher(X) - mean).sum()})
 
     return step

@@ -1,5 +1,7 @@
 """What elementgrad raises: one base class, and each message says what was given, what fits and what to try."""
 
+from typing import Any
+
 
 class ElementgradError(Exception):
     """Base of every error that elementgrad raises itself.
@@ -71,3 +73,13 @@ class UnconnectedError(ElementgradError, ValueError):
     Traceback (most recent call last):
     elementgrad.errors.UnconnectedError: output does not depend on x ...
     """
+
+    loss: Any = None
+    """The loss without a gradient, where a training verb was given one."""
+    leaf: Any = None
+    """The elements without one; None if the loss has none at all."""
+
+    def about(self, loss: Any, leaf: Any = None) -> "UnconnectedError":
+        """The same error, which knows what it is about. Not told as it is made: see `ElementgradError`."""
+        self.loss, self.leaf = loss, leaf
+        return self

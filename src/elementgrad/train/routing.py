@@ -14,6 +14,7 @@ from elementgrad.train.named import Named, named, require_disjoint
 Tensor = Any
 
 
+STEP = ", or put the step into a function and ask eg.explain(step), which names the line where it is cut"
 Hearing = tuple[Named, Any, np.ndarray]
 """A place, a member that has elements of it, and which of the member's these are."""
 
@@ -58,14 +59,15 @@ def routed(
         for asked, member, chosen in mine:
             gradient = next(each for part, each in zip(parts, found, strict=True) if part is member.part)
             if gradient is None:
-                raise unconnected(asked.place, member.name)
+                raise unconnected(asked.place, member.name, STEP, loss, member.part.leaf)
             gradients.append((member.part, gradient, chosen))
     return gradients
 
 
-def unconnected(place: Place, name: str) -> UnconnectedError:
+def unconnected(place: Place, name: str, more: str = "", loss: Any = None, leaf: Any = None) -> UnconnectedError:
     """The error for a loss that no element of a parameter can hear."""
-    return UnconnectedError(f"the loss for {place} does not depend on {name}; give one that is computed with it")
+    told = f"the loss for {place} does not depend on {name}; give one that is computed with it{more}"
+    return UnconnectedError(told).about(loss, leaf)
 
 
 def _heard_by(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:

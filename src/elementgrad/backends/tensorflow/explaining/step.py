@@ -12,7 +12,7 @@ from elementgrad.backends.tensorflow.explaining.tapes import Asked, watching
 from elementgrad.backends.tensorflow.explaining.watch import Watch, is_line_of_user
 from elementgrad.backends.tensorflow.staging import unstaged
 from elementgrad.backends.witness import Remark, Step, Told, Verdict
-from elementgrad.errors import FrameworkError
+from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any
 TWICE = "non-persistent"
@@ -50,7 +50,8 @@ def _raised(seen: Watch, error: Exception, wrt: Tensor | None) -> Told | None:
         steps = [Step(each.word, each.where, each.path) for each in seen.records if each.kind == kind]
         return Told("unconnected", None, Remark("no-rule", text.strip("'\""), steps[-1] if steps else None))
     missing = [each for each in _about(seen, wrt) if each.result is None]
-    return _answer(missing[0]) if missing and ("None" in text or "gradients" in text) else None
+    told = isinstance(error, UnconnectedError) or "None" in text or "gradients" in text
+    return _answer(missing[0]) if missing and told else None
 
 
 def _about(seen: Watch, wrt: Tensor | None) -> Sequence[Asked]:

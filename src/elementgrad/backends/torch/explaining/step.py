@@ -8,10 +8,11 @@ import torch
 from elementgrad.backends.torch.explaining.refusals import UNTRACKED, Refused
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.witness import Account, Remark, Step, Told
-from elementgrad.errors import PlaceError
+from elementgrad.errors import PlaceError, UnconnectedError
 
 Tensor = torch.Tensor
 NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
+PARTS: dict[str, Any] = {"of": "the loss", "wrt": "the elements"}
 
 
 def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
@@ -21,13 +22,20 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
     try:
         with watch.on():
             function()
+    except UnconnectedError as error:
+        if error.loss is None:
+            raise
+        if error.leaf is None:
+            return _untracked(watch, root, watch.number(error.loss))
+        numbers = watch.number(error.leaf), watch.number(error.loss)
+        return Told("unconnected", Account(watch.steps, *numbers, frozenset(watch.connected)), None, **PARTS)
     except RuntimeError as error:
-        if UNTRACKED in str(error) and watch.target is not None:
-            return _untracked(watch, root, watch.target)
+        if UNTRACKED in str(error) and watch.backwards.target is not None:
+            return _untracked(watch, root, watch.backwards.target)
         remark = Refused.after(watch).remark(error)
         if remark is None:
             raise
-        account = Account(watch.steps, root, watch.target or root, frozenset(watch.connected))
+        account = Account(watch.steps, root, watch.backwards.target or root, frozenset(watch.connected))
         return Told("unconnected", account, remark, **NAMES)
     return _ran(watch, root, wrt)
 
@@ -52,7 +60,7 @@ def _first(watch: Watch, target: int) -> Step | None:
 
 def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
     """What a step that went well did to the gradient of a tensor."""
-    if watch.target is None:
+    if watch.backwards.target is None:
         raise PlaceError(
             "the step ran and did not call backward(), so there is nothing to explain; to ask about a function give "
             "its arguments, as in eg.explain(f, x)"
@@ -60,12 +68,12 @@ def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
     if wrt is None:
         return Told("flows", **NAMES)
     names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
-    if watch.gradient is not None:
+    if watch.backwards.gradient is not None:
         remark = None
-        if watch.accumulated is not None:
-            remark = Remark("accumulated", "its .grad held a gradient before", watch.accumulated)
-        return Told("mismatch" if remark else "flows", None, remark, value=watch.gradient, **names)
-    account = Account(watch.steps, root, watch.target, frozenset(watch.connected))
+        if watch.backwards.accumulated is not None:
+            remark = Remark("accumulated", "its .grad held a gradient before", watch.backwards.accumulated)
+        return Told("mismatch" if remark else "flows", None, remark, value=watch.backwards.gradient, **names)
+    account = Account(watch.steps, root, watch.backwards.target, frozenset(watch.connected))
     if not wrt.requires_grad:
         return Told("unconnected", account, Remark("not-tracked", "its requires_grad is False"), **names)
     if not wrt.is_leaf and not wrt.retains_grad:

@@ -15,12 +15,10 @@ class Values:
         self._memory: dict[int, list[weakref.ref[Tensor]]] = {}
         self._count = 0
 
-    def new(self, x: Tensor, number: int | None = None) -> int:
-        """A new number for a tensor, or one that several share."""
-        numbers, key = self._numbers, id(x)
-        if number is None:
-            number = self._count
-            self._count += 1
+    def new(self, x: Tensor) -> int:
+        """A new number for a tensor."""
+        numbers, key, number = self._numbers, id(x), self._count
+        self._count += 1
         known = numbers.get(key)
         if known is None or known[0]() is not x:
             memory = memory_of(x)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from elementgrad import tree
 from elementgrad.backends.torch.calls import clock, name_of
 from elementgrad.backends.torch.explaining import lenient, words
+from elementgrad.backends.torch.explaining.backwards import Backwards
 from elementgrad.backends.torch.explaining.callers import caller
 from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
 from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
@@ -24,7 +25,6 @@ from elementgrad.backends.witness import Remark, Step
 Tensor = torch.Tensor
 is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether `torch.func` has hold of a tensor, which then is one of several or of none."""
-BACKWARD = ("backward",)
 HOOKS = "BackwardHookFunction"
 """What PyTorch puts before and after a module that has backward hooks."""
 LOOKED_INTO = ("CheckpointFunction",)
@@ -50,18 +50,12 @@ class Watch:
         self._exported: dict[int, Step] = {}
         self._makers: dict[int, str] = {}  # the function that a value came from
         self.overwrites: list[Overwrite] = []
-        self.backwards: list[Step] = []
-        self.target: int | None = None
-        """What backward was called on last."""
+        self.backwards = Backwards()
         self.carried: Step | None = None
         """The first step that took a tensor with a graph from before."""
         self.tracked = False
         """Whether any step took a tensor that is tracked."""
-        self.gradient: Tensor | None = None
-        self.accumulated: Step | None = None
-        """What became of the .grad of the tensor that is followed, and the backward that added to it."""
         self._root: int | None = None
-        self._followed: Tensor | None = None
 
     @contextmanager
     def on(self) -> Iterator["Watch"]:
@@ -96,9 +90,11 @@ class Watch:
         known = self.values.known(x)
         if known is not None:
             return known
-        if self._root is not None and self._followed is None and x.is_leaf and x.requires_grad:
+        if self._root is not None and self.backwards.followed is None and x.is_leaf and x.requires_grad:
             self.tracked = True
-            return self.values.new(x, self._root)
+            leaf = self.source(x)
+            self._add(Step("a leaf", takes=(self._root,), gives=(leaf,), quiet=True))
+            return leaf
         sharing = self.values.sharing(x)
         number = self.values.new(x)
         if self._leads(x):
@@ -124,7 +120,7 @@ class Watch:
 
     def follow(self, x: Tensor | None) -> int:
         """Derivatives start at a tensor, or at all leaves that are tracked."""
-        self._followed = x
+        self.backwards.followed = x
         self._root = self.source(torch.empty(0) if x is None else x)
         return self._root
 
@@ -150,7 +146,7 @@ class Watch:
         name = name_of(func)
         if not watching() or words.is_aside(name):
             return func(*args, **kwargs)
-        if name in BACKWARD:
+        if name == "backward":
             return self._backward(func, args, kwargs)
         if name == "register_hook":
             self._note_hook(args[0])
@@ -165,11 +161,11 @@ class Watch:
         kind = getattr(apply, "__self__", None)
         name = getattr(kind, "__name__", "Function")
         home = getattr(kind, "__module__", "")
-        if name in LOOKED_INTO or home.startswith("elementgrad."):
+        if name in LOOKED_INTO:
             return apply(*args, **kwargs)
         if name == HOOKS:
             self.remarks.append(Remark("hook", "", Step("a backward hook", None, self.path)))
-        own = not home.startswith("torch.")
+        own = not home.startswith(("torch.", "elementgrad."))
         return self._step(apply, name, name, args, kwargs, own=own, quiet=not own)
 
     def _step(
@@ -203,7 +199,7 @@ class Watch:
         written = [x for x, version in zip(taken, versions, strict=True) if version_of(x) != version]
         if name == "data.__set__":
             written.append(args[0])
-        changed = _distinct([*made, *written])
+        changed = list({id(x): x for x in (*made, *written)}.values())
         old = [(x.shape, known) for x in written if (known := self.values.known(x)) in self._used]
         gives = [self._given(x, taken, written) for x in changed]
         behind = [other for x in written for other in self.values.sharing(x) if all(other is not y for y in changed)]
@@ -271,17 +267,7 @@ class Watch:
     def _backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         roots = _tensors(args[0] if args else kwargs.get("tensors"))
         step = Step("backward", caller().where, self.path, tuple([self.number(x) for x in roots]))
-        self.backwards.append(step)
-        self.target = step.takes[0] if step.takes else None
-        x = self._followed
-        before = None if x is None or x.grad is None else x.grad.clone()
-        with aside():
-            result = func(*args, **kwargs)
-            if x is not None and x.grad is not None and (before is None or not torch.equal(before, x.grad)):
-                self.gradient = x.grad.clone()
-                if before is not None and bool(before.any()):
-                    self.accumulated = step
-        return result
+        return self.backwards.call(step, func, args, kwargs)
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
@@ -309,7 +295,3 @@ def _scripted(module: Any) -> bool:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [x for x in tree.flat(value) if isinstance(x, Tensor)]
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(x): x for x in tensors}.values())

@@ -188,7 +188,7 @@ class TorchTrainer(Trainer):
             raise UnconnectedError(
                 f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
                 "into a function and ask eg.explain(step), which names the line"
-            )
+            ).about(loss)
 
     def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
         leaves = [part.leaf for part in parts]
