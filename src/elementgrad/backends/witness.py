@@ -183,3 +183,10 @@ class Told:
 def weights(count: int) -> np.ndarray:
     """A weight for each of several elements asked about: uneven, so that they do not cancel; 1 for one."""
     return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]
+
+
+def bounded(lower: bool, bound: np.ndarray) -> str | None:
+    """Why an element loses against a bound that is the same everywhere: one of zero from below is a rectifier's."""
+    if not bound.size or not bool((bound == bound.reshape(-1)[0]).all()):
+        return None
+    return "dead-relu" if lower and float(bound.reshape(-1)[0]) == 0 else "clamped"

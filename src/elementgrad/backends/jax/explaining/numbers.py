@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad.backends.jax.explaining.steps import Taken, smooth
+from elementgrad.backends.witness import bounded
 
 Array = Any
 PRODUCTS = {"mul", "multiply", "div", "true_divide", "divide"}
@@ -56,7 +57,7 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
     if named & CHOICES and not bound:
         return "tie" if bool(np.isin(x[tangent != 0], plain(step.results[0])).any()) else "not-selected"
     if named & BOUNDS or bound:
-        return None if not still else _bounded(step, still[0])
+        return None if not still else bounded("max" in step.inner, still[0])
     if named & PRODUCTS:
         if len(moving) > 1:
             return "cancelled" if bool(x[tangent != 0].any()) else "stationary"
@@ -70,14 +71,6 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
 
 def _kind(x: Array) -> Any:
     return x.dtype if hasattr(x, "dtype") else type(x)
-
-
-def _bounded(step: Taken, bound: Array) -> str | None:
-    """A maximum with a constant is a bound: of zero, that of a rectifier."""
-    lower = "max" in step.inner
-    if bool((bound == bound.reshape(-1)[0]).all()) if bound.size else False:
-        return "dead-relu" if lower and float(bound.reshape(-1)[0]) == 0 else "clamped"
-    return None
 
 
 def _meets(step: Taken, number: int, tangent: Array) -> bool:

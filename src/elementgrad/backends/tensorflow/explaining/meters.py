@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from elementgrad.backends.tensorflow.explaining import words
 from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
-from elementgrad.backends.witness import Pulled, Pushed, Seen, weights
+from elementgrad.backends.witness import Pulled, Pushed, Seen, bounded, weights
 
 Tensor = Any
 CHOOSES = {"Max", "Min", "TopKV2", "Maximum", "Minimum", "MaxPool", "MaxPoolV2", "MaxPool3D"}
@@ -125,8 +125,11 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         return words.suspect(each.inside)
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
         moved = np.abs(tangent.numpy()) > 0
-        chosen = each.outputs[0].numpy()
-        return "tie" if np.isin(np.asarray(x)[moved], chosen).any() else "not-selected"
+        if np.isin(np.asarray(x)[moved], each.outputs[0].numpy()).any():
+            return "tie"
+        bound = [y for y in each.inputs if y is not x] if each.kind in ("Maximum", "Minimum") else []
+        against = bounded(each.kind == "Maximum", bound[0].numpy()) if bound and len(carrying) == 1 else None
+        return against or "not-selected"
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
         axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None

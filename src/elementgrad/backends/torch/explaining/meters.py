@@ -12,7 +12,7 @@ from elementgrad import tree
 from elementgrad.backends.torch.calls import clock
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
 from elementgrad.backends.torch.functions import aside
-from elementgrad.backends.witness import Pulled, Pushed, Seen
+from elementgrad.backends.witness import Pulled, Pushed, Seen, bounded
 
 Tensor = torch.Tensor
 CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
@@ -44,6 +44,9 @@ def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     name = ran.name.removeprefix("linalg_")
     carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
     x, tangent = carrying[0]
+    if name in ("maximum", "minimum") and len(carrying) == 1:
+        (bound,) = [y for y in ran.args if y is not x]
+        return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
     if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
         return "tie" if bool(torch.isin(x.detach()[tangent != 0], ran.made[0].detach()).any()) else "not-selected"
     if name in PRODUCTS:
