@@ -44,8 +44,8 @@ def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     name = ran.name.removeprefix("linalg_")
     carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
     x, tangent = carrying[0]
-    if name in ("maximum", "minimum") and len(carrying) == 1:
-        (bound,) = [y for y in ran.args if y is not x]
+    if name in ("maximum", "minimum") and len(carrying) == 1 and "out" not in ran.kwargs:
+        (bound,) = [y for y in (*ran.args, *ran.kwargs.values()) if y is not x]
         return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
     if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
         return "tie" if bool(torch.isin(x.detach()[tangent != 0], ran.made[0].detach()).any()) else "not-selected"
