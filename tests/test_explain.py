@@ -11,9 +11,10 @@ from torch import nn
 import elementgrad as eg
 from elementgrad.backends.witness import Account, Pulled, Pushed, Step
 from elementgrad.explaining.causes import CAUSES, UNDECIDED
-from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.following import why_nonfinite, why_unconnected
 from elementgrad.explaining.operations import KILLS
 from elementgrad.explaining.trail import Trail
+from elementgrad.explaining.vanishing import Asked, why_zero
 
 X = torch.tensor([1.0, -2.0, 3.0])
 FRAMEWORKS = ("torch", "tensorflow", "jax")
@@ -232,7 +233,7 @@ def test_following_needs_no_framework():
     assert cut.line(steps[1]) == ["mul", "stop_gradient (broken here)", "sum"]
     trail = Trail(Account(steps, 0, 4, {0, 1, 3, 4}))
     pushed = [Pushed(1, 2), Pushed(2, 0), Pushed(2, 0), Pushed(0, 0)]
-    dead = why_zero(trail, pushed, lambda: None, 0.0, False, 1e-7, lambda: 0.0)
+    dead = why_zero(trail, pushed, 0.0, False, 1e-7, Asked(precise=lambda: 0.0))
     assert (dead.cause, dead.step, dead.others) == ("dead-relu", steps[2], [steps[1]])
     pulled = [Pulled(np.nan, np.nan, 0), None, Pulled(1, np.inf, 1), Pulled(1, 1, 1)]
     assert why_nonfinite(trail, None, pulled, finite=True).step is steps[2]

@@ -8,6 +8,7 @@ For a gradient that is there but zero or not finite, the witness follows numbers
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,16 @@ class Seen:
     gives: bool
 
 
+@dataclass(frozen=True)
+class Met:
+    """Where what the elements asked for can move, at whatever numbers, meets the gradient of what was asked for."""
+
+    touched: AbstractSet[int]
+    """The values of which some element can move with those of the source."""
+    alive: AbstractSet[int]
+    """The values of which such an element has a gradient other than zero."""
+
+
 class Witness(ABC):
     """One run of the user's function, which can be followed again: each method gives one entry per step of the account.
 
@@ -138,6 +149,13 @@ class Witness(ABC):
         """Follow the gradient of a weighted sum of the target's elements at these flat positions.
 
         Where a step takes the source itself, what leaves counts at the source's elements at `wrt` alone.
+        """
+
+    @abstractmethod
+    def meet(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Met | None:
+        """Element by element: what can move with the source's elements at `wrt`, and whether a gradient arrives there.
+
+        What can move is followed through cuts as well. Values apart from the framework's derivative are never alive.
         """
 
     @abstractmethod

@@ -5,19 +5,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from elementgrad.backends.witness import Pulled, Pushed, Seen, Step
-from elementgrad.explaining.operations import KILLS, SATURATE, SINGULAR
+from elementgrad.explaining.operations import KILLS, SINGULAR
 from elementgrad.explaining.trail import Finding, Trail
 
 DECISIVE = ("not-tracked", "integer", "freed-graph")
 """Remarks after which nobody need look for a step."""
-DOUBTFUL = (None, "masked", "cancelled")
-"""What a zero looks like that may be a number too small for its precision."""
-SELECTS = ("unused", "not-selected", "row-not-used")
-"""Causes that only say that other elements are taken, which is no news where another path ends too."""
 FLAT = ("discrete", "step-function")
 """Ends of a path at which no slope is lost, since there is none."""
-ROUNDING = 64.0
-"""So many units of rounding count as nothing where sums cancel."""
 
 
 def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
@@ -31,22 +25,21 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     cuts = trail.cuts()
     exits = trail.exits()
     if cuts:
-        return _cut(cuts, exits if moves else [])
+        return cut_by(cuts, exits if moves else [])
     if trail.joined:
         return Finding(None, None, ["every step that was seen passes derivatives on"])
-    decided = [step for step in exits if step.decides]
-    if decided and len(decided) == len(exits):
-        cuts = trail.cuts(trail.before(decided[0])) or decided[:1]
+    decided = decision(trail, exits)
+    if decided is not None:
         if moves:
-            return Finding("discrete", cuts[0], ["it only decides which way the code takes"])
-        evidence = [f"it only decides which way the code takes, in {_spelled(cuts[0])}"]
+            return Finding("discrete", decided, ["it only decides which way the code takes"])
+        evidence = [f"it only decides which way the code takes, in {spelled(decided)}"]
         if moves is None:
-            return Finding(None, cuts[0], [*evidence, "whether the value moves with it was not tried"])
+            return Finding(None, decided, [*evidence, "whether the value moves with it was not tried"])
         return Finding("unused", None, [*evidence, "the value did not move with it"])
     if exits and moves is not False:
         if moves is None and not trail.came_back(exits[0]):
             return Finding(None, exits[0], ["its values left the framework, and whether they came back was not tried"])
-        return _left([step for step in exits if not step.decides])
+        return left([step for step in exits if not step.decides])
     if moves:
         return Finding(None, None, ["the value moves with it, though no step was seen that takes it there"])
     closed = trail.closed()
@@ -55,118 +48,35 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     used = [step for step in account.steps if account.source in step.takes]
     if not used:
         return Finding("unused", None, ["no step takes it"])
-    evidence = [f"what it goes into, {_spelled(used[0])}, is not used for it"]
+    evidence = [f"what it goes into, {spelled(used[0])}, is not used for it"]
     return Finding("unused", None, evidence)
 
 
-def _left(exits: Sequence[Step]) -> Finding:
+def decision(trail: Trail, exits: Sequence[Step]) -> Step | None:
+    """The step that only decides which way the code takes, if numbers leave the framework for that alone."""
+    if not exits or not all(step.decides for step in exits):
+        return None
+    return (trail.cuts(trail.before(exits[0])) or exits)[0]
+
+
+def left(exits: Sequence[Step]) -> Finding:
     """Numbers left the framework; which of several ways mattered is not known."""
     if len({step.where for step in exits}) == 1:
         return Finding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
     ways = Step("one of several ways", path=exits[0].path)
-    return Finding("left-framework", ways, [f"they leave in {_spelled(step)}" for step in exits])
+    return Finding("left-framework", ways, [f"they leave in {spelled(step)}" for step in exits])
 
 
-def _cut(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
+def cut_by(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
+    """A step cuts the path; of several one that is not there for a mask, mostly."""
     named = [step for step in cuts if step.stops]
-    named.sort(key=lambda step: step.stops == "discrete")  # comparisons are there for masks, mostly
+    named.sort(key=lambda step: step.stops == "discrete")
     step = named[0] if named else cuts[0]
     evidence = [step.note] if step.note else []
     others = [other for other in (*cuts, *exits) if other is not step]
     if step.stops is None:
         evidence.append("a connected value goes in and one without derivatives comes out, for no reason that is known")
     return Finding(step.stops, step, evidence, others)
-
-
-def why_zero(
-    trail: Trail,
-    pushed: Sequence[Pushed | None] | None,
-    pull: Callable[[], Sequence[Pulled | None] | None],
-    reaches: float | None,
-    elsewhere: bool,
-    epsilon: float,
-    precise: Callable[[], float | None],
-    moves: Callable[[], bool | None] = lambda: None,
-) -> Finding:
-    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for, `elsewhere` whether other
-    elements of the target have one.
-
-    What takes further runs is asked for only where it decides: what comes back by each step, the size of the gradient
-    in higher precision, and whether the target moves with the element; each may be unknown.
-    """
-    steps = trail.account.steps
-    if pushed is None:
-        return _by_gradient(trail, pull(), precise)
-    flows = [(step, flow) for step, flow in zip(steps, pushed, strict=True) if flow is not None and trail.between(step)]
-    leaky = any(step.stops == "no-grad" for step in trail.cuts())  # forward derivatives pass there
-    if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
-        finding = _by_gradient(trail, pull(), precise)
-        finding.evidence.append("forwards the derivative is not zero")
-        return finding
-    ended = [(step, flow) for step, flow in flows if flow.arrives > 0 and flow.leaves == 0]
-    if not ended:
-        ended = [(step, flow) for step, flow in flows if 0 < flow.leaves <= ROUNDING * epsilon * flow.arrives]
-        if ended:
-            step = ended[-1][0]
-            return Finding("cancelled", step, ["what remains is rounding"])
-        if elsewhere:
-            return Finding("unused", None, ["other elements of the output depend on it, those asked for do not"])
-        used = [step for step, flow in flows if flow.leaves > 0]
-        if used:
-            return Finding("unused", used[-1], ["that part of what it gives is not used"])
-        return trail.closed() or Finding(None, None, ["no step was seen at which it ends"])
-    rank = {id(step): (trail.cut(step), (flow.cause or _kills(step)) in SELECTS) for step, flow in ended}
-    ended.sort(key=lambda pair: rank[id(pair[0])])
-    chosen = trail.last_of([step for step, _ in ended if rank[id(step)] == rank[id(ended[0][0])]])
-    step, flow = next(pair for pair in ended if pair[0] is chosen)
-    cuts = [other for other, _ in ended if trail.cut(other) and other.stops not in FLAT]
-    if cuts and rank[id(step)] == (False, True):  # it is not taken on one path, and cut off on another
-        moved = moves()
-        if moved is None:
-            return Finding(None, None, [f"it ends in {_spelled(other)}" for other in (step, *cuts)])
-        if moved:
-            step, flow = next(pair for pair in ended if pair[0] is cuts[0])
-    stops = step.stops if trail.cut(step) else None
-    evidence = [step.note] if step.note and (stops or not step.stops) else []
-    return Finding(_ended_by(step, flow, stops, precise), step, evidence, [s for s, _ in ended if s is not step])
-
-
-def _kills(step: Step) -> str | None:
-    return "custom-rule" if step.own else KILLS.get(step.operation)
-
-
-def _tiny(reaches: float, flows: Sequence[tuple[Step, Pushed]], epsilon: float) -> bool:
-    largest = max([flow.leaves for _, flow in flows], default=0.0)
-    return reaches <= ROUNDING * epsilon * largest
-
-
-def _ended_by(step: Step, flow: Pushed, stops: str | None, precise: Callable[[], float | None]) -> str | None:
-    cause = flow.cause or stops or _kills(step)
-    return "underflow" if cause in DOUBTFUL and step.operation not in SATURATE and precise() else cause
-
-
-def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: Callable[[], float | None]) -> Finding:
-    """The last step, going backwards, into which a gradient flows and out of which none does."""
-    steps = trail.account.steps
-    for remark in trail.account.remarks:
-        if remark.cause in ("hook", "custom-rule") and pulled is None:
-            return Finding.of_remark(remark)
-    ended = [
-        (step, flow)
-        for step, flow in zip(steps, pulled or (), strict=False)
-        if flow is not None and trail.between(step) and flow.arrives > 0 and flow.leaves == 0
-    ]
-    if not ended:
-        hooks = [remark for remark in trail.account.remarks if remark.cause in ("hook", "out-of-range")]
-        if hooks:
-            return Finding.of_remark(hooks[0])
-        return Finding("underflow" if precise() else None, None, [])
-    step = ended[-1][0]
-    for remark in trail.account.remarks:
-        if remark.cause == "out-of-range" and remark.step is step:
-            return Finding.of_remark(remark)
-    cause = _kills(step)
-    return Finding("underflow" if cause in DOUBTFUL and precise() else cause, step)
 
 
 def why_nonfinite(
@@ -228,5 +138,6 @@ def _first_bad(trail: Trail, seen: Sequence[Seen | None]) -> Step | None:
     return found if found is not None and not found.takes else None
 
 
-def _spelled(step: Step) -> str:
+def spelled(step: Step) -> str:
+    """A step in a few words."""
     return f"{step.operation} at {step.where}" if step.where else step.operation

@@ -8,10 +8,11 @@ import numpy as np
 from elementgrad.backends.witness import Account, Remark, Verdict, Witness
 from elementgrad.errors import DtypeError, SelectionError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.following import why_nonfinite, why_unconnected
 from elementgrad.explaining.precision import EPSILON
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.trials import Trials
+from elementgrad.explaining.vanishing import Asked, why_zero
 from elementgrad.place import Place
 from elementgrad.source import ONLY_OUTPUT, Source
 from elementgrad.trace import Call, Run
@@ -112,16 +113,14 @@ class Inquiry:
         if pushed is not None:
             reaches = float(np.abs(pushed[1].reshape(-1)[trials.of]).max(initial=0.0))
             elsewhere = bool(pushed[1].any())
-        return why_zero(
-            trail,
-            None if pushed is None else pushed[0],
+        asked = Asked(
             lambda: witness.pull(*trials.seeds, trials.wrt),
-            reaches,
-            elsewhere,
-            EPSILON[trials.dtype],
             trials.precise,
             trials.moves if self._probe else lambda: None,
+            lambda: witness.meet(*trials.seeds, trials.wrt),
         )
+        steps = None if pushed is None else pushed[0]
+        return why_zero(trail, steps, reaches, elsewhere, EPSILON[trials.dtype], asked)
 
     def _found(self) -> Source:
         try:

@@ -37,7 +37,7 @@ _KILLERS = {
         bilinear dense subtract average vdot inner tensordot""",
     "stationary": "var pow power square sin cos mse_loss smooth_l1_loss huber_loss cosh sinc",
     "underflow": "exp exp2",
-    "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std",
+    "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std atan2 arctan2",
 }
 KILLS: Mapping[str, str] = {
     "item assignment": "overwritten",
@@ -55,8 +55,18 @@ SINGULAR = frozenset(
     """
     sqrt sqrt_ rsqrt log log_ log2 log10 log1p div true_divide div_ reciprocal pow power float_power divide norm
     linalg_norm linalg_vector_norm vector_norm cdist pdist acos asin atanh acosh xlogy logit std var normalize
-    cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 logsumexp
-    hypot
+    cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 arctan2
+    logsumexp hypot
     """.split()  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
+MATRICES = frozenset(
+    "matmul mm bmm mv dot linear einsum baddbmm addmm dot_general dense vdot inner tensordot bilinear".split()  # noqa: SIM905
+)
+"""Sums of products: what is lost for some rows alone was multiplied by zero."""
+SELECT = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
+"""Operations that put other numbers in the place of some."""
+NORMALISE = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
+"""Operations in which a masked element counts for nothing."""
+BANDS = frozenset(["scaled_dot_product_attention", "tril", "triu", "matrix_band_part", "band_part"])
+"""Operations with a mask of their own, which no tensor shows."""

@@ -17,6 +17,8 @@ SIZES = {"float64": 1e-5, "float32": 4e-3, "float16": 3e-2, "bfloat16": 6e-2}
 WIDTHS = (0.5, 0.77, 1.0)
 """Of that, for several differences: how they spread tells of curvature and of rounding inside of the function."""
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+ROUNDING = 64.0
+"""So many units of rounding may be of no meaning."""
 LARGEST = {"float64": 1.79e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
 """About the largest numbers that there are."""
 
@@ -113,11 +115,15 @@ def _moved(sampled: Sampled, x: Tensor, positions: Sequence[int], by: float) -> 
 
 
 def moves(sampled: Sampled, base: Tensor, of: np.ndarray, wrt: Sequence[int], dtype: str) -> bool:
-    """Whether the target's elements are others when the source's are moved, by a little or by a lot."""
+    """Whether the target's elements are others when the source's are moved, by a little or by a lot.
+
+    What rounding makes of it counts for nothing.
+    """
     before = sampled.read(base, of)
-    for size in (SIZES[dtype], 1.0):
+    for size in (SIZES[dtype], 1.0, 100.0):
         for sign in (1.0, -1.0):
             after = sampled.read(_moved(sampled, base, wrt, sign * size), of)
-            if not np.array_equal(before, after, equal_nan=True):
+            slack = ROUNDING * EPSILON[dtype]
+            if not np.allclose(before, after, rtol=slack, atol=0.0, equal_nan=True):
                 return True
     return False

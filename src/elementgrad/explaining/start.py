@@ -10,9 +10,10 @@ from elementgrad.backends import plain
 from elementgrad.backends.witness import Told
 from elementgrad.errors import OptionError, PlaceError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import why_nonfinite, why_unconnected, why_zero
+from elementgrad.explaining.following import spelled, why_nonfinite, why_unconnected
 from elementgrad.explaining.inquiry import Inquiry
 from elementgrad.explaining.trail import Finding, Trail
+from elementgrad.explaining.vanishing import APART, Asked, why_zero
 from elementgrad.place import Place
 from elementgrad.read import NOTHING, parsed, parsed_target
 from elementgrad.trace import Call
@@ -89,7 +90,10 @@ def _from_told(told: Told, framework: str) -> Diagnosis:
     elif trail is None:
         finding = Finding(None)
     elif told.verdict == "zero":
-        finding = why_zero(trail, None, lambda: told.pulled, None, False, 0.0, lambda: None)
+        finding = why_zero(trail, None, None, False, 0.0, Asked(lambda: told.pulled))
+        if finding.cause in APART:  # a detach leaves no trace in a graph
+            seen = f"in the graph other elements are taken, in {spelled(finding.step)}" if finding.step else ""
+            finding = Finding(None, None, [seen, "a cut leaves no trace in the graph; ask about the function instead"])
     elif told.verdict == "nonfinite":
         finding = why_nonfinite(trail, None, told.pulled, finite=True)
     else:

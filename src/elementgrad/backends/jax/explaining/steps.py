@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
 from elementgrad.backends.jax.explaining import words
+from elementgrad.backends.touching import touched
 
 Array = Any
 STEPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
@@ -112,6 +114,19 @@ class Taken:
         _, back = jax.vjp(self._of(active, results), *[self.operands[number] for number in active])
         return dict(zip(active, back(tuple([cotangents[number] for number in results])), strict=True))
 
+    def touched(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """Which elements of the results can move with some of the operands."""
+        kinds = [jnp.result_type(x) for x in self.operands]
+        shapes = [tuple(x.shape) for x in self.results]
+        if self.name in CALLBACKS or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
+            return [np.ones(shape, bool) for shape in shapes]
+
+        def again(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+            given = self.function(*[jnp.asarray(x, kind) for x, kind in zip(operands, kinds, strict=True)])
+            return [_wide(x) for x in given]
+
+        return touched(again, [_wide(x) for x in self.operands], masks, shapes)
+
     def why_stopped(self) -> tuple[str | None, str]:
         """Why it gives nothing that is linked though it takes something: a cause, and what was seen."""
         inner = self.inner | {self.name}
@@ -157,3 +172,9 @@ def connect(steps: Sequence[Taken], source: int) -> frozenset[int]:
 def smooth(x: Array) -> bool:
     """Whether a value can have derivatives."""
     return bool(jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact))
+
+
+def _wide(x: Array) -> np.ndarray:
+    """Numbers in a precision that NumPy knows."""
+    values = np.asarray(x)
+    return values.astype(np.float32) if values.dtype.kind == "V" or values.dtype.name == "bfloat16" else values

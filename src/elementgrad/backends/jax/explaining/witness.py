@@ -15,7 +15,7 @@ from elementgrad.backends.jax.explaining.steps import Taken, connect, smooth
 from elementgrad.backends.jax.explaining.watch import Watch
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
 from elementgrad.backends.linear import Run, reason
-from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.backends.witness import Account, Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
 from elementgrad.errors import TracedError
 
 Array = Any
@@ -112,6 +112,28 @@ class JaxWitness(Witness):
         return pushed, np.zeros(self.target.shape) if reached is None else np.asarray(reached, np.float64)
 
     def pull(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
+        swept = self._swept(of, weights, wrt)
+        return None if swept is None else swept[0]
+
+    def meet(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Met | None:
+        swept = self._swept(of, weights, wrt)
+        if swept is None:
+            return None
+        mask = np.zeros(self.source.size, bool)
+        mask[wrt] = True
+        masks = {self._first.number: mask.reshape(self.source.shape)}
+        for step in self._steps:
+            if any(value in masks for value in step.takes):
+                found = step.touched([masks.get(value) for value in step.takes])
+                masks.update({value: mask for value, mask in zip(step.gives, found, strict=True) if mask.any()})
+        gradients = swept[1]
+        alive = {value for value, mask in masks.items() if value in gradients and plain(gradients[value])[mask].any()}
+        return Met(set(masks), alive)
+
+    def _swept(
+        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
+    ) -> tuple[list[Pulled | None], dict[int, Array]] | None:
+        """What comes back by each step, and the gradient of each value."""
         seed = np.zeros(self.target.size)
         seed[of] = weights
         gradients = {self._last: jnp.asarray(seed.reshape(self.target.shape), self.target.dtype)}
@@ -132,7 +154,7 @@ class JaxWitness(Witness):
             for n, gradient in went.items():
                 number = step.takes[n]
                 gradients[number] = gradients[number] + gradient if number in gradients else gradient
-        return pulled
+        return pulled, gradients
 
     def _asked(self, number: int, gradient: Array, wrt: np.ndarray) -> Array:
         """A gradient, of the source at the elements asked for alone."""

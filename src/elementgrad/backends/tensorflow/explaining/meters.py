@@ -70,9 +70,14 @@ def pulled(
     connected: Collection[int],
     start: tuple[int, Tensor],
     counts: tuple[int, np.ndarray] | None = None,
+    gradients: dict[int, Tensor] | None = None,
 ) -> list[Pulled | None]:
-    """What gradients come back to each step, and what it makes of them; of one value some elements alone may count."""
-    gradients = dict([start])
+    """What gradients come back to each step, and what it makes of them; of one value some elements alone may count.
+
+    The gradients of all values go into `gradients`, if it is given.
+    """
+    gradients = {} if gradients is None else gradients
+    gradients.update([start])
     found: list[Pulled | None] = []
     for each in reversed(records):
         came = [gradients.get(value) for value in each.gives]
@@ -95,6 +100,16 @@ def pulled(
                 there = max(there or 0.0, arrives if arriving is None else _where_not_finite(g, arriving))
         found.append(Pulled(arrives, leaves, arrives if there is None else there))
     return found[::-1]
+
+
+def touching(records: Sequence[Record], start: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Masks of the elements that can move with some that are given, at whatever numbers."""
+    masks = dict(start)
+    for each in records:
+        if any(value in masks for value in each.takes):
+            found = each.touched([masks.get(value) for value in each.takes])
+            masks.update({n: mask for n, mask in zip(each.gives, found, strict=False) if mask.any()})
+    return masks
 
 
 def seen(each: Record) -> Seen | None:

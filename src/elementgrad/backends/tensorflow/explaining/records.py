@@ -5,9 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.backprop import _gradient_function
 from tensorflow.python.framework import indexed_slices
+
+from elementgrad.backends.touching import touched
 
 Tensor = Any
 
@@ -67,6 +71,28 @@ class Record:
             return [None] * len(self.outputs)
         pushed = iter(tape.gradient([g for g, _ in pairs], free, [t for _, t in pairs]))
         return [next(pushed) if differentiable(y) else None for y in self.outputs]
+
+    def touched(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """Which elements of the outputs can move with some of the inputs; a write to a variable keeps its places."""
+        if not self.outputs:
+            return [mask for mask in masks if mask is not None][:1]
+        shapes = [tuple(y.shape) for y in self.outputs]
+        foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
+        if self.backward is not None or not self.kind or any(foreign):
+            return [np.ones(shape, bool) for shape in shapes]
+        kinds = [x.dtype for x in self.inputs]
+
+        def again(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+            tensors = [tf.constant(x, kind) for x, kind in zip(inputs, kinds, strict=True)]
+            given = execute.execute(self.kind, len(shapes), tensors, self.attributes, context.context())
+            return [_wide(y) for y in given]
+
+        return touched(again, [_wide(x) for x in self.inputs], masks, shapes)
+
+
+def _wide(x: Tensor) -> np.ndarray:
+    """Numbers in a precision that NumPy knows."""
+    return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
 
 
 @contextmanager

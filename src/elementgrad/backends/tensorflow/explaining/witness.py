@@ -18,7 +18,7 @@ from elementgrad.backends.tensorflow.linear import again
 from elementgrad.backends.tensorflow.model import KerasModel
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.staging import passed_by, unstaged
-from elementgrad.backends.witness import Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.backends.witness import Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -186,6 +186,16 @@ class TensorflowWitness(Witness):
         start = self._target_number, self._seed(of, share)
         with undisturbed(), silenced():
             return meters.pulled(self._records, self.account.connected, start, (self._source_number, wrt))
+
+    def meet(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Met | None:
+        start = self._target_number, self._seed(of, share)
+        gradients: dict[int, Tensor] = {}
+        with undisturbed(), silenced():
+            meters.pulled(self._records, self.account.connected, start, None, gradients)
+            mask = meters.spread(self.source, wrt, np.ones(len(wrt))).numpy() != 0
+            masks = meters.touching(self._records, dict.fromkeys([self._source_number, *self._later], mask))
+        alive = {n for n, mask in masks.items() if n in gradients and gradients[n].numpy()[mask].any()}
+        return Met(set(masks), alive)
 
     def values(self) -> Sequence[Seen | None] | None:
         return [meters.seen(each) for each in self._records]

@@ -34,6 +34,10 @@ class Ran:
     made: Sequence[Tensor]
     start: int
     """How many operations autograd had counted when it began."""
+    takes: Sequence[int] = ()
+    """The numbers of those that are measured."""
+    given: Sequence[tuple[Tensor, int]] = ()
+    """What has a new number now, those included that share memory with what was written to."""
 
 
 class Meter:

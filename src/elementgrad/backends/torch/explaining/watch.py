@@ -187,9 +187,10 @@ class Watch:
         numbers = tuple([self.number(x) for x in taken])
         versions = [version_of(x) for x in taken]
         meter = self._meter
-        measured = [
-            x for x, number in zip(taken, numbers, strict=True) if meter and (meter.all or number in self._reached)
+        looked = [
+            pair for pair in zip(taken, numbers, strict=True) if meter and (meter.all or pair[1] in self._reached)
         ]
+        measured = [x for x, _ in looked]
         with aside():
             before = meter.before(measured) if meter and measured else None
         grad, start = torch.is_grad_enabled(), clock()
@@ -206,7 +207,8 @@ class Watch:
         old += [(x.shape, known) for x in behind if (known := self.values.known(x)) in self._used]
         silent = self._silent(written, behind)
         gives += [self._given(x, (), behind) for x in behind]
-        given = tuple([number for number in gives if number is not None])
+        news = [(x, n) for x, n in zip((*changed, *behind), gives, strict=True) if n is not None]
+        given = tuple([number for _, number in news])
         stops, note = None, ""
         if any(number in self.connected for number in numbers) and any(n not in self.connected for n in given):
             lost = [x for x in (*changed, *behind) if self.values.known(x) not in self.connected]
@@ -220,7 +222,7 @@ class Watch:
         if not self._reached.isdisjoint(numbers):
             self._reached.update(given)
         with aside():
-            ran = Ran(name, func, args, kwargs, measured, changed, start)
+            ran = Ran(name, func, args, kwargs, measured, changed, start, [n for _, n in looked], news)
             self._add(step, meter.after(ran, before) if meter and measured else None)
         self._used.update(numbers)
         if any(number in self.connected for number in given):

@@ -12,12 +12,13 @@ from elementgrad.backends.linear import Run
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.explaining.lenient import Lenient
 from elementgrad.backends.torch.explaining.measures import Meter
+from elementgrad.backends.torch.explaining.meeting import Meeting
 from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Prints, Tangents
 from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.quiet import plainly, state, undisturbed
-from elementgrad.backends.witness import Account, Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.backends.witness import Account, Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
 
 Tensor = torch.Tensor
 
@@ -146,6 +147,16 @@ class TorchWitness(Witness):
             return None
         self._back(target, passed, of, share)
         return [None if flow is None else flow.pulled() for flow in steps]
+
+    def meet(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Met | None:
+        mask = np.zeros(self.source.numel(), bool)
+        mask[wrt] = True
+        meter = Meeting(lambda: self.account.source, mask.reshape(tuple(self.source.shape)))
+        watch, number, target, passed = self._watched(lambda leads: meter)
+        if self._follow(watch) is None or number != self.account.source or not target.requires_grad:
+            return None
+        self._back(target, passed, of, share)
+        return Met(set(meter.masks), meter.alive)
 
     def values(self) -> Sequence[Seen | None] | None:
         watch, _, _, _ = self._watched(lambda leads: Numbers())

@@ -1,0 +1,84 @@
+"""Where the elements that can move with the source meet a gradient, measured in one run and its way back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from elementgrad import tree
+from elementgrad.backends.torch.explaining.measures import Meter, Ran
+from elementgrad.backends.torch.quiet import undisturbed
+from elementgrad.backends.touching import touched
+
+Tensor = torch.Tensor
+
+
+class Meeting(Meter):
+    """Masks of the elements that can move with some of the source's, and hooks that see whether a gradient arrives."""
+
+    def __init__(self, source: Callable[[], int], mask: np.ndarray):
+        self._source = source
+        self._mask = mask
+        self.masks: dict[int, np.ndarray] = {}
+        self.alive: set[int] = set()
+
+    def before(self, taken: Sequence[Tensor]) -> Any:
+        """The numbers, which the step may overwrite."""
+        self.masks.setdefault(self._source(), self._mask)
+        return {id(x): x.detach().clone() for x in taken}
+
+    def after(self, ran: Ran, before: Any) -> None:
+        """Mask what the step gave."""
+        masks = {
+            id(x): mask for x, n in zip(ran.taken, ran.takes, strict=True) if (mask := self.masks.get(n)) is not None
+        }
+        if not masks:
+            return
+        made = {id(x): mask for x, mask in zip(ran.made, _given(ran, before, masks), strict=True)}
+        spread = any(mask.any() for mask in made.values())
+        for x, number in ran.given:
+            mask = made.get(id(x))
+            mask = np.full(tuple(x.shape), spread) if mask is None else mask  # it shares memory with one of them
+            if mask.any():
+                self.masks[number] = mask
+                if x.requires_grad and (x.is_floating_point() or x.is_complex()):
+                    x.register_hook(self._note(number, mask))
+
+    def _note(self, number: int, mask: np.ndarray) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            if bool(gradient.detach()[torch.from_numpy(mask).to(gradient.device)].any()):
+                self.alive.add(number)
+
+        return note
+
+
+def _given(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> list[np.ndarray]:
+    """Masks for what a step made or wrote to. The user's own functions are not run on numbers that are not theirs."""
+    shapes = [tuple(x.shape) for x in ran.made]
+    if getattr(ran.func, "__name__", "") == "apply" or any(not x.is_cpu for x in ran.made if x.layout != torch.strided):
+        return [np.ones(shape, bool) for shape in shapes]
+    taken = {id(x): x for x in tree.flat((ran.args, dict(ran.kwargs))) if isinstance(x, Tensor)}
+    numbers = [_array(before.get(key, x)) for key, x in taken.items()]
+
+    def again(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        others = {
+            key: torch.from_numpy(array.copy()).to(x.device, x.dtype)
+            for (key, x), array in zip(taken.items(), arrays, strict=True)
+        }
+
+        def other(x: Any) -> Any:
+            return others[id(x)] if isinstance(x, Tensor) else x
+
+        with undisturbed(None), torch.no_grad():
+            result = ran.func(*tree.mapped(ran.args, other), **tree.mapped(dict(ran.kwargs), other))
+        results = [x for x in tree.flat(result) if isinstance(x, Tensor)]
+        written = [others[id(x)] for x in ran.made if id(x) in others]
+        return [_array(x) for x in {id(x): x for x in (*results, *written)}.values()]
+
+    return touched(again, numbers, [masks.get(key) for key in taken], shapes)
+
+
+def _array(x: Tensor) -> np.ndarray:
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()

@@ -1,0 +1,61 @@
+"""Which elements of what a step gives can move with some elements of what it takes, at whatever numbers.
+
+A rectifier that is flat here, or a factor that is zero here, hides what its output is computed from. So the step is run
+again on other numbers, twice, with nothing but those elements moved in between. Indices stay, truths do not.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Again = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+"""A step on other numbers: one array per tensor that it takes, and one per tensor that it gives."""
+DRAWS = (("around zero", 2.0), ("positive", 0.125), ("as they are", 100.0), ("as they are", 2.0), ("as they are", 0.01))
+"""The numbers on which a step is run, and how far elements are moved to both sides."""
+
+
+def touched(
+    again: Again, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
+) -> list[np.ndarray]:
+    """Masks for what a step gives, for masks of what it takes; everything counts where that cannot be found out."""
+    found = [np.zeros(shape, bool) for shape in shapes]
+    everything = [np.ones(shape, bool) for shape in shapes]
+    if any(x.dtype.kind not in "fcb" and mask is not None and mask.any() for x, mask in zip(taken, masks, strict=True)):
+        return everything  # another index may lead anywhere
+    tried = False
+    random = np.random.default_rng(0)
+    for numbers, by in DRAWS:
+        base = [_drawn(x, numbers, random) for x in taken]
+        sides = [
+            [x if mask is None else _moved(x, mask, far) for x, mask in zip(base, masks, strict=True)]
+            for far in (-by, by)
+        ]
+        try:
+            pairs = list(zip(*map(again, sides), strict=True))
+        except Exception:  # numbers that are none of its own
+            continue
+        if [a.shape for a, _ in pairs] != list(shapes) or [b.shape for _, b in pairs] != list(shapes):
+            continue
+        tried = True
+        found = [np.asarray(mask | _differ(a, b)) for mask, (a, b) in zip(found, pairs, strict=True)]
+        if all(mask.all() for mask in found):
+            break
+    return found if tried else everything
+
+
+def _drawn(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarray:
+    if numbers == "as they are" or x.dtype.kind not in "fcb":
+        return x
+    if x.dtype.kind == "b":
+        return random.random(x.shape) < 0.5
+    drawn = random.uniform(-1, 1, x.shape) if numbers == "around zero" else random.uniform(0.5, 1, x.shape)
+    return np.asarray(drawn, x.dtype)
+
+
+def _moved(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
+    return np.where(mask, by > 0 if x.dtype.kind == "b" else np.asarray(x + by, x.dtype), x)
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    same = a == b
+    return ~(same | ((a != a) & (b != b))) if a.dtype.kind in "fc" else ~same
