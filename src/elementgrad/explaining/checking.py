@@ -160,11 +160,12 @@ def _entries(
     base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.met else sampled.tensors[0]
     numbers = parts(backend, base)
     middle, steady = sampled.steady(base, RUNS * len(columns))
+    largest = [0.0 if row is None else float(np.abs(row).max(initial=0.0)) for row in pulled]
     judged = []
     for column in columns:
         at = partial(_at, sampled, base, rows, int(column))
         slopes = [0.0 if row is None else float(row[column]) for row in pulled]
-        judged.append(verdicts(at, middle[rows], slopes, float(numbers[column]), dtype))
+        judged.append(verdicts(at, middle[rows], slopes, largest, float(numbers[column]), dtype))
     steady &= sampled.same(middle, base)
     entries = []
     for number, (column, row) in enumerate(product(columns, rows)):

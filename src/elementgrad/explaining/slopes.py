@@ -10,7 +10,7 @@ from elementgrad.explaining.precision import EPSILON, SIZES, SLACK
 
 USUAL = (1.0, 0.75, 0.5)
 """Widths that decide mostly, as parts of the usual size."""
-WIDE = (2.0**-4, 0.75 * 2.0**-4, 2.0**-5, 0.75 * 2.0**-5)
+WIDE = tuple([eighths * 2.0**-7 for eighths in (8, 7, 6, 5, 4, 3)])
 """Wider than the steps in which a function goes that rounds to any floating dtype on its way."""
 NARROWER = 8.0
 """Below the usual widths each is so many times narrower than the one before."""
@@ -73,9 +73,16 @@ class Slopes:
 
 
 def verdicts(
-    at: Callable[[float], np.ndarray], middle: np.ndarray, gradients: Sequence[float], here: float, dtype: str
+    at: Callable[[float], np.ndarray],
+    middle: np.ndarray,
+    gradients: Sequence[float],
+    largest: Sequence[float],
+    here: float,
+    dtype: str,
 ) -> list[Verdict]:
     """Hold gradients of several functions of one number against differences; `at` moves the number from `here`.
+
+    `largest` are the largest sizes of the same functions' gradients by other numbers, beside which those are rounded.
 
     The usual widths mostly do. Where one of them does not agree, wider and narrower ones tell whether it is the
     gradient, or the width, or steps in the values.
@@ -91,7 +98,7 @@ def verdicts(
     narrow = [usual[-1] / NARROWER**n for n in range(1, 2 + math.ceil(math.log(usual[-1] / lowest, NARROWER)))]
     wide = [width * scale for width in WIDE if width * scale > usual[0]]
     slopes = slopes.joined(*[Slopes.of(at, middle, widths, dtype) for widths in (wide, narrow) if widths])
-    last = [_carefully(slopes.column(n), gradients[n], abs(middle[n]) / scale, dtype) for n in numbers]
+    last = [_carefully(slopes.column(n), gradients[n], largest[n], abs(middle[n]) / scale, dtype) for n in numbers]
     return [before or after for before, after in zip(found, last, strict=True)]
 
 
@@ -106,7 +113,7 @@ def _plainly(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verdic
     return None
 
 
-def _carefully(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verdict:
+def _carefully(slopes: Slopes, gradient: float, largest: float, size: float, dtype: str) -> Verdict:
     """The width at which neighbouring ones agree best, and whether it is to be believed."""
     central = slopes.central
     with np.errstate(all="ignore"):
@@ -117,7 +124,7 @@ def _carefully(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verd
         return Verdict(False, float(finite[-1]) if len(finite) else math.nan, math.inf)
     if np.isnan(errors).all():
         return Verdict(None, math.nan, math.inf, "the function has no finite values near by")
-    best = int(np.nanargmin(errors))
+    best = int(np.nanargmin(errors / np.fmax(np.abs(central), _nothing(size, dtype))))
     found, bound = float(central[best]), float(errors[best])
     if not _decides(bound, found, gradient, size, dtype):
         return Verdict(None, found, bound, UNSETTLED)
@@ -129,7 +136,8 @@ def _carefully(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verd
     if len(wide) < len(WIDE):
         return Verdict(None, found, bound, STEPS)
     found, bound = float(np.median(wide)), float(np.ptp(wide))
-    if not wide.min() - 2 * bound <= gradient <= wide.max() + 2 * bound:
+    slack = 2 * bound + SLACK["bfloat16"] * abs(found) + 4 * EPSILON["bfloat16"] * largest
+    if not wide.min() - slack <= gradient <= wide.max() + slack:
         return Verdict(False, found, bound)
     enough = bound <= 2 * SETTLED * max(abs(found), abs(gradient))
     return Verdict(True, found, bound) if enough else Verdict(None, found, bound, STEPS)
@@ -137,8 +145,11 @@ def _carefully(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verd
 
 def _decides(bound: float, slope: float, gradient: float, size: float, dtype: str) -> bool:
     """Whether an error is small: beside what is compared, or so small that both are nothing beside the value."""
-    nothing = EPSILON[dtype] ** 0.5 * max(1.0, size)
-    return bound <= max(SETTLED * max(abs(slope), abs(gradient)), nothing)
+    return bound <= max(SETTLED * max(abs(slope), abs(gradient)), _nothing(size, dtype))
+
+
+def _nothing(size: float, dtype: str) -> float:
+    return EPSILON[dtype] ** 0.5 * max(1.0, size)
 
 
 def _within(slopes: Slopes, at: int, bound: float, gradient: float, dtype: str) -> bool:

@@ -84,9 +84,9 @@ class Trials:
             return share[None] @ sampled.read(moved(sampled, base, [place], by), positions)
 
         here = 0.0 if self.source.met else float(parts(self.backend, base)[place])
-        (found,) = verdicts(at, share[None] @ middle[positions], [float(gradient[number])], here, dtype)
-        size = max(abs(found.difference), abs(float(gradient[number])))
-        apart = abs(found.difference - gradient[number]) > APART * size
+        held = float(gradient[number])
+        (found,) = verdicts(at, share[None] @ middle[positions], [held], [abs(held)], here, dtype)
+        apart = abs(found.difference - held) > APART * max(abs(found.difference), abs(held))
         return found.agrees is False and apart and bool(steady[positions].all())
 
     def precise(self, dtype: str = "float64") -> float | None:
