@@ -162,8 +162,6 @@ class _Reading:
             if not isinstance(flag, bool):
                 raise OptionError(f"{name}={flag!r} is neither True nor False; give one of them")
         limit = bytes_of.parse(budget)
-        if kwargs is not NOTHING and not isinstance(kwargs, Mapping):
-            raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
         of, wrt = tree.mapped(of, parsed_target), tree.mapped(wrt, parsed)
         call = Call(f, args, kwargs)
         places = tree.flat(wrt)

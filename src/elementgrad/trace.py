@@ -11,7 +11,7 @@ from typing import Any
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
 from elementgrad.backends.model import Model
-from elementgrad.errors import DtypeError, FrameworkError, PlaceError
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError
 from elementgrad.place import Place
 from elementgrad.side import Side
 from elementgrad.signature import bind
@@ -31,6 +31,8 @@ class Call:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
+        if not isinstance(kwargs, Mapping):
+            raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
         self._bound = bind(function, args, kwargs)
         self._homes: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
         self.inputs: list[Source] = []

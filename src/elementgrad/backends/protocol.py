@@ -28,6 +28,9 @@ class Backend(ABC):
     """One framework."""
 
     name: str
+    conjugates = False
+    """Whether a reverse sweep of complex numbers takes and gives the conjugates of what is said of real functions:
+    `∂f/∂a + i ∂f/∂b` for `z = a + ib`."""
 
     @abstractmethod
     def owns(self, kind: type) -> bool:
@@ -148,6 +151,10 @@ class Backend(ABC):
         """Run a function at other numbers, as it would run if its first tensor were differentiated."""
         with self.undisturbed(run.function):
             return run(*tensors)
+
+    def swift(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """A function that is to be called many times, compiled where that makes it faster."""
+        return function
 
     @abstractmethod
     def witness(self, run: Run, source: Tensor | None, probe: bool) -> Witness:

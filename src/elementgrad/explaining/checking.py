@@ -1,8 +1,11 @@
 """`check`: the entries of a derivative against differences of the function's values."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,7 +14,8 @@ from elementgrad.errors import OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import FLAT, why_unconnected
 from elementgrad.explaining.inquiry import Inquiry, blamed, suspected
-from elementgrad.explaining.precision import EPSILON, Sampled, differences
+from elementgrad.explaining.precision import EPSILON, Sampled, moved, parts, positions_in_parts, precision_of
+from elementgrad.explaining.slopes import UNSTEADY, verdicts
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.place import Place
 from elementgrad.read import NOTHING, Named, parsed, parsed_target
@@ -21,9 +25,8 @@ from elementgrad.trace import Call, Run
 
 Tensor = Any
 MOST = 1024
-"""So many entries are compared at once, and no more: each element takes seven evaluations."""
-SLACK = {"float64": 1e-6, "float32": 1e-2, "float16": 1e-1, "bfloat16": 2e-1}
-"""By how much of its size a difference may be off beyond its own bound."""
+"""So many entries are compared at once, and no more: each element takes at least six evaluations."""
+RUNS = 6
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,20 @@ class Entry:
     difference: float
     bound: float
     """How far off the difference may be."""
-    agrees: bool
+    agrees: bool | None
+    """None if differences do not decide."""
+    why: str = ""
+    """Why they do not."""
 
     def __str__(self) -> str:
         gradient = "none" if self.gradient is None else f"{self.gradient:.6g}"
         difference = f"difference {self.difference:.6g} (off by at most {self.bound:.1g})"
-        return f"{self.of} by {self.wrt}: gradient {gradient}, {difference}"
+        return f"{self.of} by {self.wrt}: gradient {gradient}, {difference}" + (f": {self.why}" if self.why else "")
 
 
 @dataclass(frozen=True)
 class Check:
-    """Entries of a derivative against differences. Made by `eg.check`; `print` it. It is true if all agree."""
+    """Entries of a derivative against differences. Made by `eg.check`; `print` it. It is true if all agree for sure."""
 
     entries: Sequence[Entry]
     dtype: str
@@ -56,9 +62,19 @@ class Check:
     """Where the two part, if they do."""
 
     @property
+    def verdict(self) -> Literal["agrees", "differs", "undecided"]:
+        """Whether all agree, some differ, or none differs and some are open."""
+        return "differs" if self.mismatches else "undecided" if self.undecided else "agrees"
+
+    @property
     def mismatches(self) -> list[Entry]:
         """The entries that differ."""
-        return [entry for entry in self.entries if not entry.agrees]
+        return [entry for entry in self.entries if entry.agrees is False]
+
+    @property
+    def undecided(self) -> list[Entry]:
+        """The entries of which differences do not tell whether they are right."""
+        return [entry for entry in self.entries if entry.agrees is None]
 
     @property
     def operation(self) -> str | None:
@@ -66,21 +82,29 @@ class Check:
         return self.diagnosis.operation if self.diagnosis is not None else None
 
     def __bool__(self) -> bool:
-        return not self.mismatches
+        return self.verdict == "agrees"
 
     def __str__(self) -> str:
-        wrong, count = self.mismatches, len(self.entries)
-        if not wrong:
+        wrong, undecided, count = self.mismatches, self.undecided, len(self.entries)
+        if not wrong and not undecided:
             bound = max([entry.bound for entry in self.entries], default=0.0)
             entries = "the entry agrees" if count == 1 else f"all {count} entries agree"
             return f"{entries} with differences in {self.dtype}, which are off by at most {bound:.1g}."
-        lines = [f"{len(wrong)} of {count} entries differ from differences in {self.dtype}."]
-        lines += [str(entry) for entry in wrong[:3]]
-        if len(wrong) > 3:
-            lines.append(f"and {len(wrong) - 3} more in .mismatches")
+        lines = []
+        if wrong:
+            lines += [f"{len(wrong)} of {count} entries differ from differences in {self.dtype}."]
+            lines += _told(wrong, ".mismatches")
+        if undecided:
+            lines += [f"{len(undecided)} of {count} entries are undecided by differences in {self.dtype}."]
+            lines += _told(undecided, ".undecided")
         if self.diagnosis is not None:
             lines.append(str(self.diagnosis))
         return "\n".join(lines)
+
+
+def _told(entries: Sequence[Entry], where: str) -> list[str]:
+    more = [f"and {len(entries) - 3} more in {where}"] if len(entries) > 3 else []
+    return [str(entry) for entry in entries[:3]] + more
 
 
 @plain
@@ -90,8 +114,12 @@ def check(
     """Whether entries of a derivative are the slopes of the function's values, by central differences.
 
     Values are computed in float64 where the function accepts it, with its arguments and parameters converted, and in
-    its own precision otherwise; each entry says how far off its difference may be. At a kink any slope between the two
-    sides agrees. Where entries differ, `.diagnosis` names the operation: a rule that somebody wrote, a hook, a detach.
+    its own precision otherwise; each entry says how far off its difference may be, by how differences of neighbouring
+    widths spread. At a kink any slope between the two sides agrees. Where entries differ, `.diagnosis` names the
+    operation: a rule that somebody wrote, a hook, a detach.
+
+    The verdict is `agrees`, `differs`, or `undecided` where differences do not tell, as for a function that gives other
+    numbers each time. `bool()` is true for the first alone. Of complex numbers both parts are moved and compared.
 
     >>> import torch, elementgrad as eg
     >>> print(eg.check(lambda x: x.sin().sum(), torch.tensor([0.5, 1.0]), wrt="x[0]"))
@@ -105,10 +133,15 @@ def check(
     evaluated = _evaluated(call, source, target)
     with call.backend.precision(evaluated[0].dtype):
         entries = _entries(call, (place, target_place), (source, target), *evaluated)
-    wrong = not all(entry.agrees for entry in entries)
+    found = Check(entries, evaluated[1])
+    if not found.mismatches:
+        return found
     if any(entry.gradient is not None and not np.isfinite(entry.gradient) for entry in entries):
-        return Check(entries, evaluated[1], Inquiry(call, place, target_place, probe=False).diagnosis())
-    return Check(entries, evaluated[1], _parting(call, source, target, entries) if wrong else None)
+        real = "c" not in [call.backend.kind(x) for x in (evaluated[2].value(0), evaluated[2].inputs[0])]
+        diagnosis = Inquiry(call, place, target_place, probe=False).diagnosis() if real else None
+    else:
+        diagnosis = _parting(call, source, target, found.mismatches[0])
+    return replace(found, diagnosis=diagnosis)
 
 
 def _entries(
@@ -123,22 +156,30 @@ def _entries(
         raise OptionError(
             f"{len(rows)} x {len(columns)} entries are more than {MOST}; name some of {to.name} and of {since.name}"
         )
-    pulled = [_row(linear, backend, to, row) for row in rows]
+    pulled = [_row(linear, backend, to, int(row)) for row in rows]
     base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.met else sampled.tensors[0]
-    numbers = None if source.met else backend.floats(base)
-    entries = []
+    numbers = parts(backend, base)
+    middle, steady = sampled.steady(base, RUNS * len(columns))
+    largest = [0.0 if row is None else float(np.abs(row).max(initial=0.0)) for row in pulled]
+    judged = []
     for column in columns:
-        found = differences(sampled, numbers, base, rows, int(column), dtype)
-        for number, row in enumerate(rows):
-            derivatives = pulled[number]
-            gradient = None if derivatives is None else float(derivatives[column])
-            slopes = [float(side[number]) for side in (found.central, found.left, found.right)]
-            bound = float(found.bound[number])
-            slack = 2 * bound + SLACK[dtype] * max(map(abs, slopes))
-            agrees = min(slopes) - slack <= (gradient or 0.0) <= max(slopes) + slack
-            names = _element(to, int(row)), _element(since, int(column))
-            entries.append(Entry(*names, gradient, slopes[0], bound, agrees))
+        at = partial(_at, sampled, base, rows, int(column))
+        slopes = [0.0 if row is None else float(row[column]) for row in pulled]
+        judged.append(verdicts(at, middle[rows], slopes, largest, float(numbers[column]), dtype))
+    steady &= sampled.same(middle, base)
+    entries = []
+    for number, (column, row) in enumerate(product(columns, rows)):
+        found, derivatives = judged[number // len(rows)][number % len(rows)], pulled[number % len(rows)]
+        if not steady[row]:
+            found = replace(found, agrees=None, why=UNSTEADY)
+        gradient = None if derivatives is None else float(derivatives[column])
+        names = _element(to, int(row), backend), _element(since, int(column), backend)
+        entries.append(Entry(*names, gradient, found.difference, found.bound, found.agrees, found.why))
     return entries
+
+
+def _at(sampled: Sampled, base: Tensor, rows: np.ndarray, column: int, by: float) -> np.ndarray:
+    return sampled.read(moved(sampled, base, [column], by), rows)
 
 
 def _evaluated(call: Call, source: Source, target: Source) -> tuple[Sampled, str, Any]:
@@ -147,36 +188,48 @@ def _evaluated(call: Call, source: Source, target: Source) -> tuple[Sampled, str
     try:
         sampled = Sampled(call, source, target, "float64")
         linear = sampled.linear()
-        if backend.dtype(linear.value(0)) == backend.dtype(linear.inputs[0]) == "float64":
+        if precision_of(backend, linear.value(0)) == precision_of(backend, linear.inputs[0]) == "float64":
             return sampled, "float64", linear
     except Exception:  # the user's function is made for another precision: what it says then is raised below
         pass
     sampled = Sampled(call, source, target)
     linear = sampled.linear()
-    known = [name for name in (backend.dtype(linear.value(0)), backend.dtype(linear.inputs[0])) if name in EPSILON]
+    both = [precision_of(backend, x) for x in (linear.value(0), linear.inputs[0])]
+    known = [name for name in both if name in EPSILON]
     return sampled, max(known, key=EPSILON.__getitem__, default="float32"), linear
 
 
 def _positions(side: Side, backend: Backend) -> np.ndarray:
-    return np.asarray(side.select(..., backend).flat()).reshape(-1)
+    chosen = np.asarray(side.select(..., backend).flat()).reshape(-1)
+    return positions_in_parts(backend, side.tensor, chosen)
 
 
 def _row(linear: Any, backend: Backend, to: Side, row: int) -> np.ndarray | None:
-    (pulled,) = linear.pull(0, [0], backend.units(to.tensor, np.array([row]), 1))
-    values = None if pulled is None else backend.floats(pulled)
-    return None if values is None else values.reshape(-1)
+    """The derivatives of one part of the target by all parts of the source."""
+    shape = tuple(backend.shape(to.tensor))
+    seed = np.zeros(math.prod(shape), np.complex128 if backend.kind(to.tensor) == "c" else np.float64)
+    seed.view(np.float64)[row] = 1.0
+    seed = seed.conj() if backend.conjugates else seed
+    (pulled,) = linear.pull(0, [0], backend.cast(seed.reshape(1, *shape), to.tensor))
+    if pulled is None:
+        return None
+    values = parts(backend, pulled)
+    if backend.conjugates and backend.kind(pulled) == "c":
+        values = values * np.tile([1.0, -1.0], len(values) // 2)
+    return values
 
 
-def _element(side: Side, position: int) -> str:
+def _element(side: Side, row: int, backend: Backend) -> str:
+    position, part = divmod(row, 2) if backend.kind(side.tensor) == "c" else (row, None)
     index = ", ".join([str(int(i)) for i in np.unravel_index(position, side.of)])
-    return f"{side.name}[{index}]" if side.of else side.name
+    name = f"{side.name}[{index}]" if side.of else side.name
+    return name if part is None else f"{name}.{('real', 'imag')[part]}"
 
 
-def _parting(call: Call, source: Source, target: Source, entries: Sequence[Entry]) -> Diagnosis:
+def _parting(call: Call, source: Source, target: Source, wrong: Entry) -> Diagnosis:
     """The operation where the gradient and the values part, as far as the framework can tell."""
     witness = call.backend.witness(Run(call, [source], [target]), source.tensor, True)
     trail = Trail(witness.account)
-    wrong = next(entry for entry in entries if not entry.agrees)
     suspects = suspected(witness.account)
     if wrong.gradient is None:
         found = why_unconnected(trail, True)

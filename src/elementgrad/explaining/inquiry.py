@@ -56,12 +56,16 @@ class Inquiry:
         if source.tensor is not None and self._backend.kind(source.tensor) not in "fc":
             evidence = f"{source.name} is of dtype {self._backend.dtype(source.tensor)}"
             return self._made("unconnected", Finding("integer", None, [evidence]))
+        if source.tensor is not None:
+            self._refuse_complex(source.name, source.tensor)
         witness = self._witness(source)
         trail = Trail(witness.account)
         since = self._call.side(self._place, source, 0, witness.source, batch=False)
         if self._backend.kind(witness.target) not in "fc":
             return self._made("unconnected", why_unconnected(trail, None), trail)
         to = self._call.side(self._target_place, self._target, 0, witness.target, batch=False)
+        self._refuse_complex(since.name, witness.source)
+        self._refuse_complex(to.name, witness.target)
         self._names = _indexed(to.name, self._target_place), self._names[1]
         trials = Trials(self._call, source, self._target, to, since)
         try:
@@ -72,6 +76,14 @@ class Inquiry:
                 raise
             return self._made("unconnected", Finding.of_remark(remark), trail)
         return self._judged(witness, trail, trials, gradient, largest)
+
+    def _refuse_complex(self, name: str, x: Tensor) -> None:
+        """Zero and rounding are told of real numbers only."""
+        if self._backend.kind(x) == "c":
+            raise DtypeError(
+                f"{name} is complex, and gradients are explained between real tensors only; take z.real and z.imag as "
+                "arguments, give the output's real or imaginary part, or use eg.check"
+            )
 
     def _judged(
         self, witness: Witness, trail: Trail, trials: Trials, gradient: np.ndarray | None, largest: float

@@ -1,7 +1,7 @@
-"""The same function in another precision, and central differences: numbers to hold a gradient against."""
+"""The same function in another precision and at other numbers, to hold a gradient against."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,38 @@ from elementgrad.trace import Call, Run
 Tensor = Any
 SIZES = {"float64": 1e-5, "float32": 4e-3, "float16": 3e-2, "bfloat16": 6e-2}
 """How far an element is moved for a difference: about the third root of the precision."""
-WIDTHS = (0.5, 0.77, 1.0)
-"""Of that, for several differences: how they spread tells of curvature and of rounding inside of the function."""
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 ROUNDING = 64.0
 """So many units of rounding may be of no meaning."""
 LARGEST = {"float64": 1.79e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
 """About the largest numbers that there are."""
+SLACK = {"float64": 1e-6, "float32": 1e-2, "float16": 1e-1, "bfloat16": 2e-1}
+"""By how much of its size a difference may be off beyond its own bound."""
+REAL = {"complex64": "float32", "complex128": "float64"}
+"""The precision of a complex number."""
+COMPLEX = {real: name for name, real in REAL.items()}
+PAYS = 1.0
+"""Compiling pays if the runs ahead take so many seconds."""
+
+
+def precision_of(backend: Backend, x: Tensor) -> str:
+    """The floating dtype in which a tensor's numbers are kept."""
+    name = backend.dtype(x)
+    return REAL.get(name, name)
+
+
+def parts(backend: Backend, x: Tensor) -> np.ndarray:
+    """The values as float64 in one row, of a complex number its real and imaginary part in turn."""
+    values = backend.read(x) if backend.kind(x) == "c" else backend.floats(x)
+    assert values is not None
+    if values.dtype.kind == "c":
+        values = np.ascontiguousarray(values, np.complex128).view(np.float64)
+    return values.reshape(-1)
+
+
+def positions_in_parts(backend: Backend, x: Tensor, positions: np.ndarray) -> np.ndarray:
+    """Where elements at some flat positions are in `parts`."""
+    return (2 * positions[:, None] + [0, 1]).reshape(-1) if backend.kind(x) == "c" else positions
 
 
 class Sampled:
@@ -33,12 +58,40 @@ class Sampled:
         self._run = Run(call, [source, *others], [target])
         self.tensors = [_in(self.backend, each.tensor, dtype) for each in (source, *others)]
         self.dtype = dtype
+        self._sample: Callable[[Tensor], Tensor] = self._once
 
     def __call__(self, x: Tensor) -> Tensor:
         """The target, for a source that is given; for one that the run meets, what is added to it."""
         with self.backend.precision(self.dtype):
-            (value,) = self.backend.sample(self._run, [x, *self.tensors[1:]])
+            return self._sample(x)
+
+    def _once(self, x: Tensor) -> Tensor:
+        (value,) = self.backend.sample(self._run, [x, *self.tensors[1:]])
         return value
+
+    def steady(self, base: Tensor, ahead: int) -> tuple[np.ndarray, np.ndarray]:
+        """The target's parts, and which of them are the same when the function runs again, but for rounding.
+
+        Where many runs are ahead that take their time, the function is compiled if that gives the same numbers.
+        """
+        before = parts(self.backend, self(base))
+        start = time.perf_counter()
+        steady = self.same(before, base)
+        if steady.all() and (time.perf_counter() - start) * ahead > PAYS:
+            self._sample = self.backend.swift(self._once)
+            try:
+                swift = bool(self.same(before, base).all())
+            except Exception:  # it is the user's function, and cannot be traced
+                swift = False
+            self._sample = self._sample if swift else self._once
+        return before, steady
+
+    def same(self, before: np.ndarray, base: Tensor) -> np.ndarray:
+        """Which of the target's parts are what they were, but for rounding."""
+        value = self(base)
+        after = parts(self.backend, value)
+        near = 64 * EPSILON.get(precision_of(self.backend, value), 0.0)
+        return np.isclose(after, before, rtol=near, atol=0.0, equal_nan=True)
 
     def linear(self) -> Linear:
         """The function ready for sweeps."""
@@ -55,63 +108,31 @@ class Sampled:
             return None if pulled is None else self.backend.floats(pulled)
 
     def read(self, x: Tensor, of: np.ndarray) -> np.ndarray:
-        """The target's elements at some flat positions, as float64."""
-        values = self.backend.floats(self(x))
-        assert values is not None
-        return values.reshape(-1)[of]
+        """Some of the target's parts."""
+        return parts(self.backend, self(x))[of]
 
 
 def _floats(call: Call, source: Source) -> list[Source]:
     """The floating inputs, and what the function holds."""
-    found = [other for other in call.inputs if other != source and call.backend.kind(other.tensor) == "f"]
-    held = [Source(name, kind, tensor) for name, kind, tensor in call.model.held() if call.backend.kind(tensor) == "f"]
+    found = [other for other in call.inputs if other != source and call.backend.kind(other.tensor) in "fc"]
+    held = [Source(name, kind, tensor) for name, kind, tensor in call.model.held() if call.backend.kind(tensor) in "fc"]
     return found + [other for other in held if other != source]
 
 
 def _in(backend: Backend, x: Tensor | None, dtype: str | None) -> Tensor | None:
-    return x if x is None or dtype is None else backend.convert(x, dtype)
+    if x is None or dtype is None:
+        return x
+    return backend.convert(x, COMPLEX.get(dtype, dtype) if backend.kind(x) == "c" else dtype)
 
 
-@dataclass(frozen=True)
-class Differences:
-    """Central differences of some elements of the target by one element of the source."""
-
-    central: np.ndarray
-    right: np.ndarray
-    left: np.ndarray
-    bound: np.ndarray
-    """How far off the central ones may be, by rounding and by curvature."""
-
-
-def differences(
-    sampled: Sampled,
-    base: np.ndarray | None,
-    like: Tensor,
-    of: np.ndarray,
-    position: int,
-    dtype: str,
-    widths: Sequence[float] = WIDTHS,
-    middle: np.ndarray | None = None,
-) -> Differences:
-    """Move one element both ways, by several widths."""
-    here = 0.0 if base is None else float(base.reshape(-1)[position])
-    size = SIZES[dtype] * max(1.0, abs(here))
-    middle = sampled.read(_moved(sampled, like, [position], 0.0), of) if middle is None else middle
-    sizes = [size * part for part in widths]
-    pairs = [[sampled.read(_moved(sampled, like, [position], by), of) for by in (h, -h)] for h in sizes]
-    slopes = [(up - down) / (2 * h) for h, (up, down) in zip(sizes, pairs, strict=True)]
-    largest = np.maximum.reduce([np.abs(value) for pair in (*pairs, [middle]) for value in pair])
-    bound = np.ptp(slopes, axis=0) + 8 * EPSILON[dtype] * largest / size
-    (up, down), near = pairs[0], sizes[0]
-    return Differences(slopes[0], (up - middle) / near, (middle - down) / near, bound)
-
-
-def _moved(sampled: Sampled, x: Tensor, positions: Sequence[int], by: float) -> Tensor:
-    shape = sampled.backend.shape(x)
-    delta = np.zeros(int(np.prod(shape, dtype=int)))
-    delta[list(positions)] = by
-    with sampled.backend.precision(sampled.dtype):
-        return x + sampled.backend.cast(delta.reshape(shape), x)
+def moved(sampled: Sampled, x: Tensor, places: Sequence[int], by: float) -> Tensor:
+    """x with some of its parts moved."""
+    backend, shape = sampled.backend, sampled.backend.shape(x)
+    made_of = np.complex128 if backend.kind(x) == "c" else np.float64
+    delta = np.zeros(int(np.prod(shape, dtype=int)), made_of)
+    delta.view(np.float64)[list(places)] = by
+    with backend.precision(sampled.dtype):
+        return x + backend.cast(delta.reshape(shape), x)
 
 
 def moves(sampled: Sampled, base: Tensor, of: np.ndarray, wrt: Sequence[int], dtype: str) -> bool:
@@ -122,7 +143,7 @@ def moves(sampled: Sampled, base: Tensor, of: np.ndarray, wrt: Sequence[int], dt
     before = sampled.read(base, of)
     for size in (SIZES[dtype], 1.0, 100.0):
         for sign in (1.0, -1.0):
-            after = sampled.read(_moved(sampled, base, wrt, sign * size), of)
+            after = sampled.read(moved(sampled, base, wrt, sign * size), of)
             slack = ROUNDING * EPSILON[dtype]
             if not np.allclose(before, after, rtol=slack, atol=0.0, equal_nan=True):
                 return True

@@ -8,7 +8,8 @@ import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.backends.witness import weights
-from elementgrad.explaining.precision import EPSILON, LARGEST, Sampled, differences, moves
+from elementgrad.explaining.precision import EPSILON, LARGEST, Sampled, moved, moves, parts
+from elementgrad.explaining.slopes import verdicts
 from elementgrad.side import Side
 from elementgrad.source import Source
 from elementgrad.trace import Call
@@ -73,15 +74,20 @@ class Trials:
 
     def _is_off(self, gradient: np.ndarray) -> bool:
         positions, share = self.seeds
-        sampled, dtype, value = self._finest()
+        sampled, dtype = self._finest()
         base = self._base(None if sampled.dtype is None else dtype)
-        middle = None if value is None else value[positions]
-        numbers = None if self.source.met else self.backend.floats(base)
         number = int(np.argmax(np.abs(gradient)))
-        found = differences(sampled, numbers, base, positions, int(self.wrt[number]), dtype, (0.5, 1.0), middle)
-        slopes = [float(share @ side) for side in (found.central, found.left, found.right)]
-        slack = 4 * float(np.abs(share) @ found.bound) + APART * max(map(abs, slopes))
-        return not min(slopes) - slack <= gradient[number] <= max(slopes) + slack
+        place = int(self.wrt[number])
+        middle, steady = sampled.steady(base, 0)
+
+        def at(by: float) -> np.ndarray:
+            return share[None] @ sampled.read(moved(sampled, base, [place], by), positions)
+
+        here = 0.0 if self.source.met else float(parts(self.backend, base)[place])
+        held = float(gradient[number])
+        (found,) = verdicts(at, share[None] @ middle[positions], [held], [abs(held)], here, dtype)
+        apart = abs(found.difference - held) > APART * max(abs(found.difference), abs(held))
+        return found.agrees is False and apart and bool(steady[positions].all())
 
     def precise(self, dtype: str = "float64") -> float | None:
         """The size of the gradient in another precision; None if the function does not accept it."""
@@ -113,17 +119,15 @@ class Trials:
     def _sampled(self, dtype: str | None = None) -> Sampled:
         return Sampled(self.call, self.source, self.target, dtype)
 
-    def _finest(self) -> tuple[Sampled, str, np.ndarray | None]:
-        """The function in float64 if it accepts that, and its value."""
+    def _finest(self) -> tuple[Sampled, str]:
+        """The function in float64 if it accepts that."""
         try:
             sampled = self._sampled("float64")
-            value = sampled(self._base("float64"))
-            if self.backend.dtype(value) == "float64":
-                numbers = self.backend.floats(value)
-                return sampled, "float64", None if numbers is None else numbers.reshape(-1)
+            if self.backend.dtype(sampled(self._base("float64"))) == "float64":
+                return sampled, "float64"
         except Exception:  # it is the user's function, and made for another precision
             pass
-        return self._sampled(), self.dtype, None
+        return self._sampled(), self.dtype
 
     def _base(self, dtype: str | None) -> Tensor:
         """The source, or zeros to add to it where the run meets it."""

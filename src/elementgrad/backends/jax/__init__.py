@@ -31,6 +31,7 @@ class JaxBackend(Backend):
     """The operations of `Backend` on `jax.Array`, tracers included."""
 
     name = "jax"
+    conjugates = True
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (jax.Array, jax.core.Tracer))
@@ -171,7 +172,10 @@ class JaxBackend(Backend):
             return jnp.asarray(x, dtype)
 
     def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
-        return WIDE(True) if dtype == "float64" else nullcontext()
+        return WIDE(True) if dtype in ("float64", "complex128") else nullcontext()
+
+    def swift(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return jax.jit(function)
 
     def concat(self, parts: Sequence[Array]) -> Array:
         return jnp.concatenate(parts)

@@ -4,6 +4,7 @@ Where that cannot be, and for a single one, forward sweeps go by dual numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import _engine_run_backward as engine
 
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.torch.checkpoints import straight
+from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.graph import Passing, largest, node_of
 from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
 from elementgrad.backends.torch.stacks import no_advice, together
@@ -34,6 +36,8 @@ GONE = {
 """What PyTorch says when the graph of the evaluation can no longer be used, and what that means."""
 TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
 """Of the autograd engine: give the gradients, None where no path leads, and add to no `.grad`."""
+FROZEN = "change requires_grad flags of leaf"
+"""Stands in the error about a parameter that the function freezes while a computed tensor stands for it."""
 MISSING = "is not implemented"
 """Stands in the errors about derivatives that an operation does not have."""
 
@@ -75,12 +79,15 @@ class TorchLinear(Linear):
         now = state()
         given = inputs
         inputs = list(inputs)
+        freezes = False
 
         def evaluate(attention: bool) -> Graph:
             again, this = (now, None) if attention else (None, now)
             leaves: list[Any] = []
             passed: list[Any] = []
-            with undisturbed(run.function, again, attention, this), straight(run.inside):
+            with undisturbed(run.function, again, attention, this), straight(run.inside), ExitStack() as stack:
+                if freezes:
+                    stack.enter_context(Freezable())
                 for x in given:
                     leaf: Any = Passing() if x is None else _leaf(x, create_graph)
                     leaves.append(leaf)
@@ -93,7 +100,13 @@ class TorchLinear(Linear):
 
         others = run.others
         versions = [_version(x) for x in others]
-        linear = cls(inputs, evaluate, run, now, create_graph)
+        try:
+            linear = cls(inputs, evaluate, run, now, create_graph)
+        except RuntimeError as error:
+            if FROZEN not in str(error):
+                raise
+            freezes = True
+            linear = cls(inputs, evaluate, run, now, create_graph)
         if [_version(x) for x in others] != versions:
             for output in range(len(linear.outputs)):
                 linear.without[output]["forward"] = "the function writes to an argument in place"

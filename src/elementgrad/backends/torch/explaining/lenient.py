@@ -8,14 +8,17 @@ from torch.overrides import TorchFunctionMode
 from elementgrad import tree
 from elementgrad.backends.torch.calls import EXPORTS, name_of
 from elementgrad.backends.torch.explaining.words import COPIES
+from elementgrad.backends.torch.freezable import freezes
 
 Tensor = torch.Tensor
 
 
 class Lenient(TorchFunctionMode):
-    """Lets them out."""
+    """Lets them out, and be frozen."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if freezes(func, args, kwargs or {}):
+            return args[0].detach_()
         name = name_of(func)
         if name in EXPORTS:
             args = plain(args)

@@ -16,6 +16,7 @@ from elementgrad.backends.torch.explaining.meeting import Meeting
 from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Prints, Tangents
 from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Watch
+from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.quiet import plainly, state, undisturbed
 from elementgrad.backends.witness import Account, Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
@@ -69,7 +70,8 @@ class TorchWitness(Witness):
         self._state = state()
         watch, number, target, met = self._watched(None)
         self._refused = Refused.after(watch)
-        remarks = [*_about(run, source), *watch.remarks]
+        frozen = [] if met.requires_grad else [Remark("not-tracked", "the function sets its requires_grad to False")]
+        remarks = [*_about(run, source), *frozen, *watch.remarks]
         self.account = Account(watch.steps, number, watch.number(target), frozenset(watch.connected), remarks)
         self.source = met if source is None else source
         self.target = target.detach()
@@ -91,7 +93,8 @@ class TorchWitness(Witness):
             return passed
 
         attention = tangent is not None  # the plain kernel has forward derivatives
-        with undisturbed(self._run.function, self._state, attention), straight(True, faithful=True), watch.on():
+        quiet = undisturbed(self._run.function, self._state, attention)
+        with quiet, straight(True, faithful=True), Freezable(), watch.on():
             given: Any = start if self._given is None else start(self._given)
             (target,) = self._run(given)
         number, passed = found[0]
@@ -105,7 +108,7 @@ class TorchWitness(Witness):
     def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
         target, passed = self._live or self._watched(None)[2:]
         self._live = None
-        if not target.requires_grad:
+        if not target.requires_grad or not passed.requires_grad:
             return None
         return self._back(target, passed, of, share)
 
@@ -143,7 +146,7 @@ class TorchWitness(Witness):
     def pull(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[Pulled | None] | None:
         watch, _, target, passed = self._watched(lambda leads: Gradients(leads.node, lambda: leads.first, wrt))
         steps = self._follow(watch)
-        if steps is None or not target.requires_grad:
+        if steps is None or not target.requires_grad or not passed.requires_grad:
             return None
         self._back(target, passed, of, share)
         return [None if flow is None else flow.pulled() for flow in steps]
@@ -197,29 +200,24 @@ def _about(run: Run, source: Tensor | None) -> list[Remark]:
 def sample(run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Run a function at other numbers, with the first of them tracked."""
     first = tensors[0]
-    forgetful = Forgetful()
 
     def once() -> Sequence[Tensor]:
         with undisturbed(run.function), Lenient():
             return run(None if first is None else _passed(first, None), *tensors[1:])
 
     try:
-        with forgetful:
+        with Forgetful():
             return once()
-    except Exception:
-        if not forgetful.asked:
-            raise
-    return once()  # the function takes gradients itself
+    except Exception:  # it may take gradients itself; what else it raises comes again
+        return once()
 
 
 class Forgetful(torch.autograd.graph.saved_tensors_hooks):
     """A graph that keeps no numbers, for a run that nobody goes back through."""
 
     def __init__(self) -> None:
-        self.asked = False
-        """Whether somebody did."""
         super().__init__(lambda _: None, self._refuse)
 
-    def _refuse(self, _: Any) -> Tensor:
-        self.asked = True
+    @staticmethod
+    def _refuse(_: Any) -> Tensor:
         raise RuntimeError("nothing is kept")
