@@ -38,7 +38,7 @@ def makers():
         for name, maker in vars(optax).items()
         if getattr(maker, "__module__", "") == "optax._src.alias" and inspect.isfunction(maker)
     }
-    return aliases | {name: getattr(optax.contrib, name) for name in CONTRIBUTED}
+    return aliases | {name: getattr(optax.contrib, name) for name in CONTRIBUTED if hasattr(optax.contrib, name)}
 
 
 def made(maker, options, decay):
