@@ -17,11 +17,10 @@ DRAWS = (("around zero", 2.0), ("positive", 0.125), ("as they are", 100.0), ("as
 def touched(
     again: Again, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
 ) -> list[np.ndarray]:
-    """Masks for what a step gives, for masks of what it takes; everything counts where that cannot be found out."""
+    """Masks for what a step gives, for masks of what it takes."""
     found = [np.zeros(shape, bool) for shape in shapes]
-    everything = [np.ones(shape, bool) for shape in shapes]
-    if any(x.dtype.kind not in "fcb" and mask is not None and mask.any() for x, mask in zip(taken, masks, strict=True)):
-        return everything  # another index may lead anywhere
+    if any(x.dtype.kind not in "fcb" and mask is not None for x, mask in zip(taken, masks, strict=True)):
+        return [np.ones(shape, bool) for shape in shapes]  # another index may lead anywhere
     tried = False
     random = np.random.default_rng(0)
     for numbers, by in DRAWS:
@@ -40,14 +39,21 @@ def touched(
         found = [np.asarray(mask | _differ(a, b)) for mask, (a, b) in zip(found, pairs, strict=True)]
         if all(mask.all() for mask in found):
             break
-    return found if tried else everything
+    return found if tried else guessed(masks, shapes)
+
+
+def guessed(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Masks for what cannot be run again: what is of the same shape goes element by element, the rest is anything."""
+    some = [mask for mask in masks if mask is not None]
+    whole = {shape: all(mask.shape == shape for mask in some) for shape in shapes}
+    return [np.logical_or.reduce(some) if whole[shape] else np.ones(shape, bool) for shape in shapes]
 
 
 def _drawn(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarray:
     if numbers == "as they are" or x.dtype.kind not in "fcb":
         return x
     if x.dtype.kind == "b":
-        return random.random(x.shape) < 0.5
+        return np.full(x.shape, numbers == "positive")  # both ways of a choice have their turn
     drawn = random.uniform(-1, 1, x.shape) if numbers == "around zero" else random.uniform(0.5, 1, x.shape)
     return np.asarray(drawn, x.dtype)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
 from elementgrad.backends.jax.explaining import words
-from elementgrad.backends.touching import touched
+from elementgrad.backends.touching import guessed, touched
 
 Array = Any
 STEPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
@@ -119,7 +119,7 @@ class Taken:
         kinds = [jnp.result_type(x) for x in self.operands]
         shapes = [tuple(x.shape) for x in self.results]
         if self.name in CALLBACKS or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
-            return [np.ones(shape, bool) for shape in shapes]
+            return guessed(masks, shapes)
 
         def again(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
             given = self.function(*[jnp.asarray(x, kind) for x, kind in zip(operands, kinds, strict=True)])

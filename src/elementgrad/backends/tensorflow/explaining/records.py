@@ -11,7 +11,7 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.backprop import _gradient_function
 from tensorflow.python.framework import indexed_slices
 
-from elementgrad.backends.touching import touched
+from elementgrad.backends.touching import guessed, touched
 
 Tensor = Any
 
@@ -79,7 +79,7 @@ class Record:
         shapes = [tuple(y.shape) for y in self.outputs]
         foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
         if self.backward is not None or not self.kind or any(foreign):
-            return [np.ones(shape, bool) for shape in shapes]
+            return guessed(masks, shapes)
         kinds = [x.dtype for x in self.inputs]
 
         def again(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:

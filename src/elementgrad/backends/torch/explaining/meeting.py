@@ -9,7 +9,7 @@ import torch
 from elementgrad import tree
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
 from elementgrad.backends.torch.quiet import undisturbed
-from elementgrad.backends.touching import touched
+from elementgrad.backends.touching import guessed, touched
 
 Tensor = torch.Tensor
 
@@ -57,7 +57,7 @@ def _given(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) ->
     """Masks for what a step made or wrote to. The user's own functions are not run on numbers that are not theirs."""
     shapes = [tuple(x.shape) for x in ran.made]
     if getattr(ran.func, "__name__", "") == "apply" or any(not x.is_cpu for x in ran.made if x.layout != torch.strided):
-        return [np.ones(shape, bool) for shape in shapes]
+        return guessed([masks.get(id(x)) for x in ran.taken], shapes)
     taken = {id(x): x for x in tree.flat((ran.args, dict(ran.kwargs))) if isinstance(x, Tensor)}
     numbers = [_array(before.get(key, x)) for key, x in taken.items()]
 
