@@ -24,11 +24,8 @@ def touched(
     tried = False
     random = np.random.default_rng(0)
     for numbers, by in DRAWS:
-        base = [_drawn(x, numbers, random) for x in taken]
-        sides = [
-            [x if mask is None else _moved(x, mask, far) for x, mask in zip(base, masks, strict=True)]
-            for far in (-by, by)
-        ]
+        base = list(zip([_drawn(x, numbers, random) for x in taken], masks, strict=True))
+        sides = [[x if mask is None else _moved(x, mask, far) for x, mask in base] for far in (-by, by)]
         try:
             pairs = list(zip(*map(again, sides), strict=True))
         except Exception:  # numbers that are none of its own
@@ -43,7 +40,10 @@ def touched(
 
 
 def guessed(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Masks for what cannot be run again: what is of the same shape goes element by element, the rest is anything."""
+    """Masks for what is not run again, as it calls the user's code or may never end.
+
+    What is of the same shape goes element by element, and the rest may be anything.
+    """
     some = [mask for mask in masks if mask is not None]
     whole = {shape: all(mask.shape == shape for mask in some) for shape in shapes}
     return [np.logical_or.reduce(some) if whole[shape] else np.ones(shape, bool) for shape in shapes]
@@ -59,7 +59,8 @@ def _drawn(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarr
 
 
 def _moved(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
-    return np.where(mask, by > 0 if x.dtype.kind == "b" else np.asarray(x + by, x.dtype), x)
+    with np.errstate(over="ignore"):
+        return np.where(mask, by > 0 if x.dtype.kind == "b" else np.asarray(x + by, x.dtype), x)
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:

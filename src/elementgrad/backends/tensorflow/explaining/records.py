@@ -16,6 +16,10 @@ from elementgrad.backends.touching import guessed, touched
 Tensor = Any
 
 
+ASIDE = {"", "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "EagerPyFunc", "PyFunc"}
+"""What is not run on other numbers: it calls code, or may never end."""
+
+
 @dataclass(eq=False)
 class Record:
     """One operation that ran eagerly; or a way by which numbers left TensorFlow, which has no type."""
@@ -78,7 +82,7 @@ class Record:
             return [mask for mask in masks if mask is not None][:1]
         shapes = [tuple(y.shape) for y in self.outputs]
         foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
-        if self.backward is not None or not self.kind or any(foreign):
+        if self.backward is not None or self.inside or self.kind in ASIDE or any(foreign):
             return guessed(masks, shapes)
         kinds = [x.dtype for x in self.inputs]
 
