@@ -86,6 +86,10 @@ def test_the_cause_is_the_one(fw, name):
 def test_what_only_a_trial_tells_is_open_without_one(fw):
     o = OPS[fw.name]
     found = eg.explain(lambda x: x[0] + o.stop(x)[1], fw.tensor(POINT), wrt="x[1]", probe=False)
+    assert (found.verdict, found.cause) == ("zero", "detached")
+    found = eg.explain(
+        lambda x: (x * o.array([1.0, 0.0]) + o.stop(x))[1] + x[0], fw.tensor(POINT), wrt="x[1]", probe=False
+    )
     assert (found.verdict, found.cause) == ("zero", None)
     assert len(found.evidence) == 2, found.evidence
 

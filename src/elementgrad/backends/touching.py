@@ -17,19 +17,15 @@ DRAWS = (("around zero", 2.0), ("positive", 0.125), ("as they are", 100.0), ("as
 def touched(
     again: Again, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
 ) -> list[np.ndarray]:
-    """Masks for what a step gives, for masks of what it takes; everything counts where that cannot be found out."""
+    """Masks for what a step gives, for masks of what it takes."""
     found = [np.zeros(shape, bool) for shape in shapes]
-    everything = [np.ones(shape, bool) for shape in shapes]
-    if any(x.dtype.kind not in "fcb" and mask is not None and mask.any() for x, mask in zip(taken, masks, strict=True)):
-        return everything  # another index may lead anywhere
+    if any(x.dtype.kind not in "fcb" and mask is not None for x, mask in zip(taken, masks, strict=True)):
+        return [np.ones(shape, bool) for shape in shapes]  # another index may lead anywhere
     tried = False
     random = np.random.default_rng(0)
     for numbers, by in DRAWS:
-        base = [_drawn(x, numbers, random) for x in taken]
-        sides = [
-            [x if mask is None else _moved(x, mask, far) for x, mask in zip(base, masks, strict=True)]
-            for far in (-by, by)
-        ]
+        base = list(zip([_drawn(x, numbers, random) for x in taken], masks, strict=True))
+        sides = [[x if mask is None else _moved(x, mask, far) for x, mask in base] for far in (-by, by)]
         try:
             pairs = list(zip(*map(again, sides), strict=True))
         except Exception:  # numbers that are none of its own
@@ -40,20 +36,31 @@ def touched(
         found = [np.asarray(mask | _differ(a, b)) for mask, (a, b) in zip(found, pairs, strict=True)]
         if all(mask.all() for mask in found):
             break
-    return found if tried else everything
+    return found if tried else guessed(masks, shapes)
+
+
+def guessed(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Masks for what is not run again, as it calls the user's code or may never end.
+
+    What is of the same shape goes element by element, and the rest may be anything.
+    """
+    some = [mask for mask in masks if mask is not None]
+    whole = {shape: all(mask.shape == shape for mask in some) for shape in shapes}
+    return [np.logical_or.reduce(some) if whole[shape] else np.ones(shape, bool) for shape in shapes]
 
 
 def _drawn(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarray:
     if numbers == "as they are" or x.dtype.kind not in "fcb":
         return x
     if x.dtype.kind == "b":
-        return random.random(x.shape) < 0.5
+        return np.full(x.shape, numbers == "positive")  # both ways of a choice have their turn
     drawn = random.uniform(-1, 1, x.shape) if numbers == "around zero" else random.uniform(0.5, 1, x.shape)
     return np.asarray(drawn, x.dtype)
 
 
 def _moved(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
-    return np.where(mask, by > 0 if x.dtype.kind == "b" else np.asarray(x + by, x.dtype), x)
+    with np.errstate(over="ignore"):
+        return np.where(mask, by > 0 if x.dtype.kind == "b" else np.asarray(x + by, x.dtype), x)
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -18,6 +18,10 @@ APART = ("unused", "row-not-used")
 """Causes that say that the value has nothing to do with the elements."""
 SELECTS = (*APART, "not-selected")
 """Causes that only say that other elements are taken, which is no news where another path ends too."""
+KNOWN = ("cancelled", "underflow")
+"""Causes that are seen going forwards alone."""
+FOLLOWS = ("stationary", "masked", "kink")
+"""Causes that may only follow from a zero that was made before: its square is flat, and so is what it multiplies."""
 ROUNDING = 64.0
 """So many units of rounding count as nothing where sums cancel."""
 Flows = Sequence[tuple[Step, Pushed]]
@@ -80,11 +84,11 @@ class _Zero:
         rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if not ended else []
         if both:
             return self._ended(self._chosen(both), ended)
-        if whole is not None and self._cause(whole) == "cancelled":
+        if whole is not None and self._cause(whole) in KNOWN:
             return self._ended(whole, ended)
         if rounded and (not lost or KILLS.get(rounded[-1].operation) == "cancelled"):
             return Finding("cancelled", rounded[-1], ["what remains is rounding"])
-        if lost:
+        if lost and not (whole is not None and self._made_before(whole, self._chosen(lost))):
             return self._ended(self._chosen(lost), lost)
         if whole is not None:
             return self._ended(whole, ended)
@@ -118,6 +122,11 @@ class _Zero:
             return None
         makers = [other for other in self._trail.account.steps if not set(other.gives).isdisjoint(step.takes)]
         return next((other for other in makers if other.operation in SELECT), None)
+
+    def _made_before(self, step: Step, lost: Step) -> bool:
+        """Whether a zero that a step made may be why another loses the gradient."""
+        told = not self._trail.cut(step) and self._cause(step) not in APART
+        return told and self._cause(lost) in FOLLOWS and not self._trail.before(lost).isdisjoint(step.gives)
 
     def _is_rounding(self, flow: Pushed) -> bool:
         return 0 < flow.leaves <= ROUNDING * self._epsilon * flow.arrives

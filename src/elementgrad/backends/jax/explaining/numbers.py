@@ -53,10 +53,10 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
         return "out-of-range"
     if "gather" in step.inner and named & LOOKUPS:
         return "row-not-used"
-    bound = step.name in ("max", "min")
+    bound = is_bound(step)
     if named & CHOICES and not bound:
         return "tie" if bool(np.isin(x[tangent != 0], plain(step.results[0])).any()) else "not-selected"
-    if named & BOUNDS or bound:
+    if bound:
         return None if not still else bounded("max" in step.inner, still[0])
     if named & PRODUCTS:
         if len(moving) > 1:
@@ -67,6 +67,11 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
     if step.inner == {"dot_general"}:
         return "cancelled" if len(moving) > 1 or not still or _meets(step, first, came[first]) else "masked"
     return None
+
+
+def is_bound(step: Taken) -> bool:
+    """Whether a step takes the larger or the smaller of two."""
+    return step.word in BOUNDS or step.name in BOUNDS or step.name in ("max", "min")
 
 
 def _kind(x: Array) -> Any:

@@ -10,11 +10,13 @@ import numpy as np
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
 from elementgrad.backends.jax.explaining import words
-from elementgrad.backends.touching import touched
+from elementgrad.backends.touching import guessed, touched
 
 Array = Any
 STEPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
 CALLBACKS = {"pure_callback": "no-rule", "io_callback": "left-framework"}
+UNSAFE = {*CALLBACKS, "while", "debug_callback"}
+"""What is not run on other numbers: they call the user's Python code, or may never end."""
 CUSTOM_JVP = {"custom_jvp_call"}
 CUSTOM_VJP = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "is_finite"}
@@ -118,8 +120,8 @@ class Taken:
         """Which elements of the results can move with some of the operands."""
         kinds = [jnp.result_type(x) for x in self.operands]
         shapes = [tuple(x.shape) for x in self.results]
-        if self.name in CALLBACKS or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
-            return [np.ones(shape, bool) for shape in shapes]
+        if not self.inner.isdisjoint(UNSAFE) or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
+            return guessed(masks, shapes)
 
         def again(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
             given = self.function(*[jnp.asarray(x, kind) for x, kind in zip(operands, kinds, strict=True)])

@@ -10,7 +10,7 @@ import numpy as np
 
 from elementgrad.backends.jax.explaining import words
 from elementgrad.backends.jax.explaining.calls import merged
-from elementgrad.backends.jax.explaining.numbers import ended, finite, largest, plain, worst
+from elementgrad.backends.jax.explaining.numbers import ended, finite, is_bound, largest, plain, worst
 from elementgrad.backends.jax.explaining.steps import Taken, connect, smooth
 from elementgrad.backends.jax.explaining.watch import Watch
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
@@ -106,7 +106,7 @@ class JaxWitness(Witness):
                     return None
             leaves = worst(map(largest, went.values()))
             tangents.update({step.gives[n]: tangent for n, tangent in went.items()})
-            cause = ended(step, came) if arrives > 0 and leaves == 0 else None
+            cause = ended(step, came) if arrives > 0 and (leaves == 0 or is_bound(step)) else None
             pushed.append(Pushed(arrives, leaves, cause))
         reached = tangents.get(self._last)
         return pushed, np.zeros(self.target.shape) if reached is None else np.asarray(reached, np.float64)

@@ -61,7 +61,7 @@ def pushed(
             given = each.push(taken)
         tangents.update({n: t for n, t in zip(each.gives, given, strict=False) if t is not None})
         leaves = max([_size(t) for t in given if t is not None], default=0.0)
-        found.append(Pushed(arrives, leaves, _why_none(each, taken) if leaves == 0 else None))
+        found.append(Pushed(arrives, leaves, _why_none(each, taken) if leaves == 0 else _bounded(each, taken)))
     return found, tangents.get(target)
 
 
@@ -127,9 +127,7 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         moved = np.abs(tangent.numpy()) > 0
         if np.isin(np.asarray(x)[moved], each.outputs[0].numpy()).any():
             return "tie"
-        bound = [y for y in each.inputs if y is not x] if each.kind in ("Maximum", "Minimum") else []
-        against = bounded(each.kind == "Maximum", bound[0].numpy()) if bound and len(carrying) == 1 else None
-        return against or "not-selected"
+        return _bounded(each, tangents) or "not-selected"
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
         axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None
@@ -140,6 +138,14 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         if others and differentiable(others[0]) and bool((others[0].numpy() != 0).all()):
             return "underflow" if each.kind in PRODUCTS else _why_no_sum(each, tangents)
     return _why_no_sum(each, tangents) if each.kind in SUMS else None
+
+
+def _bounded(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
+    """What a maximum or minimum with a bound is."""
+    still = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
+    if each.kind not in ("Maximum", "Minimum") or each.word == "clip_by_value" or len(still) != 1:
+        return None
+    return bounded(each.kind == "Maximum", still[0].numpy())
 
 
 def _why_no_sum(each: Record, tangents: Sequence[Tensor | None]) -> str:

@@ -11,9 +11,13 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.backprop import _gradient_function
 from tensorflow.python.framework import indexed_slices
 
-from elementgrad.backends.touching import touched
+from elementgrad.backends.touching import guessed, touched
 
 Tensor = Any
+
+
+ASIDE = {"", "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "EagerPyFunc", "PyFunc"}
+"""What is not run on other numbers: it calls code, or may never end."""
 
 
 @dataclass(eq=False)
@@ -78,8 +82,8 @@ class Record:
             return [mask for mask in masks if mask is not None][:1]
         shapes = [tuple(y.shape) for y in self.outputs]
         foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
-        if self.backward is not None or not self.kind or any(foreign):
-            return [np.ones(shape, bool) for shape in shapes]
+        if self.backward is not None or self.inside or self.kind in ASIDE or any(foreign):
+            return guessed(masks, shapes)
         kinds = [x.dtype for x in self.inputs]
 
         def again(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -8,10 +8,13 @@ import torch
 
 from elementgrad import tree
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
-from elementgrad.backends.torch.quiet import undisturbed
-from elementgrad.backends.touching import touched
+from elementgrad.backends.torch.quiet import state, undisturbed
+from elementgrad.backends.touching import guessed, touched
 
 Tensor = torch.Tensor
+KINDS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
+KINDS |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""What NumPy has numbers for."""
 
 
 class Meeting(Meter):
@@ -47,7 +50,8 @@ class Meeting(Meter):
 
     def _note(self, number: int, mask: np.ndarray) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
-            if bool(gradient.detach()[torch.from_numpy(mask).to(gradient.device)].any()):
+            dense = gradient.detach() if gradient.layout == torch.strided else gradient.detach().to_dense()
+            if bool(dense[torch.from_numpy(mask).to(gradient.device)].any()):
                 self.alive.add(number)
 
         return note
@@ -56,9 +60,11 @@ class Meeting(Meter):
 def _given(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> list[np.ndarray]:
     """Masks for what a step made or wrote to. The user's own functions are not run on numbers that are not theirs."""
     shapes = [tuple(x.shape) for x in ran.made]
-    if getattr(ran.func, "__name__", "") == "apply" or any(not x.is_cpu for x in ran.made if x.layout != torch.strided):
-        return [np.ones(shape, bool) for shape in shapes]
-    taken = {id(x): x for x in tree.flat((ran.args, dict(ran.kwargs))) if isinstance(x, Tensor)}
+    flat = tree.flat((ran.args, dict(ran.kwargs)))
+    taken = {id(x): x for x in flat if isinstance(x, Tensor)}
+    own = getattr(ran.func, "__name__", "") == "apply" or any(map(callable, flat))
+    if own or not all(x.layout == torch.strided and x.dtype in KINDS for x in taken.values()):
+        return guessed([masks.get(id(x)) for x in ran.taken], shapes)
     numbers = [_array(before.get(key, x)) for key, x in taken.items()]
 
     def again(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -71,7 +77,10 @@ def _given(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) ->
             return others[id(x)] if isinstance(x, Tensor) else x
 
         with undisturbed(None), torch.no_grad():
+            before = state()[0][0]
             result = ran.func(*tree.mapped(ran.args, other), **tree.mapped(dict(ran.kwargs), other))
+            if not torch.equal(before, state()[0][0]):
+                raise RuntimeError("it draws random numbers, which would be others")
         results = [x for x in tree.flat(result) if isinstance(x, Tensor)]
         written = [others[id(x)] for x in ran.made if id(x) in others]
         return [_array(x) for x in {id(x): x for x in (*results, *written)}.values()]
@@ -80,5 +89,5 @@ def _given(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) ->
 
 
 def _array(x: Tensor) -> np.ndarray:
-    x = x.detach().cpu()
+    x = x.detach().cpu().resolve_conj().resolve_neg()
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()

@@ -16,6 +16,7 @@ from elementgrad.backends.witness import Pulled, Pushed, Seen, bounded
 
 Tensor = torch.Tensor
 CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
+BOUNDS = {"maximum", "minimum"}
 SUMS = {"sum", "mean", "add", "sub", "__rsub__", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "addmm"}
 SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "layer_norm", "group_norm", "logsumexp", "bilinear"}
 PRODUCTS = {"mul", "mul_", "__rmul__", "__imul__", "div", "true_divide"}
@@ -34,7 +35,7 @@ class Tangents(Meter):
         arrives = max([_largest(t) for t in before if t is not None], default=0.0)
         leaves = max([_largest(t) for x in ran.made if (t := _tangent(x)) is not None], default=0.0)
         cause = None
-        if arrives > 0 and leaves == 0:
+        if arrives > 0 and (leaves == 0 or ran.name in BOUNDS):
             cause = _why_none(ran, before)
         return Pushed(arrives, leaves, cause)
 
@@ -44,7 +45,7 @@ def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     name = ran.name.removeprefix("linalg_")
     carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
     x, tangent = carrying[0]
-    if name in ("maximum", "minimum") and len(carrying) == 1 and "out" not in ran.kwargs:
+    if name in BOUNDS and len(carrying) == 1 and "out" not in ran.kwargs:
         (bound,) = [y for y in (*ran.args, *ran.kwargs.values()) if y is not x]
         return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
     if name in CHOOSES and ran.made and ran.made[0].is_floating_point():

@@ -116,7 +116,8 @@ class TorchWitness(Witness):
         seed = torch.zeros_like(target, requires_grad=False).reshape(-1)
         seed[torch.from_numpy(of.copy()).to(seed.device)] = torch.from_numpy(share).to(seed)
         with undisturbed(None), plainly():
-            return torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)[0]
+            (pulled,) = torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)
+        return pulled if pulled is None or pulled.layout == torch.strided else pulled.to_dense()
 
     def push(self, wrt: np.ndarray) -> tuple[Sequence[Pushed | None], np.ndarray] | None:
         tangent = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
