@@ -40,6 +40,7 @@ def _one(run: Sequence[Taken], number: int, last: Mapping[int, int]) -> Taken:
     first = run[0]
     whole = Taken("call", {}, function, list(taken.values()), takes, first.where, first.word, path=first.path)
     whole.inner = frozenset(name for step in run for name in step.inner)
+    whole.unsafe = any(step.unsafe for step in run)
     whole.results, whole.gives = list(given.values()), gives
     whole.quiet = all(step.quiet for step in run)
     whole.note = next(_notes(run), "")

@@ -50,10 +50,13 @@ class Taken:
     """Why it has no derivative, if it has none."""
     inner: frozenset[str] = frozenset()
     """The primitives that it is made of."""
+    unsafe: bool = False
+    """Whether it is not run on other numbers."""
 
     def __post_init__(self) -> None:
         inner = {name for name in words.primitives(self.params) if not name.endswith("jit")}
         self.inner = frozenset(inner or {self.name})
+        self.unsafe = not UNSAFE.isdisjoint({self.name, *inner})
 
     def run(self) -> None:
         """Compute the results."""
@@ -120,7 +123,7 @@ class Taken:
         """Which elements of the results can move with some of the operands."""
         kinds = [jnp.result_type(x) for x in self.operands]
         shapes = [tuple(x.shape) for x in self.results]
-        if not self.inner.isdisjoint(UNSAFE) or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
+        if self.unsafe or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
             return guessed(masks, shapes)
 
         def again(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
