@@ -130,13 +130,15 @@ def _carefully(slopes: Slopes, gradient: float, largest: float, size: float, dty
         return Verdict(None, found, bound, UNSETTLED)
     if _within(slopes, best, bound, gradient, dtype):
         return Verdict(True, found, bound)
-    if not _rough(slopes, best, bound):
+    coarse = 4 * EPSILON["bfloat16"] * largest
+    flat = slopes.still[len(WIDE) - 1 :].all() and abs(gradient) > coarse  # further than steps of rounding are wide
+    if flat or not _rough(slopes, best, bound):
         return Verdict(False, found, bound)
     wide = central[: len(WIDE)][np.isfinite(central[: len(WIDE)])]
     if len(wide) < len(WIDE):
         return Verdict(None, found, bound, STEPS)
     found, bound = float(np.median(wide)), float(np.ptp(wide))
-    slack = 2 * bound + SLACK["bfloat16"] * abs(found) + 4 * EPSILON["bfloat16"] * largest
+    slack = 2 * bound + SLACK["bfloat16"] * abs(found) + coarse
     if not wide.min() - slack <= gradient <= wide.max() + slack:
         return Verdict(False, found, bound)
     enough = bound <= 2 * SETTLED * max(abs(found), abs(gradient))
