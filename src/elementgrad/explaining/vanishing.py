@@ -18,8 +18,6 @@ APART = ("unused", "row-not-used")
 """Causes that say that the value has nothing to do with the elements."""
 SELECTS = (*APART, "not-selected")
 """Causes that only say that other elements are taken, which is no news where another path ends too."""
-KNOWN = ("cancelled", "underflow")
-"""Causes that are seen going forwards alone."""
 FOLLOWS = ("stationary", "masked", "kink")
 """Causes that may only follow from a zero that was made before: its square is flat, and so is what it multiplies."""
 ROUNDING = 64.0
@@ -84,8 +82,8 @@ class _Zero:
         rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if not ended else []
         if both:
             return self._ended(self._chosen(both), ended)
-        if whole is not None and self._cause(whole) in KNOWN:
-            return self._ended(whole, ended)
+        if whole is not None and not self._trail.cut(whole) and self._cause(whole) not in (None, *SELECTS, *FOLLOWS):
+            return self._ended(whole, ended)  # nothing is left of it, and the step says why
         if rounded and (not lost or KILLS.get(rounded[-1].operation) == "cancelled"):
             return Finding("cancelled", rounded[-1], ["what remains is rounding"])
         if lost and not (whole is not None and self._made_before(whole, self._chosen(lost))):
