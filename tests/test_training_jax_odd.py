@@ -65,3 +65,11 @@ def test_what_is_returned_beside_the_loss_may_be_anything():
     assert loss == 9
     assert aux[:2] == ["text", 3]
     assert aux[2].tolist() == [1, 1, 1]
+
+
+def test_a_numpy_array_among_parameters_is_told_from_a_name_that_is_not_there():
+    params = {"layer": {"w": np.ones((4, 3)), "b": jnp.ones(3)}}
+    with pytest.raises(eg.FrameworkError, match=r"'layer\.w' is a NumPy array, which carries no gradients"):
+        eg.trainable(params, "layer.w[0, 0]")
+    with pytest.raises(eg.PlaceError, match=r"no parameter named 'layer\.v'"):
+        eg.trainable(params, "layer.v[0, 0]")

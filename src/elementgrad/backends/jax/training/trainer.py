@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad import text
+from elementgrad import text, tree
 from elementgrad.backends.jax.model import JaxModel, copied
 from elementgrad.backends.jax.program import is_array
 from elementgrad.backends.jax.training.gradient import Loss
@@ -79,6 +79,8 @@ class JaxTrainer(FunctionalTrainer):
         inside = [other for other in names if other.startswith(f"{name}.")]
         if inside:
             raise PlaceError(f"{name!r} is no array; it has {text.listed(inside)}")
+        if any(path == f".{name}" and isinstance(leaf, np.ndarray) for path, leaf in tree.leaves(self._params, "")):
+            raise FrameworkError(f"{name!r} is a NumPy array, which carries no gradients; give jnp.asarray({name})")
         raise PlaceError(f"no parameter named {name!r}; {text.nearest(name, names)}")
 
     def named(self, tensor: Any) -> str:
