@@ -10,11 +10,11 @@ import numpy as np
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.recorder import Recorder
-from elementgrad.backends.training import Trainer
 from elementgrad.backends.witness import Told, Witness
 from elementgrad.errors import FrameworkError, TracedError
 
 if TYPE_CHECKING:
+    from elementgrad.backends.training import Trainer
     from elementgrad.selection import Selection
 
 Tensor = Any
@@ -271,7 +271,7 @@ class Backend(ABC):
         """Of a model, the function whose parameters its arguments are."""
         return function
 
-    def trainer(self, model: Any) -> Trainer:
+    def trainer(self, model: Any) -> "Trainer":
         """How elements of a model train."""
         raise FrameworkError(f"elements of a {self.name} model cannot train; give a torch.nn.Module or a Keras model")
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from elementgrad.errors import FrameworkError
+from elementgrad.errors import FrameworkError, PlaceError
+from elementgrad.text import listed
 
 Tensor = Any
 
@@ -31,6 +32,8 @@ class Trainer(ABC):
 
     elsewhere: Mapping[str, str] = {}
     """Words of `Elements` that belong to other frameworks, and what to write here instead."""
+    kind = "parameter"
+    """What the framework calls a tensor that trains."""
 
     @abstractmethod
     def parameter(self, name: str) -> Tensor:
@@ -40,9 +43,17 @@ class Trainer(ABC):
     def named(self, tensor: Tensor) -> str:
         """The name of a parameter, given itself; another tensor is an error."""
 
-    @abstractmethod
     def lone(self) -> str:
         """The name of the only parameter of a model that has one."""
+        names = list(self.names())
+        if len(names) != 1:
+            raise PlaceError(f"there are {len(names)} {self.kind}s; name one: {listed(names)}")
+        return names[0]
+
+    def stranger(self, tensor: Tensor) -> PlaceError:
+        """The error about a tensor that is none of the parameters."""
+        names = listed(list(self.names()))
+        return PlaceError(f"a tensor of shape {tuple(tensor.shape)} is no {self.kind} here; there are: {names}")
 
     @abstractmethod
     def training(self, tensor: Tensor) -> Sequence[Part]:

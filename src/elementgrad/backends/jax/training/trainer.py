@@ -89,16 +89,7 @@ class JaxTrainer(FunctionalTrainer):
             return found[0]
         if found:
             raise PlaceError(f"the array is {text.listed(found)}; name the one that is meant")
-        raise PlaceError(
-            f"an array of shape {tuple(tensor.shape)} is none of these parameters; "
-            f"there are: {text.listed(list(self._leaves))}"
-        )
-
-    def lone(self) -> str:
-        names = list(self._leaves)
-        if len(names) != 1:
-            raise PlaceError(f"there are {len(names)} parameters; name one: {text.listed(names)}")
-        return names[0]
+        raise self.stranger(tensor)
 
     def check(self, tensor: Leaf, name: str) -> None:
         if not jnp.issubdtype(tensor.dtype, jnp.inexact):

@@ -27,6 +27,7 @@ class KerasTrainer(Trainer):
         "parameters": "elements.variables",
         "backward": "elements.gradients(tape, {place: loss})",
     }
+    kind = "trainable variable"
 
     def __init__(self, model: Any):
         if not tf.executing_eagerly():
@@ -59,16 +60,7 @@ class KerasTrainer(Trainer):
         for name, kind, held in self._named.held():
             if kind == "parameter" and (held is tensor or held is getattr(tensor, "_value", None)):
                 return name
-        raise PlaceError(
-            f"a tensor of shape {tuple(tensor.shape)} is no trainable variable of this model; "
-            f"there are: {text.listed(list(self.names()))}"
-        )
-
-    def lone(self) -> str:
-        names = list(self.names())
-        if len(names) != 1:
-            raise PlaceError(f"the model has {len(names)} trainable variables; name one: {text.listed(names)}")
-        return names[0]
+        raise self.stranger(tensor)
 
     def training(self, tensor: Tensor) -> Sequence[Part]:
         weight = weight_of(tensor)

@@ -56,14 +56,17 @@ class ByKernel(torch.autograd.Function):
         count = len(sizes[0])
         if count:
             heard = any(wanted[:count])
-            leaves += (
-                operation.entries(of_weight, gradient, x, kept).split_with_sizes(sizes[0]) if heard else [None] * count
-            )
+            leaves += _split(operation.entries(of_weight, gradient, x, kept), sizes[0]) if heard else [None] * count
         if sizes[1]:
             heard = any(wanted[count:])
-            each = of_bias(operation, to_bias, gradient, ctx.bias_shape).split_with_sizes(sizes[1]) if heard else None
+            each = _split(of_bias(operation, to_bias, gradient, ctx.bias_shape), sizes[1]) if heard else None
             leaves += [None] * len(sizes[1]) if each is None else each
         return None, None, None, *given, bias, *leaves
+
+
+def _split(values: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The values of each leaf."""
+    return (values,) if len(sizes) == 1 else values.split_with_sizes(sizes)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,13 +115,13 @@ class ByLookup(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             no_row = -1 if padding is None else padding
             table = torch.ops.aten.embedding_backward(gradient, ids, ctx.rows, no_row, by_frequency, False)
-        tokens, rows = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+        tokens, rows = (ids, gradient) if ids.ndim == 1 else (ids.reshape(-1), gradient.flatten(0, -2))
         if by_frequency:
             _, place, count = tokens.unique(return_inverse=True, return_counts=True)
             rows = rows / count[place].unsqueeze(1)
         if padding is not None:
             tokens = tokens.where(tokens != padding, -1)
-        return None, None, None, None, table, *ctx.lookup(tokens, rows).split_with_sizes(ctx.sizes)
+        return None, None, None, None, table, *_split(ctx.lookup(tokens, rows), ctx.sizes)
 
 
 class Alias(torch.autograd.Function):
@@ -135,4 +138,4 @@ class Alias(torch.autograd.Function):
         (positions,) = ctx.saved_tensors
         gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         whole = gradient if ctx.needs_input_grad[2] else None
-        return None, None, whole, *gradient.reshape(-1).index_select(0, positions).split_with_sizes(ctx.sizes)
+        return None, None, whole, *_split(gradient.reshape(-1).index_select(0, positions), ctx.sizes)

@@ -29,14 +29,18 @@ class Lookup:
         cell = row_of.reshape(-1) * len(some) + column_of.reshape(-1)
         self._cell = None if np.array_equal(cell, np.arange(len(rows) * len(some))) else index(cell, device)
         self._width = len(some)
+        self._alone = (int(rows[0]), int(some[0])) if len(row_of) == 1 else None
         self._crowded = len(rows) * len(some) > ROOM + 4 * len(row_of)
 
     def __call__(self, tokens: Tensor, gradient: Tensor) -> Tensor:
         """The entries, for n tokens and the gradients of the n rows that they looked up."""
         if not len(self._row_of):
             return gradient.new_zeros(0)
-        gradient = gradient if self._columns is None else gradient.index_select(1, self._columns)
         count = len(self._rows)
+        if self._alone is not None:
+            row, column = self._alone
+            return gradient.select(1, column).masked_fill(tokens != row, 0).sum(0, keepdim=True)
+        gradient = gradient if self._columns is None else gradient.index_select(1, self._columns)
         if count == 1:
             sums = gradient.masked_fill((tokens != self._rows).unsqueeze(1), 0).sum(0)
         else:

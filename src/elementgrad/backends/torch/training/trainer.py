@@ -60,16 +60,7 @@ class TorchTrainer(Trainer):
         for name, kind, held in self._named.held():
             if kind == "parameter" and (held is tensor or _same(held, tensor)):
                 return name
-        raise PlaceError(
-            f"a tensor of shape {tuple(tensor.shape)} is no parameter of this model; "
-            f"there are: {text.listed(list(self.names()))}"
-        )
-
-    def lone(self) -> str:
-        names = list(self.names())
-        if len(names) != 1:
-            raise PlaceError(f"the model has {len(names)} parameters; name one: {text.listed(names)}")
-        return names[0]
+        raise self.stranger(tensor)
 
     def training(self, tensor: Tensor) -> Sequence[Part]:
         weight = self._weights().get(id(tensor))
