@@ -187,11 +187,11 @@ class _Reading:
         if not all(map(is_, linear.inputs, tensors)):
             ins = sides(places, sources, inputs, linear.inputs)
         outs = sides(tree.flat(of), targets, outputs, list(map(linear.value, range(len(outputs)))))
-        by_name = dict(zip([side.name for side in outs], tree.flat(of), strict=True))
-        by_name |= dict(zip([side.name for side in ins], places, strict=True))
 
-        def why(of: Side, wrt: Side) -> Reason | None:
-            return _explained(call, by_name.get(of.name), by_name.get(wrt.name))
+        def why(this: Side, that: Side) -> Reason | None:
+            named = zip([side.name for side in (*outs, *ins)], [*tree.flat(of), *places], strict=True)
+            by_name = dict(named)
+            return _explained(call, by_name.get(this.name), by_name.get(that.name))
 
         reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, why)
         reading._examples()

@@ -125,17 +125,17 @@ def _search(kind: type) -> Backend | None:
 def _imported() -> Iterator[Backend]:
     """The backends of the frameworks imported so far. Plain import statements: `torch.compile` can trace no others."""
     if sys.modules.get("torch") is not None:
-        from elementgrad.backends.torch import backend as torch_backend
+        import elementgrad.backends.torch
 
-        yield torch_backend
+        yield elementgrad.backends.torch.backend
     if sys.modules.get("tensorflow") is not None:
-        from elementgrad.backends.tensorflow import backend as tensorflow_backend
+        import elementgrad.backends.tensorflow
 
-        yield tensorflow_backend
+        yield elementgrad.backends.tensorflow.backend
     if sys.modules.get("jax") is not None:
-        from elementgrad.backends.jax import backend as jax_backend
+        import elementgrad.backends.jax
 
-        yield jax_backend
+        yield elementgrad.backends.jax.backend
 
 
 def _not_a_tensor(value: Any) -> str:

@@ -287,7 +287,7 @@ class Backend(ABC):
         """Whether a value that bears a name is one value, and not one for each time that a loop comes by."""
         return True
 
-    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
         """Run a function of the user's in here, and nothing that it changes stays changed."""
         return nullcontext()
 

@@ -160,7 +160,7 @@ class TorchBackend(Backend):
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return unwrapped(function).forward if isinstance(function, torch.nn.Module) else function
 
-    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+    def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
         return undisturbed(function)
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:

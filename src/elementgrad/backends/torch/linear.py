@@ -4,7 +4,6 @@ Where that cannot be, and for a single one, forward sweeps go by dual numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from elementgrad.backends.linear import Function, Linear, Run, UnstackableError,
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.graph import Passing, largest, node_of
-from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
+from elementgrad.backends.torch.quiet import NOTHING, State, plainly, state, undisturbed
 from elementgrad.backends.torch.stacks import no_advice, together
 from elementgrad.errors import FrameworkError
 
@@ -85,9 +84,11 @@ class TorchLinear(Linear):
             again, this = (now, None) if attention else (None, now)
             leaves: list[Any] = []
             passed: list[Any] = []
-            with undisturbed(run.function, again, attention, this), straight(run.inside), ExitStack() as stack:
-                if freezes:
-                    stack.enter_context(Freezable())
+            with (
+                undisturbed(run.function, again, attention, this) as anything,
+                straight(run.inside) if anything else NOTHING,
+                Freezable() if freezes else NOTHING,
+            ):
                 for x in given:
                     leaf: Any = Passing() if x is None else _leaf(x, create_graph)
                     leaves.append(leaf)

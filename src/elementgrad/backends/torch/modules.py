@@ -26,8 +26,8 @@ class Lending:
         first = getattr(function, "__self__", None)
         if isinstance(first, Module):
             self._enter(first, None)
-        self._watching = not (isinstance(function, Module) and _bare(function)) or bool(_global_forward_hooks)
-        if self._watching:
+        self.watching = not (isinstance(function, Module) and _bare(function)) or bool(_global_forward_hooks)
+        if self.watching:
             _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
 
     def _enter(self, module: Module, _: Any) -> None:
@@ -60,7 +60,7 @@ class Lending:
 
     def end(self) -> None:
         """Put back what is still lent, and what was kept."""
-        if self._watching:
+        if self.watching:
             del _global_forward_pre_hooks[id(self)]
         if self._leaving is not None:
             self._leaving.remove()
@@ -74,10 +74,14 @@ class Lending:
 
 def _bare(module: Any) -> bool:
     """Whether a module and all inside have no buffers, and call nothing else, being PyTorch's own and without hooks."""
-    kept = module.__dict__
-    return (
-        type(module).__module__.startswith("torch.nn.modules.")
-        and "forward" not in kept
-        and not (kept["_buffers"] or kept["_forward_pre_hooks"] or kept["_forward_hooks"])
-        and all([child is None or _bare(child) for child in kept["_modules"].values()])  # noqa: C419
-    )
+    inside = [module]
+    for part in inside:
+        if part is None:
+            continue
+        kept = part.__dict__
+        if "forward" in kept or kept["_buffers"] or kept["_forward_pre_hooks"] or kept["_forward_hooks"]:
+            return False
+        if not type(part).__module__.startswith("torch.nn.modules."):
+            return False
+        inside += kept["_modules"].values()
+    return True

@@ -49,7 +49,8 @@ class undisturbed:  # noqa: N801
     """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction. Whoever
-    has just asked for the state may pass it as `now`.
+    has just asked for the state may pass it as `now`. On entering it says whether code that PyTorch did not write may
+    run.
     """
 
     def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
@@ -58,7 +59,7 @@ class undisturbed:  # noqa: N801
         self._attention = attention
         self._now = now
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         self._random = _random() if self._now is None else self._now[0]
         self._lending = Lending(self._function)
         try:
@@ -66,6 +67,7 @@ class undisturbed:  # noqa: N801
         except BaseException:
             self._end()
             raise
+        return self._lending.watching
 
     def __exit__(self, *error: Any) -> None:
         try:
