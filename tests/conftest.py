@@ -17,6 +17,7 @@ torch.set_num_threads(1)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # so no program is compiled by two workers
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_disable_most_optimizations", True)  # of the compiler: thousands of programs run once each
 gc.collect()
 gc.freeze()  # what frameworks hold stays, and need not be looked at again and again
 

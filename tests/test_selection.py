@@ -17,7 +17,7 @@ def test_made_indices_name_the_elements_that_numpy_names(batch):
     seen = set()
 
     @seed(batch)
-    @settings(max_examples=counts(5000), derandomize=False)
+    @settings(max_examples=counts(1000), derandomize=False)
     @given(shapes_and_indices(wrong=batch % 2 == 1))
     def agrees(made):
         shape, index = made
