@@ -75,6 +75,7 @@ def test_a_broken_program_is_explained(program):
     assert (found.verdict, found.cause) == (program.verdict, program.cause), found
     if program.where is not None:
         assert found.where == program.where, found
+    assert program.fix in found.fix, found
 
 
 @pytest.mark.parametrize("program", HEALTHY, ids=str)

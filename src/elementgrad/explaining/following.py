@@ -1,6 +1,7 @@
 """Where a derivative was lost, from the account of a run: no framework, only steps, values and what flows through."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     if cuts:
         return _cut(cuts, exits if moves else [])
     if trail.joined:
-        return Finding(None, None, ["every step that was seen passes derivatives on"])
+        return _own(trail) or Finding(None, None, ["every step that was seen passes derivatives on"])
     decided = [step for step in exits if step.decides]
     if decided and len(decided) == len(exits):
         cuts = trail.cuts(trail.before(decided[0])) or decided[:1]
@@ -59,6 +60,16 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     return Finding("unused", None, evidence)
 
 
+def _own(trail: Trail) -> Finding | None:
+    """A rule that somebody wrote: no other step can be part of a path and give no derivative."""
+    steps = [remark.step for remark in trail.account.remarks if remark.cause == "custom-rule" and remark.step]
+    found = [step for step in steps if trail.between(step)]
+    if len(found) == 1:
+        return Finding("custom-rule", found[0], ["its rule gives None"])
+    ways = Step("one of several rules")
+    return Finding("custom-rule", ways, [f"it may be {_spelled(step)}" for step in found]) if found else None
+
+
 def _left(exits: Sequence[Step]) -> Finding:
     """Numbers left the framework; which of several ways mattered is not known."""
     if len({step.where for step in exits}) == 1:
@@ -69,7 +80,8 @@ def _left(exits: Sequence[Step]) -> Finding:
 
 def _cut(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
     named = [step for step in cuts if step.stops]
-    named.sort(key=lambda step: step.stops == "discrete")  # comparisons are there for masks, mostly
+    # comparisons are there for masks, mostly; and what is no step of the user's is to blame where nothing else is
+    named.sort(key=lambda step: (step.quiet, step.stops == "discrete"))
     step = named[0] if named else cuts[0]
     evidence = [step.note] if step.note else []
     others = [other for other in (*cuts, *exits) if other is not step]
@@ -102,6 +114,8 @@ def why_zero(
     if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
         finding = _by_gradient(trail, pull(), precise)
         finding.evidence.append("forwards the derivative is not zero")
+        if finding.cause == "row-not-used" and finding.step is not None:  # it is looked up, and gets no gradient
+            finding.step = replace(finding.step, operation="padding_idx")
         return finding
     ended = [(step, flow) for step, flow in flows if flow.arrives > 0 and flow.leaves == 0]
     if not ended:

@@ -56,7 +56,7 @@ SINGULAR = frozenset(
     sqrt sqrt_ rsqrt log log_ log2 log10 log1p div true_divide div_ reciprocal pow power float_power divide norm
     linalg_norm linalg_vector_norm vector_norm cdist pdist acos asin atanh acosh xlogy logit std var normalize
     cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 logsumexp
-    hypot
+    hypot arctan2 arccos arcsin arctanh arccosh pow_
     """.split()  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
