@@ -1,8 +1,11 @@
 """PyTorch programs whose cause or remedy is easily mistaken for another. The line at fault is marked."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.programs_broken import Table
 
@@ -226,3 +229,100 @@ def a_padding_row_in_the_batch():
 @BROKEN.says("zero", "row-not-used", wrt="e.weight[7]")
 def a_row_beside_it():
     return Words(), torch.tensor([[1, 2, 0]])
+
+
+@BROKEN.says("unconnected", "non-leaf", fix="retain_grad()")
+def a_leaf_that_is_cast():
+    w = torch.randn(3, requires_grad=True).double()
+
+    def step():
+        (w**2).sum().backward()
+        return w.grad * 0.1  # <- here
+
+    return step
+
+
+@BROKEN.says("unconnected", "resliced", fix="keep the slice in a variable")
+def a_slice_that_is_taken_twice():
+    y = X.clone().requires_grad_()
+
+    def step():
+        torch.autograd.grad(y[0] ** 2, y[0])  # <- here
+
+    return step
+
+
+@BROKEN.says("unconnected", "freed-graph", fix="h = h.detach()")
+def a_state_that_is_carried_over():
+    cell = nn.RNNCell(2, 2)
+    state = {"h": torch.zeros(1, 2)}
+
+    def step():
+        for _ in range(2):
+            state["h"] = cell(torch.ones(1, 2), state["h"])
+            state["h"].sum().backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "modified-in-place", fix="clone()")
+def an_item_assigned_too_late():
+    w = nn.Parameter(torch.ones(3))
+
+    def step():
+        y = torch.exp(w)
+        y[0] = 1.0  # <- here
+        y.sum().backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "modified-in-place", fix="x = x + y")
+def a_sum_in_place():
+    w = nn.Parameter(torch.ones(3))
+
+    def step():
+        y = torch.sigmoid(w)
+        y += 1  # <- here
+        y.sum().backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "modified-in-place", fix="optimizer.step()")
+def an_optimizer_between_two_losses():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        out = model(X)
+        out.sum().backward(retain_graph=True)
+        optimizer.step()  # <- here
+        (out**2).sum().backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "no-grad", fix="use_reentrant=False", wrt="w")
+def a_reentrant_checkpoint():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return checkpoint(lambda x: x * self.w, x, use_reentrant=True).sum()  # <- here
+
+    return Net(), X
+
+
+@BROKEN.says("unconnected", "left-framework", fix="torch.stack", wrt="x")
+def a_tensor_of_tensors():
+    return lambda x: torch.tensor([x[0], x[1]]).sum(), X  # <- here
+
+
+@BROKEN.says("zero", "dead-relu", fix="hinge", wrt="x[2]")
+def a_hinge():
+    return lambda x: torch.maximum(torch.zeros(3), 1 - x).sum(), X  # <- here

@@ -9,13 +9,16 @@ import torch
 
 from tests import (
     broken_jax,
+    broken_jax_causes,
     broken_jax_numbers,
     broken_tensorflow,
+    broken_tensorflow_causes,
     broken_tensorflow_numbers,
     broken_tensorflow_singular,
     broken_tensorflow_state,
     broken_tensorflow_steps,
     broken_torch,
+    broken_torch_causes,
     broken_torch_numbers,
     broken_torch_refused,
     broken_torch_steps,
@@ -27,16 +30,19 @@ from tests import (
 
 TABLES = [
     broken_torch,
+    broken_torch_causes,
     broken_torch_numbers,
     broken_torch_refused,
     broken_torch_steps,
     broken_torch_wrong,
     broken_tensorflow,
+    broken_tensorflow_causes,
     broken_tensorflow_numbers,
     broken_tensorflow_singular,
     broken_tensorflow_state,
     broken_tensorflow_steps,
     broken_jax,
+    broken_jax_causes,
     broken_jax_numbers,
 ]
 BROKEN = [program for table in TABLES for program in table.BROKEN]

@@ -63,7 +63,7 @@ CAUSES: Mapping[str, Cause] = {
     "left-framework": Cause(
         "its numbers leave the framework in {operation}",
         {
-            "torch": "stay with tensors: operations of torch instead of {operation}, torch.stack instead of torch.tensor",
+            "torch": "stay with tensors: operations of torch instead of {operation}, and torch.stack to put them together",
             "tensorflow": "stay with tensors: operations of tf instead of {operation}",
             "jax": "stay with arrays: functions of jnp instead of {operation}",
         },
@@ -132,8 +132,8 @@ CAUSES: Mapping[str, Cause] = {
     "freed-graph": Cause(
         "the graph was used by an earlier backward and is gone",
         {
-            "torch": "compute the loss anew in each step, and put h = h.detach() between steps for a state that is carried "
-            "over; or call the first backward with retain_graph=True",
+            "torch": "compute the loss anew in each step, with h = h.detach() between steps for a state that is "
+            "carried over, or call the first backward with retain_graph=True",
             "tensorflow": "use tf.GradientTape(persistent=True) to ask a tape twice",
             "jax": "compute it anew",
         },

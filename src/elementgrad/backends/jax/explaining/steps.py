@@ -46,6 +46,8 @@ class Taken:
     """Why it has no derivative, if it has none."""
     inner: frozenset[str] = frozenset()
     """The primitives that it is made of."""
+    passing: Sequence[Array] = ()
+    """Whole numbers and truths that it makes on the way, if it is one call of several operations."""
 
     def __post_init__(self) -> None:
         inner = {name for name in words.primitives(self.params) if not name.endswith("jit")}
@@ -123,16 +125,15 @@ class Taken:
         if self.own:
             return "custom-rule", "its rule gives a derivative that does not depend on what comes in"
         if not any(map(smooth, self.results)):
-            kinds = [str(x.dtype) for x in self.results if hasattr(x, "dtype")][:1]
-            return "discrete", f"{kinds[0]} comes out" if kinds else ""
+            return "discrete", _kind_of(self.results)
         if self.refused is not None:
             return "no-rule", ""
         if inner & STEPS:
             return "step-function", ""
         if "stop_gradient" in inner:
             return "detached", "it calls stop_gradient inside"
-        if inner & COMPARISONS:
-            return "discrete", ""
+        if inner & COMPARISONS or self.passing:
+            return "discrete", _kind_of(self.passing)
         return None, ""
 
 
@@ -148,10 +149,18 @@ def connect(steps: Sequence[Taken], source: int) -> frozenset[int]:
             continue
         linked = step.linked(active)
         connected.update([step.gives[number] for number in linked])
+        rest = [step.results[number] for number in range(len(step.results)) if not smooth(step.results[number])]
+        if linked and rest and not step.note:  # such as the indices beside the largest
+            step.stops, step.note = "discrete", _kind_of(rest)
         if not linked:
             cause, seen = step.why_stopped()
             step.stops, step.note = cause, step.note or seen
     return frozenset(connected)
+
+
+def _kind_of(values: Sequence[Array]) -> str:
+    kinds = [str(x.dtype) for x in values if hasattr(x, "dtype")][:1]
+    return f"{kinds[0]} comes out" if kinds else ""
 
 
 def smooth(x: Array) -> bool:

@@ -13,6 +13,9 @@ from elementgrad.backends.witness import Pulled, Pushed, Seen, weights
 
 Tensor = Any
 CHOOSES = {"Max", "Min", "TopKV2", "Maximum", "Minimum", "MaxPool", "MaxPoolV2", "MaxPool3D"}
+BOUNDS = {"Maximum", "Minimum"}
+"""Of those, the ones that may take a constant."""
+SHARES = {"Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
 PRODUCTS = {"Mul", "RealDiv"}
 MATRICES = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
 SUMS = {*MATRICES, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
@@ -108,8 +111,17 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     x, tangent = carrying[0]
     if each.inside:
         return words.suspect(each.inside)
+    moved = np.abs(tangent.numpy()) > 0
+    if _is_too_small(each, tangents):
+        return "underflow"
+    if each.kind in SHARES and not np.ptp(tangent.numpy(), axis=-1).any():  # it takes differences alone
+        return "cancelled"
+    if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
+        return "clamped"
+    still = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None]
+    if each.kind in BOUNDS and each.word in ("maximum", "minimum") and still and len(np.unique(still[0].numpy())) == 1:
+        return "dead-relu" if each.kind == "Maximum" and not still[0].numpy().any() else "clamped"
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
-        moved = np.abs(tangent.numpy()) > 0
         chosen = each.outputs[0].numpy()
         return "tie" if np.isin(np.asarray(x)[moved], chosen).any() else "not-selected"
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
@@ -122,6 +134,17 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         if others and differentiable(others[0]) and bool((others[0].numpy() != 0).all()):
             return "underflow" if each.kind in PRODUCTS else _why_no_sum(each, tangents)
     return _why_no_sum(each, tangents) if each.kind in SUMS else None
+
+
+def _is_too_small(each: Record, tangents: Sequence[Tensor | None]) -> bool:
+    """Whether something leaves if more comes in: a power of two, so that nothing is rounded in another way."""
+    size = max([_size(t) for t in tangents if t is not None])
+    if not size < 1:
+        return False
+    factor = 2.0 ** -math.frexp(size)[1]
+    wide = [None if t is None else tf.cast(t, tf.complex128 if t.dtype.is_complex else tf.float64) for t in tangents]
+    more = [None if t is None else tf.cast(w * factor, t.dtype) for t, w in zip(tangents, wide, strict=True)]
+    return any(t is not None and _size(t) > 0 for t in each.push(more))
 
 
 def _why_no_sum(each: Record, tangents: Sequence[Tensor | None]) -> str:

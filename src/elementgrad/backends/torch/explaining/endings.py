@@ -1,5 +1,6 @@
 """Why a step gives no derivative, where its numbers say more than its name."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,8 +76,15 @@ def _adds_up(ran: Ran, before: Sequence[Tensor | None]) -> bool:
 def _is_too_small(ran: Ran, before: Sequence[Tensor | None]) -> bool:
     """Whether something leaves if more comes in: a power of two, so that nothing is rounded in another way."""
     size = max([largest(t) for t in before if t is not None])
-    _, exponent = torch.frexp(torch.tensor(size, dtype=torch.float64))
-    return size < 1 and _again(ran, before, lambda x, tangent: (x, torch.ldexp(tangent, -exponent))) > 0
+    if not size < 1:
+        return False
+    factor = 2.0 ** -math.frexp(size)[1]
+
+    def more(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.complex128 if tangent.is_complex() else torch.float64
+        return x, (tangent.to(wide) * factor).to(tangent.dtype)
+
+    return _again(ran, before, more) > 0
 
 
 def _moves_at_zero(ran: Ran, before: Sequence[Tensor | None]) -> bool:

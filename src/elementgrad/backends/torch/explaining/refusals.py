@@ -10,6 +10,7 @@ from elementgrad.backends.witness import Remark, Step
 
 CHANGED = "modified by an inplace operation"
 TWICE = "backward through the graph a second time"
+UNUSED = "appears to not have been used in the graph"
 UNTRACKED = "does not require grad"
 MISSING = re.compile(r"(?:derivative for '?(?:aten::)?|: )(\w+)'? is not implemented")
 SHAPE = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\]")

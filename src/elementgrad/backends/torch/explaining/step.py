@@ -1,11 +1,13 @@
 """A training step of the user's, run as it is: why it raises, or what becomes of a tensor's gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from elementgrad.backends.torch.explaining.refusals import UNTRACKED, Refused
+from elementgrad.backends.torch.explaining import live
+from elementgrad.backends.torch.explaining.refusals import UNTRACKED, UNUSED, Refused
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.witness import Account, Remark, Step, Told
 from elementgrad.errors import PlaceError
@@ -24,12 +26,35 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
     except RuntimeError as error:
         if UNTRACKED in str(error) and watch.target is not None:
             return _untracked(watch, root, watch.target)
+        if UNUSED in str(error) and watch.asked is not None:
+            return _apart(*watch.asked)
         remark = Refused.after(watch).remark(error)
         if remark is None:
             raise
         account = Account(watch.steps, root, watch.target or root, frozenset(watch.connected))
         return Told("unconnected", account, remark, **NAMES)
+    except (AttributeError, TypeError) as error:  # what is None is used as if it were a gradient
+        if not _read(watch, wrt) or "NoneType" not in str(error):
+            raise
+    if watch.missing is not None and _read(watch, wrt):
+        remark = Remark("non-leaf", "its is_leaf is False", watch.missing[1])
+        return Told("unconnected", None, remark, of="the loss", wrt="the tensor")
     return _ran(watch, root, wrt)
+
+
+def _read(watch: Watch, wrt: Tensor | None) -> bool:
+    """Whether the .grad was read, and is None, of a tensor that keeps none: of the one asked about, or of any."""
+    return watch.missing is not None and (wrt is None or wrt is watch.missing[0])
+
+
+def _apart(asked: Sequence[Sequence[Tensor]], where: str) -> Told:
+    """Which of the tensors that `torch.autograd.grad` was asked for is not used."""
+    (y, *_), inputs = asked
+    found = [live.told((y, None), (x, None)) for x in inputs if not live.leads(y, x)]
+    remark = found[0].remark if found else None
+    if remark is None:
+        return Told("unconnected", None, Remark(None, "PyTorch says that one of them is not used", Step("grad", where)))
+    return replace(found[0], remark=replace(remark, step=remark.step or Step("grad", where)))
 
 
 def _untracked(watch: Watch, root: int, target: int) -> Told:

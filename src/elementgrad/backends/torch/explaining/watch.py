@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad import tree
 from elementgrad.backends.torch.calls import clock, name_of
-from elementgrad.backends.torch.explaining import lenient, words
+from elementgrad.backends.torch.explaining import lenient, parameters, words
 from elementgrad.backends.torch.explaining.callers import caller
 from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
 from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
@@ -62,6 +63,11 @@ class Watch:
         """What became of the .grad of the tensor that is followed, and the backward that added to it."""
         self._root: int | None = None
         self._followed: Tensor | None = None
+        self.asked: tuple[Sequence[Sequence[Tensor]], str] | None = None
+        """What `torch.autograd.grad` was asked last, outputs and inputs, and where."""
+        self.missing: tuple[Tensor, Step] | None = None
+        """The tensor whose .grad was read last and is None, and where."""
+        self._checkpoints = 0  # reentrant ones that the code is in
 
     @contextmanager
     def on(self) -> Iterator["Watch"]:
@@ -69,6 +75,7 @@ class Watch:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(parameters.seen.on())
             stack.enter_context(_Calls(self))
             stack.enter_context(watched_by(self))
             yield self
@@ -133,6 +140,11 @@ class Watch:
         self._close("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
 
+    def remade(self, x: Tensor, made: Tensor) -> None:
+        """A tensor of another kind takes over the memory of one."""
+        if self.values.known(x) is not None:
+            self.number(made)  # while both are alive
+
     def _close(self, word: str, taken: Sequence[Tensor]) -> None:
         if taken:
             numbers = tuple([self.number(x) for x in taken])
@@ -148,10 +160,16 @@ class Watch:
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and note what it did."""
         name = name_of(func)
-        if not watching() or words.is_aside(name):
+        if not watching():
+            return func(*args, **kwargs)
+        if name == "grad.__get__":
+            return self._reading(func, args[0])
+        if words.is_aside(name):
             return func(*args, **kwargs)
         if name in BACKWARD:
             return self._backward(func, args, kwargs)
+        if name == "grad":
+            self.asked = tuple([_tensors(value) for value in _sides(*args, **kwargs)]), caller().where
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
@@ -166,7 +184,11 @@ class Watch:
         name = getattr(kind, "__name__", "Function")
         home = getattr(kind, "__module__", "")
         if name in LOOKED_INTO or home.startswith("elementgrad."):
-            return apply(*args, **kwargs)
+            self._checkpoints += name in LOOKED_INTO
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                self._checkpoints -= name in LOOKED_INTO
         if name == HOOKS:
             self.remarks.append(Remark("hook", "", Step("a backward hook", None, self.path)))
         own = not home.startswith("torch.")
@@ -219,7 +241,9 @@ class Watch:
                 stops = "assigned-state"
         by = caller()
         if by.verb is not None:
-            word, stops = by.verb, by.stops if stops else None
+            word, stops = by.verb, by.stops(stops)
+        if stops == "no-grad" and self._checkpoints:
+            word = "checkpoint"
         step = Step(word, by.where, self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
         if not self._reached.isdisjoint(numbers):
             self._reached.update(given)
@@ -283,6 +307,16 @@ class Watch:
                     self.accumulated = step
         return result
 
+    def _reading(self, func: Callable[..., Any], x: Tensor) -> Any:
+        if not x.requires_grad or x.is_leaf or x.retains_grad:
+            return func(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is no leaf is what will be said
+            gradient = func(x)
+        if gradient is None:
+            self.missing = x, Step(".grad", caller().where, self.path)
+        return gradient
+
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
             self.remarks.append(Remark("hook", "", Step("register_hook", caller().where, self.path)))
@@ -301,6 +335,11 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._watch.call(func, args, kwargs or {})
+
+
+def _sides(outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
+    """The arguments of `torch.autograd.grad` that matter."""
+    return outputs, inputs
 
 
 def _scripted(module: Any) -> bool:
