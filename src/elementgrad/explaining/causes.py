@@ -63,7 +63,7 @@ CAUSES: Mapping[str, Cause] = {
     "left-framework": Cause(
         "its numbers leave the framework in {operation}",
         {
-            "torch": "stay with tensors: operations of torch instead of {operation}, and torch.stack to put them together",
+            "torch": "stay with tensors: operations of torch instead of {operation}, torch.stack to put them together",
             "tensorflow": "stay with tensors: operations of tf instead of {operation}",
             "jax": "stay with arrays: functions of jnp instead of {operation}",
         },

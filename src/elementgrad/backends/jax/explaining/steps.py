@@ -15,6 +15,8 @@ STEPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
 CALLBACKS = {"pure_callback": "no-rule", "io_callback": "left-framework"}
 CUSTOM_JVP = {"custom_jvp_call"}
 CUSTOM_VJP = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+LOOPS = {"while", "scan"}
+"""Count their turns, which are whole numbers."""
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "is_finite"}
 
 
@@ -149,9 +151,8 @@ def connect(steps: Sequence[Taken], source: int) -> frozenset[int]:
             continue
         linked = step.linked(active)
         connected.update([step.gives[number] for number in linked])
-        rest = [step.results[number] for number in range(len(step.results)) if not smooth(step.results[number])]
-        if linked and rest and not step.note:  # such as the indices beside the largest
-            step.stops, step.note = "discrete", _kind_of(rest)
+        if linked and not step.note and step.name not in LOOPS and not all(map(smooth, step.results)):
+            step.stops = "discrete"  # of the rest, such as the indices beside the largest
         if not linked:
             cause, seen = step.why_stopped()
             step.stops, step.note = cause, step.note or seen

@@ -118,12 +118,14 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         return "cancelled"
     if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
         return "clamped"
-    still = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None]
-    if each.kind in BOUNDS and each.word in ("maximum", "minimum") and still and len(np.unique(still[0].numpy())) == 1:
-        return "dead-relu" if each.kind == "Maximum" and not still[0].numpy().any() else "clamped"
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
         chosen = each.outputs[0].numpy()
-        return "tie" if np.isin(np.asarray(x)[moved], chosen).any() else "not-selected"
+        if np.isin(np.asarray(x)[moved], chosen).any():
+            return "tie"
+        still = [y.numpy() for y, t in zip(each.inputs, tangents, strict=False) if t is None]
+        if each.kind in BOUNDS and still and len(np.unique(still[0])) == 1:
+            return "dead-relu" if each.kind == "Maximum" and not still[0].any() else "clamped"
+        return "not-selected"
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
         axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None
@@ -142,9 +144,12 @@ def _is_too_small(each: Record, tangents: Sequence[Tensor | None]) -> bool:
     if not size < 1:
         return False
     factor = 2.0 ** -math.frexp(size)[1]
-    wide = [None if t is None else tf.cast(t, tf.complex128 if t.dtype.is_complex else tf.float64) for t in tangents]
-    more = [None if t is None else tf.cast(w * factor, t.dtype) for t, w in zip(tangents, wide, strict=True)]
+    more = [None if t is None else tf.cast(_wide(t) * factor, t.dtype) for t in tangents]
     return any(t is not None and _size(t) > 0 for t in each.push(more))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return tf.cast(x, tf.complex128 if x.dtype.is_complex else tf.float64)
 
 
 def _why_no_sum(each: Record, tangents: Sequence[Tensor | None]) -> str:

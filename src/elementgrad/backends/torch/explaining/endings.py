@@ -13,7 +13,7 @@ from elementgrad.backends.torch.functions import aside
 
 Tensor = torch.Tensor
 CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
-BOUNDS = {"maximum": True, "fmax": True, "minimum": False, "fmin": False}
+BOUNDS = {"maximum": True, "minimum": False}
 """Of those, the ones that may take a constant as a bound, and whether it is a lower one."""
 SUMS = {"sum", "mean", "add", "sub", "__rsub__", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "addmm"}
 SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "layer_norm", "group_norm", "logsumexp", "bilinear"}
@@ -31,12 +31,13 @@ def why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
     x, tangent = carrying[0]
     moved = x.detach()[tangent != 0]
-    if name in BOUNDS:
-        bound = _constant([y for y in ran.args if y is not x])
+    if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
+        if bool(torch.isin(moved, ran.made[0].detach()).any()):
+            return "tie"
+        bound = _constant([y for y in ran.args if y is not x]) if name in BOUNDS else None
         if bound is not None:
             return "dead-relu" if BOUNDS[name] and bound == 0 else "clamped"
-    if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
-        return "tie" if bool(torch.isin(moved, ran.made[0].detach()).any()) else "not-selected"
+        return "not-selected"
     if name == "relu6" and bool((moved > 0).all()):
         return "clamped"
     if name in CURVES and _is_too_small(ran, before):
