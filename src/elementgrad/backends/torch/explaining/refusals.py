@@ -29,7 +29,7 @@ class Refused:
     @classmethod
     def after(cls, watch: Watch) -> "Refused":
         """What a watch has seen."""
-        return cls(watch.steps, watch.overwrites, watch.backwards, watch.carried)
+        return cls(watch.steps, watch.overwrites, watch.asking.backwards, watch.carried)
 
     def remark(self, error: BaseException) -> Remark | None:
         """The cause of an error of PyTorch's; None if it is none that is known."""

@@ -24,27 +24,27 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
         with watch.on():
             function()
     except RuntimeError as error:
-        if UNTRACKED in str(error) and watch.target is not None:
-            return _untracked(watch, root, watch.target)
-        if UNUSED in str(error) and watch.asked is not None:
-            return _apart(*watch.asked)
+        if UNTRACKED in str(error) and watch.asking.target is not None:
+            return _untracked(watch, root, watch.asking.target)
+        if UNUSED in str(error) and watch.asking.sides is not None:
+            return _apart(*watch.asking.sides)
         remark = Refused.after(watch).remark(error)
         if remark is None:
             raise
-        account = Account(watch.steps, root, watch.target or root, frozenset(watch.connected))
+        account = Account(watch.steps, root, watch.asking.target or root, frozenset(watch.connected))
         return Told("unconnected", account, remark, **NAMES)
     except (AttributeError, TypeError) as error:  # what is None is used as if it were a gradient
         if not _read(watch, wrt) or "NoneType" not in str(error):
             raise
-    if watch.missing is not None and _read(watch, wrt):
-        remark = Remark("non-leaf", "its is_leaf is False", watch.missing[1])
+    if watch.asking.missing is not None and _read(watch, wrt):
+        remark = Remark("non-leaf", "its is_leaf is False", watch.asking.missing[1])
         return Told("unconnected", None, remark, of="the loss", wrt="the tensor")
     return _ran(watch, root, wrt)
 
 
 def _read(watch: Watch, wrt: Tensor | None) -> bool:
     """Whether the .grad was read, and is None, of a tensor that keeps none: of the one asked about, or of any."""
-    return watch.missing is not None and (wrt is None or wrt is watch.missing[0])
+    return watch.asking.missing is not None and (wrt is None or wrt is watch.asking.missing[0])
 
 
 def _apart(asked: Sequence[Sequence[Tensor]], where: str) -> Told:
@@ -77,7 +77,7 @@ def _first(watch: Watch, target: int) -> Step | None:
 
 def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
     """What a step that went well did to the gradient of a tensor."""
-    if watch.target is None:
+    if watch.asking.target is None:
         raise PlaceError(
             "the step ran and did not call backward(), so there is nothing to explain; to ask about a function give "
             "its arguments, as in eg.explain(f, x)"
@@ -85,12 +85,12 @@ def _ran(watch: Watch, root: int, wrt: Tensor | None) -> Told:
     if wrt is None:
         return Told("flows", **NAMES)
     names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
-    if watch.gradient is not None:
+    if watch.asking.gradient is not None:
         remark = None
-        if watch.accumulated is not None:
-            remark = Remark("accumulated", "its .grad held a gradient before", watch.accumulated)
-        return Told("mismatch" if remark else "flows", None, remark, value=watch.gradient, **names)
-    account = Account(watch.steps, root, watch.target, frozenset(watch.connected))
+        if watch.asking.accumulated is not None:
+            remark = Remark("accumulated", "its .grad held a gradient before", watch.asking.accumulated)
+        return Told("mismatch" if remark else "flows", None, remark, value=watch.asking.gradient, **names)
+    account = Account(watch.steps, root, watch.asking.target, frozenset(watch.connected))
     if not wrt.requires_grad:
         return Told("unconnected", account, Remark("not-tracked", "its requires_grad is False"), **names)
     if not wrt.is_leaf and not wrt.retains_grad:

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from elementgrad import tree
 from elementgrad.backends.torch.calls import clock, name_of
 from elementgrad.backends.torch.explaining import lenient, parameters, words
+from elementgrad.backends.torch.explaining.asking import Asking
 from elementgrad.backends.torch.explaining.callers import caller
 from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
 from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
@@ -51,22 +51,12 @@ class Watch:
         self._exported: dict[int, Step] = {}
         self._makers: dict[int, str] = {}  # the function that a value came from
         self.overwrites: list[Overwrite] = []
-        self.backwards: list[Step] = []
-        self.target: int | None = None
-        """What backward was called on last."""
+        self.asking = Asking()
         self.carried: Step | None = None
         """The first step that took a tensor with a graph from before."""
         self.tracked = False
         """Whether any step took a tensor that is tracked."""
-        self.gradient: Tensor | None = None
-        self.accumulated: Step | None = None
-        """What became of the .grad of the tensor that is followed, and the backward that added to it."""
         self._root: int | None = None
-        self._followed: Tensor | None = None
-        self.asked: tuple[Sequence[Sequence[Tensor]], str] | None = None
-        """What `torch.autograd.grad` was asked last, outputs and inputs, and where."""
-        self.missing: tuple[Tensor, Step] | None = None
-        """The tensor whose .grad was read last and is None, and where."""
         self._checkpoints = 0  # reentrant ones that the code is in
 
     @contextmanager
@@ -103,7 +93,7 @@ class Watch:
         known = self.values.known(x)
         if known is not None:
             return known
-        if self._root is not None and self._followed is None and x.is_leaf and x.requires_grad:
+        if self._root is not None and self.asking.followed is None and x.is_leaf and x.requires_grad:
             self.tracked = True
             return self.values.new(x, self._root)
         sharing = self.values.sharing(x)
@@ -131,7 +121,7 @@ class Watch:
 
     def follow(self, x: Tensor | None) -> int:
         """Derivatives start at a tensor, or at all leaves that are tracked."""
-        self._followed = x
+        self.asking.followed = x
         self._root = self.source(torch.empty(0) if x is None else x)
         return self._root
 
@@ -163,13 +153,14 @@ class Watch:
         if not watching():
             return func(*args, **kwargs)
         if name == "grad.__get__":
-            return self._reading(func, args[0])
+            return self.asking.read(func, args[0], self.path)
         if words.is_aside(name):
             return func(*args, **kwargs)
         if name in BACKWARD:
-            return self._backward(func, args, kwargs)
+            roots = _tensors(args[0] if args else kwargs.get("tensors"))
+            return self.asking.backward(func, args, kwargs, self.path, [self.number(x) for x in roots])
         if name == "grad":
-            self.asked = tuple([_tensors(value) for value in _sides(*args, **kwargs)]), caller().where
+            self.asking.note(*args, **kwargs)
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
@@ -292,31 +283,6 @@ class Watch:
             self._exported[memory_of(x)] = step
         return result
 
-    def _backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        roots = _tensors(args[0] if args else kwargs.get("tensors"))
-        step = Step("backward", caller().where, self.path, tuple([self.number(x) for x in roots]))
-        self.backwards.append(step)
-        self.target = step.takes[0] if step.takes else None
-        x = self._followed
-        before = None if x is None or x.grad is None else x.grad.clone()
-        with aside():
-            result = func(*args, **kwargs)
-            if x is not None and x.grad is not None and (before is None or not torch.equal(before, x.grad)):
-                self.gradient = x.grad.clone()
-                if before is not None and bool(before.any()):
-                    self.accumulated = step
-        return result
-
-    def _reading(self, func: Callable[..., Any], x: Tensor) -> Any:
-        if not x.requires_grad or x.is_leaf or x.retains_grad:
-            return func(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is no leaf is what will be said
-            gradient = func(x)
-        if gradient is None:
-            self.missing = x, Step(".grad", caller().where, self.path)
-        return gradient
-
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
             self.remarks.append(Remark("hook", "", Step("register_hook", caller().where, self.path)))
@@ -335,11 +301,6 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._watch.call(func, args, kwargs or {})
-
-
-def _sides(outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> tuple[Any, Any]:
-    """The arguments of `torch.autograd.grad` that matter."""
-    return outputs, inputs
 
 
 def _scripted(module: Any) -> bool:
