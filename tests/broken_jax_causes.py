@@ -88,3 +88,8 @@ def a_masked_division():
 @BROKEN.says("zero", "overwritten", fix="keeps x", wrt="x[0]")
 def an_element_that_is_set():
     return lambda x: x.at[0].set(1.0).sum(), X  # <- here
+
+
+@BROKEN.says("nonfinite", "overflow", wrt="x")
+def a_square_that_is_normalised():
+    return lambda x: jax.nn.softmax((x * 300) ** 2)[0], X.astype(jnp.float16)  # <- here

@@ -95,3 +95,8 @@ def a_frozen_layer():
 @BROKEN.says("zero", "overwritten", fix="eg.at(x)", wrt="x[0]")
 def an_element_that_is_set():
     return lambda x: tf.reduce_sum(tf.tensor_scatter_nd_update(x, [[0]], [1.0])), X  # <- here
+
+
+@BROKEN.says("nonfinite", "overflow", wrt="x")
+def a_square_that_is_normalised():
+    return lambda x: tf.nn.softmax((x * 300) ** 2)[0], tf.cast(X, tf.float16)  # <- here

@@ -99,6 +99,8 @@ class Seen:
 
     takes: bool
     gives: bool
+    grows: bool = False
+    """Whether it gives infinity, and no NaN, though it took no zero."""
 
 
 class Witness(ABC):

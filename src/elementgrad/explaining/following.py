@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from elementgrad.backends.witness import Pulled, Pushed, Seen, Step
-from elementgrad.explaining.operations import KILLS, SATURATE, SINGULAR
+from elementgrad.explaining.operations import GROWS, KILLS, SATURATE, SINGULAR
 from elementgrad.explaining.trail import Finding, Trail
 
 DECISIVE = ("not-tracked", "integer", "freed-graph")
@@ -200,7 +200,10 @@ def why_nonfinite(
     if not finite and seen is not None:
         step = _first_bad(trail, seen)
         if step is not None:
-            cause = "singular" if step.operation in SINGULAR and not overflows() else "overflow"
+            grows = step.operation in GROWS and any(
+                look is not None and look.grows for other, look in zip(steps, seen, strict=True) if other is step
+            )
+            cause = "singular" if step.operation in SINGULAR and not grows and not overflows() else "overflow"
             for remark in trail.account.remarks:
                 if remark.cause == "out-of-range" and remark.step is step:
                     return Finding.of_remark(remark)

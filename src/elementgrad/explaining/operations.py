@@ -60,3 +60,7 @@ SINGULAR = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
+GROWS = frozenset(
+    "pow pow_ power float_power square div div_ true_divide divide truediv realdiv rdiv reciprocal".split()  # noqa: SIM905
+)
+"""Operations that give infinity for a zero that they take, or where numbers become too large."""

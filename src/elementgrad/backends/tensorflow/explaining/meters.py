@@ -102,7 +102,11 @@ def pulled(
 
 def seen(each: Record) -> Seen | None:
     """Whether the numbers of a step are finite."""
-    return Seen(all(map(_finite, each.inputs)), all(map(_finite, each.outputs))) if each.inputs else None
+    if not each.inputs:
+        return None
+    takes, gives = [x for x in each.inputs if differentiable(x)], [y for y in each.outputs if differentiable(y)]
+    grows = all(np.all(x.numpy()) for x in takes) and not any(np.isnan(y.numpy()).any() for y in gives)
+    return Seen(all(map(_finite, takes)), all(map(_finite, gives)), grows)
 
 
 def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:

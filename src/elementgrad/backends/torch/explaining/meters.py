@@ -127,11 +127,13 @@ class Numbers(Meter):
     all = True
 
     def before(self, taken: Sequence[Tensor]) -> Any:
-        return all(map(_finite, taken))
+        return all(map(_finite, taken)), all(bool(x.detach().all()) for x in taken)
 
     def after(self, ran: Ran, before: Any) -> Seen:
         given = [x for x in tree.flat((ran.args, ran.kwargs)) if isinstance(x, float)]
-        return Seen(before and all(map(math.isfinite, given)), all(map(_finite, ran.made)))
+        finite, nonzero = before
+        grows = nonzero and not any(bool(x.detach().isnan().any()) for x in ran.made)
+        return Seen(finite and all(map(math.isfinite, given)), all(map(_finite, ran.made)), grows)
 
 
 def _finite(x: Tensor) -> bool:
