@@ -100,6 +100,8 @@ class Seen:
 
     takes: bool
     gives: bool
+    grows: bool = False
+    """Whether it gives infinity, and no NaN, though it took no zero."""
 
 
 @dataclass(frozen=True)

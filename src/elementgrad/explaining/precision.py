@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,9 @@ class Sampled:
     def linear(self) -> Linear:
         """The function ready for sweeps."""
         with self.backend.precision(self.dtype):
-            return self.backend.linearize(self._run, self.tensors, False, 1)
+            run = self._run
+            alone = _Alone(run.call, run.sources[:1], run.targets, rest=(run.sources[1:], self.tensors[1:]))
+            return self.backend.linearize(alone, self.tensors[:1], False, 1)
 
     def gradient(self, weights: np.ndarray) -> np.ndarray | None:
         """The gradient of a weighted sum of the target's elements; None if there is no path."""
@@ -110,6 +113,17 @@ class Sampled:
     def read(self, x: Tensor, of: np.ndarray) -> np.ndarray:
         """Some of the target's parts."""
         return parts(self.backend, self(x))[of]
+
+
+@dataclass(frozen=True)
+class _Alone(Run):
+    """A call as a function of one tensor, in which others have other numbers and no derivatives: some cannot."""
+
+    rest: tuple[Sequence[Source], Sequence[Tensor]] = ((), ())
+
+    def __call__(self, *tensors: Any) -> list[Tensor]:
+        sources, values = self.rest
+        return self.call.run([*self.sources, *sources], [*tensors, *values], self.targets, self.cuts)
 
 
 def _floats(call: Call, source: Source) -> list[Source]:

@@ -5,7 +5,7 @@ what was asked for. A step that gives elements where both meet, and takes none, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elementgrad.backends.witness import Met, Pulled, Pushed, Step
 from elementgrad.explaining.following import FLAT, cut_by, decision, left, spelled
@@ -58,6 +58,8 @@ def why_zero(
     if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
         finding = _by_gradient(trail, asked.pull(), asked.precise)
         finding.evidence.append("forwards the derivative is not zero")
+        if finding.cause == "row-not-used" and finding.step is not None:  # it is looked up, and gets no gradient
+            finding.step = replace(finding.step, operation="padding_idx")
         return finding
     return _Zero(trail, flows, elsewhere, epsilon, asked).finding()
 

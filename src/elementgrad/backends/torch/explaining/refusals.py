@@ -10,6 +10,7 @@ from elementgrad.backends.witness import Remark, Step
 
 CHANGED = "modified by an inplace operation"
 TWICE = "backward through the graph a second time"
+UNUSED = "appears to not have been used in the graph"
 UNTRACKED = "does not require grad"
 MISSING = re.compile(r"(?:derivative for '?(?:aten::)?|: )(\w+)'? is not implemented")
 SHAPE = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\]")
@@ -28,7 +29,7 @@ class Refused:
     @classmethod
     def after(cls, watch: Watch) -> "Refused":
         """What a watch has seen."""
-        return cls(watch.steps, watch.overwrites, watch.backwards.steps, watch.carried)
+        return cls(watch.steps, watch.overwrites, watch.asking.backwards, watch.carried)
 
     def remark(self, error: BaseException) -> Remark | None:
         """The cause of an error of PyTorch's; None if it is none that is known."""
