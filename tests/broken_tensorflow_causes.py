@@ -100,3 +100,14 @@ def an_element_that_is_set():
 @BROKEN.says("nonfinite", "overflow", wrt="x")
 def a_square_that_is_normalised():
     return lambda x: tf.nn.softmax((x * 300) ** 2)[0], tf.cast(X, tf.float16)  # <- here
+
+
+@BROKEN.says("zero", "cancelled", wrt="x")
+def a_sum_behind_a_normalisation():
+    norm = keras.layers.LayerNormalization()
+    norm.build((2, 4))
+
+    def f(x):
+        return tf.reduce_sum(norm(x))  # <- here
+
+    return f, tf.constant([[0.1, -0.1, 0.6, 0.1], [-0.5, 0.4, 1.3, 0.9]])

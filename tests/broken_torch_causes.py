@@ -1,5 +1,6 @@
 """PyTorch programs whose cause or remedy is easily mistaken for another. The line at fault is marked."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -172,3 +173,62 @@ def a_chain_of_sigmoids():
 @BROKEN.says("nonfinite", "overflow", wrt="x")
 def a_square_that_is_normalised():
     return lambda x: torch.softmax((x * 300) ** 2, 0)[0], X.half()  # <- here
+
+
+@BROKEN.says("unconnected", "left-framework", wrt="x")
+def a_correlation_in_numpy():
+    target = np.array([3.0, 1.0, 2.0])
+
+    def f(x):
+        r = np.corrcoef(x.detach().numpy(), target)[0, 1]  # <- here
+        return torch.tensor(1 - r)
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", wrt="x[0, 2]")
+def a_padded_token_in_attention():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    padded = torch.tensor([[False, False, True]])
+
+    def f(x):
+        mixed, _ = attention(x, x, x, key_padding_mask=padded, need_weights=False)  # <- here
+        return mixed[0, 0].sum()
+
+    return f, torch.randn(1, 3, 4)
+
+
+@BROKEN.says("zero", "cancelled", wrt="x")
+def a_mean_behind_a_normalisation_that_the_function_holds():
+    norm = nn.LayerNorm(6)
+
+    def f(x):
+        return norm(x).mean()
+
+    return f, torch.randn(2, 6, generator=torch.Generator().manual_seed(5))
+
+
+@BROKEN.says("zero", "dead-relu", "hinge", wrt="x")
+def a_margin_that_is_kept():
+    def f(x):
+        return torch.clamp(0.2 - x, min=0).mean()  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", "zero at the start", wrt="x")
+def an_adapter_that_starts_at_zero():
+    down, up = torch.ones(3, 2), torch.zeros(2, 3)
+
+    def f(x):
+        return (x @ down @ up).sum()  # <- here
+
+    return f, X
+
+
+@BROKEN.says("nonfinite", "singular", "several numbers", wrt="x")
+def a_spread_of_equals():
+    def f(x):
+        return x.std()  # <- here
+
+    return f, torch.ones(3)

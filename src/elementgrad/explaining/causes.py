@@ -151,7 +151,7 @@ CAUSES: Mapping[str, Cause] = {
         "widen the bounds, or use a smooth bound such as tanh or softplus",
     ),
     "masked": Cause(
-        "{operation} puts something else in its place, or multiplies it by zero",
+        "{operation} puts something else in its place",
         "let the mask keep {wrt}, or ask about an element that it keeps",
     ),
     "dropped": Cause(

@@ -8,7 +8,7 @@ import numpy as np
 from elementgrad.backends.witness import Account, Remark, Verdict, Witness
 from elementgrad.errors import DtypeError, SelectionError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import why_nonfinite, why_unconnected
+from elementgrad.explaining.following import spelled, why_nonfinite, why_unconnected
 from elementgrad.explaining.precision import EPSILON
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.trials import Trials
@@ -116,7 +116,7 @@ class Inquiry:
         dead = int((gradient == 0).sum())
         if dead:
             evidence.append(f"{dead} of {gradient.size} elements have a gradient of zero")
-        evidence += [f"one path of several is cut by {step.operation} at {step.where}" for step in trail.cuts()]
+        evidence += dict.fromkeys([f"one path of several is cut by {spelled(step)}" for step in trail.cuts()])
         evidence += [remark.evidence for remark in trail.account.remarks if remark.cause == "out-of-range"]
         of, wrt = self._names
         return Diagnosis("flows", path=tuple(trail.line()), evidence=tuple(evidence), value=self._value, of=of, wrt=wrt)
@@ -133,6 +133,7 @@ class Inquiry:
             (lambda: None) if rounding else trials.precise,
             trials.moves if self._probe else lambda: None,
             lambda: witness.meet(*trials.seeds, trials.wrt),
+            rounding,
         )
         steps = None if pushed is None else pushed[0]
         return why_zero(trail, steps, reaches, elsewhere, EPSILON[trials.dtype], asked)

@@ -37,6 +37,8 @@ class Asked:
     """Whether the target moves with the elements."""
     meet: Callable[[], Met | None] = lambda: None
     """Where what can move meets a gradient."""
+    rounding: bool = False
+    """Whether a gradient arrives that is mere rounding."""
 
 
 def why_zero(
@@ -81,13 +83,14 @@ class _Zero:
         lost = self._lost()
         both = [step for step in ended if any(step is other for other in lost)]
         whole = self._chosen(ended) if ended else None
-        rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if not ended else []
+        some = self._asked.rounding or not ended
+        rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if some else []
         if both:
             return self._ended(self._chosen(both), ended)
         if whole is not None and not self._trail.cut(whole) and self._cause(whole) not in (None, *SELECTS, *FOLLOWS):
             return self._ended(whole, ended)  # nothing is left of it, and the step says why
         if rounded and (not lost or KILLS.get(rounded[-1].operation) == "cancelled"):
-            return Finding("cancelled", rounded[-1], ["what remains is rounding"])
+            return Finding("cancelled", rounded[-1], ["what remains is rounding"], ended)
         if lost and not (whole is not None and self._made_before(whole, self._chosen(lost))):
             return self._ended(self._chosen(lost), lost)
         if whole is not None:

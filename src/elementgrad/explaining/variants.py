@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from elementgrad.explaining.causes import CAUSES, UNDECIDED, Cause
+from elementgrad.explaining.operations import BANDS, MATRICES
 
 Fix = str | Mapping[str, str]
 _ROOTS = """
-    sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance hypot std var
+    sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance hypot
     normalize cosine_similarity"""
 _LOGS = "log log_ log2 log10 xlogy logit binary_cross_entropy"
 _QUOTIENTS = "div div_ true_divide truediv rdiv realdiv divide reciprocal"
+_PRODUCTS = "mul mul_ multiply div true_divide divide prod reduce_prod cumprod multiply_no_nan divide_no_nan"
 _ARCS = "acos asin atanh arccos arcsin arctanh"
 _POWERS = "pow pow_ power float_power"
 _COPIES = "tensor as_tensor asarray from_numpy new_tensor"
@@ -37,6 +39,8 @@ def _safe(call: str, value: str = "1.0", x: str = "x") -> dict[str, str]:
 def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     """A cause, its operations, what is said of them if it is something else, and what to do."""
     yield "singular", _ROOTS, None, "keep what is under the root above zero, as in sqrt(x + 1e-12)"
+    variance = "give it several numbers that differ, or keep the variance above zero, as in sqrt(var + 1e-12)"
+    yield "singular", "std var", None, variance
     yield "singular", _LOGS, None, "keep its input above zero, as in log(x + 1e-12), or clamp it before"
     yield "singular", "log1p", None, "keep its input above -1, or clamp it before"
     yield "singular", _QUOTIENTS, None, "keep what it divides by away from zero, as in x / (y + 1e-12)"
@@ -51,6 +55,10 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     yield "masked-branch", _QUOTIENTS, None, _safe("x / {}", x="y")
     yield "masked-branch", _ARCS, None, _safe("{{operation}}({})", "0.0")
     yield "masked-branch", _POWERS, None, _safe("pow({}, p)")
+    factor = "look at what {operation} multiplies it by: a mask, or weights that are zero at the start"
+    yield "masked", _PRODUCTS, "{operation} multiplies it by zero", factor
+    yield "masked", " ".join(MATRICES), "{operation} multiplies it by zero", factor
+    yield "masked", " ".join(BANDS), "{operation} leaves it out by its mask", CAUSES["masked"].fix
     hinge = "nothing, if it is a hinge or a bound that is meant; otherwise check what goes in, or use softplus"
     yield "dead-relu", "maximum fmax clamp clamp_min clip max", None, hinge
     item = "write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where"

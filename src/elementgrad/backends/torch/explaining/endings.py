@@ -16,6 +16,7 @@ Tensor = torch.Tensor
 CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
 BOUNDS = {"maximum", "minimum"}
 """Of those, the ones that may take a constant as a bound."""
+HINGES = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}
 SUMS = {"sum", "mean", "add", "sub", "__rsub__", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "addmm"}
 SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "layer_norm", "group_norm", "logsumexp", "bilinear"}
 PRODUCTS = {"mul", "mul_", "__rmul__", "__imul__", "div", "true_divide"}
@@ -37,6 +38,8 @@ def why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
         return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
     if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
         return "tie" if bool(torch.isin(moved, ran.made[0].detach()).any()) else "not-selected"
+    if name in HINGES and _is_hinge(ran):
+        return "dead-relu"
     if name == "relu6" and bool((moved > 0).all()):
         return "clamped"
     if name in CURVES and _is_too_small(ran, before):
@@ -52,6 +55,13 @@ def why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     if name in SUMS:
         return "cancelled" if _adds_up(ran, before) else "masked"
     return None
+
+
+def _is_hinge(ran: Ran) -> bool:
+    """Whether zero is the only bound, from below."""
+    named = dict(zip(("input", "min", "max"), ran.args, strict=False)) | dict(ran.kwargs)
+    low, high = named.get("min"), named.get("max")
+    return high is None and not isinstance(low, Tensor) and low == 0
 
 
 def _adds_up(ran: Ran, before: Sequence[Tensor | None]) -> bool:
@@ -110,5 +120,11 @@ def tangent_of(x: Tensor) -> Tensor | None:
 
 
 def largest(x: Tensor) -> float:
-    """The largest in size."""
-    return float(x.detach().abs().max()) if x.numel() else 0.0
+    """The largest in size; NaN if there is one."""
+    x = x.detach()
+    if not x.numel():
+        return 0.0
+    if x.is_complex():
+        return float(x.abs().max())
+    least, most = torch.aminmax(x)
+    return float(torch.maximum(-least, most))

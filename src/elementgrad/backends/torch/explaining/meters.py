@@ -19,9 +19,11 @@ Tensor = torch.Tensor
 class Tangents(Meter):
     """The largest derivative of what a step takes and gives by the elements that were asked for."""
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
         tangents = [tangent_of(x) for x in taken]
-        return [None if t is None else t.clone() for t in tangents] if any(t is not None for t in tangents) else None
+        if writes:
+            tangents = [None if t is None else t.clone() for t in tangents]
+        return tangents if any(t is not None for t in tangents) else None
 
     def after(self, ran: Ran, before: Any) -> Pushed:
         if before is None:
@@ -102,18 +104,13 @@ def note_flow(flow: Flow, top: bool, ends: Sequence[int], positions: np.ndarray 
                 went = went.reshape(-1)[chosen]
                 same = None if same is None else same.reshape(-1)[chosen]
                 came = came if same is None else [same]
-            flow.leaves = _worst([flow.leaves, _size(went)])
+            flow.leaves = _worst([flow.leaves, largest(went)])
             if same is not None and not math.isfinite(flow.leaves):
-                flow.there = max(flow.there or 0.0, _size(same[~torch.isfinite(went)]))
+                flow.there = max(flow.there or 0.0, largest(same[~torch.isfinite(went)]))
         if top:
-            flow.arrives = _worst([flow.arrives, *map(_size, came)])
+            flow.arrives = _worst([flow.arrives, *map(largest, came)])
 
     return hook
-
-
-def _size(x: Tensor) -> float:
-    """The largest in size; NaN if there is one."""
-    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def _worst(sizes: Sequence[float | None]) -> float:
@@ -126,7 +123,7 @@ class Numbers(Meter):
 
     all = True
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
         return all(map(_finite, taken)), all(bool(x.detach().all()) for x in taken)
 
     def after(self, ran: Ran, before: Any) -> Seen:
@@ -143,7 +140,7 @@ def _finite(x: Tensor) -> bool:
 class Prints(Meter):
     """A number for what each step takes and gives, which is another if any bit of theirs is another."""
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
         return _print(taken)
 
     def after(self, ran: Ran, before: Any) -> tuple[int, int]:

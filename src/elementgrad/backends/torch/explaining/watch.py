@@ -210,7 +210,7 @@ class Watch:
         ]
         measured = [x for x, _ in looked]
         with aside():
-            before = meter.before(measured) if meter and measured else None
+            before = meter.before(measured, words.may_write(name, args, kwargs)) if meter and measured else None
         grad, start = torch.is_grad_enabled(), clock()
         with aside():
             result = func(*args, **kwargs)
