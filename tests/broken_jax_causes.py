@@ -93,3 +93,11 @@ def an_element_that_is_set():
 @BROKEN.says("nonfinite", "overflow", wrt="x")
 def a_square_that_is_normalised():
     return lambda x: jax.nn.softmax((x * 300) ** 2)[0], X.astype(jnp.float16)  # <- here
+
+
+@BROKEN.says("nonfinite", "singular", "several numbers", wrt="x")
+def a_spread_of_equals():
+    def f(x):
+        return x.std()  # <- here
+
+    return f, jnp.ones(3)

@@ -224,11 +224,3 @@ def an_adapter_that_starts_at_zero():
         return (x @ down @ up).sum()  # <- here
 
     return f, X
-
-
-@BROKEN.says("nonfinite", "singular", "several numbers", wrt="x")
-def a_spread_of_equals():
-    def f(x):
-        return x.std()  # <- here
-
-    return f, torch.ones(3)
