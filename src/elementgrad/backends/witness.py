@@ -182,6 +182,10 @@ class Told:
     """What came by each step of the account, where the gradient is zero or not finite."""
 
 
+TO_A_LEAF = "a write in place to a leaf"
+"""An operation that PyTorch refuses to run."""
+
+
 def weights(count: int) -> np.ndarray:
     """A weight for each of several elements asked about: uneven, so that they do not cancel; 1 for one."""
     return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]

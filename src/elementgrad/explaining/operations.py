@@ -9,7 +9,7 @@ _KILLERS = {
         hard_sigmoid hard_tanh hard_silu hard_swish""",
     "masked": """
         where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
-        nan_to_num prod reduce_prod cumprod scaled_dot_product_attention multi_head_attention_forward boolean_mask
+        nan_to_num prod reduce_prod cumprod scaled_dot_product_attention attention boolean_mask
         multiply_no_nan divide_no_nan matrix_band_part band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
@@ -68,9 +68,7 @@ SELECT = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
 """Operations that put other numbers in the place of some."""
 NORMALISE = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
 """Operations in which a masked element counts for nothing."""
-BANDS = frozenset(
-    ["scaled_dot_product_attention", "multi_head_attention_forward", "tril", "triu", "matrix_band_part", "band_part"]
-)
+BANDS = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])
 """Operations with a mask of their own, which no tensor shows."""
 GROWS = frozenset(
     "pow pow_ power float_power square div div_ true_divide divide truediv realdiv rdiv reciprocal".split()  # noqa: SIM905

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from elementgrad.backends.witness import TO_A_LEAF
 from elementgrad.explaining.causes import CAUSES, UNDECIDED, Cause
 from elementgrad.explaining.operations import BANDS, MATRICES
 
@@ -16,6 +17,8 @@ _PRODUCTS = "mul mul_ multiply div true_divide divide prod reduce_prod cumprod m
 _ARCS = "acos asin atanh arccos arcsin arctanh"
 _POWERS = "pow pow_ power float_power"
 _COPIES = "tensor as_tensor asarray from_numpy new_tensor"
+PHRASES = ("item assignment", TO_A_LEAF)
+"""Operations of several words."""
 _AUGMENTED = "add_ sub_ mul_ div_ pow_"
 
 
@@ -65,6 +68,8 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     yield "modified-in-place", "setitem", None, item
     yield "modified-in-place", "item assignment", None, item
     yield "modified-in-place", _AUGMENTED, None, "write x = x + y instead of x += y or x.add_(y), or work on a clone()"
+    leaf = "update it inside of torch.no_grad(), or write to a clone(), as in y = x.clone()"
+    yield "modified-in-place", TO_A_LEAF, "a tensor that requires gradients is written to in place", leaf
     order = "call every backward() before optimizer.step(), or compute the second loss after it"
     yield "modified-in-place", "optimizer.step", None, order
     yield (
@@ -95,7 +100,7 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
 def _variants() -> Iterator[tuple[tuple[str, str], Cause]]:
     for cause, words, says, fix in _said():
         known = CAUSES[cause]
-        for word in [words] if words == "item assignment" else words.split():
+        for word in [words] if words in PHRASES else words.split():
             yield (cause, word), replace(known, says=says or known.says, fix=fix)
 
 

@@ -35,7 +35,7 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
         if UNTRACKED in str(error) and watch.asking.target is not None:
             return _untracked(watch, root, watch.asking.target)
         if UNUSED in str(error) and watch.asking.sides is not None:
-            return _apart(*watch.asking.sides)
+            return _apart(watch, *watch.asking.sides)
         remark = Refused.after(watch).remark(error)
         if remark is None:
             raise
@@ -55,14 +55,17 @@ def _read(watch: Watch, wrt: Tensor | None) -> bool:
     return watch.asking.missing is not None and (wrt is None or wrt is watch.asking.missing[0])
 
 
-def _apart(asked: Sequence[Sequence[Tensor]], where: str) -> Told:
+def _apart(watch: Watch, asked: Sequence[Sequence[Tensor]], where: str) -> Told:
     """Which of the tensors that `torch.autograd.grad` was asked for is not used."""
     (y, *_), inputs = asked
-    found = [live.told((y, None), (x, None)) for x in inputs if not live.leads(y, x)]
-    remark = found[0].remark if found else None
-    if remark is None:
+    apart = [x for x in inputs if not live.leads(y, x)]
+    told = live.told((y, None), (apart[0], None)) if apart else None
+    if told is None or told.remark is None:
         return Told("unconnected", None, Remark(None, "PyTorch says that one of them is not used", Step("grad", where)))
-    return replace(found[0], remark=replace(remark, step=remark.step or Step("grad", where)))
+    if told.remark.cause is None:  # the graph does not tell, and the steps may
+        account = Account(watch.steps, watch.number(apart[0]), watch.number(y), frozenset(watch.connected))
+        return replace(told, account=account, remark=None)
+    return replace(told, remark=replace(told.remark, step=told.remark.step or Step("grad", where)))
 
 
 def _untracked(watch: Watch, root: int, target: int) -> Told:

@@ -11,6 +11,7 @@ WORDS = {
     "__setitem__": "item assignment",
     "data.__get__": ".data",
     "data.__set__": ".data =",
+    "multi_head_attention_forward": "attention",
     "__rsub__": "sub",
     "__rtruediv__": "div",
     "__rdiv__": "div",
