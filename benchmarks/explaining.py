@@ -24,6 +24,16 @@ FAULTS: dict[str, tuple[str, str | None, Callable[[Any], object]]] = {
         "overflow",
         lambda blocks: blocks[3].mlp.register_forward_hook(lambda _, __, out: (out.half() * 1e9).float()),
     ),
+    "a dead rectifier in block 1": (
+        USED,
+        "dead-relu",
+        lambda blocks: blocks[1].register_forward_hook(lambda _, __, out: (out - 1e4).relu()),
+    ),
+    "a root of zero in block 7": (
+        USED,
+        "singular",
+        lambda blocks: blocks[7].register_forward_hook(lambda _, __, out: out + (out - 1e4).relu().sqrt()),
+    ),
     "a write through .data in block 3": (
         USED,
         "modified-through-data",

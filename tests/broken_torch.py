@@ -67,8 +67,8 @@ def data_in_a_nested_module():
 def a_parameter_wrapped_again():
     def f(w):
         layer = nn.Linear(3, 1)
-        layer.weight = nn.Parameter(w[None])
-        return layer(X).sum()  # <- here
+        layer.weight = nn.Parameter(w[None])  # <- here
+        return layer(X).sum()
 
     return f, torch.ones(3)
 

@@ -137,3 +137,26 @@ def a_function_without_a_derivative():
         return bins.sum()
 
     return f, X
+
+
+@BROKEN.says("unconnected", "modified-in-place", "torch.no_grad()")
+def an_update_by_hand():
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    def step():
+        (w * w).sum().backward()
+        w.sub_(0.1 * w.grad)  # <- here
+
+    return step
+
+
+@BROKEN.says("unconnected", "detached")
+def a_gradient_by_features_that_are_detached():
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    v = torch.tensor([3.0, 4.0], requires_grad=True)
+
+    def step():
+        features = (w * w).detach()  # <- here
+        return torch.autograd.grad((features * v).sum(), [v, w])
+
+    return step

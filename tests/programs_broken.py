@@ -19,6 +19,8 @@ class Program:
     verdict: str
     cause: str | None
     options: dict[str, Any] = field(default_factory=dict)
+    fix: str = ""
+    """A part of what must be said to help."""
 
     def __str__(self) -> str:
         return f"{self.make.__module__.split('_')[1]}-{self.name}"
@@ -42,11 +44,11 @@ class Program:
 class Table(list):
     """Programs, collected by a decorator."""
 
-    def says(self, verdict: str, cause: str | None = None, **options: Any) -> Callable[[Any], Any]:
+    def says(self, verdict: str, cause: str | None = None, fix: str = "", **options: Any) -> Callable[[Any], Any]:
         """What must be said of the program whose maker follows."""
 
         def keep(make: Callable[[], Any]) -> Callable[[], Any]:
-            self.append(Program(make.__name__, make, verdict, cause, options))
+            self.append(Program(make.__name__, make, verdict, cause, options, fix))
             return make
 
         return keep

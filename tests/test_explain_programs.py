@@ -9,18 +9,22 @@ import torch
 
 from tests import (
     broken_jax,
+    broken_jax_causes,
     broken_jax_elements,
     broken_jax_numbers,
     broken_tensorflow,
+    broken_tensorflow_causes,
     broken_tensorflow_elements,
     broken_tensorflow_numbers,
     broken_tensorflow_singular,
     broken_tensorflow_state,
     broken_tensorflow_steps,
     broken_torch,
+    broken_torch_causes,
     broken_torch_elements,
     broken_torch_numbers,
     broken_torch_refused,
+    broken_torch_remedies,
     broken_torch_steps,
     broken_torch_wrong,
     healthy_jax,
@@ -30,18 +34,22 @@ from tests import (
 
 TABLES = [
     broken_torch,
+    broken_torch_causes,
     broken_torch_elements,
     broken_torch_numbers,
     broken_torch_refused,
+    broken_torch_remedies,
     broken_torch_steps,
     broken_torch_wrong,
     broken_tensorflow,
+    broken_tensorflow_causes,
     broken_tensorflow_elements,
     broken_tensorflow_numbers,
     broken_tensorflow_singular,
     broken_tensorflow_state,
     broken_tensorflow_steps,
     broken_jax,
+    broken_jax_causes,
     broken_jax_elements,
     broken_jax_numbers,
 ]
@@ -81,6 +89,7 @@ def test_a_broken_program_is_explained(program):
     assert (found.verdict, found.cause) == (program.verdict, program.cause), found
     if program.where is not None:
         assert found.where == program.where, found
+    assert program.fix in found.fix, found
 
 
 @pytest.mark.parametrize("program", HEALTHY, ids=str)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from elementgrad.backends.witness import weights
+
 Again = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A step on other numbers: one array per tensor that it takes, and one per tensor that it gives."""
 DRAWS = (("around zero", 2.0), ("positive", 0.125), ("as they are", 100.0), ("as they are", 2.0), ("as they are", 0.01))
@@ -59,8 +61,11 @@ def _drawn(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarr
 
 
 def _moved(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
+    """Elements moved by uneven amounts: many functions are of differences alone."""
+    moved = np.array(x)
     with np.errstate(over="ignore"):
-        return np.where(mask, by > 0 if x.dtype.kind == "b" else np.asarray(x + by, x.dtype), x)
+        moved[mask] = by > 0 if x.dtype.kind == "b" else x[mask] + by * weights(int(mask.sum()))
+    return moved
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:

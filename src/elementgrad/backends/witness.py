@@ -100,6 +100,8 @@ class Seen:
 
     takes: bool
     gives: bool
+    grows: bool = False
+    """Whether it gives infinity, and no NaN, though it took no zero."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,10 @@ class Told:
     value: Tensor | None = None
     pulled: Sequence[Pulled | None] | None = None
     """What came by each step of the account, where the gradient is zero or not finite."""
+
+
+TO_A_LEAF = "a write in place to a leaf"
+"""An operation that PyTorch refuses to run."""
 
 
 def weights(count: int) -> np.ndarray:

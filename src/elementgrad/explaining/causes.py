@@ -27,16 +27,16 @@ CAUSES: Mapping[str, Cause] = {
         "nothing tracks {wrt}",
         {
             "torch": "call requires_grad_(True) on it before it is used",
-            "tensorflow": "call tape.watch on it before it is used, or make it a trainable tf.Variable",
+            "tensorflow": "set layer.trainable = True, or trainable of the variable; a plain tensor needs tape.watch",
             "jax": "make it an argument of the function and name it in argnums",
         },
     ),
     "integer": Cause(
         "{wrt} holds integers, which have no gradients",
         {
-            "torch": "make it floating point, as in x.float(), before it is used",
-            "tensorflow": "make it floating point, as in tf.cast(x, tf.float32), before it is used",
-            "jax": "make it floating point, as in x.astype(float), before it is used",
+            "torch": "ask about the weight that it looks up, or make it floating point before, as in x.float()",
+            "tensorflow": "ask about the weight that it looks up, or make it floating point: tf.cast(x, tf.float32)",
+            "jax": "ask about the table that it looks up, or make it floating point before, as in x.astype(float)",
         },
     ),
     "non-leaf": Cause(
@@ -63,7 +63,7 @@ CAUSES: Mapping[str, Cause] = {
     "left-framework": Cause(
         "its numbers leave the framework in {operation}",
         {
-            "torch": "stay with tensors: torch operations instead of {operation}, torch.stack instead of torch.tensor",
+            "torch": "stay with tensors: operations of torch instead of {operation}, torch.stack to put them together",
             "tensorflow": "stay with tensors: operations of tf instead of {operation}",
             "jax": "stay with arrays: functions of jnp instead of {operation}",
         },
@@ -132,7 +132,8 @@ CAUSES: Mapping[str, Cause] = {
     "freed-graph": Cause(
         "the graph was used by an earlier backward and is gone",
         {
-            "torch": "compute the loss anew in each step, or call the first backward with retain_graph=True",
+            "torch": "compute the loss anew in each step, with h = h.detach() between steps for a state that is "
+            "carried over, or call the first backward with retain_graph=True",
             "tensorflow": "use tf.GradientTape(persistent=True) to ask a tape twice",
             "jax": "compute it anew",
         },
@@ -150,7 +151,7 @@ CAUSES: Mapping[str, Cause] = {
         "widen the bounds, or use a smooth bound such as tanh or softplus",
     ),
     "masked": Cause(
-        "{operation} puts something else in its place, or multiplies it by zero",
+        "{operation} puts something else in its place",
         "let the mask keep {wrt}, or ask about an element that it keeps",
     ),
     "dropped": Cause(
@@ -171,11 +172,15 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "overwritten": Cause(
         "{operation} writes over it before it is used",
-        "write to a copy, as in x.clone(), or use eg.at(x)[...].set(value), which mutates nothing",
+        {
+            "torch": "write to a copy, as in x.clone(), or use eg.at(x)[...].set(value), which mutates nothing",
+            "tensorflow": "use what was there before, or write to other elements; eg.at(x)[...].set(value) is a copy",
+            "jax": "use what was there before: x.at[...].set(value) gives a new array and keeps x",
+        },
     ),
     "modified-in-place": Cause(
         "{operation} changes in place what the gradient still needs",
-        "write {operation} without the underscore, or work on a clone()",
+        "use the function that gives a new tensor instead of {operation}, or work on a clone()",
     ),
     "modified-through-data": Cause(
         "{operation} writes behind autograd's back, so that the gradient is one for other numbers",
@@ -188,9 +193,11 @@ CAUSES: Mapping[str, Cause] = {
     "underflow": Cause(
         "the numbers are too small for the precision in {operation}",
         {
-            "torch": "compute it in float32, or scale the loss with torch.amp.GradScaler",
-            "tensorflow": "compute it in float32, or use a LossScaleOptimizer",
-            "jax": "compute it in float32, or scale the loss up",
+            "torch": "compute it in a wider dtype (float32 for halves, float64 for float32), or scale the loss with "
+            "torch.amp.GradScaler",
+            "tensorflow": "compute it in a wider dtype (float32 for halves, float64 for float32), or use a "
+            "LossScaleOptimizer",
+            "jax": "compute it in a wider dtype (float32 for halves, float64 for float32), or scale the loss up",
         },
     ),
     "overflow": Cause(
@@ -200,14 +207,14 @@ CAUSES: Mapping[str, Cause] = {
     "masked-branch": Cause(
         "{operation} has no finite slope there, and that it is masked afterwards does not help",
         {
-            "torch": "make the input of {operation} safe: sqrt(torch.where(ok, x, 1.0)), and mask the result too",
-            "tensorflow": "make the input of {operation} safe: tf.sqrt(tf.where(ok, x, 1.0)), and mask the result too",
-            "jax": "make the input of {operation} safe: jnp.sqrt(jnp.where(ok, x, 1.0)), and mask the result too",
+            "torch": "make the input safe: {operation}(torch.where(ok, x, 1.0)), and mask the result too",
+            "tensorflow": "make the input safe: {operation}(tf.where(ok, x, 1.0)), and mask the result too",
+            "jax": "make the input safe: {operation}(jnp.where(ok, x, 1.0)), and mask the result too",
         },
     ),
     "singular": Cause(
         "{operation} has no finite slope at this input",
-        "keep the input away from there, as in sqrt(x + 1e-12), or clamp it before",
+        "keep the input away from there, or clamp it before",
     ),
     "accumulated": Cause(
         "its .grad holds the sum of several calls of backward()",

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from elementgrad.backends.witness import Step, Verdict
-from elementgrad.explaining.causes import CAUSES, UNDECIDED
+from elementgrad.backends.witness import Verdict
+from elementgrad.explaining.following import spelled
 from elementgrad.explaining.trail import Finding, Trail
+from elementgrad.explaining.variants import known
 
 Tensor = Any
 SENTENCES: dict[str, str] = {
@@ -61,8 +62,7 @@ class Diagnosis:
         step, cause = finding.step, finding.cause
         operation = step.operation if step is not None else None
         words = {"operation": operation or "a step", "of": of, "wrt": wrt}
-        known = CAUSES[cause] if cause is not None else UNDECIDED
-        evidence = [*finding.evidence, *[f"another path ends in {_spelled(other)}" for other in finding.others]]
+        evidence = [*finding.evidence, *[f"another path ends in {spelled(other)}" for other in finding.others]]
         return cls(
             verdict,
             cause,
@@ -71,7 +71,7 @@ class Diagnosis:
             step.path if step is not None else "",
             tuple(trail.line(step)) if trail is not None else (),
             tuple(dict.fromkeys(evidence)),
-            known.remedy(framework).format(**words),
+            known(cause, operation).remedy(framework).format(**words),
             of=of,
             wrt=wrt,
             **more,
@@ -82,8 +82,8 @@ class Diagnosis:
         """What is wrong, as a part of a sentence."""
         if self.fix is None:
             return None
-        known = CAUSES[self.cause] if self.cause is not None else UNDECIDED
-        return known.says.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
+        said = known(self.cause, self.operation).says
+        return said.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
 
     @property
     def reason(self) -> tuple[str, str] | None:
@@ -132,7 +132,3 @@ class Diagnosis:
             f'<div style="border-left: 4px solid {colour}; padding-left: 8px">'
             f'<div style="color: {colour}; font-weight: bold">{escape(head)}</div>{rows}</div>'
         )
-
-
-def _spelled(step: Step) -> str:
-    return f"{step.operation} at {step.where}" if step.where else step.operation

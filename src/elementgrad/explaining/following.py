@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from elementgrad.backends.witness import Pulled, Pushed, Seen, Step
-from elementgrad.explaining.operations import KILLS, SINGULAR
+from elementgrad.explaining.operations import GROWS, KILLS, SINGULAR
 from elementgrad.explaining.trail import Finding, Trail
 
 DECISIVE = ("not-tracked", "integer", "freed-graph")
@@ -27,7 +27,7 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     if cuts:
         return cut_by(cuts, exits if moves else [])
     if trail.joined:
-        return Finding(None, None, ["every step that was seen passes derivatives on"])
+        return _own(trail) or Finding(None, None, ["every step that was seen passes derivatives on"])
     decided = decision(trail, exits)
     if decided is not None:
         if moves:
@@ -59,6 +59,16 @@ def decision(trail: Trail, exits: Sequence[Step]) -> Step | None:
     return (trail.cuts(trail.before(exits[0])) or exits)[0]
 
 
+def _own(trail: Trail) -> Finding | None:
+    """A rule that somebody wrote: no other step can be part of a path and give no derivative."""
+    steps = [remark.step for remark in trail.account.remarks if remark.cause == "custom-rule" and remark.step]
+    found = [step for step in steps if trail.between(step)]
+    if len(found) == 1:
+        return Finding("custom-rule", found[0], ["its rule gives None"])
+    ways = Step("one of several rules")
+    return Finding("custom-rule", ways, [f"it may be {spelled(step)}" for step in found]) if found else None
+
+
 def left(exits: Sequence[Step]) -> Finding:
     """Numbers left the framework; which of several ways mattered is not known."""
     if len({step.where for step in exits}) == 1:
@@ -70,7 +80,8 @@ def left(exits: Sequence[Step]) -> Finding:
 def cut_by(cuts: Sequence[Step], exits: Sequence[Step]) -> Finding:
     """A step cuts the path; of several one that is not there for a mask, mostly."""
     named = [step for step in cuts if step.stops]
-    named.sort(key=lambda step: step.stops == "discrete")
+    # comparisons are there for masks, mostly; and what is no step of the user's is to blame where nothing else is
+    named.sort(key=lambda step: (step.quiet, step.stops == "discrete"))
     step = named[0] if named else cuts[0]
     evidence = [step.note] if step.note else []
     others = [other for other in (*cuts, *exits) if other is not step]
@@ -96,7 +107,10 @@ def why_nonfinite(
     if not finite and seen is not None:
         step = _first_bad(trail, seen)
         if step is not None:
-            cause = "singular" if step.operation in SINGULAR and not overflows() else "overflow"
+            grows = step.operation in GROWS and any(
+                look is not None and look.grows for other, look in zip(steps, seen, strict=True) if other is step
+            )
+            cause = "singular" if step.operation in SINGULAR and not grows and not overflows() else "overflow"
             for remark in trail.account.remarks:
                 if remark.cause == "out-of-range" and remark.step is step:
                     return Finding.of_remark(remark)

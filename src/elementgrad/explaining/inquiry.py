@@ -8,7 +8,7 @@ import numpy as np
 from elementgrad.backends.witness import Account, Remark, Verdict, Witness
 from elementgrad.errors import DtypeError, SelectionError
 from elementgrad.explaining.diagnosis import Diagnosis
-from elementgrad.explaining.following import why_nonfinite, why_unconnected
+from elementgrad.explaining.following import spelled, why_nonfinite, why_unconnected
 from elementgrad.explaining.precision import EPSILON
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.trials import Trials
@@ -58,7 +58,9 @@ class Inquiry:
             return self._made("unconnected", Finding("integer", None, [evidence]))
         if source.tensor is not None:
             self._refuse_complex(source.name, source.tensor)
+        self._refuse_empty(source.name, source.tensor)
         witness = self._witness(source)
+        self._refuse_empty(source.name, witness.source)
         trail = Trail(witness.account)
         since = self._call.side(self._place, source, 0, witness.source, batch=False)
         if self._backend.kind(witness.target) not in "fc":
@@ -104,9 +106,9 @@ class Inquiry:
         if suspects and self._probe and trials.mismatches(gradient):
             verdict: Verdict = "mismatch" if gradient.any() else "zero"
             return self._made(verdict, blamed(suspects), trail)
-        rounding = gradient.any() and trials.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
+        rounding = bool(gradient.any()) and trials.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():
-            return self._made("zero", self._zero(witness, trail, trials), trail)
+            return self._made("zero", self._zero(witness, trail, trials, rounding), trail)
         return self._flowing(trail, gradient)
 
     def _flowing(self, trail: Trail, gradient: np.ndarray) -> Diagnosis:
@@ -114,12 +116,13 @@ class Inquiry:
         dead = int((gradient == 0).sum())
         if dead:
             evidence.append(f"{dead} of {gradient.size} elements have a gradient of zero")
-        evidence += [f"one path of several is cut by {step.operation} at {step.where}" for step in trail.cuts()]
+        evidence += dict.fromkeys([f"one path of several is cut by {spelled(step)}" for step in trail.cuts()])
         evidence += [remark.evidence for remark in trail.account.remarks if remark.cause == "out-of-range"]
         of, wrt = self._names
         return Diagnosis("flows", path=tuple(trail.line()), evidence=tuple(evidence), value=self._value, of=of, wrt=wrt)
 
-    def _zero(self, witness: Witness, trail: Trail, trials: Trials) -> Finding:
+    def _zero(self, witness: Witness, trail: Trail, trials: Trials, rounding: bool) -> Finding:
+        """Why it is zero; what is left by rounding is so in every precision, and none is too coarse for it."""
         pushed = witness.push(trials.wrt)
         reaches, elsewhere = None, False
         if pushed is not None:
@@ -127,12 +130,18 @@ class Inquiry:
             elsewhere = bool(pushed[1].any())
         asked = Asked(
             lambda: witness.pull(*trials.seeds, trials.wrt),
-            trials.precise,
+            (lambda: None) if rounding else trials.precise,
             trials.moves if self._probe else lambda: None,
             lambda: witness.meet(*trials.seeds, trials.wrt),
+            rounding,
         )
         steps = None if pushed is None else pushed[0]
         return why_zero(trail, steps, reaches, elsewhere, EPSILON[trials.dtype], asked)
+
+    def _refuse_empty(self, name: str, x: Tensor | None) -> None:
+        if x is not None and 0 in self._backend.shape(x):
+            shape = tuple(self._backend.shape(x))
+            raise SelectionError(f"{name} is empty, of shape {shape}, and only elements have gradients; give it some")
 
     def _found(self) -> Source:
         try:

@@ -9,8 +9,8 @@ _KILLERS = {
         hard_sigmoid hard_tanh hard_silu hard_swish""",
     "masked": """
         where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
-        nan_to_num prod reduce_prod cumprod scaled_dot_product_attention boolean_mask multiply_no_nan
-        divide_no_nan matrix_band_part band_part""",
+        nan_to_num prod reduce_prod cumprod scaled_dot_product_attention attention boolean_mask
+        multiply_no_nan divide_no_nan matrix_band_part band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
     "not-selected": """
@@ -55,8 +55,8 @@ SINGULAR = frozenset(
     """
     sqrt sqrt_ rsqrt log log_ log2 log10 log1p div true_divide div_ reciprocal pow power float_power divide norm
     linalg_norm linalg_vector_norm vector_norm cdist pdist acos asin atanh acosh xlogy logit std var normalize
-    cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 arctan2
-    logsumexp hypot
+    cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 logsumexp
+    hypot arctan2 arccos arcsin arctanh arccosh pow_
     """.split()  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
@@ -68,5 +68,9 @@ SELECT = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
 """Operations that put other numbers in the place of some."""
 NORMALISE = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
 """Operations in which a masked element counts for nothing."""
-BANDS = frozenset(["scaled_dot_product_attention", "tril", "triu", "matrix_band_part", "band_part"])
+BANDS = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])
 """Operations with a mask of their own, which no tensor shows."""
+GROWS = frozenset(
+    "pow pow_ power float_power square div div_ true_divide divide truediv realdiv rdiv reciprocal".split()  # noqa: SIM905
+)
+"""Operations that give infinity for a zero that they take, or where numbers become too large."""

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.backends.linear import Linear
+from elementgrad.backends.witness import weights
 from elementgrad.source import Source
 from elementgrad.trace import Call, Run
 
@@ -69,12 +71,13 @@ class Sampled:
         (value,) = self.backend.sample(self._run, [x, *self.tensors[1:]])
         return value
 
-    def steady(self, base: Tensor, ahead: int) -> tuple[np.ndarray, np.ndarray]:
+    def steady(self, base: Tensor, ahead: int, known: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The target's parts, and which of them are the same when the function runs again, but for rounding.
 
-        Where many runs are ahead that take their time, the function is compiled if that gives the same numbers.
+        Those of a first run may be known. Where many runs are ahead that take their time, the function is compiled if
+        that gives the same numbers.
         """
-        before = parts(self.backend, self(base))
+        before = parts(self.backend, self(base)) if known is None else known
         start = time.perf_counter()
         steady = self.same(before, base)
         if steady.all() and (time.perf_counter() - start) * ahead > PAYS:
@@ -96,7 +99,9 @@ class Sampled:
     def linear(self) -> Linear:
         """The function ready for sweeps."""
         with self.backend.precision(self.dtype):
-            return self.backend.linearize(self._run, self.tensors, False, 1)
+            run = self._run
+            alone = _Alone(run.call, run.sources[:1], run.targets, rest=(run.sources[1:], self.tensors[1:]))
+            return self.backend.linearize(alone, self.tensors[:1], False, 1)
 
     def gradient(self, weights: np.ndarray) -> np.ndarray | None:
         """The gradient of a weighted sum of the target's elements; None if there is no path."""
@@ -112,6 +117,17 @@ class Sampled:
         return parts(self.backend, self(x))[of]
 
 
+@dataclass(frozen=True)
+class _Alone(Run):
+    """A call as a function of one tensor, in which others have other numbers and no derivatives: some cannot."""
+
+    rest: tuple[Sequence[Source], Sequence[Tensor]] = ((), ())
+
+    def __call__(self, *tensors: Any) -> list[Tensor]:
+        sources, values = self.rest
+        return self.call.run([*self.sources, *sources], [*tensors, *values], self.targets, self.cuts)
+
+
 def _floats(call: Call, source: Source) -> list[Source]:
     """The floating inputs, and what the function holds."""
     found = [other for other in call.inputs if other != source and call.backend.kind(other.tensor) in "fc"]
@@ -125,7 +141,7 @@ def _in(backend: Backend, x: Tensor | None, dtype: str | None) -> Tensor | None:
     return backend.convert(x, COMPLEX.get(dtype, dtype) if backend.kind(x) == "c" else dtype)
 
 
-def moved(sampled: Sampled, x: Tensor, places: Sequence[int], by: float) -> Tensor:
+def moved(sampled: Sampled, x: Tensor, places: Sequence[int], by: float | np.ndarray) -> Tensor:
     """x with some of its parts moved."""
     backend, shape = sampled.backend, sampled.backend.shape(x)
     made_of = np.complex128 if backend.kind(x) == "c" else np.float64
@@ -138,13 +154,15 @@ def moved(sampled: Sampled, x: Tensor, places: Sequence[int], by: float) -> Tens
 def moves(sampled: Sampled, base: Tensor, of: np.ndarray, wrt: Sequence[int], dtype: str) -> bool | None:
     """Whether the target's elements are others when the source's are moved, by a little or by a lot.
 
-    What rounding makes of it counts for nothing. None if the function refuses all that it is given.
+    Several are moved by uneven amounts: many functions are of differences alone. What rounding makes of it counts for
+    nothing. None if the function refuses all that it is given.
     """
     before = sampled.read(base, of)
+    amounts = weights(len(wrt))
     found = None
     for by in [sign * size for size in (SIZES[dtype], 1.0, 100.0) for sign in (1.0, -1.0)]:
         try:
-            after = sampled.read(moved(sampled, base, wrt, by), of)
+            after = sampled.read(moved(sampled, base, wrt, by * amounts), of)
         except Exception:  # it is the user's function, at numbers that are not theirs
             continue
         if not np.allclose(before, after, rtol=ROUNDING * EPSILON[dtype], atol=0.0, equal_nan=True):

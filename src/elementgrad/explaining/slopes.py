@@ -16,6 +16,8 @@ NARROWER = 8.0
 """Below the usual widths each is so many times narrower than the one before."""
 SETTLED = 0.1
 """The error of a difference that decides is at most so much of what is compared."""
+ALIKE = 1e-3
+"""Slopes that differ by no more of their size are the same."""
 STEPS = "the values go in steps there, by which no slope is told"
 UNSETTLED = "differences of neighbouring widths do not agree"
 UNSTEADY = "the function gives other numbers each time"
@@ -92,6 +94,7 @@ def verdicts(
     numbers = range(len(gradients))
     slopes = Slopes.of(at, middle, usual, dtype)
     found = [_plainly(slopes.column(n), gradients[n], abs(middle[n]) / scale, dtype) for n in numbers]
+    found = [verdict or _clearly_off(slopes.column(n), gradients[n]) for n, verdict in enumerate(found)]
     if all(found):
         return [verdict for verdict in found if verdict]
     lowest = min(EPSILON[dtype] ** 0.65 * scale, 1e-4 * abs(here) or math.inf)
@@ -110,6 +113,16 @@ def _plainly(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verdic
     at = len(slopes.widths) - 1
     if _decides(bound, slopes.central[at], gradient, size, dtype) and _within(slopes, at, bound, gradient, dtype):
         return Verdict(True, float(slopes.central[at]), bound)
+    return None
+
+
+def _clearly_off(slopes: Slopes, gradient: float) -> Verdict | None:
+    """Disagreement, if both sides of all usual widths have the same slope, as steps and kinks never have."""
+    every = np.concatenate([slopes.left, slopes.right])
+    bound = float(np.ptp(every) + slopes.rounding[-1])
+    slope = float(slopes.central[-1])
+    if slope != 0 and bound <= ALIKE * abs(slope) and abs(gradient - slope) > SETTLED * max(abs(gradient), abs(slope)):
+        return Verdict(False, slope, bound)
     return None
 
 

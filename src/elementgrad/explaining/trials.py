@@ -74,11 +74,11 @@ class Trials:
 
     def _is_off(self, gradient: np.ndarray) -> bool:
         positions, share = self.seeds
-        sampled, dtype = self._finest()
+        sampled, dtype, known = self._finest()
         base = self._base(None if sampled.dtype is None else dtype)
         number = int(np.argmax(np.abs(gradient)))
         place = int(self.wrt[number])
-        middle, steady = sampled.steady(base, 0)
+        middle, steady = sampled.steady(base, 0, known)
 
         def at(by: float) -> np.ndarray:
             return share[None] @ sampled.read(moved(sampled, base, [place], by), positions)
@@ -119,15 +119,16 @@ class Trials:
     def _sampled(self, dtype: str | None = None) -> Sampled:
         return Sampled(self.call, self.source, self.target, dtype)
 
-    def _finest(self) -> tuple[Sampled, str]:
-        """The function in float64 if it accepts that."""
+    def _finest(self) -> tuple[Sampled, str, np.ndarray | None]:
+        """The function in float64 if it accepts that, and what it gave then."""
         try:
             sampled = self._sampled("float64")
-            if self.backend.dtype(sampled(self._base("float64"))) == "float64":
-                return sampled, "float64"
+            value = sampled(self._base("float64"))
+            if self.backend.dtype(value) == "float64":
+                return sampled, "float64", parts(self.backend, value)
         except Exception:  # it is the user's function, and made for another precision
             pass
-        return self._sampled(), self.dtype
+        return self._sampled(), self.dtype, None
 
     def _base(self, dtype: str | None) -> Tensor:
         """The source, or zeros to add to it where the run meets it."""

@@ -5,7 +5,7 @@ what was asked for. A step that gives elements where both meet, and takes none, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elementgrad.backends.witness import Met, Pulled, Pushed, Step
 from elementgrad.explaining.following import FLAT, cut_by, decision, left, spelled
@@ -37,6 +37,8 @@ class Asked:
     """Whether the target moves with the elements."""
     meet: Callable[[], Met | None] = lambda: None
     """Where what can move meets a gradient."""
+    rounding: bool = False
+    """Whether a gradient arrives that is mere rounding."""
 
 
 def why_zero(
@@ -58,6 +60,8 @@ def why_zero(
     if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
         finding = _by_gradient(trail, asked.pull(), asked.precise)
         finding.evidence.append("forwards the derivative is not zero")
+        if finding.cause == "row-not-used" and finding.step is not None:  # it is looked up, and gets no gradient
+            finding.step = replace(finding.step, operation="padding_idx")
         return finding
     return _Zero(trail, flows, elsewhere, epsilon, asked).finding()
 
@@ -79,13 +83,14 @@ class _Zero:
         lost = self._lost()
         both = [step for step in ended if any(step is other for other in lost)]
         whole = self._chosen(ended) if ended else None
-        rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if not ended else []
+        some = self._asked.rounding or not ended
+        rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if some else []
         if both:
             return self._ended(self._chosen(both), ended)
         if whole is not None and not self._trail.cut(whole) and self._cause(whole) not in (None, *SELECTS, *FOLLOWS):
             return self._ended(whole, ended)  # nothing is left of it, and the step says why
         if rounded and (not lost or KILLS.get(rounded[-1].operation) == "cancelled"):
-            return Finding("cancelled", rounded[-1], ["what remains is rounding"])
+            return Finding("cancelled", rounded[-1], ["what remains is rounding"], ended)
         if lost and not (whole is not None and self._made_before(whole, self._chosen(lost))):
             return self._ended(self._chosen(lost), lost)
         if whole is not None:

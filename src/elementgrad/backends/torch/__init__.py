@@ -1,7 +1,7 @@
 """PyTorch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -210,6 +210,11 @@ class TorchBackend(Backend):
 
     def convert(self, x: Tensor, dtype: str) -> Tensor:
         return x.detach().to(getattr(torch, dtype))
+
+    def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
+        from elementgrad.backends.torch.explaining.widening import Widening
+
+        return Widening() if dtype in ("float64", "complex128") else nullcontext()
 
     def sample(self, run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
         from elementgrad.backends.torch.explaining.witness import sample

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from elementgrad.backends.jax.explaining.steps import Taken
+from elementgrad.backends.jax.explaining.steps import Taken, smooth
 
 Array = Any
 
@@ -42,6 +42,7 @@ def _one(run: Sequence[Taken], number: int, last: Mapping[int, int]) -> Taken:
     whole.inner = frozenset(name for step in run for name in step.inner)
     whole.unsafe = any(step.unsafe for step in run)
     whole.results, whole.gives = list(given.values()), gives
+    whole.passing = [x for step in run for x in step.results if not smooth(x)]
     whole.quiet = all(step.quiet for step in run)
     whole.note = next(_notes(run), "")
     return whole

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ PRODUCTS = {"mul", "multiply", "div", "true_divide", "divide"}
 POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
 CHOICES = {"reduce_max", "reduce_min", "max", "min", "amax", "amin", "sort", "top_k", "cummax", "cummin", "nanmax"}
 BOUNDS = {"maximum", "minimum", "fmax", "fmin"}
+SHARES = {"softmax", "log_softmax"}
+"""Functions of differences between elements alone."""
+ROUNDING = 64.0
 LOOKUPS = {"gather", "indexing", "take", "take_along_axis", ".at[].get"}
 
 
@@ -43,12 +47,14 @@ def finite(x: Array) -> bool:
 def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
     """Why a step gives no derivative, where its numbers say more than its name."""
     moving = {n: plain(t) for n, t in came.items() if largest(t) > 0}
-    if not moving or step.stops is not None:
+    if not moving or (step.stops is not None and not any(map(smooth, step.results))):
         return None
     first, tangent = next(iter(moving.items()))
     x = plain(step.operands[first])
     still = [plain(y) for n, y in enumerate(step.operands) if n not in moving and jnp.issubdtype(_kind(y), jnp.number)]
     named = {step.name, step.word}
+    if _is_too_small(step, came):
+        return "underflow"
     if step.note and "gather" not in step.inner and x.shape != step.results[0].shape:  # what is written to no place
         return "out-of-range"
     if "gather" in step.inner and named & LOOKUPS:
@@ -63,7 +69,11 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
             return "cancelled" if bool(x[tangent != 0].any()) else "stationary"
         return "underflow" if still and bool((still[0] != 0).all()) else "masked"
     if named & POWERS:
-        return "underflow" if bool((x[tangent != 0] != 0).all()) else "stationary"
+        return "underflow" if bool((plain(step.operands[0]) != 0).all()) else "stationary"
+    if "relu6" in named and bool((x[tangent != 0] > 0).all()):
+        return "clamped"
+    if named & SHARES and not _moves_at_zero(step, came):
+        return "cancelled"
     if step.inner == {"dot_general"}:
         return "cancelled" if len(moving) > 1 or not still or _meets(step, first, came[first]) else "masked"
     return None
@@ -72,6 +82,24 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
 def is_bound(step: Taken) -> bool:
     """Whether a step takes the larger or the smaller of two."""
     return step.word in BOUNDS or step.name in BOUNDS or step.name in ("max", "min")
+
+
+def _is_too_small(step: Taken, came: Mapping[int, Array]) -> bool:
+    """Whether something leaves if more comes in: a power of two, so that nothing is rounded in another way."""
+    size = worst(map(largest, came.values()))
+    if not size < 1:
+        return False
+    factor = 2.0 ** -math.frexp(size)[1]
+    more = {n: jnp.asarray(plain(t) * factor, t.dtype) for n, t in came.items()}
+    return worst(map(largest, step.push(more).values())) > 0
+
+
+def _moves_at_zero(step: Taken, came: Mapping[int, Array]) -> bool:
+    """Whether there is a slope where nothing is far out; if there is none, its parts cancel everywhere."""
+    operands = [jnp.zeros_like(x) if n in came else x for n, x in enumerate(step.operands)]
+    moves = worst(map(largest, replace(step, operands=operands).push(came).values()))
+    finest = max(float(jnp.finfo(t.dtype).eps) for t in came.values())
+    return not moves <= ROUNDING * finest * worst(map(largest, came.values()))
 
 
 def _kind(x: Array) -> Any:

@@ -19,6 +19,8 @@ UNSAFE = {*CALLBACKS, "while", "debug_callback"}
 """What is not run on other numbers: they call the user's Python code, or may never end."""
 CUSTOM_JVP = {"custom_jvp_call"}
 CUSTOM_VJP = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+LOOPS = {"while", "scan"}
+"""Count their turns, which are whole numbers."""
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "is_finite"}
 
 
@@ -52,6 +54,8 @@ class Taken:
     """The primitives that it is made of."""
     unsafe: bool = False
     """Whether it is not run on other numbers."""
+    passing: Sequence[Array] = ()
+    """Whole numbers and truths that it makes on the way, if it is one call of several operations."""
 
     def __post_init__(self) -> None:
         inner = {name for name in words.primitives(self.params) if not name.endswith("jit")}
@@ -143,16 +147,15 @@ class Taken:
         if self.own:
             return "custom-rule", "its rule gives a derivative that does not depend on what comes in"
         if not any(map(smooth, self.results)):
-            kinds = [str(x.dtype) for x in self.results if hasattr(x, "dtype")][:1]
-            return "discrete", f"{kinds[0]} comes out" if kinds else ""
+            return "discrete", _kind_of(self.results)
         if self.refused is not None:
             return "no-rule", ""
         if inner & STEPS:
             return "step-function", ""
         if "stop_gradient" in inner:
             return "detached", "it calls stop_gradient inside"
-        if inner & COMPARISONS:
-            return "discrete", ""
+        if inner & COMPARISONS or self.passing:
+            return "discrete", _kind_of(self.passing)
         return None, ""
 
 
@@ -168,10 +171,17 @@ def connect(steps: Sequence[Taken], source: int) -> frozenset[int]:
             continue
         linked = step.linked(active)
         connected.update([step.gives[number] for number in linked])
+        if linked and not step.note and step.name not in LOOPS and not all(map(smooth, step.results)):
+            step.stops = "discrete"  # of the rest, such as the indices beside the largest
         if not linked:
             cause, seen = step.why_stopped()
             step.stops, step.note = cause, step.note or seen
     return frozenset(connected)
+
+
+def _kind_of(values: Sequence[Array]) -> str:
+    kinds = [str(x.dtype) for x in values if hasattr(x, "dtype")][:1]
+    return f"{kinds[0]} comes out" if kinds else ""
 
 
 def smooth(x: Array) -> bool:

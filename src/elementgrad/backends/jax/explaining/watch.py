@@ -69,6 +69,7 @@ class Watch(core.Trace):
             step = Taken("closure", {}, lambda x: [x], [self._source], [self.first.number], None, "the array used here")
             step.where = words.place(current().traceback).where
             step.results, step.gives = [self._source], [self._borrowed]
+            step.quiet = True  # it is to blame where nothing else is
             step.stops, step.note = "outside-tape", "the code takes the array itself from outside, not its argument"
             self.steps.append(step)
         return self._borrowed

@@ -165,7 +165,7 @@ class JaxWitness(Witness):
         return np.where(mask.reshape(gradient.shape), plain(gradient), 0)
 
     def values(self) -> Sequence[Seen | None] | None:
-        return [Seen(all(map(finite, step.operands)), all(map(finite, step.results))) for step in self._steps]
+        return [_seen(step) for step in self._steps]
 
 
 def _told(step: Taken) -> Step:
@@ -181,6 +181,12 @@ def _told(step: Taken) -> Step:
         step.decides,
         quiet=step.quiet,
     )
+
+
+def _seen(step: Taken) -> Seen:
+    takes = [plain(x) for x in step.operands if smooth(x)]
+    grows = all(x.all() for x in takes) and not any(np.isnan(plain(x)).any() for x in step.results if smooth(x))
+    return Seen(all(map(finite, step.operands)), all(map(finite, step.results)), bool(grows))
 
 
 def _there(came: dict[int, Array], went: dict[int, Array], arrives: float) -> float:

@@ -13,6 +13,9 @@ from elementgrad.backends.witness import Pulled, Pushed, Seen, bounded, weights
 
 Tensor = Any
 CHOOSES = {"Max", "Min", "TopKV2", "Maximum", "Minimum", "MaxPool", "MaxPoolV2", "MaxPool3D"}
+BOUNDS = {"Maximum", "Minimum"}
+"""Of those, the ones that may take a constant."""
+SHARES = {"Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
 PRODUCTS = {"Mul", "RealDiv"}
 MATRICES = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
 SUMS = {*MATRICES, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
@@ -114,7 +117,11 @@ def touching(records: Sequence[Record], start: Mapping[int, np.ndarray]) -> dict
 
 def seen(each: Record) -> Seen | None:
     """Whether the numbers of a step are finite."""
-    return Seen(all(map(_finite, each.inputs)), all(map(_finite, each.outputs))) if each.inputs else None
+    if not each.inputs:
+        return None
+    takes, gives = [x for x in each.inputs if differentiable(x)], [y for y in each.outputs if differentiable(y)]
+    grows = all(np.all(x.numpy()) for x in takes) and not any(np.isnan(y.numpy()).any() for y in gives)
+    return Seen(all(map(_finite, takes)), all(map(_finite, gives)), grows)
 
 
 def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
@@ -123,9 +130,15 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     x, tangent = carrying[0]
     if each.inside:
         return words.suspect(each.inside)
+    moved = np.abs(tangent.numpy()) > 0
+    if _is_too_small(each, tangents):
+        return "underflow"
+    if each.kind in SHARES and not np.ptp(tangent.numpy(), axis=-1).any():  # it takes differences alone
+        return "cancelled"
+    if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
+        return "clamped"
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
-        moved = np.abs(tangent.numpy()) > 0
-        if np.isin(np.asarray(x)[moved], each.outputs[0].numpy()).any():
+        if _ties(each, np.asarray(x), moved):
             return "tie"
         return _bounded(each, tangents) or "not-selected"
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
@@ -140,12 +153,34 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     return _why_no_sum(each, tangents) if each.kind in SUMS else None
 
 
+def _ties(each: Record, x: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether what could move is as large as what was taken."""
+    chosen = each.outputs[0].numpy()
+    if each.kind in BOUNDS:
+        return bool((np.broadcast_to(x, chosen.shape) == chosen)[np.broadcast_to(moved, chosen.shape)].any())
+    return bool(np.isin(x[moved], chosen).any())
+
+
 def _bounded(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     """What a maximum or minimum with a bound is."""
     still = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
-    if each.kind not in ("Maximum", "Minimum") or each.word == "clip_by_value" or len(still) != 1:
+    if each.kind not in BOUNDS or each.word == "clip_by_value" or len(still) != 1:
         return None
     return bounded(each.kind == "Maximum", still[0].numpy())
+
+
+def _is_too_small(each: Record, tangents: Sequence[Tensor | None]) -> bool:
+    """Whether something leaves if more comes in: a power of two, so that nothing is rounded in another way."""
+    size = max([_size(t) for t in tangents if t is not None])
+    if not size < 1:
+        return False
+    factor = 2.0 ** -math.frexp(size)[1]
+    more = [None if t is None else tf.cast(_wide(t) * factor, t.dtype) for t in tangents]
+    return any(t is not None and _size(t) > 0 for t in each.push(more))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return tf.cast(x, tf.complex128 if x.dtype.is_complex else tf.float64)
 
 
 def _why_no_sum(each: Record, tangents: Sequence[Tensor | None]) -> str:

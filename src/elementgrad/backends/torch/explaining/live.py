@@ -36,6 +36,11 @@ def told(of: Picked, wrt: Picked) -> Told:
     return _joined(of, wrt, _Way(graph, end))
 
 
+def leads(y: Tensor, x: Tensor) -> bool:
+    """Whether the graph of one tensor leads to another."""
+    return y.requires_grad and x.requires_grad and get_gradient_edge(x).node in _graph(get_gradient_edge(y).node)
+
+
 def _told(verdict: Verdict, cause: str | None, evidence: str = "", step: Step | None = None, **more: Any) -> Told:
     return Told(verdict, None, Remark(cause, evidence, step), "the result", "the tensor", **more)
 

@@ -46,8 +46,8 @@ class Meter:
     all = False
     """Whether what is not computed from the source is measured as well."""
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
-        """A measure of what a step takes."""
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
+        """A measure of what a step takes, and may write to."""
 
     def after(self, ran: Ran, before: Any) -> Any:
         """The measure of a step."""

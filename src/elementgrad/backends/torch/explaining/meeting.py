@@ -8,6 +8,7 @@ import torch
 
 from elementgrad import tree
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
+from elementgrad.backends.torch.explaining.structure import structured
 from elementgrad.backends.torch.quiet import state, undisturbed
 from elementgrad.backends.touching import guessed, touched
 
@@ -26,10 +27,10 @@ class Meeting(Meter):
         self.masks: dict[int, np.ndarray] = {}
         self.alive: set[int] = set()
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
-        """The numbers, which the step may overwrite."""
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
+        """The numbers, if the step may overwrite them."""
         self.masks.setdefault(self._source(), self._mask)
-        return {id(x): x.detach().clone() for x in taken}
+        return {id(x): x.detach().clone() for x in taken} if writes else {}
 
     def after(self, ran: Ran, before: Any) -> None:
         """Mask what the step gave."""
@@ -38,7 +39,9 @@ class Meeting(Meter):
         }
         if not masks:
             return
-        made = {id(x): mask for x, mask in zip(ran.made, _given(ran, before, masks), strict=True)}
+        known = None if before else structured(ran, masks)
+        found = tried(ran, before, masks) if known is None else known
+        made = {id(x): mask for x, mask in zip(ran.made, found, strict=True)}
         spread = any(mask.any() for mask in made.values())
         for x, number in ran.given:
             mask = made.get(id(x))
@@ -57,7 +60,7 @@ class Meeting(Meter):
         return note
 
 
-def _given(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> list[np.ndarray]:
+def tried(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> list[np.ndarray]:
     """Masks for what a step made or wrote to. The user's own functions are not run on numbers that are not theirs."""
     shapes = [tuple(x.shape) for x in ran.made]
     flat = tree.flat((ran.args, dict(ran.kwargs)))

@@ -6,84 +6,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from elementgrad import tree
 from elementgrad.backends.torch.calls import clock
+from elementgrad.backends.torch.explaining.endings import BOUNDS, largest, tangent_of, why_none
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
-from elementgrad.backends.torch.functions import aside
-from elementgrad.backends.witness import Pulled, Pushed, Seen, bounded
+from elementgrad.backends.witness import Pulled, Pushed, Seen
 
 Tensor = torch.Tensor
-CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
-BOUNDS = {"maximum", "minimum"}
-SUMS = {"sum", "mean", "add", "sub", "__rsub__", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "addmm"}
-SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "layer_norm", "group_norm", "logsumexp", "bilinear"}
-PRODUCTS = {"mul", "mul_", "__rmul__", "__imul__", "div", "true_divide"}
 
 
 class Tangents(Meter):
     """The largest derivative of what a step takes and gives by the elements that were asked for."""
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
-        tangents = [_tangent(x) for x in taken]
-        return [None if t is None else t.clone() for t in tangents] if any(t is not None for t in tangents) else None
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
+        tangents = [tangent_of(x) for x in taken]
+        if writes:
+            tangents = [None if t is None else t.clone() for t in tangents]
+        return tangents if any(t is not None for t in tangents) else None
 
     def after(self, ran: Ran, before: Any) -> Pushed:
         if before is None:
             return Pushed(0.0, 0.0)
-        arrives = max([_largest(t) for t in before if t is not None], default=0.0)
-        leaves = max([_largest(t) for x in ran.made if (t := _tangent(x)) is not None], default=0.0)
+        arrives = max([largest(t) for t in before if t is not None], default=0.0)
+        leaves = max([largest(t) for x in ran.made if (t := tangent_of(x)) is not None], default=0.0)
         cause = None
         if arrives > 0 and (leaves == 0 or ran.name in BOUNDS):
-            cause = _why_none(ran, before)
+            cause = why_none(ran, before)
         return Pushed(arrives, leaves, cause)
-
-
-def _why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
-    """Why a step gives no derivative, where its numbers say more than its name."""
-    name = ran.name.removeprefix("linalg_")
-    carrying = [(x, t) for x, t in zip(ran.taken, before, strict=True) if t is not None and bool(t.any())]
-    x, tangent = carrying[0]
-    if name in BOUNDS and len(carrying) == 1 and "out" not in ran.kwargs:
-        (bound,) = [y for y in (*ran.args, *ran.kwargs.values()) if y is not x]
-        return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
-    if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
-        return "tie" if bool(torch.isin(x.detach()[tangent != 0], ran.made[0].detach()).any()) else "not-selected"
-    if name in PRODUCTS:
-        if len(carrying) > 1:
-            return "stationary" if not bool(x.detach()[tangent != 0].any()) else "cancelled"
-        others = [y for y in ran.args if y is not x and isinstance(y, (Tensor, float, int))]
-        if others and bool(torch.as_tensor(others[0]).detach().ne(0).all()):
-            return "underflow"
-    if name in SUMS:
-        return "cancelled" if _adds_up(ran, before) else "masked"
-    return None
-
-
-def _adds_up(ran: Ran, before: Sequence[Tensor | None]) -> bool:
-    """Whether a sum gives something for parts that come in other amounts: then what came in had cancelled."""
-    slots = {id(x): tangent for x, tangent in zip(ran.taken, before, strict=True) if tangent is not None}
-    generator = torch.Generator().manual_seed(0)
-
-    def other(x: Any) -> Any:
-        tangent = slots.get(id(x)) if isinstance(x, Tensor) else None
-        if tangent is None:
-            return x
-        amounts = torch.rand(tangent.shape, generator=generator, dtype=torch.float64).to(tangent) + 0.5
-        return forward_ad.make_dual(forward_ad.unpack_dual(x).primal.detach(), tangent * amounts)
-
-    with aside():
-        again = ran.func(*tree.mapped(ran.args, other), **tree.mapped(dict(ran.kwargs), other))
-    return any(bool(t.any()) for x in tree.flat(again) if isinstance(x, Tensor) and (t := _tangent(x)) is not None)
-
-
-def _tangent(x: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(x).tangent if x.is_floating_point() or x.is_complex() else None
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 class Gradients(Meter):
@@ -154,18 +104,13 @@ def note_flow(flow: Flow, top: bool, ends: Sequence[int], positions: np.ndarray 
                 went = went.reshape(-1)[chosen]
                 same = None if same is None else same.reshape(-1)[chosen]
                 came = came if same is None else [same]
-            flow.leaves = _worst([flow.leaves, _size(went)])
+            flow.leaves = _worst([flow.leaves, largest(went)])
             if same is not None and not math.isfinite(flow.leaves):
-                flow.there = max(flow.there or 0.0, _size(same[~torch.isfinite(went)]))
+                flow.there = max(flow.there or 0.0, largest(same[~torch.isfinite(went)]))
         if top:
-            flow.arrives = _worst([flow.arrives, *map(_size, came)])
+            flow.arrives = _worst([flow.arrives, *map(largest, came)])
 
     return hook
-
-
-def _size(x: Tensor) -> float:
-    """The largest in size; NaN if there is one."""
-    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def _worst(sizes: Sequence[float | None]) -> float:
@@ -178,11 +123,14 @@ class Numbers(Meter):
 
     all = True
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
-        return all(map(_finite, taken))
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
+        return all(map(_finite, taken)), all(bool(x.detach().all()) for x in taken)
 
     def after(self, ran: Ran, before: Any) -> Seen:
-        return Seen(before, all(map(_finite, ran.made)))
+        given = [x for x in tree.flat((ran.args, ran.kwargs)) if isinstance(x, float)]
+        finite, nonzero = before
+        grows = nonzero and not any(bool(x.detach().isnan().any()) for x in ran.made)
+        return Seen(finite and all(map(math.isfinite, given)), all(map(_finite, ran.made)), grows)
 
 
 def _finite(x: Tensor) -> bool:
@@ -192,7 +140,7 @@ def _finite(x: Tensor) -> bool:
 class Prints(Meter):
     """A number for what each step takes and gives, which is another if any bit of theirs is another."""
 
-    def before(self, taken: Sequence[Tensor]) -> Any:
+    def before(self, taken: Sequence[Tensor], writes: bool) -> Any:
         return _print(taken)
 
     def after(self, ran: Ran, before: Any) -> tuple[int, int]:

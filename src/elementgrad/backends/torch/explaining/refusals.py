@@ -1,15 +1,19 @@
 """What PyTorch says when it refuses a gradient, as a cause and a step."""
 
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elementgrad.backends.lines import is_users, spelled
 from elementgrad.backends.torch.explaining.measures import Overwrite
 from elementgrad.backends.torch.explaining.watch import Watch
-from elementgrad.backends.witness import Remark, Step
+from elementgrad.backends.witness import TO_A_LEAF, Remark, Step
 
 CHANGED = "modified by an inplace operation"
 TWICE = "backward through the graph a second time"
+LEAF = "leaf Variable that requires grad"
+UNUSED = "appears to not have been used in the graph"
 UNTRACKED = "does not require grad"
 MISSING = re.compile(r"(?:derivative for '?(?:aten::)?|: )(\w+)'? is not implemented")
 SHAPE = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\]")
@@ -28,13 +32,15 @@ class Refused:
     @classmethod
     def after(cls, watch: Watch) -> "Refused":
         """What a watch has seen."""
-        return cls(watch.steps, watch.overwrites, watch.backwards.steps, watch.carried)
+        return cls(watch.steps, watch.overwrites, watch.asking.backwards, watch.carried)
 
     def remark(self, error: BaseException) -> Remark | None:
         """The cause of an error of PyTorch's; None if it is none that is known."""
         for text in (str(error), str(error.__cause__ or "")):
             if CHANGED in text:
                 return Remark("modified-in-place", "the gradient needs the numbers from before", self._writer(text))
+            if LEAF in text:
+                return Remark("modified-in-place", "", Step(TO_A_LEAF, _line(error)))
             if TWICE in text:
                 return self._twice()
             missing = MISSING.search(text)
@@ -61,3 +67,10 @@ class Refused:
         if maker:
             fitting = [write for write in fitting if write.maker == maker.group(1).lower()] or fitting
         return fitting[-1].step if fitting else None
+
+
+def _line(error: BaseException) -> str | None:
+    """The user's line that an error comes from."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [spelled(file, line) for file, line in frames if is_users(file, ["torch"])]
+    return users[-1] if users else None

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad import tree
 from elementgrad.backends.torch.calls import clock, name_of
-from elementgrad.backends.torch.explaining import lenient, words
-from elementgrad.backends.torch.explaining.backwards import Backwards
+from elementgrad.backends.torch.explaining import lenient, parameters, words
+from elementgrad.backends.torch.explaining.asking import Asking
 from elementgrad.backends.torch.explaining.callers import caller
 from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
 from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
@@ -50,12 +50,13 @@ class Watch:
         self._exported: dict[int, Step] = {}
         self._makers: dict[int, str] = {}  # the function that a value came from
         self.overwrites: list[Overwrite] = []
-        self.backwards = Backwards()
+        self.asking = Asking()
         self.carried: Step | None = None
         """The first step that took a tensor with a graph from before."""
         self.tracked = False
         """Whether any step took a tensor that is tracked."""
         self._root: int | None = None
+        self._checkpoints = 0  # reentrant ones that the code is in
 
     @contextmanager
     def on(self) -> Iterator["Watch"]:
@@ -63,6 +64,7 @@ class Watch:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(parameters.seen.on())
             stack.enter_context(_Calls(self))
             stack.enter_context(watched_by(self))
             yield self
@@ -90,7 +92,7 @@ class Watch:
         known = self.values.known(x)
         if known is not None:
             return known
-        if self._root is not None and self.backwards.followed is None and x.is_leaf and x.requires_grad:
+        if self._root is not None and self.asking.followed is None and x.is_leaf and x.requires_grad:
             self.tracked = True
             leaf = self.source(x)
             self._add(Step("a leaf", takes=(self._root,), gives=(leaf,), quiet=True))
@@ -120,7 +122,7 @@ class Watch:
 
     def follow(self, x: Tensor | None) -> int:
         """Derivatives start at a tensor, or at all leaves that are tracked."""
-        self.backwards.followed = x
+        self.asking.followed = x
         self._root = self.source(torch.empty(0) if x is None else x)
         return self._root
 
@@ -128,6 +130,11 @@ class Watch:
         """Note that a tensor goes where nobody can follow: into a transform of `torch.func`. It goes as it is."""
         self._close("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
+
+    def remade(self, x: Tensor, made: Tensor) -> None:
+        """A tensor of another kind takes over the memory of one."""
+        if self.values.known(x) is not None:
+            self.number(made)  # while both are alive
 
     def _close(self, word: str, taken: Sequence[Tensor]) -> None:
         if taken:
@@ -144,10 +151,17 @@ class Watch:
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and note what it did."""
         name = name_of(func)
-        if not watching() or words.is_aside(name):
+        if not watching():
+            return func(*args, **kwargs)
+        if name == "grad.__get__":
+            return self.asking.read(func, args[0], self.path)
+        if words.is_aside(name):
             return func(*args, **kwargs)
         if name == "backward":
-            return self._backward(func, args, kwargs)
+            roots = _tensors(args[0] if args else kwargs.get("tensors"))
+            return self.asking.backward(func, args, kwargs, self.path, [self.number(x) for x in roots])
+        if name == "grad":
+            self.asking.note(*args, **kwargs)
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
@@ -162,7 +176,11 @@ class Watch:
         name = getattr(kind, "__name__", "Function")
         home = getattr(kind, "__module__", "")
         if name in LOOKED_INTO:
-            return apply(*args, **kwargs)
+            self._checkpoints += 1
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                self._checkpoints -= 1
         if name == HOOKS:
             self.remarks.append(Remark("hook", "", Step("a backward hook", None, self.path)))
         own = not home.startswith(("torch.", "elementgrad."))
@@ -192,7 +210,7 @@ class Watch:
         ]
         measured = [x for x, _ in looked]
         with aside():
-            before = meter.before(measured) if meter and measured else None
+            before = meter.before(measured, words.may_write(name, args, kwargs)) if meter and measured else None
         grad, start = torch.is_grad_enabled(), clock()
         with aside():
             result = func(*args, **kwargs)
@@ -217,7 +235,9 @@ class Watch:
                 stops = "assigned-state"
         by = caller()
         if by.verb is not None:
-            word, stops = by.verb, by.stops if stops else None
+            word, stops = by.verb, by.stops(stops)
+        if stops == "no-grad" and self._checkpoints:
+            word = "checkpoint"
         step = Step(word, by.where, self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
         if not self._reached.isdisjoint(numbers):
             self._reached.update(given)
@@ -265,11 +285,6 @@ class Watch:
         for x in taken if name in ("numpy", "__array__", "__dlpack__") else ():
             self._exported[memory_of(x)] = step
         return result
-
-    def _backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        roots = _tensors(args[0] if args else kwargs.get("tensors"))
-        step = Step("backward", caller().where, self.path, tuple([self.number(x) for x in roots]))
-        return self.backwards.call(step, func, args, kwargs)
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):

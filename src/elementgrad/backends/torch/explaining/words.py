@@ -11,6 +11,7 @@ WORDS = {
     "__setitem__": "item assignment",
     "data.__get__": ".data",
     "data.__set__": ".data =",
+    "multi_head_attention_forward": "attention",
     "__rsub__": "sub",
     "__rtruediv__": "div",
     "__rdiv__": "div",
@@ -102,6 +103,13 @@ def word(func: Any) -> str:
         return WORDS[name]
     title = name.partition(".")[0].removeprefix("linalg_")
     return title[2:-2] if title.startswith("__") and title.endswith("__") else title
+
+
+def may_write(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function may write to what it takes, by its name or by what it is told."""
+    if name.endswith("__"):
+        return name.endswith("__set__") or name.startswith(("__i", "__set"))
+    return name.endswith("_") or bool(kwargs.get("inplace")) or "out" in kwargs or any(x is True for x in args)
 
 
 def is_aside(name: str) -> bool:

@@ -1,0 +1,53 @@
+"""What is known of a function without a run is what trying it out says."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from elementgrad import tree
+from elementgrad.backends.torch.explaining.measures import Ran
+from elementgrad.backends.torch.explaining.meeting import tried
+from elementgrad.backends.torch.explaining.structure import structured
+
+X, WEIGHT, BIAS, SCALE = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5), torch.randn(4)
+TURNED = X.transpose(1, 2).contiguous()
+CALLS = {
+    "the input of linear": (F.linear, (X, WEIGHT, BIAS), {}, [(X, (0, 1, 2))]),
+    "the weight of linear": (F.linear, (X, WEIGHT, BIAS), {}, [(WEIGHT, (3, 1))]),
+    "the bias of linear": (F.linear, (X, WEIGHT), {"bias": BIAS}, [(BIAS, 2)]),
+    "both sides of matmul": (torch.matmul, (X, TURNED), {}, [(X, (0, 1, 2)), (TURNED, (1, 2, 0))]),
+    "what addmm adds to": (torch.addmm, (BIAS, X[0], WEIGHT.T), {}, [(BIAS, 1)]),
+    "an element of layer_norm": (F.layer_norm, (X, (4,), SCALE), {}, [(X, (0, 1, 2))]),
+    "a whole row of layer_norm": (F.layer_norm, (X, (4,)), {}, [(X, (0, 1))]),
+    "the weight of layer_norm": (F.layer_norm, (X, (4,), SCALE), {}, [(SCALE, 1)]),
+    "a factor": (torch.Tensor.mul, (X, SCALE), {}, [(SCALE, 1)]),
+    "a sum with a number": (torch.Tensor.add, (X, 2.0), {}, [(X, (0, 0, 0))]),
+    "gelu": (F.gelu, (X,), {}, [(X, (1, 1, 1))]),
+    "transpose": (torch.Tensor.transpose, (X, 0, 1), {}, [(X, (0, 1, 2))]),
+    "split": (torch.Tensor.split, (X, 2, 2), {}, [(X, (0, 1, 2))]),
+    "cat": (torch.cat, ([X, TURNED.reshape(2, 3, 4)], 1), {}, [(X, (1, 0, 0))]),
+    "embedding": (F.embedding, (torch.tensor([[0, 2]]), WEIGHT), {}, [(WEIGHT, (2, 1))]),
+    "indexing": (torch.Tensor.__getitem__, (X, (0, slice(None), torch.tensor([1, 3]))), {}, [(X, (0, 1, 3))]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rule_says_what_trying_says(call):
+    function, args, kwargs, places = CALLS[call]
+    masks = {}
+    for x, index in places:
+        masks[id(x)] = np.zeros(tuple(x.shape), bool)
+        masks[id(x)][index] = True
+    made = [x for x in tree.flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    taken = [x for x in tree.flat((args, kwargs)) if isinstance(x, torch.Tensor)]
+    ran = Ran(function.__name__, function, args, kwargs, taken, made, 0)
+    found, expected = structured(ran, masks), tried(ran, {}, masks)
+    assert any(mask.any() for mask in expected)
+    for mask, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mask, other)
+
+
+def test_a_factor_of_zero_has_to_be_tried():
+    ran = Ran("mul", torch.Tensor.mul, (X, 0.0), {}, [X], [X * 0.0], 0)
+    assert structured(ran, {id(X): np.ones(tuple(X.shape), bool)}) is None
