@@ -82,6 +82,9 @@ class TorchBackend(Backend):
             return value.to(like.dtype)
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return torch.tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
+
     def fresh(self, x: Tensor) -> Tensor:
         return x.clone()
 
