@@ -8,7 +8,7 @@ from elementgrad.cli.parser import parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 for a finding, 2 for a call that cannot work, 3 for user's errors."""
+    """Run a command and return its exit code: 0, 1 for a finding, 2 for a call that cannot work, 3 for user's code."""
     options = vars(parser().parse_args(arguments))
     debug = options.pop("debug", False)
     options.pop("command")

@@ -1,6 +1,7 @@
 """How a command ends: its exit code, and what is said of an error."""
 
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -11,6 +12,7 @@ from elementgrad.errors import ElementgradError
 FINDING, USAGE, THEIRS, INTERRUPTED, PIPE = 1, 2, 3, 130, 141
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "equinox", "optax", "numpy", "safetensors")
 """Packages whose own checks raise for bad input: what they say is told in one line."""
+PYTHON = re.compile(r"""\b(of|wrt|unconnected|budget)=(["'])(.*?)\2""")
 
 
 class InputError(ElementgradError, ValueError):
@@ -83,10 +85,15 @@ def _is_theirs(filename: str) -> bool:
     return not python and is_users(filename, FRAMEWORKS) and not filename.startswith("<")
 
 
+def typed(text: str) -> str:
+    """A message that speaks of arguments in Python, in the words of the command line."""
+    return PYTHON.sub(r"--\1 '\3'", text).replace("pass --", "give --")
+
+
 def _in_a_line(error: BaseException) -> str:
     text = str(error).strip()
     if isinstance(error, ElementgradError):
-        return text
+        return typed(text)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, ImportError):

@@ -12,8 +12,8 @@ CODES = """exit codes:
   1  a finding: no path, a gradient of zero, numbers that are not finite, or a difference
   2  the command cannot work as it was given
   3  your own code raised; its traceback is shown"""
-MODEL = """file.py:name or package.module:name, of a model or a function. A class, and a function that takes no arguments,
-are called first, and what they return is used; 'file.py:name()' calls any other function, too"""
+MODEL = """file.py:name or package.module:name, of a model or a function. A class, and a function that takes no
+arguments, are called first, and what they return is used; 'file.py:name()' calls any other function, too"""
 INPUTS = """arguments in order: a .npy, .npz, .safetensors or .json file, JSON such as '[1.0, 2.0]', or file.py:name;
 'data.npz:x' takes one array of a file"""
 
@@ -148,7 +148,11 @@ def _patch(commands: Any) -> None:
     inspect.add_argument("patch", metavar="PATCH", help="the file of a patch")
     _printed(inspect, "patching.look")
     for name, does, example in (
-        ("apply", "put the values of a patch into weights", "model.safetensors patch.safetensors --out new.safetensors"),
+        (
+            "apply",
+            "put the values of a patch into weights",
+            "model.safetensors patch.safetensors --out new.safetensors",
+        ),
         ("undo", "take a patch back, to the bit", "new.safetensors patch.safetensors --out old.safetensors"),
     ):
         action = _command(
@@ -164,12 +168,14 @@ Weights that the patch was not made for are refused, and no file is written.""",
         action.add_argument(
             "target", metavar="WEIGHTS", help="a .safetensors or .npz file of weights, or file.py:name of a model"
         )
-        action.add_argument("patch", metavar="PATCH", help="the file of a patch")
+        action.add_argument(
+            "patch", metavar="PATCH", nargs="+", help="the file of a patch, or several that belong together"
+        )
         action.add_argument(
             "--out",
             metavar="FILE",
             required=True,
-            help="where the weights go, all of them: .safetensors or .npz, for a Keras model also .weights.h5 or .keras",
+            help="where all the weights go: .safetensors or .npz, for a Keras model also .weights.h5 or .keras",
         )
         _printed(action, f"patching.{'put' if name == 'apply' else 'take_back'}")
 

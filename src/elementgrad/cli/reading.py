@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import elementgrad as eg
-from elementgrad.cli.failures import FINDING, InputError, say, their_traceback
+from elementgrad.cli.failures import FINDING, InputError, say, their_traceback, typed
 from elementgrad.cli.loading import workplace
 from elementgrad.cli.results import ARRAYS, PICTURES, Gradient, destination, show, text_of, write
 from elementgrad.cli.subject import Subject
@@ -61,7 +61,7 @@ def grad(
         except eg.UnconnectedError as error:
             if their_traceback(error) is not None:
                 raise
-            finding, message = "unconnected", str(error)
+            finding, message = "unconnected", typed(str(error))
         told = {
             "command": "grad",
             "framework": subject.backend.name,

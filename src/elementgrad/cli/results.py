@@ -89,6 +89,8 @@ def _safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 def text_of(values: np.ndarray) -> str:
     """Numbers for a person, or for the next program if there are few."""
+    if not values.ndim:
+        return str(values[()])
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
     return np.array2string(values, threshold=MOST, max_line_width=width, separator=", ")
 
