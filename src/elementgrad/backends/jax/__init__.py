@@ -55,7 +55,7 @@ class JaxBackend(Backend):
         return value.astype(like.dtype) if isinstance(value, Array) else jnp.asarray(value, like.dtype)
 
     def tensor(self, array: np.ndarray) -> Array:
-        return jnp.array(array)
+        return jax.device_put(array.copy())  # jnp.array compiles a program for it
 
     def take(self, x: Array, selection: Selection) -> Array:
         index, flips = selection.basic or selection.native(_as_it_is)
