@@ -47,6 +47,11 @@ class Tabular:
         return grid(self._rows())
 
 
+def rows_of(what: Tabular) -> Rows:
+    """The heads and rows of what is printed as a table."""
+    return what._rows()
+
+
 def box(head: str, lines: Iterable[str] = (), colour: str = CALM) -> str:
     """A heading and some lines behind a coloured margin.
 
