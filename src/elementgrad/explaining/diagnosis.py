@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from elementgrad.backends.witness import Step, Verdict
 from elementgrad.explaining.causes import CAUSES, UNDECIDED
 from elementgrad.explaining.trail import Finding, Trail
+from elementgrad.markup import box, guarded
 
 Tensor = Any
 SENTENCES: dict[str, str] = {
@@ -124,14 +124,10 @@ class Diagnosis:
             lines.append(f"fix: {self.fix}")
         return "\n".join(lines)
 
+    @guarded
     def _repr_html_(self) -> str:
         head, *rest = str(self).split("\n")
-        colour = COLOURS[self.verdict]
-        rows = "".join([f"<div>{escape(line)}</div>" for line in rest])
-        return (
-            f'<div style="border-left: 4px solid {colour}; padding-left: 8px">'
-            f'<div style="color: {colour}; font-weight: bold">{escape(head)}</div>{rows}</div>'
-        )
+        return box(head, rest, COLOURS[self.verdict])
 
 
 def _spelled(step: Step) -> str:
