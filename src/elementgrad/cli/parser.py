@@ -126,10 +126,14 @@ def _report(commands: Any) -> None:
         "report",
         "one HTML file with the gradient, its pictures, plan and diagnosis",
         """examples:
-  elementgrad report net.py:net x.npy --of 'head[0, 3]' --wrt x --out report.html""",
+  elementgrad report net.py:net x.npy --of 'head[0, 3]' --wrt x --out report.html
+  elementgrad report patch.safetensors --out patch.html
+
+In place of MODEL stands the file of a patch for a page about what was trained.""",
     )
     _subject(report)
-    _sides(report)
+    _sides(report, several=True)
+    report.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
     report.add_argument("--title", help="what stands at its head")
     _printed(report, "reporting.report")
