@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import elementgrad as eg
+from elementgrad.backends.lines import is_users
 from tests.user_files import FILES, WEIGHT
 
 ROOT = Path(eg.__file__).parent.parent
@@ -128,6 +129,11 @@ def test_interrupts_and_closed_pipes_end_quietly(folder):
     done = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=right, stderr=subprocess.PIPE)
     os.close(right)
     assert done.stderr == b"141\n"
+
+
+def test_the_script_that_starts_it_is_no_line_of_the_users():
+    assert not is_users("/usr/local/bin/elementgrad", ())
+    assert is_users("/home/somebody/elementgrad.py", ())
 
 
 def test_tab_completion_knows_commands_and_options(folder):
