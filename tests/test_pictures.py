@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import elementgrad as eg
 from elementgrad.show.canvas import Picture
@@ -200,8 +201,6 @@ def test_contributions_are_a_waterfall(fw):
 
 
 def test_a_trace_and_what_was_trained_are_drawn():
-    import torch
-
     model = torch.nn.Linear(3, 2)
     elements = eg.trainable(model, ["weight[0, 1]", "bias"])
     trace, before = [], elements["weight[0, 1]"].item()
@@ -235,6 +234,8 @@ REFUSED = {
     "a limit": ((np.ones(3),), {"limit": 0}, eg.OptionError, "limit=0"),
     "channels": ((np.ones((2, 3, 4)),), {"channels": "middle"}, eg.OptionError, "neither"),
     "images": ((np.ones((2, 3, 4, 4)),), {"kind": "image"}, eg.OptionError, "2 images"),
+    "nothing": ((np.zeros((0, 5)),), {}, eg.OptionError, r"shape \(0, 5\) has no elements"),
+    "sparse": ((torch.eye(3).to_sparse(),), {}, eg.FrameworkError, "is sparse"),
     "a marked trace": (([{"x": 1.0}],), {"mark": 0}, eg.OptionError, "mark is for arrays"),
     "steps": (([{"x": 1.0}, {"y": 1.0}],), {}, eg.OptionError, "different places"),
 }
@@ -248,9 +249,10 @@ def test_what_cannot_be_plotted_is_refused_in_one_sentence(case):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "values", [np.zeros((2, 3)), np.zeros((0,)), np.full((2, 2), 1e-320), np.full(30, 1e300)], ids=str
-)
+ODD = {"zeros": np.zeros((2, 3)), "tiny": np.full((2, 2), 1e-320), "huge": np.full(30, 1e300)}
+
+
+@pytest.mark.parametrize("values", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_odd_numbers_are_drawn_without_a_warning(values, theme):
     with warnings.catch_warnings():

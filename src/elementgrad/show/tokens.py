@@ -30,7 +30,7 @@ def per_token(values: np.ndarray, tokens: Any) -> tuple[np.ndarray, list[str]]:
     for axes in (1, 2):
         if values.ndim >= axes and values.shape[-axes] == len(texts) and math.prod(values.shape[:-axes]) == 1:
             rows = values.reshape(values.shape[-axes:])
-            return rows if axes == 1 else np.sqrt((rows**2).sum(axis=-1)), texts
+            return rows.reshape(-1) if rows.size == len(texts) else np.sqrt((rows**2).sum(axis=-1)), texts
     raise OptionError(
         f"{len(texts)} tokens for a gradient of shape {values.shape}; give one text for each position of a gradient of "
         "shape (positions,) or (positions, features)"
@@ -59,7 +59,7 @@ def sequence(
             _draw(picture, axes, (left + 0.06, row + 0.6), texts[number], float(values[number]), scale, gid)
             left += widths[number]
     bar(picture, axes, scale)
-    notes = [f"the length of the gradient over the {features} numbers of each token"] if features else []
+    notes = [f"the length of the gradient over the {features} numbers of each token"] if features > 1 else []
     if len(tokens) > MOST:
         notes.append(f"the first {MOST} of {len(tokens)} tokens")
     return picture, [*notes, *scale.notes]
