@@ -64,11 +64,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Steps:
-    """A way, step by step; those that end it are set apart."""
+    """A way, step by step: the number of each step, what it is, and whether it ends the way."""
 
     kind: ClassVar = "steps"
-    steps: Sequence[str]
-    broken: Sequence[int] = ()
+    steps: Sequence[tuple[int, str, bool]]
 
 
 @dataclass(frozen=True)
@@ -215,5 +214,5 @@ def _largest(values: np.ndarray, beside: np.ndarray | None) -> Table:
         where = ", ".join([str(int(axis)) for axis in np.unravel_index(position, values.shape)]) if values.shape else ""
         about = [] if beside is None else [f"{beside.reshape(-1)[position]:.6g}"]
         rows.append([f"[{where}]", f"{flat[position]:.6g}", *about])
-    heads = ["element", "gradient", *(["value there"] if beside is not None else [])]
+    heads = ["index", "gradient", *(["value there"] if beside is not None else [])]
     return Table(heads, rows, "" if few else f"The {ROWS} largest in size of {flat.size}.")
