@@ -35,7 +35,7 @@ def test_gradients_of_functions_and_models_are_printed(user, fw, capsys):
     printed = capsys.readouterr()
     assert printed.out.split() == ["[", "4.,", "8.,", "12.]"]
     assert printed.err.count("a line of the user's") >= 1
-    assert main(["grad", f"{user}:loss", "[1.0, 2.0, 3.0]", "--wrt", "x[2]", "--input", "scale=3.0"]) == 0
+    assert main(["grad", f"{user}:loss", "--wrt", "x[2]", "[1.0, 2.0, 3.0]", "--input", "scale=3.0"]) == 0
     assert capsys.readouterr().out == "18.0\n"
     assert main(["grad", f"{user}:Net", "x32.npy", "--of", "output[0, 1]", "--wrt", WEIGHT[fw.name]]) == 0
     assert capsys.readouterr() == ("3.0\n", "")

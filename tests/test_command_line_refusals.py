@@ -14,7 +14,7 @@ USAGE = {
     "a module that is a file": ("grad of_jax:loss2 [1.0]", "of_jax has no 'loss2'; nearest: loss"),
     "no such name": ("grad of_jax.py:lose [1.0]", "of_jax.py has no 'lose'; nearest: loss"),
     "no name": ("grad of_jax.py [1.0]", "'of_jax.py' names no object; give file.py:name"),
-    "no function": ("grad of_jax.py:array [1.0]", "which cannot be called; name a model"),
+    "no function": ("grad of_jax.py:array [1.0]", "which cannot be called; name a model, a function"),
     "a class with arguments": ("grad of_jax.py:Model [1.0]", "of_jax.py:Model takes kernel, bias and cannot be called"),
     "no place": ("grad of_jax.py:loss [1.0] --wrt x[", "at character 3, found the end"),
     "no such tensor": ("grad of_jax.py:loss [1.0] --wrt y", "no tensor is named 'y'"),
@@ -68,6 +68,26 @@ def folder(tmp_path_factory):
     np.save(folder / "texts.npy", np.array(["a"]))
     np.savez(folder / "two.npz", **{"x": np.ones(1), "y.z": np.ones(1)})
     return folder
+
+
+PARSING = {
+    "no command": ("", "the following arguments are required: command; 'elementgrad --help' has the options"),
+    "no model": ("grad", "the following arguments are required: MODEL"),
+    "an unknown command": ("fly", "invalid choice: 'fly'"),
+    "an unknown option": ("grad a.py:f --fly", "unrecognized arguments: --fly"),
+    "an unknown choice": ("grad a.py:f --unconnected perhaps", "'elementgrad grad --help' has the options"),
+    "no file to write": ("patch apply a.npz b.safetensors", "the following arguments are required: --out"),
+}
+
+
+@pytest.mark.parametrize(("typed", "says"), PARSING.values(), ids=PARSING)
+def test_what_does_not_parse_is_said_in_a_line(typed, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(typed.split())
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert says in printed.err
 
 
 @pytest.mark.parametrize(("typed", "says"), USAGE.values(), ids=USAGE)

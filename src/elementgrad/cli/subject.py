@@ -28,7 +28,10 @@ class Subject:
         with notice(f"loading {model}"):
             self.function, module = load(model)
         if not callable(self.function):
-            raise InputError(f"{model} is {type(self.function).__name__}, which cannot be called; name a model")
+            kind = type(self.function).__name__
+            raise InputError(
+                f"{model} gives {kind}, which cannot be called; name a model, a function, or a factory of one"
+            )
         args, kwargs = read(inputs, named)
         self.backend = _backend(model, self.function, module, (args, kwargs), framework)
         self._dtype = dtype
