@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from elementgrad.selection import Selection as Selection
     from elementgrad.shares import Share as Share
     from elementgrad.shares import Shares as Shares
+    from elementgrad.show.pictures import plot as plot
+    from elementgrad.show.reporting import report as report
     from elementgrad.tap import tag as tag
     from elementgrad.train.elements import Elements as Elements
     from elementgrad.train.functional import Uses as Uses
@@ -62,6 +64,8 @@ _HOMES = {
     "inspect": "train.patch",
     "jacobian": "read",
     "names": "naming",
+    "plot": "show.pictures",
+    "report": "show.reporting",
     "tag": "tap",
     "top": "train.ranking",
     "record": "recording",

@@ -11,6 +11,7 @@ from elementgrad import edit
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, SelectionError, UnconnectedError
+from elementgrad.markup import box, guarded
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.run import Reader
@@ -168,6 +169,11 @@ class Jacobian:
             f"{self._backend.name} {dtype}, shape {self.shape}, {bytes_of.to_text(size)} if dense>"
         )
 
+    @guarded
+    def _repr_html_(self) -> str:
+        head, *lines = repr(self)[1:-1].split(": ", 1)
+        return box(head, lines)
+
     def require_apart(self) -> None:
         """Raise `BatchError` if the examples of a batch mix."""
         self._reader.require_apart()
@@ -272,6 +278,11 @@ def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
         jacobian._shaped(block, (*jacobian._of.shape, *jacobian._wrt.shape))
         for jacobian, block in zip(jacobians, blocks, strict=True)
     ]
+
+
+def sides(jacobian: Jacobian) -> tuple[Side, Side]:
+    """What is differentiated, and with respect to what."""
+    return jacobian._of, jacobian._wrt
 
 
 def unconnected(of: Side, wrt: Side, backend: Backend, reason: Reason | None = None) -> UnconnectedError:

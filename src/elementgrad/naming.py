@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elementgrad.backends import Backend, plain
+from elementgrad.markup import Rows, Tabular
 from elementgrad.read import NOTHING
-from elementgrad.text import table
 from elementgrad.trace import Call
 
 Tensor = Any
@@ -22,15 +22,15 @@ class Name:
     dtype: str
 
 
-class Names(tuple[Name, ...]):
+class Names(Tabular, tuple[Name, ...]):
     """Names in the order in which a run meets them, printed as a table."""
 
     __slots__ = ()
 
-    def __repr__(self) -> str:
+    def _rows(self) -> Rows:
         rows = [("name", "kind", "shape", "dtype")]
         rows += [(row.name, row.kind, "x".join(map(str, row.shape)) or "()", row.dtype) for row in self]
-        return table(rows)
+        return rows
 
 
 @plain

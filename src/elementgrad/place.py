@@ -9,6 +9,7 @@ from elementgrad import edit, text, tree
 from elementgrad.backends import Backend
 from elementgrad.errors import PlaceError, SelectionError
 from elementgrad.index import Index, IndexArray, as_written, normalize, to_text
+from elementgrad.markup import box, guarded
 from elementgrad.resolve import resolve
 from elementgrad.selection import Selection, Shape
 
@@ -230,6 +231,12 @@ class Place(tree.Leaf):
             return f"Place.parse({str(self)!r})"
         write = "" if self._write is None else f" at write {self._write}"
         return f"<Place {self}{write} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
+
+    @guarded
+    def _repr_html_(self) -> str:
+        if self._backend is None:
+            return box(str(self))
+        return box(str(self), [repr(self).rpartition(" of ")[2].rstrip(">")])
 
     def _live(self, verb: str) -> Backend:
         if self._backend is None:

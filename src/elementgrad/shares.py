@@ -7,6 +7,7 @@ from operator import add
 from typing import Any
 
 from elementgrad import backends
+from elementgrad.markup import grid, guarded
 
 Tensor = Any
 
@@ -63,10 +64,17 @@ class Shares(tuple[Share, ...]):
         return self.total
 
     def __repr__(self) -> str:
-        rows = [(share.operation, share.where or "", _shown(share.value)) for share in self]
-        rows.append(("total", "", _shown(self.total)))
+        rows = self._rows()
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         return "\n".join(f"{name:<{widths[0]}}  {where:<{widths[1]}}  {value}" for name, where, value in rows)
+
+    @guarded
+    def _repr_html_(self) -> str:
+        return grid([("operation", "line", "share"), *self._rows()])
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = [(share.operation, share.where or "", _shown(share.value)) for share in self]
+        return [*rows, ("total", "", _shown(self.total))]
 
 
 def _shown(value: Tensor) -> str:

@@ -57,6 +57,10 @@ class Backend(ABC):
         """A number, array or tensor as a tensor with the dtype of `like`, where `like` lives."""
 
     @abstractmethod
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """A NumPy array as a tensor of its own."""
+
+    @abstractmethod
     def take(self, x: Tensor, selection: "Selection") -> Tensor:
         """The selected elements, `x[index]`."""
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from elementgrad.backends.witness import Verdict
 from elementgrad.explaining.following import spelled
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.variants import known
+from elementgrad.markup import box, guarded
 
 Tensor = Any
 SENTENCES: dict[str, str] = {
@@ -124,11 +124,7 @@ class Diagnosis:
             lines.append(f"fix: {self.fix}")
         return "\n".join(lines)
 
+    @guarded
     def _repr_html_(self) -> str:
         head, *rest = str(self).split("\n")
-        colour = COLOURS[self.verdict]
-        rows = "".join([f"<div>{escape(line)}</div>" for line in rest])
-        return (
-            f'<div style="border-left: 4px solid {colour}; padding-left: 8px">'
-            f'<div style="color: {colour}; font-weight: bold">{escape(head)}</div>{rows}</div>'
-        )
+        return box(head, rest, COLOURS[self.verdict])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from elementgrad.markup import grid, guarded
 from elementgrad.plan import budget as bytes_of
 
 Mode = Literal["reverse", "forward"]
@@ -65,21 +66,29 @@ class Plan:
         """The sweeps of a whole Jacobian by reverse mode, of which one would then pick."""
         return self.task.of_size * self.task.batch
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """What it prints, as pairs of a word and what there is to say."""
         task = self.task
         whole = task.of_size * task.wrt_size * task.batch**2 * task.itemsize
         rows, columns = _count(task.rows, "row"), _count(task.columns, "column")
         result = bytes_of.to_text(task.numbers * task.itemsize)
-        lines = [
+        return (
             ("asked", f"{rows}, {columns}: {_count(task.numbers, 'number')}, {result}"),
             ("naive", f"{_count(self.naive, 'reverse sweep')} for the whole Jacobian, {bytes_of.to_text(whole)}"),
             ("planned", _count(self.sweeps, f"{self.mode} sweep") + self._chunks()),
             ("speed-up", f"{_times(self.naive / max(1, self.sweeps))} fewer sweeps"),
             *(("note", note) for note in self.notes),
-        ]
-        return "\n".join(f"{name:<10} {text}" for name, text in lines)
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<10} {text}" for name, text in self.lines)
 
     __repr__ = __str__
+
+    @guarded
+    def _repr_html_(self) -> str:
+        return grid(self.lines, heads=False)
 
     def _chunks(self) -> str:
         if self.budget is None:

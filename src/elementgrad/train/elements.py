@@ -10,8 +10,9 @@ import numpy as np
 from elementgrad.backends import plain
 from elementgrad.backends.training import FunctionalTrainer, Part, Trainer
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
+from elementgrad.markup import Rows, Tabular
 from elementgrad.place import Place
-from elementgrad.text import listed, table
+from elementgrad.text import listed
 from elementgrad.train.fingerprint import fingerprint
 from elementgrad.train.functional import Functional
 from elementgrad.train.ledger import Ledger, Mark, Read
@@ -36,7 +37,7 @@ class Member(Named):
     mark: Mark
 
 
-class Elements(Functional):
+class Elements(Tabular, Functional):
     """Named elements of a model, each place with a small tensor of its own that an optimizer can have.
 
     Made by `eg.trainable` and `eg.apply`. It maps places to these tensors, in the order in which the places were given.
@@ -173,9 +174,7 @@ class Elements(Functional):
         place         elements  shape  dtype    largest change
         weight[0, 1]  1         2x3    float32  0
         """
-        self._settle()
-        self._require_there("save")
-        Patch(tuple([self._entry(member, full) for member in self._members])).write(path)
+        patch_of(self, full).write(path)
 
     def undo(self) -> None:
         """Give the elements back the values that they had before, to the bit; once that is done, not again.
@@ -226,13 +225,13 @@ class Elements(Functional):
                 if not keep:
                     self._ledger(member).remove(member.mark)
 
-    def __repr__(self) -> str:
+    def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype")]
         for member in self._members:
             shape = "x".join(map(str, member.shape)) or "()"
             dtype = self._dtype(member.part.leaf)
             rows.append((shortened(str(member.place)), str(len(member.positions)), shape, dtype))
-        return table(rows)
+        return rows
 
     def _entry(self, member: Member, full: bool) -> Entry:
         dtype = self._dtype(member.part.originals)
@@ -289,3 +288,10 @@ class Elements(Functional):
     def _require_training(self) -> None:
         if not self._training:
             raise PlaceError("these elements do not train; give their places or their patch to eg.trainable")
+
+
+def patch_of(elements: Elements, full: bool = False) -> Patch:
+    """What was trained, as a value: the places, what they were and what they are now."""
+    elements._settle()
+    elements._require_there("save")
+    return Patch(tuple([elements._entry(member, full) for member in elements._members]))

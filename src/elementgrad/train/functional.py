@@ -9,7 +9,8 @@ import numpy as np
 
 from elementgrad.backends.training import FunctionalTrainer, Trainer, UseOf
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
-from elementgrad.text import listed, nearest, table
+from elementgrad.markup import Rows, Tabular
+from elementgrad.text import listed, nearest
 from elementgrad.train.ledger import Ledger, Mark
 from elementgrad.train.routing import routes, unconnected
 
@@ -19,7 +20,7 @@ Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True, repr=False)
-class Uses:
+class Uses(Tabular):
     """What a loss does with the parameters of which elements train, and where it costs as much as all of them.
 
     Made by `elements.plan`; printed it is a table.
@@ -39,10 +40,11 @@ class Uses:
         """Whether a whole copy of any parameter is made, and a whole gradient."""
         return any(use.dense for use in self.uses)
 
-    def __repr__(self) -> str:
+    def _rows(self) -> Rows:
         rows = [("parameter", "operation", "cost")]
-        rows += [(use.name, use.operation, "dense" if use.dense else "of the elements alone") for use in self.uses]
-        return table(rows)
+        return rows + [
+            (use.name, use.operation, "dense" if use.dense else "of the elements alone") for use in self.uses
+        ]
 
 
 class Functional:

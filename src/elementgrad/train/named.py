@@ -12,6 +12,7 @@ from elementgrad.errors import DuplicateError, FrameworkError, PlaceError
 from elementgrad.index import IndexArray
 from elementgrad.place import Place
 from elementgrad.train.apart import require_apart
+from elementgrad.train.weights import Weights, WeightsTrainer
 
 Tensor = Any
 
@@ -30,6 +31,8 @@ class Named:
 
 def trainer_of(model: Any) -> Trainer:
     """How elements of a model train in its framework."""
+    if isinstance(model, Weights):
+        return WeightsTrainer(model)
     backend = backends.holder(model)
     if backend is None:
         raise FrameworkError(

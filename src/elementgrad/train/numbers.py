@@ -78,6 +78,27 @@ class Numbers:
         with np.errstate(invalid="ignore"):  # a signalling NaN
             return seen.astype(np.complex128 if seen.dtype.kind == "c" else np.float64)
 
+    def rounded(self, dtype: str) -> "Numbers":
+        """The same numbers in another floating dtype, to the nearest, and of two equally near to the even one.
+
+        >>> import numpy as np
+        >>> from elementgrad.train.numbers import Numbers
+        >>> Numbers.of(np.float32([1.00390625, 1.01171875])).rounded("bfloat16").floats().tolist()
+        [1.0, 1.015625]
+        """
+        if dtype == self.dtype:
+            return self
+        if not {dtype, self.dtype} <= VIEWS.keys():
+            raise DtypeError(f"{self.dtype} cannot be rounded to {dtype} here")
+        with np.errstate(over="ignore", invalid="ignore"):
+            if dtype != "bfloat16":
+                return Numbers.of(self.floats().astype(VIEWS[dtype]))
+            wide = self.floats().astype(np.float32)
+            bits = wide.view(np.uint32)
+            even = ((bits >> 16) & 1) + 0x7FFF
+            upper = np.where(np.isnan(wide), 0x7FC0, (bits + even) >> 16).astype("<u2")
+        return Numbers(dtype, np.frombuffer(upper.tobytes(), np.uint8).reshape(len(upper), 2))
+
     def __len__(self) -> int:
         return len(self.bits)
 

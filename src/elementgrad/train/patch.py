@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from elementgrad.errors import DuplicateError, ElementgradError, PatchError
+from elementgrad.markup import Rows, Tabular
 from elementgrad.place import Place
-from elementgrad.text import table
 from elementgrad.train.apart import repeated, require_apart
 from elementgrad.train.numbers import VIEWS, Numbers
 from elementgrad.train.replacement import replace
@@ -119,7 +119,7 @@ class Entry:
 
 
 @dataclass(frozen=True, repr=False)
-class Patch:
+class Patch(Tabular):
     """Changes of named elements, apart from any model: entries in the order in which they were trained.
 
     >>> import elementgrad as eg
@@ -176,14 +176,14 @@ class Patch:
         ]
         replace(path, pack({"entries": json.dumps(described)}, tensors))
 
-    def __repr__(self) -> str:
+    def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype", "largest change")]
         for entry in self.entries:
             place = shortened(entry.place)
             change = "-" if entry.largest_change is None else f"{entry.largest_change:.4g}"
             shape = "x".join(map(str, entry.shape)) or "()"
             rows.append((place, str(len(entry.indices)), shape, entry.dtype, change))
-        return table(rows)
+        return rows
 
 
 def shortened(place: str) -> str:

@@ -62,10 +62,11 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
 
 @plain
 def apply(
-    model: Model, path: str | os.PathLike[str], *, overwrite: bool = False, names: Names | None = None
+    model: Model, path: str | os.PathLike[str] | Patch, *, overwrite: bool = False, names: Names | None = None
 ) -> Elements:
     """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
 
+    It is given by the path of its file or as `eg.inspect` read it.
     The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
     other elements may be applied before; one that overlaps needs `overwrite`. The same network may have other names for
     its tensors, and their axes in another order, as in another framework: `names` is a dict from names in the patch to
@@ -88,9 +89,10 @@ def apply(
     (Place.parse('offset[1]'),)
     """
     trainer = trainer_of(model)
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike | Patch):
         raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
-    found = _fitting(trainer, mapped(Patch.read(path), names), overwrite)
+    patch = path if isinstance(path, Patch) else Patch.read(path)
+    found = _fitting(trainer, mapped(patch, names), overwrite)
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:

@@ -54,6 +54,9 @@ class JaxBackend(Backend):
     def cast(self, value: Any, like: Array) -> Array:
         return value.astype(like.dtype) if isinstance(value, Array) else jnp.asarray(value, like.dtype)
 
+    def tensor(self, array: np.ndarray) -> Array:
+        return jax.device_put(array.copy())  # jnp.array compiles a program for it
+
     def take(self, x: Array, selection: Selection) -> Array:
         index, flips = selection.basic or selection.native(_as_it_is)
         taken = x.at[index].get(**_promises(selection))

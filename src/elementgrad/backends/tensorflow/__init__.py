@@ -60,6 +60,9 @@ class TensorflowBackend(Backend):
             return tf.boolean_mask(x, selection.mask.values)
         return Rows(x, selection).take()
 
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return tf.convert_to_tensor(array)
+
     def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
         x = tf.convert_to_tensor(x)
         value = self.cast(value, x)

@@ -14,6 +14,7 @@ from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind, Picked
 from elementgrad.backends.recorder import Recorder
+from elementgrad.backends.torch.compiler import in_graph, once_imported
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import plainly, undisturbed
@@ -73,7 +74,6 @@ class TorchBackend(Backend):
     def compiles(self) -> bool:
         return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False)
 
-    @torch.compiler.disable
     def uncompiled(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return function(*arguments, **options)
 
@@ -81,6 +81,9 @@ class TorchBackend(Backend):
         if isinstance(value, Tensor):
             return value.to(like.dtype)
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return torch.tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
 
     def fresh(self, x: Tensor) -> Tensor:
         return x.clone()
@@ -270,7 +273,7 @@ class _Graft(torch.autograd.Function):
         return of_slope.clone()
 
 
-@torch.compiler.allow_in_graph  # the compiler cannot trace through a Function that has forward mode
+@in_graph  # the compiler cannot trace through a Function that has forward mode
 def _graft(value: Tensor, slope: Tensor) -> Tensor:
     return _Graft.apply(value, slope)
 
@@ -297,4 +300,5 @@ def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
 
 
 backend = TorchBackend()
-backends.on_whole(torch.compiler.allow_in_graph)
+backends.on_whole(in_graph)
+once_imported(lambda: setattr(TorchBackend, "uncompiled", torch.compiler.disable(TorchBackend.uncompiled)))

@@ -1,0 +1,102 @@
+"""How a command ends: its exit code, and what is said of an error."""
+
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+
+from elementgrad.errors import ElementgradError
+
+FINDING, USAGE, THEIRS, INTERRUPTED, PIPE = 1, 2, 3, 130, 141
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "equinox", "optax", "numpy", "safetensors")
+"""Packages whose own checks raise for bad input: what they say is told in one line."""
+PYTHON = re.compile(r"""\b(of|wrt|unconnected|budget)=(["'])(.*?)\2""")
+
+
+class InputError(ElementgradError, ValueError):
+    """Something that was given on the command line cannot be used."""
+
+
+def answered(command: Callable[[], int | None], debug: bool) -> int:
+    """Run a command; whatever it raises becomes a line on stderr and an exit code."""
+    try:
+        code = command() or 0
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever reads has seen enough; nothing more is to be written, not at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE
+    except (Exception, SystemExit) as error:
+        theirs = their_traceback(error)
+        if debug:
+            traceback.print_exception(error)
+        elif theirs is not None:
+            sys.stderr.write(theirs)
+        else:
+            say(_in_a_line(error))
+        return USAGE if theirs is None else THEIRS
+
+
+def say(text: str) -> None:
+    """A message, which is no result."""
+    print(f"elementgrad: {text}", file=sys.stderr)
+
+
+def their_traceback(error: BaseException) -> str | None:
+    """The traceback of an error that the user's code raised, without our frames; None if it was not theirs."""
+    if isinstance(error, SyntaxError):
+        own = error.filename is None or not _is_theirs(error.filename)
+    else:
+        own = not any(_is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    if own:
+        return None
+    told = traceback.TracebackException.from_exception(error)
+    for one in _chain(told):
+        one.stack = traceback.StackSummary.from_list(_from_theirs(one.stack))
+    return "".join(told.format())
+
+
+def _chain(told: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    while told is not None:
+        yield told
+        told = told.__cause__ or told.__context__
+
+
+def _from_theirs(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    first = next((number for number, frame in enumerate(frames) if _is_theirs(frame.filename)), 0)
+    return [frame for frame in frames[first:] if not _is_ours(frame.filename)]
+
+
+def _is_ours(filename: str) -> bool:
+    return os.path.abspath(filename).startswith(os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+
+
+def _is_theirs(filename: str) -> bool:
+    """Whether a file is neither ours, nor of a framework, nor of Python itself."""
+    from elementgrad.backends.lines import is_users
+
+    path = os.path.abspath(filename)
+    installed = any(path.startswith(sysconfig.get_path(kind) + os.sep) for kind in ("purelib", "platlib"))
+    python = path.startswith(sysconfig.get_path("stdlib") + os.sep) and not installed
+    return not python and is_users(filename, FRAMEWORKS) and not filename.startswith("<")
+
+
+def typed(text: str) -> str:
+    """A message that speaks of arguments in Python, in the words of the command line."""
+    return PYTHON.sub(r"--\1 '\3'", text).replace("pass --", "give --")
+
+
+def _in_a_line(error: BaseException) -> str:
+    text = str(error).strip()
+    if isinstance(error, ElementgradError):
+        return typed(text)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ImportError):
+        return text
+    first = text.splitlines()[0] if text else "no message"
+    return f"{type(error).__name__}: {first} (--debug shows where)"

@@ -1,0 +1,120 @@
+"""Results: numbers as text, as JSON that every parser takes, and as files."""
+
+import io
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends import Backend
+from elementgrad.cli.failures import InputError
+from elementgrad.train.replacement import replace
+
+FORMAT = 1
+"""Which form the objects of `--json` have; another number would be another form."""
+ARRAYS = (".npy", ".npz", ".safetensors", ".json")
+PICTURES = (".png", ".svg", ".pdf")
+MOST = 1000
+"""More numbers than these are shortened in text; files and JSON have all."""
+KNOWN = ("float64", "float32", "float16", "complex128", "complex64")
+"""The dtypes of derivatives that NumPy has."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The derivative by one place, as NumPy has it."""
+
+    wrt: str
+    values: np.ndarray
+    """In float32 where NumPy does not know the dtype."""
+    dtype: str
+
+    @classmethod
+    def of(cls, wrt: str, tensor: Any, backend: Backend) -> "Gradient":
+        """A tensor as numbers."""
+        dtype = backend.dtype(tensor)
+        values = backend.read(tensor) if dtype in KNOWN else None
+        if values is None:
+            values = backend.floats(tensor)
+            assert values is not None
+            values = values.astype(np.float32)
+        return cls(wrt, np.asarray(values), dtype)
+
+    def described(self) -> dict[str, Any]:
+        """As an object of JSON."""
+        return {"wrt": self.wrt, "shape": self.values.shape, "dtype": self.dtype, "values": plain(self.values)}
+
+
+def destination(path: str | None, endings: tuple[str, ...]) -> str | None:
+    """A path to write to, refused before any work if nothing can be written there."""
+    if path is None:
+        return None
+    if not path.endswith(endings):
+        raise InputError(f"{path} has no ending that tells its format; give one of {', '.join(endings)}")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise InputError(f"{path}: there is no folder {folder}; make it first")
+    return path
+
+
+def write(path: str, gradients: list[Gradient], told: Mapping[str, Any]) -> None:
+    """Write gradients to a file, by their places where it holds several, as a whole or not at all."""
+    if path.endswith(".json"):
+        replace(path, (to_json(told) + "\n").encode())
+        return
+    if path.endswith(".safetensors"):
+        replace(path, _safetensors({one.wrt: one.values for one in gradients}))
+        return
+    file = io.BytesIO()
+    if path.endswith(".npz"):
+        np.savez(file, **{one.wrt: one.values for one in gradients})  # type: ignore[arg-type]
+    else:
+        np.save(file, gradients[0].values)
+    replace(path, file.getvalue())
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
+    try:
+        from safetensors.numpy import save
+    except ImportError:
+        raise InputError("writing .safetensors needs safetensors; pip install 'elementgrad[train]'") from None
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def text_of(values: np.ndarray) -> str:
+    """Numbers for a person, or for the next program if there are few."""
+    if not values.ndim:
+        return str(values[()])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    return np.array2string(values, threshold=MOST, max_line_width=width, separator=", ")
+
+
+def plain(value: Any) -> Any:
+    """What JSON has: lists of numbers, with texts for those that are not finite; complex ones in two parts."""
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind == "c":
+            return {"real": plain(value.real), "imag": plain(value.imag)}
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def to_json(told: Mapping[str, Any]) -> str:
+    """The text of an object."""
+    return json.dumps(plain({"format": FORMAT, **told}), allow_nan=False, ensure_ascii=False)
+
+
+def show(text: str, told: Mapping[str, Any], as_json: bool) -> None:
+    """Print a result: the text, or the object."""
+    print(to_json(told) if as_json else text)

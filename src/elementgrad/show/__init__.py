@@ -1,0 +1,1 @@
+"""The verb show: pictures and reports. Nothing else in the library imports it."""
