@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from elementgrad.selection import Selection as Selection
     from elementgrad.shares import Share as Share
     from elementgrad.shares import Shares as Shares
+    from elementgrad.sparsity.pattern import Pattern as Pattern
     from elementgrad.tap import tag as tag
     from elementgrad.train.elements import Elements as Elements
     from elementgrad.train.functional import Uses as Uses
@@ -72,6 +73,7 @@ _HOMES = {
     "Shares": "shares",
     "Jacobian": "lazy",
     "Patch": "train.patch",
+    "Pattern": "sparsity.pattern",
     "Plan": "plan.plan",
     "Place": "place",
     "Selection": "selection",

@@ -16,10 +16,12 @@ from elementgrad.errors import FrameworkError, TracedError
 
 if TYPE_CHECKING:
     from elementgrad.selection import Selection
+    from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
 Picked = tuple[Tensor, np.ndarray | None]
 """A live tensor, and the flat positions of some of its elements; None for all."""
+Layout = Literal["csr", "coo"]
 Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 
@@ -127,6 +129,10 @@ class Backend(ABC):
     @abstractmethod
     def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """x with its axes in another order."""
+
+    def sparse(self, values: Tensor, pattern: "Pattern", layout: Layout | None) -> Any:
+        """The framework's own sparse matrix of a pattern's entries, in the layout it likes best unless told."""
+        raise FrameworkError(f'{self.name} has no sparse matrices here; use J.sparse("scipy")')
 
     @abstractmethod
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
