@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import OptionError as OptionError
     from elementgrad.errors import ParseError as ParseError
     from elementgrad.errors import PatchError as PatchError
+    from elementgrad.errors import PatternError as PatternError
     from elementgrad.errors import PlaceError as PlaceError
     from elementgrad.errors import SelectionError as SelectionError
     from elementgrad.errors import SizeError as SizeError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from elementgrad.paths import contributions as contributions
     from elementgrad.place import Place as Place
     from elementgrad.plan.plan import Plan as Plan
+    from elementgrad.prepared import Prepared as Prepared
     from elementgrad.read import grad as grad
     from elementgrad.read import hessian as hessian
     from elementgrad.read import jacobian as jacobian
@@ -74,6 +76,7 @@ _HOMES = {
     "Jacobian": "lazy",
     "Patch": "train.patch",
     "Pattern": "sparsity.pattern",
+    "Prepared": "prepared",
     "Plan": "plan.plan",
     "Place": "place",
     "Selection": "selection",
@@ -90,6 +93,7 @@ _HOMES = {
     "OptionError": "errors",
     "ParseError": "errors",
     "PatchError": "errors",
+    "PatternError": "errors",
     "PlaceError": "errors",
     "SelectionError": "errors",
     "SizeError": "errors",

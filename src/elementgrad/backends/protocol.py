@@ -1,6 +1,6 @@
 """What a framework must supply. Everything that can be built from these operations is built above them, once."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from elementgrad.backends.linear import Linear, Run, Use
+from elementgrad.backends.matrices import Matrices
 from elementgrad.backends.model import Model
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.training import Trainer
@@ -16,20 +17,17 @@ from elementgrad.errors import FrameworkError, TracedError
 
 if TYPE_CHECKING:
     from elementgrad.selection import Selection
-    from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
 Picked = tuple[Tensor, np.ndarray | None]
 """A live tensor, and the flat positions of some of its elements; None for all."""
-Layout = Literal["csr", "coo"]
 Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 
 
-class Backend(ABC):
+class Backend(Matrices):
     """One framework."""
 
-    name: str
     conjugates = False
     """Whether a reverse sweep of complex numbers takes and gives the conjugates of what is said of real functions:
     `∂f/∂a + i ∂f/∂b` for `z = a + ib`."""
@@ -129,10 +127,6 @@ class Backend(ABC):
     @abstractmethod
     def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """x with its axes in another order."""
-
-    def sparse(self, values: Tensor, pattern: "Pattern", layout: Layout | None) -> Any:
-        """The framework's own sparse matrix of a pattern's entries, in the layout it likes best unless told."""
-        raise FrameworkError(f'{self.name} has no sparse matrices here; use J.sparse("scipy")')
 
     @abstractmethod
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:

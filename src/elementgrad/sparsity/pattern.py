@@ -154,6 +154,19 @@ class Pattern:
         found = np.minimum(np.searchsorted(self.keys, wanted), self.size - 1)
         return np.where(self.keys[found] == wanted, found, -1)
 
+    def taken(self, rows: np.ndarray, columns: np.ndarray) -> "Pattern":
+        """The pattern of some rows and columns, in this order; each may be named several times."""
+        counts = np.diff(self.starts)[rows]
+        ends = np.cumsum(counts)
+        entries = np.arange(int(counts.sum())) + np.repeat(self.starts[rows] - (ends - counts), counts)
+        order = np.argsort(columns, kind="stable")
+        named = columns[order]
+        low, high = (np.searchsorted(named, self.columns[entries], side) for side in ("left", "right"))
+        times = high - low
+        down = np.repeat(np.repeat(np.arange(len(rows)), counts), times)
+        within = np.arange(len(down)) - np.repeat(np.cumsum(times) - times, times)
+        return Pattern.from_entries(down, order[np.repeat(low, times) + within], (len(rows), len(columns)))
+
     def __or__(self, other: "Pattern") -> "Pattern":
         """The entries of either."""
         if not isinstance(other, Pattern):

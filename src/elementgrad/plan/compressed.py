@@ -1,0 +1,118 @@
+"""Reading the entries of a sparse Jacobian in as many sweeps as it has colours."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from elementgrad.backends import Backend
+from elementgrad.backends.linear import UnsupportedError
+from elementgrad.errors import FrameworkError
+from elementgrad.plan.plan import Mode, Plan, Task
+from elementgrad.plan.run import Reader
+from elementgrad.sparsity.colouring import Colouring, colouring
+from elementgrad.sparsity.pattern import Pattern
+
+Tensor = Any
+
+
+@dataclass
+class Asked:
+    """Entries of a whole Jacobian by row and column, in any order, with repeats; those outside the pattern are zero."""
+
+    pattern: Pattern
+    """That of the whole tensors, flattened; it must hold all that is in the rows or columns of the entries."""
+    rows: np.ndarray
+    columns: np.ndarray
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        at = self.pattern.positions(self.rows, self.columns)
+        found = at >= 0
+        near = np.zeros(self.pattern.shape[0], dtype=bool), np.zeros(self.pattern.shape[1], dtype=bool)
+        near[0][self.rows[found]] = True
+        near[1][self.columns[found]] = True
+        kept = near[0][self.pattern.rows] | near[1][self.pattern.columns]  # nothing else can be in the way
+        if not kept.all():
+            self.pattern = Pattern.from_keys(self.pattern.keys[kept], self.pattern.shape)
+            at = self.pattern.positions(self.rows, self.columns)
+        self.at = at
+        """Which entry of the pattern each is; -1 for one outside."""
+        self.needed = np.zeros(self.pattern.size, dtype=bool)
+        self.needed[at[found]] = True
+
+    def coloured(self, without: Any) -> Colouring:
+        """The fewest sweeps for the entries, in the directions that can be had."""
+        return colouring(self.pattern, self.needed, self.symmetric, without)
+
+
+class Compressed:
+    """Entries coloured once, to be read at any point: seeds and places are ready."""
+
+    def __init__(self, asked: Asked, reader: Reader):
+        self.asked = asked
+        self._colour(reader)
+
+    def _colour(self, reader: Reader) -> None:
+        if len(reader.without) > 1:
+            raise FrameworkError(f"{reader.backend.name} can differentiate this in no direction: {reader.without}")
+        backend, asked = reader.backend, self.asked
+        found = asked.coloured(reader.without)
+        y, x = reader.linear.outputs[reader.output], reader.linear.inputs[reader.inputs[0]]
+        self.colouring = found
+        self._seeds: dict[Mode, Tensor] = {}
+        for mode, colours, like in (("forward", found.columns, x), ("reverse", found.rows, y)):
+            count = int(colours.max(initial=-1)) + 1
+            if count:
+                self._seeds[mode] = _seeds(backend, colours, count, like)  # type: ignore[index]
+        length = found.forward * reader.of_size + found.reverse * sum(reader.wrt_sizes)
+        places = np.full(asked.pattern.size + 1, length)  # the last is for what is outside: zero
+        places[:-1][asked.needed] = found.places
+        self._outside = bool((asked.at < 0).any())
+        self._index = backend.index(places[asked.at], x)
+
+    def plan(self, reader: Reader) -> Plan:
+        """What a read will do."""
+        asked, found = self.asked, self.colouring
+        numbers = len(asked.at)
+        parts = [reader.plan(found.reverse, [found.forward], numbers, mode) for mode in self._seeds]
+        main = max(parts, key=lambda part: part.sweeps, default=reader.plan(0, [0], numbers, "reverse"))
+        counts = len(np.unique(asked.rows)), len(np.unique(asked.columns))
+        task = Task(*counts, reader.of_size, sum(reader.wrt_sizes), numbers, main.task.itemsize, reader.batch)
+        return replace(main, task=task, sweeps=found.sweeps, colouring=found)
+
+    def read(self, reader: Reader) -> Tensor | None:
+        """The value of each entry, in one dimension; None if there is no path."""
+        while True:
+            mode: Mode
+            try:
+                swept = []
+                for mode, seeds in self._seeds.items():
+                    sweep = reader.pulling() if mode == "reverse" else reader.pushing(reader.inputs[0])
+                    count = self.colouring.reverse if mode == "reverse" else self.colouring.forward
+                    chunk = 1 if count == 1 else reader.plan(count, [count], len(self.asked.at), mode).chunk
+                    (stack,) = reader.sweep_from(mode, sweep, seeds, chunk)
+                    if stack is None:
+                        return None
+                    swept.append(reader.backend.reshape(stack, (-1,)))
+            except UnsupportedError as error:
+                reader.without[mode] = str(error)
+                self._colour(reader)
+                continue
+            return self._gathered(swept, reader)
+
+    def _gathered(self, swept: list[Tensor], reader: Reader) -> Tensor:
+        backend = reader.backend
+        if self._outside or not swept:
+            swept = [*swept, reader.nothing((1,))]
+        like = reader.linear.inputs[reader.inputs[0]]
+        swept = [part if part.dtype == like.dtype else backend.cast(part, like) for part in swept]
+        return backend.gather(swept[0] if len(swept) == 1 else backend.concat(swept), self._index)
+
+
+def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor) -> Tensor:
+    """A stack of seeds: each is one where its colour is."""
+    seeds = np.zeros((count, len(colours)), dtype=np.float32)
+    (coloured,) = np.nonzero(colours >= 0)
+    seeds[colours[coloured], coloured] = 1
+    return backend.cast(seeds.reshape(count, *backend.shape(like)), like)
