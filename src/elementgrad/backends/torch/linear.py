@@ -18,6 +18,7 @@ from elementgrad.backends.torch.graph import Passing, largest, node_of
 from elementgrad.backends.torch.quiet import State, plainly, state, undisturbed
 from elementgrad.backends.torch.stacks import no_advice, together
 from elementgrad.errors import FrameworkError
+from elementgrad.sparsity.pattern import Pattern
 
 Tensor = torch.Tensor
 Graph = tuple[list[Any], list[Tensor]]
@@ -266,6 +267,12 @@ class TorchLinear(Linear):
         xs = [x if i == input else other for i, other in enumerate(self.inputs)]
         values = self._replay(*[x.clone() for x in xs])
         return tuple([values[o] for o in outputs])
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        from elementgrad.backends.torch.reaching.finding import found
+
+        given = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
+        return found(lambda: self._evaluate(True), self.outputs[output], given, output, input, local)
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets
