@@ -269,10 +269,17 @@ class TorchLinear(Linear):
         return tuple([values[o] for o in outputs])
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad.backends.torch.reaching.finding import found
+        from elementgrad.backends.torch.reaching import finding
 
-        given = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
-        return found(lambda: self._evaluate(True), self.outputs[output], given, output, input, local)
+        x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
+        try:
+            mode = finding.watching(self.outputs[output].numel(), x, local)
+            return finding.by_reverse(mode, lambda: self._evaluate(True), output, input)
+        except (NotImplementedError, RuntimeError) as error:
+            if x is None or (MISSING not in str(error) and not isinstance(error, NotImplementedError)):
+                raise
+        mode = finding.watching(x.numel(), x, local)
+        return finding.by_forward(mode, lambda seed: self._push_one(input, [output], seed[None], True)[0], x)
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets

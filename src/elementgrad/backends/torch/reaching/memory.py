@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from elementgrad.backends.linear import UnsupportedError
 from elementgrad.sparsity.reach import Ids, Reach
 
 Tensor = torch.Tensor
@@ -45,10 +46,7 @@ class Memory:
         if cell is None or cell.ids is None:
             return None
         view = _view(cell, x)
-        if view.shape[-1] == 1:
-            ids = view[..., 0]
-        else:
-            ids = self.reach.over(view, [-1])  # of a complex number both parts
+        ids = view[..., 0] if view.shape[-1] == 1 else self.reach.over(view, [-1])  # of a complex number both parts
         return ids if ids.any() else None
 
     def varies(self, x: Tensor) -> bool:
@@ -94,7 +92,7 @@ def _real_size(x: Tensor) -> int:
 def _view(cell: Cell, x: Tensor) -> np.ndarray:
     """The ids of a tensor's elements in its memory, with an axis behind for the parts of complex numbers."""
     if _real_size(x) != cell.unit:
-        raise NotImplementedError("memory is seen as numbers of two sizes")
+        raise UnsupportedError("the bytes of one dtype are taken for those of another")
     parts, ids = x.element_size() // cell.unit, cell.ids
     assert ids is not None
     strides = [step * parts * ids.itemsize for step in x.stride()]

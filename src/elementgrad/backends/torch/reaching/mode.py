@@ -1,24 +1,27 @@
 """Watching a sweep: every operation of it, with the sets that its tensors depend on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elementgrad.backends.linear import UnsupportedError
 from elementgrad.backends.torch.reaching.memory import Memory
+from elementgrad.backends.torch.reaching.reads import noticing
 from elementgrad.sparsity.reach import Ids, Reach
 
 Tensor = torch.Tensor
-READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-"""What takes values out of PyTorch without an operation."""
-FRESH = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
-FRESH = (*FRESH, "new_empty_strided", "_efficientzerotensor")
+MASKED = ("index", "masked_select", "_unsafe_index")
+"""Of what these give, the shape depends on masks alone."""
+FRESH = [
+    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"),
+    *("new_empty_strided", "_efficientzerotensor"),
+]
 """What takes from a tensor its shape and dtype alone."""
 
 
@@ -73,6 +76,12 @@ class Reaching(TorchDispatchMode):
         """Whether constants that do not vary are known for good."""
         self._rules = rules
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run a program in here."""
+        with noticing(lambda x, name: self.require_steady([x], name)), self:
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and follow the sets through it."""
         kwargs = kwargs or {}
@@ -93,12 +102,11 @@ class Reaching(TorchDispatchMode):
         if any(x.layout is not torch.strided for x in tensors):
             raise UnsupportedError("sparse tensors on the way are not looked into")
         name = func._schema.name.removeprefix("aten::")
-        if func.tags and (torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags):
-            self.require_steady(tensors, name)
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            masks = [x for x in tensors if x.dtype is torch.bool]
+            self.require_steady(masks if name in MASKED else tensors, name)
         reached = [x for x in tensors if memory.ids(x) is not None]
         name = name if name.startswith("__") else name.rstrip("_")
-        if name == "index" and any(x is not None and x.dtype is torch.bool for x in args[1]):
-            self.require_steady([x for x in args[1] if x is not None], "a mask as an index")
         if reached and name not in self._rules and torch.Tag.pointwise not in func.tags and name not in FRESH:
             from torch._decomp import decomposition_table  # takes a second to import, and is rarely needed
 
@@ -112,10 +120,6 @@ class Reaching(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs: list[Tensor] = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         written = _written(func, args, kwargs)
-        if len(outputs) < len(func._schema.returns) and any(
-            not isinstance(x, Tensor) and x is not None for x in tree_leaves(result)
-        ):
-            self.require_steady(tensors, name)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random or any(memory.varies(x) for x in tensors):
             for x in (*outputs, *written):
@@ -154,19 +158,6 @@ class Reaching(TorchDispatchMode):
             everything = self.reach.all_of(*[ids for ids in map(self.memory.ids, reached) if ids is not None])
             return [np.full(tuple(x.shape), everything) for x in call.outputs]
         return found
-
-
-class Reading(TorchFunctionMode):
-    """Notices values that leave PyTorch."""
-
-    def __init__(self, mode: Reaching):
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            self._mode.require_steady([x for x in args[:1] if isinstance(x, Tensor)], func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def _fits(ids: Ids, x: Tensor) -> bool:

@@ -12,17 +12,36 @@ from elementgrad.backends.torch.reaching.scatters import SCATTERS
 from elementgrad.sparsity.reach import Ids
 
 Tensor = torch.Tensor
-SLOPES = ("mul", "div", "threshold_backward", "tanh_backward", "sigmoid_backward", "hardtanh_backward", "relu_backward")
-SLOPES = (*SLOPES, "elu_backward", "gelu_backward", "leaky_relu_backward", "silu_backward", "softplus_backward")
+SLOPES = [
+    *("mul", "div", "threshold_backward", "tanh_backward", "sigmoid_backward", "hardtanh_backward", "elu_backward"),
+    *("gelu_backward", "leaky_relu_backward", "silu_backward", "softplus_backward"),
+]
 """Elementwise operations that are proportional to the one tensor that depends on the seed."""
-MOVES = """
-clone copy _to_copy contiguous lift_fresh alias_copy cat stack flip roll repeat tril triu constant_pad_nd
-select_backward slice_backward diagonal_backward slice_scatter select_scatter diagonal_scatter as_strided_scatter
-_reshape_copy view_copy expand_copy permute_copy _unsafe_view reshape index_select gather take index repeat_interleave
-channel_shuffle pixel_shuffle pixel_unshuffle diag_embed rot90 block_diag _reshape_alias_copy as_strided_copy
-unbind_copy split_copy split_with_sizes_copy squeeze_copy unsqueeze_copy t_copy transpose_copy slice_copy select_copy
-unfold_copy view_as_real_copy im2col _unsafe_index
-""".split()
+MOVES = [
+    *("clone", "copy", "_to_copy", "contiguous", "lift_fresh", "alias_copy", "cat", "stack", "flip"),
+    *("roll", "repeat", "tril", "triu", "constant_pad_nd", "select_backward", "slice_backward"),
+    *("diagonal_backward", "slice_scatter", "select_scatter", "diagonal_scatter"),
+    *("_reshape_copy", "view_copy", "expand_copy", "permute_copy", "_unsafe_view", "reshape"),
+    *(
+        "index_select",
+        "masked_select",
+        "gather",
+        "take",
+        "index",
+        "repeat_interleave",
+        "channel_shuffle",
+        "pixel_shuffle",
+    ),
+    *(
+        "pixel_unshuffle",
+        "diag_embed",
+        "rot90",
+        "block_diag",
+    ),
+    *("unbind_copy", "split_copy", "split_with_sizes_copy", "squeeze_copy", "unsqueeze_copy", "t_copy"),
+    *("transpose_copy", "slice_copy", "select_copy", "unfold_copy", "view_as_real_copy", "im2col"),
+    *("_unsafe_index",),
+]
 """What only brings numbers to other places, and fills in zeros."""
 ALONG = {"index_select": "dim", "gather": "dim", "take": None, "index": None, "_unsafe_index": None}
 """Moves to where indices say, and the axis along which they do."""
@@ -44,7 +63,7 @@ def pointwise(call: Call) -> Sequence[Ids | None]:
 def _slope(call: Call, x: Tensor) -> np.ndarray | None:
     """Where the operation passes something on, if everything but one of its tensors is known."""
     others = [other for other in call.tensors if other is not x]
-    if call.name == "div" and call["self"] is not x or not all(call.known(other) is not None for other in others):
+    if (call.name == "div" and call["self"] is not x) or any(call.known(other) is None for other in others):
         return None
     if not others:
         factor = call.arguments.get("other")
@@ -57,23 +76,22 @@ def _slope(call: Call, x: Tensor) -> np.ndarray | None:
 def where(call: Call) -> Sequence[Ids | None]:
     """Of two tensors, the one that a known condition takes."""
     condition = call.known(call["condition"])
-    sides = [_zeros(call, call.ids(call[name])) for name in ("self", "other")]
+    sides = [_zeros(call.ids(call[name])) for name in ("self", "other")]
     if condition is None:
-        own = [ids for ids in [call.ids(call["condition"])] if ids is not None]
-        return [call.reach.union(*sides, *own)]
+        return [call.reach.union(*sides, _zeros(call.ids(call["condition"])))]
     return [np.where(condition.numpy(force=True), *sides)]
 
 
 def masked_fill(call: Call) -> Sequence[Ids | None]:
     """Another value where a mask is true."""
     mask, ids, filled = call.known(call["mask"]), call.ids(call["self"]), call.ids(call["value"])
-    ids, filled = _zeros(call, ids), _zeros(call, filled)
+    ids, filled = _zeros(ids), _zeros(filled)
     if mask is None:
-        return [call.reach.union(ids, filled)] if call.ids(call["mask"]) is None else None  # type: ignore[list-item]
+        return [call.reach.union(ids, filled, _zeros(call.ids(call["mask"])))]
     return [np.where(mask.numpy(force=True), filled, ids)]
 
 
-def _zeros(call: Call, ids: Ids | None) -> Ids:
+def _zeros(ids: Ids | None) -> Ids:
     return np.zeros((), dtype=np.int64) if ids is None else ids
 
 
@@ -124,7 +142,7 @@ def _is_data(x: Tensor) -> bool:
 def summed(call: Call) -> Sequence[Ids | None] | None:
     """The union over the axes."""
     ids = call.ids(call["self"])
-    if ids is None:
+    if ids is None or any(call.ids(x) is not None for x in call.tensors if x is not call["self"]):
         return None
     axes = call.arguments.get("dim")
     axes = [axes] if isinstance(axes, int) else axes
@@ -148,9 +166,9 @@ def nothing(call: Call) -> Sequence[Ids | None]:
 
 
 def _table() -> dict[str, Rule]:
-    table: dict[str, Callable[[Call], Any]] = {name: moved for name in MOVES}
-    table |= {name: summed for name in SUMS}
-    table |= {name: cumulated for name in ("cumsum", "cumprod", "logcumsumexp")}
+    table: dict[str, Callable[[Call], Any]] = dict.fromkeys(MOVES, moved)
+    table |= dict.fromkeys(SUMS, summed)
+    table |= dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), cumulated)
     table |= {"pointwise": pointwise, "where": where, "masked_fill": masked_fill, "zero": nothing}
     table |= {"complex": pointwise, "view_as_complex": pointwise, "polar": pointwise}
     return table | PRODUCTS | SCATTERS
