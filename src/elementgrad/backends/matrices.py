@@ -1,11 +1,11 @@
 """What a framework supplies for sparse matrices."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 
-from elementgrad.errors import FrameworkError
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
@@ -28,9 +28,10 @@ class Matrices(ABC):
     def gather(self, x: Tensor, index: Any) -> Tensor:
         """The elements of a vector at positions that `index` made ready."""
 
-    def sparse(self, values: Tensor, pattern: Pattern, layout: Layout | None) -> Any:
-        """The framework's own sparse matrix of a pattern's entries, in the layout it likes best unless told.
+    @abstractmethod
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
+        """From values, one number for each entry by rows, to the framework's own sparse matrix.
 
-        `values` has one number for each entry, by rows.
+        It is in the layout that the framework likes best unless told; the indices are made ready once, where `like`
+        lives.
         """
-        raise FrameworkError(f'sparse matrices of {self.name} are not made yet; use J.sparse("scipy")')

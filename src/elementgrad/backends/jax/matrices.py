@@ -1,5 +1,6 @@
 """Sparse matrices of JAX."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,10 +25,11 @@ class JaxMatrices(Matrices):
         """The elements there, which are in range and in no order."""
         return jnp.take(x, index, mode="clip")
 
-    def sparse(self, values: Array, pattern: Pattern, layout: Layout | None) -> Any:
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Array) -> Callable[[Array], Any]:
         """A `BCOO` unless told, or a `BCSR`."""
+        options: Any = {"shape": pattern.shape, "indices_sorted": True, "unique_indices": True}
         if layout == "csr":
-            parts = values, jnp.asarray(pattern.columns), jnp.asarray(pattern.starts)
-            return sparse.BCSR(parts, shape=pattern.shape, indices_sorted=True, unique_indices=True)
+            columns, starts = jnp.asarray(pattern.columns), jnp.asarray(pattern.starts)
+            return lambda values: sparse.BCSR((values, columns, starts), **options)
         places = jnp.asarray(np.stack([pattern.rows, pattern.columns], 1))
-        return sparse.BCOO((values, places), shape=pattern.shape, indices_sorted=True, unique_indices=True)
+        return lambda values: sparse.BCOO((values, places), **options)
