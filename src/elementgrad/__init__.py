@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import OptionError as OptionError
     from elementgrad.errors import ParseError as ParseError
     from elementgrad.errors import PatchError as PatchError
+    from elementgrad.errors import PatternError as PatternError
     from elementgrad.errors import PlaceError as PlaceError
     from elementgrad.errors import SelectionError as SelectionError
     from elementgrad.errors import SizeError as SizeError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from elementgrad.paths import contributions as contributions
     from elementgrad.place import Place as Place
     from elementgrad.plan.plan import Plan as Plan
+    from elementgrad.prepared import Prepared as Prepared
     from elementgrad.read import grad as grad
     from elementgrad.read import hessian as hessian
     from elementgrad.read import jacobian as jacobian
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from elementgrad.shares import Shares as Shares
     from elementgrad.show.pictures import plot as plot
     from elementgrad.show.reporting import report as report
+    from elementgrad.sparsity.pattern import Pattern as Pattern
     from elementgrad.tap import tag as tag
     from elementgrad.train.elements import Elements as Elements
     from elementgrad.train.functional import Uses as Uses
@@ -76,6 +79,8 @@ _HOMES = {
     "Shares": "shares",
     "Jacobian": "lazy",
     "Patch": "train.patch",
+    "Pattern": "sparsity.pattern",
+    "Prepared": "prepared",
     "Plan": "plan.plan",
     "Place": "place",
     "Selection": "selection",
@@ -92,6 +97,7 @@ _HOMES = {
     "OptionError": "errors",
     "ParseError": "errors",
     "PatchError": "errors",
+    "PatternError": "errors",
     "PlaceError": "errors",
     "SelectionError": "errors",
     "SizeError": "errors",

@@ -65,6 +65,10 @@ class PatchError(ElementgradError, ValueError):
     """A patch, or the file of one, does not hold together: damaged, of another kind, or at odds with itself."""
 
 
+class PatternError(ElementgradError, ValueError):
+    """A sparsity pattern misses entries that are not zero, or none can be found that holds everywhere."""
+
+
 class UnconnectedError(ElementgradError, ValueError):
     """The framework's derivative program has no path between two tensors: there is no gradient, not a gradient of zero.
 

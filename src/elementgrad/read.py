@@ -16,6 +16,7 @@ from elementgrad.errors import OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, Reason, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
+from elementgrad.prepared import Again
 from elementgrad.side import Side
 from elementgrad.source import Source
 from elementgrad.trace import Call, Run
@@ -42,6 +43,7 @@ def jacobian(
     budget: int | str | None = None,
     create_graph: bool = False,
     batch: bool = False,
+    pattern: Any = None,
 ) -> Any:
     """The derivative of an output of `f(*args, **kwargs)` with respect to an input, as an array to index.
 
@@ -51,7 +53,8 @@ def jacobian(
     the same structure of Jacobians. `budget` bounds the memory that grows with the number of
     sweeps run at once (`"200MB"`; by default an eighth of what is free). With `create_graph=True` results can be
     differentiated again. With `batch=True` the first axis of both sides counts examples that do not mix, and the result
-    is one Jacobian per example.
+    is one Jacobian per example. `pattern`, an `eg.Pattern` or a matrix of scipy.sparse, says which entries can be
+    nonzero; reads are then by colours.
 
     >>> import torch, elementgrad as eg
     >>> J = eg.jacobian(lambda x, y: {"loss": (x * y).sum(), "x": x}, torch.ones(3), torch.arange(3.0),
@@ -63,7 +66,7 @@ def jacobian(
     (2, 2)
     """
     reading = _Reading.start(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=1)
-    return tree.mapped(reading.of, lambda of: tree.mapped(reading.wrt, lambda wrt: reading.jacobian(of, wrt)))
+    return tree.mapped(reading.of, lambda of: tree.mapped(reading.wrt, lambda wrt: reading.jacobian(of, wrt, pattern)))
 
 
 @plain
@@ -77,6 +80,7 @@ def hessian(
     budget: int | str | None = None,
     create_graph: bool = False,
     batch: bool = False,
+    pattern: Any = None,
 ) -> Any:
     """The second derivatives of one output element, as an array to index: the lazy Jacobian of the gradient.
 
@@ -94,7 +98,8 @@ def hessian(
         return tree.mapped(
             reading.wrt,
             lambda row: tree.mapped(
-                reading.wrt, lambda column: reading.jacobian(reading.gradient_side(of, row), column)
+                reading.wrt,
+                lambda column: reading.jacobian(reading.gradient_side(of, row), column, pattern, row is column),
             ),
         )
 
@@ -141,6 +146,7 @@ class _Reading:
     zero: bool
     budget: int | None
     batch: bool
+    again: Again
     why: Callable[[Side, Side], Reason | None] | None = None
 
     @classmethod
@@ -183,7 +189,16 @@ class _Reading:
 
         tensors = [source.tensor for source in inputs]
         ins = sides(places, sources, inputs, tensors)
-        linear = call.backend.linearize(Run(call, inputs, outputs), tensors, create_graph, order)
+
+        def linearized(tensors: Sequence[Tensor]) -> Linear:
+            return call.backend.linearize(Run(call, inputs, outputs), tensors, create_graph, order)
+
+        def again(number: int, x: Tensor) -> Linear:
+            if tensors[number] is None:
+                raise OptionError(f"{inputs[number].name} is computed by the function, so it cannot be set")
+            return linearized([x if i == number else other for i, other in enumerate(tensors)])
+
+        linear = linearized(tensors)
         if not all(map(is_, linear.inputs, tensors)):
             ins = sides(places, sources, inputs, linear.inputs)
         outs = sides(tree.flat(of), targets, outputs, list(map(linear.value, range(len(outputs)))))
@@ -193,15 +208,16 @@ class _Reading:
             by_name = dict(named)
             return _explained(call, by_name.get(this.name), by_name.get(that.name))
 
-        reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, why)
+        reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, again, why)
         reading._examples()
         if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
             for side in outs:
                 linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
         return reading
 
-    def jacobian(self, of: Side, wrt: Side) -> Jacobian:
-        return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget, self._examples(), self.why)
+    def jacobian(self, of: Side, wrt: Side, pattern: Any = None, symmetric: bool = False) -> Jacobian:
+        options = self.zero, self.budget, self._examples(), self.why, pattern, self.again, symmetric
+        return Jacobian(self.backend, self.linear, of, wrt, *options)
 
     def gradients(self, of: Side, single: bool) -> Tree:
         """The block of each input, all from the same sweeps."""
@@ -226,7 +242,11 @@ class _Reading:
             self.jacobian(of, wrt).require_apart()
         position = whole.flat().reshape(-1)
         seeds = self.backend.units(of.tensor, np.array(position), self._examples() or 1)
-        return replace(self, linear=self.linear.gradient(of.number, seeds[0]), why=None)
+
+        def again(number: int, x: Tensor) -> Linear:
+            return self.again(number, x).gradient(of.number, seeds[0])
+
+        return replace(self, linear=self.linear.gradient(of.number, seeds[0]), again=again, why=None)
 
     def gradient_side(self, of: Side, wrt: Side) -> Side:
         """The gradient with respect to one input, as the output of that function."""

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elementgrad.errors import FrameworkError
+from elementgrad.sparsity.pattern import Pattern
+
 Tensor = Any
 Function = Callable[..., Sequence[Tensor]]
 """Takes the tensors that are differentiated, gives all tensors of the output."""
@@ -99,6 +102,15 @@ class Linear(ABC):
 
         An output without a path is zeros that depend on nothing.
         """
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        """Which entries can be nonzero: a row for each element of the output, a column for each of the input.
+
+        It holds for every input of the same shape and dtype, or with `local` for this one, and misses no entry: what is
+        not known is taken to depend on all. None without a path. `sparsity.reach` says how one is found. An
+        `UnsupportedError` says why none can be, as where the function branches on its values (with `local` it can).
+        """
+        raise FrameworkError("patterns are not found on this framework; give one, eg.jacobian(f, x, pattern=P)")
 
     def value(self, output: int) -> Tensor:
         """An output, to be handed out."""

@@ -1,6 +1,6 @@
 """What a framework must supply. Everything that can be built from these operations is built above them, once."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from elementgrad.backends.linear import Linear, Run, Use
+from elementgrad.backends.matrices import Matrices
 from elementgrad.backends.model import Model
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.witness import Told, Witness
@@ -24,10 +25,9 @@ Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 
 
-class Backend(ABC):
+class Backend(Matrices):
     """One framework."""
 
-    name: str
     conjugates = False
     """Whether a reverse sweep of complex numbers takes and gives the conjugates of what is said of real functions:
     `∂f/∂a + i ∂f/∂b` for `z = a + ib`."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from elementgrad.markup import grid, guarded
 from elementgrad.plan import budget as bytes_of
+from elementgrad.sparsity.colouring import Colouring
 
 Mode = Literal["reverse", "forward"]
 AT_ONCE = 3
@@ -55,6 +56,8 @@ class Plan:
     budget: int | None
     """The bytes that it may grow by; None for a single sweep, which needs none."""
     notes: tuple[str, ...] = ()
+    colouring: Colouring | None = None
+    """How rows and columns go together in sweeps, where a pattern is known and that is fewer."""
 
     @property
     def chunks(self) -> int:
@@ -76,7 +79,8 @@ class Plan:
         return (
             ("asked", f"{rows}, {columns}: {_count(task.numbers, 'number')}, {result}"),
             ("naive", f"{_count(self.naive, 'reverse sweep')} for the whole Jacobian, {bytes_of.to_text(whole)}"),
-            ("planned", _count(self.sweeps, f"{self.mode} sweep") + self._chunks()),
+            *self._colours(),
+            ("planned", self._sweeps() + self._chunks()),
             ("speed-up", f"{_times(self.naive / max(1, self.sweeps))} fewer sweeps"),
             *(("note", note) for note in self.notes),
         )
@@ -89,6 +93,15 @@ class Plan:
     @guarded
     def _repr_html_(self) -> str:
         return grid(self.lines, heads=False)
+
+    def _sweeps(self) -> str:
+        return _count(self.sweeps, f"{self.mode} sweep") if self.colouring is None else self.colouring.text
+
+    def _colours(self) -> list[tuple[str, str]]:
+        if self.colouring is None:
+            return []
+        rows, columns = _count(self.task.rows, "row"), _count(self.task.columns, "column")
+        return [("coloured", f"{_count(self.sweeps, 'colour')} against {rows} and {columns}")]
 
     def _chunks(self) -> str:
         if self.budget is None:

@@ -1,14 +1,14 @@
 """Reading derivatives by sweeps: blocks, single entries and products, for every framework alike."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from elementgrad.backends.linear import UnsupportedError
+from elementgrad.backends.linear import Linear, UnsupportedError
 from elementgrad.errors import FrameworkError, SizeError
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.batch import require_apart
@@ -28,6 +28,10 @@ ROOM = 10**8
 @dataclass
 class Reader(Sweeper):
     """Reads blocks, single entries and products. A derivative without a path comes back as None."""
+
+    def at(self, linear: Linear) -> "Reader":
+        """The same reads of the function at another point."""
+        return replace(self, linear=linear)
 
     def plan(self, rows: int, columns: Sequence[int], numbers: int, mode: Mode | None = None) -> Plan:
         """The plan for so many distinct rows, and columns of each input; in the cheaper direction unless told."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad.backends.jax.matrices import JaxMatrices
 from elementgrad.backends.jax.model import Copying, JaxModel, opened
 from elementgrad.backends.jax.program import staged
 from elementgrad.backends.jax.uses import uses
@@ -27,7 +28,7 @@ WIDE = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_
 """Where there is a float64."""
 
 
-class JaxBackend(Backend):
+class JaxBackend(JaxMatrices, Backend):
     """The operations of `Backend` on `jax.Array`, tracers included."""
 
     name = "jax"

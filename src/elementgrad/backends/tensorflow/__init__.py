@@ -14,6 +14,7 @@ from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.tensorflow import layers, staging, uses
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
+from elementgrad.backends.tensorflow.matrices import TensorflowMatrices
 from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
 from elementgrad.backends.tensorflow.positions import Rows
 from elementgrad.backends.tensorflow.quiet import undisturbed
@@ -26,7 +27,7 @@ from elementgrad.selection import Selection, forward
 Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
 
 
-class TensorflowBackend(Backend):
+class TensorflowBackend(TensorflowMatrices, Backend):
     """The operations of `Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
 
     name = "tensorflow"

@@ -16,6 +16,7 @@ from elementgrad.backends.protocol import Backend, Kind, Picked
 from elementgrad.backends.recorder import Recorder
 from elementgrad.backends.torch.compiler import in_graph, once_imported
 from elementgrad.backends.torch.linear import TorchLinear
+from elementgrad.backends.torch.matrices import TorchMatrices
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.scores import largest, slopes
@@ -30,7 +31,7 @@ NUMBERS: dict[type, Kind] = {torch.SymInt: "i", torch.SymFloat: "f", torch.SymBo
 """What the compiler makes of numbers that change from call to call."""
 
 
-class TorchBackend(Backend):
+class TorchBackend(TorchMatrices, Backend):
     """The operations of `Backend` on `torch.Tensor`."""
 
     name = "torch"

@@ -1,0 +1,37 @@
+"""What a framework supplies for sparse matrices."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from elementgrad.sparsity.pattern import Pattern
+
+Tensor = Any
+Layout = Literal["csr", "coo"]
+
+
+class Matrices(ABC):
+    """The part of a backend that makes sparse matrices of what sweeps give.
+
+    What a framework knows of patterns is `Linear.pattern`.
+    """
+
+    name: str
+
+    @abstractmethod
+    def index(self, positions: np.ndarray, like: Tensor) -> Any:
+        """Positions in a vector that lives where `like` does, ready for `gather` any number of times."""
+
+    @abstractmethod
+    def gather(self, x: Tensor, index: Any) -> Tensor:
+        """The elements of a vector at positions that `index` made ready."""
+
+    @abstractmethod
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
+        """From values, one number for each entry by rows, to the framework's own sparse matrix.
+
+        It is in the layout that the framework likes best unless told; the indices are made ready once, where `like`
+        lives.
+        """

@@ -1,0 +1,131 @@
+"""A sparse Jacobian that is ready to be read at many points."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from elementgrad.backends import owner, plain
+from elementgrad.backends.linear import Linear
+from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError
+from elementgrad.plan.compressed import Asked, Compressed
+from elementgrad.plan.plan import Plan
+from elementgrad.plan.sweep import PRECISION
+from elementgrad.sparsity.pattern import Pattern, scipy_sparse
+
+if TYPE_CHECKING:
+    from elementgrad.sparse import Sparse
+
+Tensor = Any
+Format = Literal["csr", "coo", "scipy"]
+Again = Callable[[int, Tensor], Linear]
+"""The function linearised anew, with another tensor for one of its inputs."""
+PROBES = 2
+
+
+class Prepared:
+    """A sparse Jacobian that is ready to be read at other points: `S(x)`. Made by `J.prepare()`.
+
+    `S.pattern` is which entries there are, `S.plan` what a read does.
+    """
+
+    def __init__(self, jacobian: "Sparse", pattern: Pattern, format: Format | None):
+        self.pattern = pattern
+        self._jacobian = jacobian
+        self._format = format
+        places = jacobian._places()
+        self._rows, self._columns = places[0][pattern.rows], places[1][pattern.columns]
+        symmetric = jacobian._symmetric and jacobian._backend.kind(jacobian._wrt.tensor) == "f"
+        symmetric = symmetric and jacobian._of.base is jacobian._wrt.base is None
+        asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric)
+        self._compressed = Compressed(asked, jacobian._reader)
+        self._assemble = self._assembly()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What a read does: colours, sweeps, chunks and bytes, against the whole."""
+        return self._compressed.plan(self._jacobian._reader)
+
+    @plain
+    def __call__(self, x: Tensor) -> Any:
+        """The sparse Jacobian at another x, of the same shape and dtype; all else is as it was."""
+        jacobian, backend = self._jacobian, self._jacobian._backend
+        side, given = jacobian._wrt, owner(x)
+        if given is not backend:
+            raise FrameworkError(f"S(x) takes a tensor of {backend.name} in place of {side.name}")
+        if tuple(backend.shape(x)) != tuple(backend.shape(side.tensor)) or x.dtype != side.tensor.dtype:
+            raise BroadcastError(
+                f"S(x) with x of shape {tuple(backend.shape(x))} and {x.dtype}, and it was prepared for {side.name} of "
+                f"shape {tuple(backend.shape(side.tensor))} and {side.tensor.dtype}; prepare another"
+            )
+        if jacobian._again is None:
+            raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
+        reader = jacobian._reader.at(jacobian._again(side.number, x))
+        return self._matrix(self._compressed.read(reader))
+
+    @plain
+    def sparse(self) -> Any:
+        """The sparse Jacobian where it was prepared."""
+        return self._matrix(self._values())
+
+    @plain
+    def verify(self) -> None:
+        """Raise `PatternError` if the pattern misses something where it was prepared."""
+        error = self._error()
+        if error is not None:
+            raise PatternError(error)
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self.pattern!r}, {self._compressed.colouring.text}>"
+
+    def _values(self) -> Tensor | None:
+        return self._compressed.read(self._jacobian._reader)
+
+    def _matrix(self, values: Tensor | None) -> Any:
+        return self._assemble(self._jacobian._shaped(values, (self.pattern.size,)))
+
+    def _assembly(self) -> Callable[[Tensor], Any]:
+        """From values to a matrix. Made here and now, and not in a program that is traced later."""
+        backend, pattern = self._jacobian._backend, self.pattern
+        if self._format == "scipy":
+            csr_array = scipy_sparse().csr_array
+            return lambda values: csr_array(
+                (backend.read(values), pattern.columns, pattern.starts), shape=pattern.shape
+            )
+        return backend.sparse(pattern, self._format, self._jacobian._wrt.tensor)
+
+    def _error(self) -> str | None:
+        """What is wrong with the entries read by colours, held against reverse sweeps; None if nothing is."""
+        jacobian = self._jacobian
+        reader, backend = jacobian._reader, jacobian._backend
+        values = self._values()
+        numbers = None if values is None else backend.floats(values)
+        if numbers is None:
+            return None
+        places = jacobian._places()
+        y = reader.linear.outputs[reader.output]
+        precision = max(PRECISION[backend.itemsize(end)] for end in (y, jacobian._wrt.tensor))
+        for number in range(PROBES):
+            weights = np.zeros(reader.of_size)
+            random = np.random.default_rng(number)
+            weights[places[0]] = random.uniform(0.5, 1.5, len(places[0])) * random.choice([-1, 1], len(places[0]))
+            seed = backend.cast(weights.reshape(1, *backend.shape(y)), y)
+            product = reader.product(seed, forward=False)
+            if product is None:
+                return None
+            swept = np.asarray(backend.floats(product)).reshape(-1)[places[1]]
+            used = np.asarray(backend.floats(seed)).reshape(-1)[self._rows]
+            own, sizes = (
+                np.bincount(self.pattern.columns, part, self.pattern.shape[1])
+                for part in (used * numbers, np.abs(used * numbers))
+            )
+            wrong = ~(np.abs(swept - own) <= precision**0.5 * (sizes + np.abs(swept)))
+            wrong &= np.isfinite(swept)
+            if wrong.any():
+                return (
+                    f"the derivative with respect to element {int(wrong.argmax())} of {jacobian._wrt.name} has entries "
+                    "outside the pattern, so that other entries come out wrong; leave pattern= out to have it found, "
+                    "or add what it lacks (P | Q)"
+                )
+        return None
