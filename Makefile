@@ -1,4 +1,5 @@
 # Two commands: `make tour` (PyTorch alone) and `make test` (all frameworks). Needs Python 3.11, pip and make.
+# Also `make lint`, `make bench` and `make docs` (the site, into site/).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: tour test test-oldest lint bench clean
+.PHONY: tour test test-oldest lint bench docs clean
 
 tour: $(VENV)/tour.stamp
 	@$(BIN)/elementgrad tour
@@ -28,8 +29,12 @@ lint: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# Strict: a warning, such as a link to nowhere, is an error. Nothing is fetched, and no framework is needed.
+docs: .venv-docs/stamp
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean --quiet
+
 clean:
-	rm -rf $(VENV) .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-docs site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/tour.stamp: locks/tour.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,4 +54,9 @@ $(VENV)/bench.stamp: locks/bench.txt $(VENV)/test.stamp
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -r locks/oldest.txt
 	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv-docs/stamp: locks/docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r locks/docs.txt
 	@touch $@

@@ -3,16 +3,22 @@
 import ast
 import doctest
 import re
+import textwrap
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import elementgrad
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r'^=== "(?P<tab>[^"\n]+)"$|^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$', re.MULTILINE | re.DOTALL
+)
+ERROR = re.compile(r"print\(error\)  # (.+)")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
     for path in Path(elementgrad.__file__).parent.rglob("*.py")
@@ -21,21 +27,37 @@ MODULES = sorted(
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
-def blocks(page: Path) -> list[str]:
-    return [match.group(1) for match in BLOCK.finditer(page.read_text())]
+def blocks(page: Path) -> list[tuple[str | None, str]]:
+    """The code of a page in order, each block with the tab that it stands in, if any."""
+    found, tab = [], None
+    for match in BLOCK.finditer(page.read_text()):
+        if match["tab"]:
+            tab = match["tab"]
+        else:
+            found.append((tab if match["indent"] else None, textwrap.dedent(match["code"])))
+    return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_in_order(page):
-    """What stands behind an expression as `# -> value` is checked too: it must be how the value prints."""
+def readers() -> Iterator[Any]:
+    """A page with tabs is read once for each: what a reader of that tab sees, from top to bottom."""
+    for page in PAGES:
+        name = str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
+        for tab in dict.fromkeys(tab for tab, _ in blocks(page) if tab) or [None]:
+            yield pytest.param(page, tab, id=f"{name}-{tab}" if tab else name)
+
+
+@pytest.mark.parametrize(("page", "tab"), list(readers()))
+def test_the_code_of_a_page_runs_in_order(page, tab, capsys):
+    """What stands behind an expression as `# -> value` must be how it prints; behind `print(error)`, part of that."""
     names: dict[str, object] = {}
     checked = 0
-    if "import optax" in page.read_text():
+    read = [code for own, code in blocks(page) if own in (None, tab)]
+    if any("import optax" in code for code in read):
         pytest.importorskip("optax")
-    for block in blocks(page):
+    for block in read:
         lines = block.splitlines()
         for statement in ast.parse(block).body:
-            comment = lines[statement.end_lineno - 1].partition("# -> ")[2].strip()
+            comment = awaited(lines, statement.end_lineno)
             if comment:
                 assert isinstance(statement, ast.Expr), f"{comment} stands behind no expression"
                 value = eval(compile(ast.Expression(statement.value), str(page), "eval"), names)
@@ -43,7 +65,15 @@ def test_the_code_of_a_page_runs_in_order(page):
                 checked += 1
             else:
                 exec(compile(ast.Module([statement], []), str(page), "exec"), names)
-    assert checked or not blocks(page)
+    told = capsys.readouterr().out
+    assert [said for code in read for said in ERROR.findall(code) if said not in told] == []
+    assert checked or not read
+
+
+def awaited(lines: list[str], end: int) -> str:
+    """What is said of the value of a statement: behind it, or alone on the next line."""
+    beside, below = [*lines, ""][end - 1 : end + 1]
+    return beside.partition("# -> ")[2].strip() or (below[5:].strip() if below.startswith("# -> ") else "")
 
 
 def printed(value: object) -> str:
