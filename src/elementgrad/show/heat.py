@@ -96,7 +96,7 @@ def channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture
     across = math.ceil(math.sqrt(len(chosen))) if len(chosen) != 3 else 3
     down = math.ceil(len(chosen) / across)
     rows, columns = planes.stack.shape[1:]
-    height = float(np.clip(6.0 / across * rows / columns, 0.6, 2.4))
+    height = float(np.clip(5.2 / across * rows / columns, 0.6, 2.4))
     picture = Picture(theme, 7.0, down * (height + 0.32) + 0.7)
     drawn = []
     block = (1, 1)
@@ -169,7 +169,8 @@ def spy(
     share = 100 * scale.nonzero / scale.count
     notes = [f"{scale.nonzero} of {scale.count} entries are not zero ({share:.3g} %)"]
     if any(chosen is not None for chosen in lines):
-        notes.append(f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns, evenly spread")
+        some = f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns"
+        notes.append(f"{some}, evenly spread; what is between them was not computed")
     return picture, [*notes, *_blocks(block)]
 
 
