@@ -38,6 +38,8 @@ def folder(tmp_path_factory):
     parts = [
         Prose(long),
         Code(f"{long} = {long}"),
+        Code("def f(x):\n    return x[0] + 1.5  # 'half'\n\nprint('f', None)"),
+        Code(long, python=False),
         Facts([(long, long)]),
         Finding(long, [long], "bad"),
         Steps([(1, long, False), (2, long, True)]),
@@ -106,7 +108,7 @@ def test_words_stand_out_from_the_paper(opened):
         const colour = getComputedStyle(one).backgroundColor;
         return colour === "rgba(0, 0, 0, 0)" && one.parentElement ? paper(one.parentElement) : colour;
       };
-      const texts = [...document.querySelectorAll("h1, h2, p, dt, dd, th, td, code, a, button, strong")];
+      const texts = [...document.querySelectorAll("h1, h2, p, dt, dd, th, td, code, code span, a, button, strong")];
       return Math.min(...texts.map((one) => {
         const [a, b] = [light(getComputedStyle(one).color), light(paper(one))].sort((x, y) => y - x);
         return (a + 0.05) / (b + 0.05);

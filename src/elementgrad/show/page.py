@@ -37,11 +37,20 @@ class Prose:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of code, or what they printed."""
+    """Lines of Python, in colours, or of something else, such as what they printed."""
 
     kind: ClassVar = "code"
     text: str
-    label: str = "code"
+    python: bool = True
+
+    @property
+    def coloured(self) -> str:
+        """The lines with their words in classes, all else escaped."""
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+
+        return highlight(self.text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).rstrip("\n")
 
 
 @dataclass(frozen=True)
@@ -155,8 +164,8 @@ class Section:
 class Page:
     """A title, a sentence under it, and sections.
 
-    >>> from elementgrad.show.page import Code, Page, Section
-    >>> html = Page("<One>", [Section("Code", [Code("a < b")])]).html()
+    >>> from elementgrad.show.page import Page, Prose, Section
+    >>> html = Page("<One>", [Section("First", [Prose("a < b")])]).html()
     >>> "&lt;One&gt;" in html, "a &lt; b" in html
     (True, True)
     """
@@ -168,7 +177,7 @@ class Page:
 
     def html(self) -> str:
         """The whole file."""
-        require("jinja2", "a report")
+        require("jinja2 pygments", "a report")
         import jinja2
 
         folder = resources.files("elementgrad.show")

@@ -48,7 +48,7 @@ def report(
     >>> "<title>squares</title>" in path.read_text()
     True
     """
-    require("matplotlib jinja2", "eg.report")
+    require("matplotlib jinja2 pygments", "eg.report")
     checked(path)
     if isinstance(f, (Elements, Patch)):
         return _trained(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
