@@ -159,3 +159,55 @@ def test_arrays_become_tensors_of_the_model_and_integers_stay_integers(user, fw,
     assert dtypes == {"x": "float16", "ids": "int32"}
     found, _ = told(capsys, "grad", f"{user}:loss", "[0.1]", "--dtype", "float64")
     assert found["gradients"] == [{"wrt": "x", "shape": [1], "dtype": "float64", "values": [0.4]}]
+
+
+OWN = """
+import inspect
+import pickle
+from dataclasses import dataclass
+
+import torch
+
+from helpers_of_mine import double
+
+@dataclass
+class Point:
+    x: float
+
+assert pickle.loads(pickle.dumps(Point(1.0))) == Point(1.0)
+assert "class Point" in inspect.getsource(Point)
+loads = getattr(torch, "_loads_of_mine", 0) + 1
+torch._loads_of_mine = loads
+
+class Model(torch.nn.Module):
+    def forward(self, point, ids, mode):
+        assert mode == "sum" and ids.dtype == torch.int64
+        return double(point["x"])[ids].sum()
+
+model = Model()
+"""
+
+
+def test_a_users_file_is_a_module_like_any_other(tmp_path, monkeypatch, capsys):
+    """Loaded once though it is named twice, beside its neighbours, also from another folder and as a module."""
+    import torch
+
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "own-model.py").write_text(OWN)
+    (folder / "helpers_of_mine.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "arguments.json").write_text('{"point": {"x": [1.0, 2.0]}, "ids": [1, 1], "mode": "sum"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "_loads_of_mine", 0, raising=False)
+    assert main(["grad", "project/own-model.py:Model", "arguments.json", "--wrt", "point.x"]) == 0
+    assert capsys.readouterr().out == "[0., 4.]\n"
+    assert torch._loads_of_mine == 1
+    twice = ["--input", "point=arguments.json:point", "--input", "ids=[0]", "--input", 'mode="sum"']
+    assert main(["grad", "project/own-model.py:model.forward", *twice]) == 0
+    assert capsys.readouterr().out == "[2., 0.]\n"
+    (folder / "__init__.py").write_text("")
+    (folder / "neighbour.py").write_text(
+        "import torch\n\ndef f(x):\n    return x.prod()\n\nx = torch.tensor([2.0, 3.0])\n"
+    )
+    assert main(["grad", "project.neighbour:f", "project.neighbour:x"]) == 0
+    assert capsys.readouterr().out == "[3., 2.]\n"

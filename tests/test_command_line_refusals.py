@@ -24,6 +24,7 @@ USAGE = {
     "no input": ("grad of_jax.py:loss", "the inputs do not fit of_jax.py:loss(x, scale=2.0): missing a required"),
     "an unknown input": ("grad of_jax.py:loss [1.0] --input y=[1.0]", "got an unexpected keyword argument 'y'"),
     "an input twice": ("grad of_jax.py:loss --input x=[1.0] --input x=[2.0]", "x is given twice"),
+    "a name without its option": ("grad of_jax.py:loss x=[1.0]", "give it by its name, as in --input x=[1.0]"),
     "a missing file": ("grad of_jax.py:loss nothing.npy", "nothing.npy: No such file or directory"),
     "a damaged file": ("grad of_jax.py:loss damaged.npy", "damaged.npy cannot be read: "),
     "a pickle": ("grad of_jax.py:loss objects.npy", "objects.npy cannot be read: Object arrays cannot be loaded"),
