@@ -14,9 +14,10 @@ from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, Selec
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.run import Reader
-from elementgrad.prepared import Again, Sparse
+from elementgrad.prepared import Again
 from elementgrad.selection import Selection
 from elementgrad.side import Side
+from elementgrad.sparse import Sparse
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any

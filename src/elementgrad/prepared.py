@@ -1,22 +1,21 @@
-"""What a Jacobian knows of its own sparsity: its pattern, its sparse matrix, and reads of the same kind elsewhere."""
+"""A sparse Jacobian that is ready to be read at many points."""
 
-import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from elementgrad.backends import Backend, owner, plain
-from elementgrad.backends.linear import Linear, UnsupportedError
+from elementgrad.backends import owner, plain
+from elementgrad.backends.linear import Linear
 from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError
 from elementgrad.plan.compressed import Asked, Compressed
 from elementgrad.plan.plan import Plan
-from elementgrad.plan.run import Reader
 from elementgrad.plan.sweep import PRECISION
-from elementgrad.selection import Selection
-from elementgrad.side import Side
 from elementgrad.sparsity.pattern import Pattern, scipy_sparse
+
+if TYPE_CHECKING:
+    from elementgrad.sparse import Sparse
 
 Tensor = Any
 Format = Literal["csr", "coo", "scipy"]
@@ -25,191 +24,22 @@ Again = Callable[[int, Tensor], Linear]
 PROBES = 2
 
 
-class Sparse:
-    """The part of a Jacobian that is about which of its entries can be nonzero."""
-
-    _backend: Backend
-    _reader: Reader
-    _of: Side
-    _wrt: Side
-    _batch: int | None
-    _again: Again | None
-    _symmetric: bool
-    _known: Pattern | None
-    """The pattern of the whole tensors, once it was given or found."""
-
-    @plain
-    def pattern(self, local: bool = False) -> Pattern:
-        """Which entries can be nonzero: a row for each element of the output, a column for each of the input.
-
-        It is found from the derivative program and holds for every input of the same shape and dtype, or with `local`
-        for the one given here. It misses nothing; where an operation is not known it may hold too much. From then on
-        reads of this Jacobian go by it.
-
-        >>> import torch, elementgrad as eg
-        >>> eg.jacobian(lambda x: x[1:] * x[:-1], torch.ones(5)).pattern().dense().astype(int)
-        array([[1, 1, 0, 0, 0],
-               [0, 1, 1, 0, 0],
-               [0, 0, 1, 1, 0],
-               [0, 0, 0, 1, 1]])
-        """
-        self._require_one()
-        if not isinstance(local, bool):
-            raise OptionError(f"local={local!r} is neither True nor False; give one of them")
-        if local:
-            self._known = self._found(True)
-        return self._within(self._whole())
-
-    @plain
-    def sparse(self, format: Format | None = None) -> Any:
-        """The whole Jacobian as a sparse matrix, of as many rows as the output has elements.
-
-        It is the framework's own, in the layout that it likes best, or `"csr"`, `"coo"` or `"scipy"` (an array of
-        scipy.sparse, by rows). It takes as many sweeps as the pattern has colours.
-
-        >>> import torch, elementgrad as eg
-        >>> eg.jacobian(lambda x: x[1:] * x[:-1], torch.arange(4.0)).sparse().to_dense()
-        tensor([[1., 0., 0., 0.],
-                [0., 2., 1., 0.],
-                [0., 0., 3., 2.]])
-        """
-        return self._prepared(format).sparse()
-
-    @plain
-    def prepare(self, format: Format | None = None) -> "Prepared":
-        """Everything that does not depend on the numbers, done once: `S = J.prepare()`, then `S(x)` at many x.
-
-        >>> import torch, elementgrad as eg
-        >>> S = eg.jacobian(lambda x: x**2, torch.zeros(3)).prepare()
-        >>> S(torch.tensor([1.0, 2.0, 3.0])).to_dense().diagonal()
-        tensor([2., 4., 6.])
-        >>> print(S.plan)
-        asked      3 rows, 3 columns: 3 numbers, 12 B
-        naive      3 reverse sweeps for the whole Jacobian, 36 B
-        coloured   1 colour against 3 rows and 3 columns
-        planned    1 reverse sweep by rows
-        speed-up   3x fewer sweeps
-        """
-        return self._prepared(format)
-
-    @plain
-    def verify(self) -> bool:
-        """Whether the pattern misses nothing here, by random products; `PatternError` if it does.
-
-        One or two reverse sweeps are held against the entries read by colours.
-
-        >>> import numpy as np, torch, elementgrad as eg
-        >>> eg.jacobian(torch.sin, torch.ones(3), pattern=eg.Pattern.from_dense(np.eye(3))).verify()
-        True
-        """
-        self._prepared(None).verify()
-        return True
-
-    def _prepared(self, format: Format | None) -> "Prepared":
-        self._require_one()
-        if format not in (None, "csr", "coo", "scipy"):
-            raise OptionError(
-                f'format={format!r} is none of "csr", "coo" and "scipy"; give one of them or leave it out'
-            )
-        return Prepared(self, self.pattern(), format)
-
-    def _require_one(self) -> None:
-        if self._batch is not None:
-            raise OptionError("with batch=True there is a Jacobian for each example; leave it out for a sparse one")
-
-    def _whole(self) -> Pattern:
-        if self._known is None:
-            self._known = self._found(False)
-        return self._known
-
-    def _found(self, local: bool) -> Pattern:
-        """The pattern of the whole tensors, from the derivative program."""
-        try:
-            found = self._reader.linear.pattern(self._of.number, self._wrt.number, local)
-        except UnsupportedError as error:
-            raise PatternError(
-                f"no pattern that holds for every {self._wrt.name} can be found: {error}; use J.pattern(local=True) "
-                "for the one at this point, or give one, eg.jacobian(f, x, pattern=P)"
-            ) from error
-        if found is None:
-            self._require_zero()
-            return Pattern.from_entries([], [], (self._reader.of_size, self._reader.wrt_sizes[0]))
-        return found
-
-    def _given(self, pattern: Any) -> Pattern:
-        """A pattern that the user gave for both sides, as one of the whole tensors."""
-        if not isinstance(pattern, Pattern):
-            if not hasattr(pattern, "tocoo"):
-                raise OptionError(
-                    f"pattern={type(pattern).__name__} is none; give an eg.Pattern or a matrix of scipy.sparse"
-                )
-            pattern = Pattern.from_scipy(pattern)
-        shape = math.prod(self._of.shape), math.prod(self._wrt.shape)
-        if pattern.shape != shape:
-            raise OptionError(
-                f"the pattern is of shape {pattern.shape}, and {self._of.name} with respect to {self._wrt.name} is "
-                f"{shape}; give one row for each element of the output, one column for each of the input"
-            )
-        if self._of.base is None and self._wrt.base is None:
-            return pattern
-        rows, columns = self._places()
-        of = self._reader.of_size, self._reader.wrt_sizes[0]
-        return Pattern.from_entries(rows[pattern.rows], columns[pattern.columns], of)
-
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the elements of both sides are in their tensors."""
-        rows, columns = (side.select(..., self._backend).flat().reshape(-1) for side in (self._of, self._wrt))
-        return rows, columns
-
-    def _within(self, whole: Pattern) -> Pattern:
-        """Of the pattern of the whole tensors, that of both sides."""
-        if self._of.base is None and self._wrt.base is None:
-            return whole
-        return whole.taken(*self._places())
-
-    def _coloured(self, rows: np.ndarray, columns: np.ndarray, most: int) -> Compressed | None:
-        """Entries by colours, where the pattern is known and that takes fewer sweeps than so many."""
-        if self._known is None or self._batch is not None or not len(rows):
-            return None
-        found = Compressed(Asked(self._known, rows, columns), self._reader)
-        return found if found.colouring.sweeps < most else None
-
-    def _block(self, rows: Selection, columns: Selection) -> Compressed | None:
-        """The same for all of some rows with all of some columns."""
-        if self._known is None or not rows.size * columns.size:
-            return None
-        down, right = (selection.flat().reshape(-1) for selection in (rows, columns))
-        most = min(len(np.unique(down)), len(np.unique(right)))
-        return self._coloured(np.repeat(down, len(right)), np.tile(right, len(down)), most) if most > 1 else None
-
-    def _require_zero(self) -> None:
-        raise NotImplementedError
-
-    def _shaped(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        raise NotImplementedError
-
-
 class Prepared:
     """A sparse Jacobian that is ready to be read at other points: `S(x)`. Made by `J.prepare()`.
 
     `S.pattern` is which entries there are, `S.plan` what a read does.
     """
 
-    def __init__(self, jacobian: Sparse, pattern: Pattern, format: Format | None):
+    def __init__(self, jacobian: "Sparse", pattern: Pattern, format: Format | None):
         self.pattern = pattern
         self._jacobian = jacobian
         self._format = format
         places = jacobian._places()
         self._rows, self._columns = places[0][pattern.rows], places[1][pattern.columns]
         symmetric = jacobian._symmetric and jacobian._backend.kind(jacobian._wrt.tensor) == "f"
-        self._compressed = self._ready(symmetric)
-        if self._compressed.colouring.kind == "symmetric" and self._error() is not None:
-            self._compressed = self._ready(False)  # a rule of the user's own, whose derivative is not symmetric
-
-    def _ready(self, symmetric: bool) -> Compressed:
-        whole = self._jacobian._whole()
-        whole = whole | whole.T if symmetric else whole
-        return Compressed(Asked(whole, self._rows, self._columns, symmetric), self._jacobian._reader)
+        symmetric = symmetric and jacobian._of.base is jacobian._wrt.base is None
+        asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric)
+        self._compressed = Compressed(asked, jacobian._reader)
 
     @cached_property
     def plan(self) -> Plan:

@@ -1,6 +1,7 @@
 """Reading the entries of a sparse Jacobian in as many sweeps as it has colours."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from elementgrad.backends.linear import UnsupportedError
 from elementgrad.errors import FrameworkError
 from elementgrad.plan.plan import Mode, Plan, Task
 from elementgrad.plan.run import Reader
+from elementgrad.plan.sweep import PRECISION
 from elementgrad.sparsity.colouring import Colouring, colouring
 from elementgrad.sparsity.pattern import Pattern
 
@@ -27,6 +29,9 @@ class Asked:
     symmetric: bool = False
 
     def __post_init__(self) -> None:
+        self.given = self.pattern
+        if self.symmetric:
+            self.pattern = self.pattern | self.pattern.T
         at = self.pattern.positions(self.rows, self.columns)
         found = at >= 0
         near = np.zeros(self.pattern.shape[0], dtype=bool), np.zeros(self.pattern.shape[1], dtype=bool)
@@ -41,9 +46,13 @@ class Asked:
         self.needed = np.zeros(self.pattern.size, dtype=bool)
         self.needed[at[found]] = True
 
+    def plainly(self) -> "Asked":
+        """The same, without the claim that the matrix is symmetric."""
+        return Asked(self.given, self.rows, self.columns)
+
     def coloured(self, without: Any) -> Colouring:
         """The fewest sweeps for the entries, in the directions that can be had."""
-        return colouring(self.pattern, self.needed, self.symmetric, without)
+        return colouring(self.pattern, None if self.symmetric else self.needed, self.symmetric, without)
 
 
 class Compressed:
@@ -58,16 +67,21 @@ class Compressed:
             raise FrameworkError(f"{reader.backend.name} can differentiate this in no direction: {reader.without}")
         backend, asked = reader.backend, self.asked
         found = asked.coloured(reader.without)
+        if asked.symmetric and found.kind != "symmetric":
+            found = asked.plainly().coloured(reader.without)
+            asked = self.asked = asked.plainly()
         y, x = reader.linear.outputs[reader.output], reader.linear.inputs[reader.inputs[0]]
         self.colouring = found
         self._seeds: dict[Mode, Tensor] = {}
         for mode, colours, like in (("forward", found.columns, x), ("reverse", found.rows, y)):
             count = int(colours.max(initial=-1)) + 1
             if count:
-                self._seeds[mode] = _seeds(backend, colours, count, like)  # type: ignore[index]
+                more = found.kind == "symmetric"
+                self._seeds[mode] = _seeds(backend, colours, count, like, more)  # type: ignore[index]
         length = found.forward * reader.of_size + found.reverse * sum(reader.wrt_sizes)
+        length += reader.of_size if found.kind == "symmetric" else 0
         places = np.full(asked.pattern.size + 1, length)  # the last is for what is outside: zero
-        places[:-1][asked.needed] = found.places
+        places[:-1][asked.needed | asked.symmetric] = found.places
         self._outside = bool((asked.at < 0).any())
         self._index = backend.index(places[asked.at], x)
 
@@ -90,7 +104,8 @@ class Compressed:
                 for mode, seeds in self._seeds.items():
                     sweep = reader.pulling() if mode == "reverse" else reader.pushing(reader.inputs[0])
                     count = self.colouring.reverse if mode == "reverse" else self.colouring.forward
-                    chunk = 1 if count == 1 else reader.plan(count, [count], len(self.asked.at), mode).chunk
+                    plan = reader.plan(count, [count], len(self.asked.at), mode)
+                    chunk = len(seeds) if plan.chunks == 1 and mode not in reader.looped else plan.chunk
                     (stack,) = reader.sweep_from(mode, sweep, seeds, chunk)
                     if stack is None:
                         return None
@@ -99,7 +114,11 @@ class Compressed:
                 reader.without[mode] = str(error)
                 self._colour(reader)
                 continue
-            return self._gathered(swept, reader)
+            values = self._gathered(swept, reader)
+            if self.colouring.kind != "symmetric" or self._mirrored(swept[0], values, reader):
+                return values
+            self.asked = self.asked.plainly()  # a rule of the user's own, whose derivative is not symmetric
+            self._colour(reader)
 
     def _gathered(self, swept: list[Tensor], reader: Reader) -> Tensor:
         backend = reader.backend
@@ -109,10 +128,33 @@ class Compressed:
         swept = [part if part.dtype == like.dtype else backend.cast(part, like) for part in swept]
         return backend.gather(swept[0] if len(swept) == 1 else backend.concat(swept), self._index)
 
+    def _mirrored(self, swept: Tensor, values: Tensor, reader: Reader) -> bool:
+        """Whether the matrix is symmetric as it was taken to be: a sweep from generic numbers, beside those of the
+        colours, is what the entries say. While a program is traced there are no numbers to look at."""
+        backend, asked = reader.backend, self.asked
+        size = reader.of_size
+        ends, numbers = backend.floats(swept[-size:]), backend.floats(values)
+        if ends is None or numbers is None:
+            return True
+        precision = PRECISION[backend.itemsize(reader.linear.inputs[reader.inputs[0]])]
+        weighted = numbers * _generic(size)[asked.rows]
+        own, sizes = (np.bincount(asked.columns, part, size) for part in (weighted, np.abs(weighted)))
+        wrong = np.abs(ends - own) > precision**0.5 * (sizes + np.abs(ends))
+        return not (wrong & np.isfinite(ends)).any()
 
-def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor) -> Tensor:
-    """A stack of seeds: each is one where its colour is."""
-    seeds = np.zeros((count, len(colours)), dtype=np.float32)
+
+def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor, more: bool) -> Tensor:
+    """A stack of seeds: each is one where its colour is. One more is generic, if asked for."""
+    seeds = np.zeros((count + more, len(colours)))
     (coloured,) = np.nonzero(colours >= 0)
     seeds[colours[coloured], coloured] = 1
-    return backend.cast(seeds.reshape(count, *backend.shape(like)), like)
+    if more:
+        seeds[-1] = _generic(len(colours))
+    return backend.cast(seeds.reshape(len(seeds), *backend.shape(like)), like)
+
+
+@lru_cache(maxsize=4)
+def _generic(size: int) -> np.ndarray:
+    """Numbers that hold in every dtype exactly, of both signs."""
+    random = np.random.default_rng(1)
+    return random.integers(8, 24, size) / 16 * random.choice([-1, 1], size)
