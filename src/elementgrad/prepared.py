@@ -60,8 +60,7 @@ class Prepared:
             )
         if jacobian._again is None:
             raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
-        reader = jacobian._reader.at(jacobian._again(side.number, x))
-        return self._matrix(self._compressed.read(reader))
+        return self._matrix(self._read(x))
 
     @plain
     def sparse(self) -> Any:
@@ -78,6 +77,25 @@ class Prepared:
     def __repr__(self) -> str:
         return f"<Prepared {self.pattern!r}, {self._compressed.colouring.text}>"
 
+    @cached_property
+    def _read(self) -> Callable[[Tensor], Tensor | None]:
+        """The values of the entries at another point, compiled where the framework does that."""
+        jacobian, compressed = self._jacobian, self._compressed
+        if compressed.colouring.kind == "symmetric":
+            self._values()  # where a program is traced nobody can see whether the matrix is symmetric
+
+        def read(x: Tensor) -> Tensor | None:
+            assert jacobian._again is not None
+            return compressed.read(jacobian._reader.at(jacobian._again(jacobian._wrt.number, x)))
+
+        return jacobian._backend.repeated(read)
+
+    @cached_property
+    def _made(self) -> Callable[[Tensor], Any]:
+        """The sparse matrix of values; all else about it is there once."""
+        jacobian = self._jacobian
+        return jacobian._backend.sparse(self.pattern, self._format, jacobian._wrt.tensor)  # type: ignore[arg-type]
+
     def _values(self) -> Tensor | None:
         return self._compressed.read(self._jacobian._reader)
 
@@ -88,7 +106,7 @@ class Prepared:
             numbers = backend.read(values)
             parts = (numbers, self.pattern.columns, self.pattern.starts)
             return scipy_sparse().csr_array(parts, shape=self.pattern.shape)
-        return backend.sparse(values, self.pattern, self._format)
+        return self._made(values)
 
     def _error(self) -> str | None:
         """What is wrong with the entries read by colours, held against reverse sweeps; None if nothing is."""

@@ -1,6 +1,7 @@
 """What a framework supplies for sparse matrices."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from elementgrad.errors import FrameworkError
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
+Read = Callable[[Tensor], Tensor | None]
 Layout = Literal["csr", "coo"]
 
 
@@ -28,9 +30,13 @@ class Matrices(ABC):
     def gather(self, x: Tensor, index: Any) -> Tensor:
         """The elements of a vector at positions that `index` made ready."""
 
-    def sparse(self, values: Tensor, pattern: Pattern, layout: Layout | None) -> Any:
-        """The framework's own sparse matrix of a pattern's entries, in the layout it likes best unless told.
+    def repeated(self, read: Read) -> Read:
+        """A function that is called many times, compiled where that is faster and as it stands where it cannot be."""
+        return read
 
-        `values` has one number for each entry, by rows.
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
+        """What makes the framework's own sparse matrix of values, in the layout it likes best unless told.
+
+        There is one value for each entry, by rows, and they live where `like` does.
         """
         raise FrameworkError(f'sparse matrices of {self.name} are not made yet; use J.sparse("scipy")')

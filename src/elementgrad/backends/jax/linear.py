@@ -117,16 +117,16 @@ class JaxLinear(Linear):
             raise UnsupportedError(reason(error)) from error
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad.backends.jax.reaching import detection
+        from elementgrad.backends.jax.reaching import finding
 
         if input not in self.paths[output]:
             return None
         if local:
             xs, program = self.inputs, self._program
             zeros = [jnp.zeros_like(x) for x in xs]
-            return detection.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
+            return finding.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
         try:
-            return detection.everywhere(partial(self._at, output, input), self.inputs[input])
+            return finding.everywhere(partial(self._at, output, input), self.inputs[input])
         except ElementgradError:
             raise
         except Exception as error:  # it has run with numbers, so that this is about their absence

@@ -1,5 +1,6 @@
 """Sparse matrices of TensorFlow."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ class TensorflowMatrices(Matrices):
         """The elements there."""
         return tf.gather(x, index)
 
-    def sparse(self, values: Tensor, pattern: Pattern, layout: Layout | None) -> Any:
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
         """A `tf.SparseTensor`, which is by coordinates."""
         if layout == "csr":
             raise FrameworkError('TensorFlow keeps sparse matrices by coordinates; use "coo" or "scipy"')
-        places = np.stack([pattern.rows, pattern.columns], 1).astype(np.int64)
-        return tf.sparse.SparseTensor(places, values, pattern.shape)
+        with tf.init_scope():
+            places = tf.constant(np.stack([pattern.rows, pattern.columns], 1).astype(np.int64))
+            shape = tf.constant(pattern.shape, tf.int64)
+        return lambda values: tf.sparse.SparseTensor(places, values, shape)

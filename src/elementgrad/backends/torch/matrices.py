@@ -1,6 +1,8 @@
 """Sparse matrices of PyTorch."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +24,20 @@ class TorchMatrices(Matrices):
         """The elements there."""
         return x.index_select(0, index)
 
-    def sparse(self, values: Tensor, pattern: Pattern, layout: Layout | None) -> Tensor:
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Tensor]:
         """A matrix by rows unless told, or by coordinates."""
+        options: Any = {"size": pattern.shape, "check_invariants": False}
         if layout == "coo":
-            places = _on(np.stack([pattern.rows, pattern.columns]), values)
-            return torch.sparse_coo_tensor(places, values, pattern.shape, is_coalesced=True, check_invariants=False)
-        starts, columns = (_on(part, values) for part in (pattern.starts, pattern.columns))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-            return torch.sparse_csr_tensor(starts, columns, values, pattern.shape, check_invariants=False)
+            places = _on(np.stack([pattern.rows, pattern.columns]), like)
+            return lambda values: torch.sparse_coo_tensor(places, values, is_coalesced=True, **options)
+        starts, columns = (_on(part, like) for part in (pattern.starts, pattern.columns))
+
+        def by_rows(values: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+                return torch.sparse_csr_tensor(starts, columns, values, **options)
+
+        return by_rows
 
 
 def _on(numbers: np.ndarray, like: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """A program of JAX followed equation by equation, with the sets of seed elements that each value may depend on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax._src.core import jaxprs_in_params
 
 from elementgrad.backends.jax.program import FOLLOWED, bind, evaluate
 from elementgrad.sparsity.reach import EMPTY, Ids, Reach
+from elementgrad.sparsity.value import UNKNOWN, Reached, Value, reached
 
 UNROLLED = 4000
 """A loop of so many operations is followed in every turn; a longer one until nothing new is reached."""
@@ -25,25 +25,6 @@ INNER = {
 """The calls whose results are those of their inner program, and where that is. Their rules are in the program."""
 
 
-class _Unknown:
-    """A value that depends on the point of the derivative, and not on the seed."""
-
-    def __repr__(self) -> str:
-        return "unknown"
-
-
-UNKNOWN = _Unknown()
-
-
-@dataclass(frozen=True, eq=False)
-class Reached:
-    """A value that may depend on the seed: for each of its elements the number of a set of seed elements."""
-
-    ids: Ids
-
-
-Value = Any
-"""A known array, `UNKNOWN`, or what is `Reached`."""
 Rule = Callable[["Follower", Any, list[Value]], Sequence[Value]]
 
 
@@ -82,13 +63,13 @@ class Follower:
 
     def joined(self, a: Value, b: Value) -> Value:
         """What may be either of two values."""
-        sets = [value.ids for value in (a, b) if isinstance(value, Reached)]
+        sets = reached([a, b])
         return Reached(self.reach.union(*sets)) if sets else UNKNOWN
 
 
 def everything(follower: Follower, equation: Any, operands: list[Value]) -> list[Value]:
     """The rule for what is not known: each result depends on all that any operand does."""
-    all_of = follower.reach.all_of(*[value.ids for value in operands if isinstance(value, Reached)])
+    all_of = follower.reach.all_of(*reached(operands))
     return [Reached(np.full(getattr(variable.aval, "shape", ()), all_of)) for variable in equation.outvars]
 
 
@@ -173,8 +154,7 @@ def settled(follower: Follower, carried: Sequence[Value], turn: Callable[[list[V
         state = joined
     while True:  # all of what is carried is one set from here on, which can grow only when another is taken in
         joined = [follower.joined(a, b) for a, b in zip(state, turn(state), strict=True)]
-        sets = [value.ids for value in joined if isinstance(value, Reached)]
-        one = follower.reach.all_of(*sets)
+        one = follower.reach.all_of(*reached(joined))
         joined = [Reached(np.full_like(value.ids, one)) if isinstance(value, Reached) else UNKNOWN for value in joined]
         if all(_as_large(follower.reach, a, b) for a, b in zip(state, joined, strict=True)):
             return state

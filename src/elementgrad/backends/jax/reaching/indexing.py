@@ -8,8 +8,9 @@ import numpy as np
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, gather
 
 from elementgrad.backends.jax.program import bind
-from elementgrad.backends.jax.reaching.following import Follower, Reached, Rule, Value, everything, known
+from elementgrad.backends.jax.reaching.following import Follower, Rule, everything, known
 from elementgrad.sparsity.reach import Ids
+from elementgrad.sparsity.value import Reached, Value
 
 
 def gathered(follower: Follower, equation: Any, operands: list[Value]) -> list[Value]:

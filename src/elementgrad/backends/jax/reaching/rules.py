@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.backends.jax.reaching.following import Follower, Reached, Rule, Value, everything, known
+from elementgrad.backends.jax.reaching.following import Follower, Rule, everything, known
 from elementgrad.backends.jax.reaching.indexing import INDEXING
 from elementgrad.sparsity.products import convolution, product, transposed_windows
+from elementgrad.sparsity.value import Reached, Value, reached
 
 ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
@@ -27,8 +28,7 @@ def elementwise(follower: Follower, equation: Any, operands: list[Value]) -> lis
     """Each element of the result depends on those of the operands in its place; several results go one to one."""
     if len(equation.outvars) > 1:
         return operands
-    sets = [value.ids for value in operands if isinstance(value, Reached)]
-    return [Reached(np.broadcast_to(follower.reach.union(*sets), equation.outvars[0].aval.shape))]
+    return [Reached(np.broadcast_to(follower.reach.union(*reached(operands)), equation.outvars[0].aval.shape))]
 
 
 def multiplied(follower: Follower, equation: Any, operands: list[Value]) -> list[Value]:
@@ -125,7 +125,7 @@ def mixed(axes: Any, follower: Follower, equation: Any, operands: list[Value]) -
 def windowed(follower: Follower, equation: Any, operands: list[Value]) -> list[Value]:
     """The union over windows."""
     params = equation.params
-    sets = follower.reach.union(*[value.ids for value in operands if isinstance(value, Reached)])
+    sets = follower.reach.union(*reached(operands))
     window = params["window_dimensions"], params["window_strides"], params["padding"]
     return [Reached(follower.reach.windows(sets, *window, params["window_dilation"], params["base_dilation"]))]
 

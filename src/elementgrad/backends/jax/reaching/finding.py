@@ -8,10 +8,11 @@ import jax
 from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
-from elementgrad.backends.jax.reaching.following import UNKNOWN, Follower, Reached
+from elementgrad.backends.jax.reaching.following import Follower
 from elementgrad.backends.jax.reaching.rules import RULES
 from elementgrad.sparsity.pattern import Pattern
 from elementgrad.sparsity.reach import Reach
+from elementgrad.sparsity.value import UNKNOWN, Reached
 
 Array = jax.Array
 ONE_WAY = "custom_lin"
