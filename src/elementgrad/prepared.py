@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from elementgrad.backends import owner, plain
+from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError
 from elementgrad.plan.compressed import Asked, Compressed
@@ -34,6 +34,7 @@ class Prepared:
         self.pattern = pattern
         self._jacobian = jacobian
         self._format = format
+        self._local = jacobian._local
         places = jacobian._places()
         self._rows, self._columns = places[0][pattern.rows], places[1][pattern.columns]
         symmetric = jacobian._symmetric and jacobian._backend.kind(jacobian._wrt.tensor) == "f"
@@ -41,6 +42,7 @@ class Prepared:
         asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric)
         self._compressed = Compressed(asked, jacobian._reader)
         self._assemble = self._assembly()
+        self._read: Callable[[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -59,10 +61,14 @@ class Prepared:
                 f"S(x) with x of shape {tuple(backend.shape(x))} and {x.dtype}, and it was prepared for {side.name} of "
                 f"shape {tuple(backend.shape(side.tensor))} and {side.tensor.dtype}; prepare another"
             )
+        if self._local:
+            raise PatternError(
+                "the pattern was found for one point alone, and may miss entries at another; leave out "
+                "J.pattern(local=True), or give a pattern that holds there, eg.jacobian(f, x, pattern=P)"
+            )
         if jacobian._again is None:
             raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
-        reader = jacobian._reader.at(jacobian._again(side.number, x))
-        return self._matrix(self._compressed.read(reader))
+        return self._matrix(self._there(x))
 
     @plain
     def sparse(self) -> Any:
@@ -78,6 +84,29 @@ class Prepared:
 
     def __repr__(self) -> str:
         return f"<Prepared {self.pattern!r}, {self._compressed.colouring.text}>"
+
+    def _repeated(self) -> Callable[[Tensor], tuple[Tensor | None, Tensor | None]]:
+        """A read at another point, compiled where the framework does that."""
+        jacobian, compressed = self._jacobian, self._compressed
+        if compressed.colouring.kind == "symmetric":
+            self._values()  # inside a program of the user's that is traced, nobody can see whether it is symmetric
+
+        def read(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            assert jacobian._again is not None
+            return compressed.sweep(jacobian._reader.at(jacobian._again(jacobian._wrt.number, x)))
+
+        return jacobian._backend.repeated(read)
+
+    def _there(self, x: Tensor) -> Tensor | None:
+        """The values at another point."""
+        while True:
+            if self._read is None:
+                self._read = self._repeated()
+            values, more = self._read(x)
+            if self._compressed.mirrored(values, more, self._jacobian._reader):
+                return values
+            self._compressed.colour_plainly(self._jacobian._reader)
+            self._read = None
 
     def _values(self) -> Tensor | None:
         return self._compressed.read(self._jacobian._reader)
@@ -100,12 +129,12 @@ class Prepared:
         jacobian = self._jacobian
         reader, backend = jacobian._reader, jacobian._backend
         values = self._values()
-        numbers = None if values is None else backend.floats(values)
+        numbers = None if values is None else _numbers(values, backend)
         if numbers is None:
             return None
         places = jacobian._places()
         y = reader.linear.outputs[reader.output]
-        precision = max(PRECISION[backend.itemsize(end)] for end in (y, jacobian._wrt.tensor))
+        precision = max(_precision(end, backend) for end in (y, jacobian._wrt.tensor))
         for number in range(PROBES):
             weights = np.zeros(reader.of_size)
             random = np.random.default_rng(number)
@@ -114,12 +143,15 @@ class Prepared:
             product = reader.product(seed, forward=False)
             if product is None:
                 return None
-            swept = np.asarray(backend.floats(product)).reshape(-1)[places[1]]
-            used = np.asarray(backend.floats(seed)).reshape(-1)[self._rows]
-            own, sizes = (
+            swept = np.asarray(_numbers(product, backend)).reshape(-1)[places[1]]
+            times = np.bincount(places[0], minlength=reader.of_size)  # a side may name an element several times
+            used = np.real(np.asarray(_numbers(seed, backend))).reshape(-1)
+            weighted = (used / np.maximum(times, 1))[self._rows] * numbers
+            real, imaginary, sizes = (
                 np.bincount(self.pattern.columns, part, self.pattern.shape[1])
-                for part in (used * numbers, np.abs(used * numbers))
+                for part in (weighted.real, weighted.imag, np.abs(weighted))
             )
+            own = real + 1j * imaginary
             wrong = ~(np.abs(swept - own) <= precision**0.5 * (sizes + np.abs(swept)))
             wrong &= np.isfinite(swept)
             if wrong.any():
@@ -129,3 +161,12 @@ class Prepared:
                     "or add what it lacks (P | Q)"
                 )
         return None
+
+
+def _numbers(x: Tensor, backend: Backend) -> np.ndarray | None:
+    """The values as float64 or complex numbers, or None if they are traced."""
+    return backend.read(x) if backend.kind(x) == "c" else backend.floats(x)
+
+
+def _precision(x: Tensor, backend: Backend) -> float:
+    return PRECISION[backend.itemsize(x) // (2 if backend.kind(x) == "c" else 1)]

@@ -14,6 +14,7 @@ from jax._src.interpreters.partial_eval import dce_jaxpr
 from elementgrad.backends.jax.program import shifted
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
+from elementgrad.sparsity.pattern import Pattern
 
 Array = jax.Array
 Sweep = Callable[[Any, Array], tuple[Array, ...]]
@@ -114,6 +115,26 @@ class JaxLinear(Linear):
             return [derivative[None] for derivative in single(self._program, seeds[0])]
         except Exception as error:
             raise UnsupportedError(reason(error)) from error
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        from elementgrad.backends.jax.reaching import finding
+
+        if input not in self.paths[output]:
+            return None
+        if local:
+            xs, program = self.inputs, self._program
+            zeros = [jnp.zeros_like(x) for x in xs]
+            return finding.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
+        try:
+            return finding.everywhere(partial(self._at, output, input), self.inputs[input])
+        except ElementgradError:
+            raise
+        except Exception as error:  # it has run with numbers, so that this is about their absence
+            raise UnsupportedError(reason(error)) from error
+
+    def _at(self, output: int, input: int, x: Array) -> Array:
+        """One output as a function of one input."""
+        return self._run(*[x if i == input else other for i, other in enumerate(self.inputs)])[output]
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         return max(map(_bytes, _made(self._jaxpr.jaxpr)), default=0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 
-from elementgrad.backends.matrices import Layout, Matrices
+from elementgrad.backends.matrices import Layout, Matrices, Read
 from elementgrad.sparsity.pattern import Pattern
 
 Array = jax.Array
@@ -25,11 +25,34 @@ class JaxMatrices(Matrices):
         """The elements there, which are in range and in no order."""
         return jnp.take(x, index, mode="clip")
 
+    def repeated(self, read: Read) -> Read:
+        """Compiled, unless it cannot be traced, as what branches in Python on values cannot."""
+        compiled = jax.jit(read)
+        plainly = False
+
+        def run(x: Array) -> tuple[Array | None, Array | None]:
+            nonlocal plainly
+            if not plainly:
+                try:
+                    return compiled(x)
+                except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                    if isinstance(x, jax.core.Tracer):
+                        raise
+                    plainly = True
+            return read(x)
+
+        return run
+
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Array) -> Callable[[Array], Any]:
         """A `BCOO` unless told, or a `BCSR`."""
-        options: Any = {"shape": pattern.shape, "indices_sorted": True, "unique_indices": True}
-        if layout == "csr":
-            columns, starts = jnp.asarray(pattern.columns), jnp.asarray(pattern.starts)
-            return lambda values: sparse.BCSR((values, columns, starts), **options)
-        places = jnp.asarray(np.stack([pattern.rows, pattern.columns], 1))
-        return lambda values: sparse.BCOO((values, places), **options)
+        promises: Any = {"shape": pattern.shape, "indices_sorted": True, "unique_indices": True}
+        with jax.ensure_compile_time_eval():  # numbers, not a part of a program that is being traced
+            zeros = jnp.zeros(pattern.size, like.dtype)
+            if layout == "csr":
+                parts = zeros, jnp.asarray(pattern.columns), jnp.asarray(pattern.starts)
+                empty: Any = sparse.BCSR(parts, **promises)
+            else:
+                places = jnp.asarray(np.stack([pattern.rows, pattern.columns], 1))
+                empty = sparse.BCOO((zeros, places), **promises)
+        (_, *rest), structure = jax.tree.flatten(empty)  # putting it together anew takes as long as a small sweep
+        return lambda values: jax.tree.unflatten(structure, [values, *rest])

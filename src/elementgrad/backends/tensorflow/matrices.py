@@ -28,5 +28,7 @@ class TensorflowMatrices(Matrices):
         """A `tf.SparseTensor`, which is by coordinates."""
         if layout == "csr":
             raise FrameworkError('TensorFlow keeps sparse matrices by coordinates; use "coo" or "scipy"')
-        places = np.stack([pattern.rows, pattern.columns], 1).astype(np.int64)
-        return lambda values: tf.sparse.SparseTensor(places, values, pattern.shape)
+        with tf.init_scope():
+            places = tf.constant(np.stack([pattern.rows, pattern.columns], 1).astype(np.int64))
+            shape = tf.constant(pattern.shape, tf.int64)
+        return lambda values: tf.sparse.SparseTensor(places, values, shape)

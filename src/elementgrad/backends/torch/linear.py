@@ -4,6 +4,7 @@ Where that cannot be, and for a single one, forward sweeps go by dual numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
 """Of the autograd engine: give the gradients, None where no path leads, and add to no `.grad`."""
 FROZEN = "change requires_grad flags of leaf"
 """Stands in the error about a parameter that the function freezes while a computed tensor stands for it."""
+WRITES = "the function writes to an argument in place"
+CHANGED = "an argument was changed in place after the function was evaluated"
 MISSING = "is not implemented"
 """Stands in the errors about derivatives that an operation does not have."""
 
@@ -111,7 +114,7 @@ class TorchLinear(Linear):
             linear = cls(inputs, evaluate, run, now, create_graph)
         if [_version(x) for x in others] != versions:
             for output in range(len(linear.outputs)):
-                linear.without[output]["forward"] = "the function writes to an argument in place"
+                linear.without[output]["forward"] = WRITES
         return linear
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
@@ -215,7 +218,7 @@ class TorchLinear(Linear):
 
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
-            raise UnsupportedError("an argument was changed in place after the function was evaluated")
+            raise UnsupportedError(CHANGED)
         if len(seeds) > 1 and self._transposes:
             try:
                 return [self._push_back(input, output, seeds) for output in outputs]
@@ -270,17 +273,15 @@ class TorchLinear(Linear):
         return tuple([values[o] for o in outputs])
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad.backends.torch.reaching import finding
+        from elementgrad.backends.torch.reaching.finding import found
 
+        if WRITES in self.without[output].values():
+            raise UnsupportedError(f"{WRITES}, so it is not run again")
+        if local and [_version(x) for x in self.inputs] != self._versions:
+            raise UnsupportedError(CHANGED)
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
-        try:
-            mode = finding.watching(self.outputs[output].numel(), x, local)
-            return finding.by_reverse(mode, lambda: self._evaluate(True), output, input)
-        except (NotImplementedError, RuntimeError) as error:
-            if x is None or (MISSING not in str(error) and not isinstance(error, NotImplementedError)):
-                raise
-        mode = finding.watching(x.numel(), x, local)
-        return finding.by_forward(mode, lambda seed: self._push_one(input, [output], seed[None], True)[0], x)
+        push = partial(self._push_one, input, [output], attention=True)
+        return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets
