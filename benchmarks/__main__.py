@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
 
-from benchmarks import edits, explaining, jacobians, names, training, training_jax, training_keras
+from benchmarks import edits, explaining, jacobians, names, sparse, training, training_jax, training_keras
 from benchmarks.harness import report, run
 
 SUITES = {
@@ -14,6 +14,7 @@ SUITES = {
     **jacobians.SUITES,
     **names.SUITES,
     **explaining.SUITES,
+    **sparse.SUITES,
     **training.SUITES,
     **training_keras.SUITES,
     **training_jax.SUITES,

@@ -40,6 +40,7 @@ class Prepared:
         symmetric = symmetric and jacobian._of.base is jacobian._wrt.base is None
         asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric)
         self._compressed = Compressed(asked, jacobian._reader)
+        self._assemble = self._assembly()
 
     @cached_property
     def plan(self) -> Plan:
@@ -90,23 +91,21 @@ class Prepared:
 
         return jacobian._backend.repeated(read)
 
-    @cached_property
-    def _made(self) -> Callable[[Tensor], Any]:
-        """The sparse matrix of values; all else about it is there once."""
-        jacobian = self._jacobian
-        return jacobian._backend.sparse(self.pattern, self._format, jacobian._wrt.tensor)  # type: ignore[arg-type]
-
     def _values(self) -> Tensor | None:
         return self._compressed.read(self._jacobian._reader)
 
     def _matrix(self, values: Tensor | None) -> Any:
-        backend = self._jacobian._backend
-        values = self._jacobian._shaped(values, (self.pattern.size,))
+        return self._assemble(self._jacobian._shaped(values, (self.pattern.size,)))
+
+    def _assembly(self) -> Callable[[Tensor], Any]:
+        """From values to a matrix. Made here and now, and not in a program that is traced later."""
+        backend, pattern = self._jacobian._backend, self.pattern
         if self._format == "scipy":
-            numbers = backend.read(values)
-            parts = (numbers, self.pattern.columns, self.pattern.starts)
-            return scipy_sparse().csr_array(parts, shape=self.pattern.shape)
-        return self._made(values)
+            csr_array = scipy_sparse().csr_array
+            return lambda values: csr_array(
+                (backend.read(values), pattern.columns, pattern.starts), shape=pattern.shape
+            )
+        return backend.sparse(pattern, self._format, self._jacobian._wrt.tensor)
 
     def _error(self) -> str | None:
         """What is wrong with the entries read by colours, held against reverse sweeps; None if nothing is."""

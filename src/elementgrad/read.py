@@ -194,6 +194,8 @@ class _Reading:
             return call.backend.linearize(Run(call, inputs, outputs), tensors, create_graph, order)
 
         def again(number: int, x: Tensor) -> Linear:
+            if tensors[number] is None:
+                raise OptionError(f"{inputs[number].name} is computed by the function, so it cannot be set")
             return linearized([x if i == number else other for i, other in enumerate(tensors)])
 
         linear = linearized(tensors)

@@ -73,6 +73,7 @@ class Compressed:
         y, x = reader.linear.outputs[reader.output], reader.linear.inputs[reader.inputs[0]]
         self.colouring = found
         self._seeds: dict[Mode, Tensor] = {}
+        self._chunks: dict[Mode, int] = {}
         for mode, colours, like in (("forward", found.columns, x), ("reverse", found.rows, y)):
             count = int(colours.max(initial=-1)) + 1
             if count:
@@ -103,10 +104,7 @@ class Compressed:
                 swept = []
                 for mode, seeds in self._seeds.items():
                     sweep = reader.pulling() if mode == "reverse" else reader.pushing(reader.inputs[0])
-                    count = self.colouring.reverse if mode == "reverse" else self.colouring.forward
-                    plan = reader.plan(count, [count], len(self.asked.at), mode)
-                    chunk = len(seeds) if plan.chunks == 1 and mode not in reader.looped else plan.chunk
-                    (stack,) = reader.sweep_from(mode, sweep, seeds, chunk)
+                    (stack,) = reader.sweep_from(mode, sweep, seeds, self._chunk(mode, reader))
                     if stack is None:
                         return None
                     swept.append(reader.backend.reshape(stack, (-1,)))
@@ -119,6 +117,13 @@ class Compressed:
                 return values
             self.asked = self.asked.plainly()  # a rule of the user's own, whose derivative is not symmetric
             self._colour(reader)
+
+    def _chunk(self, mode: Mode, reader: Reader) -> int:
+        """How many sweeps run at once: found out at the first read, since it takes a look at every step of them."""
+        if mode not in self._chunks:
+            count = len(self._seeds[mode])
+            self._chunks[mode] = reader.plan(count, [count], len(self.asked.at), mode).chunk
+        return self._chunks[mode]
 
     def _gathered(self, swept: list[Tensor], reader: Reader) -> Tensor:
         backend = reader.backend

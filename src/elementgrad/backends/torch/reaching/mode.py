@@ -108,15 +108,13 @@ class Reaching(TorchDispatchMode):
         reached = [x for x in tensors if memory.ids(x) is not None]
         name = name if name.startswith("__") else name.rstrip("_")
         if reached and name not in self._rules and torch.Tag.pointwise not in func.tags and name not in FRESH:
-            from torch._decomp import decomposition_table  # takes a second to import, and is rarely needed
-
-            decomposition = decomposition_table.get(func)
-            if decomposition is not None:
-                try:
-                    with self:
-                        return decomposition(*args, **kwargs)
-                except (NotImplementedError, RuntimeError, TypeError):  # then nothing is known of it
-                    pass
+            try:
+                with self:
+                    result = _in_parts(func, args, kwargs)
+            except (NotImplementedError, RuntimeError, TypeError):
+                result = NotImplemented
+            if result is not NotImplemented:
+                return result
         result = func(*args, **kwargs)
         outputs: list[Tensor] = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         written = _written(func, args, kwargs)
@@ -158,6 +156,15 @@ class Reaching(TorchDispatchMode):
             everything = self.reach.all_of(*[ids for ids in map(self.memory.ids, reached) if ids is not None])
             return [np.full(tuple(x.shape), everything) for x in call.outputs]
         return found
+
+
+def _in_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation by simpler ones that it is made of, if there are any."""
+    from torch._decomp import decomposition_table  # takes a second to import, and is rarely needed
+
+    if func in decomposition_table:
+        return decomposition_table[func](*args, **kwargs)
+    return func.decompose(*args, **kwargs)
 
 
 def _fits(ids: Ids, x: Tensor) -> bool:

@@ -101,17 +101,20 @@ def moved(call: Call) -> Sequence[Ids | None] | None:
         return [call.ids(call["src"] if call.name == "copy" else call["self"])]
     if any(not _is_data(x) and call.known(x) is None for x in call.tensors):
         return _anywhere(call)
-    moved = _on_ids(call)
-    return [np.asarray(x.numpy()) for x in moved]
+    try:
+        moved = _on_ids(call, torch.int64)
+    except NotImplementedError:  # for want of a kernel for integers
+        moved = _on_ids(call, torch.float64)
+    return [x.numpy().astype(np.int64) for x in moved]
 
 
-def _on_ids(call: Call) -> list[Tensor]:
+def _on_ids(call: Call, dtype: torch.dtype) -> list[Tensor]:
     def replaced(x: Any) -> Any:
         if isinstance(x, Tensor) and _is_data(x):
             ids = call.ids(x)
             if ids is None:
-                return torch.zeros(x.shape, dtype=torch.int64)
-            return torch.from_numpy(np.array(ids, order="C"))
+                return torch.zeros(x.shape, dtype=dtype)
+            return torch.from_numpy(np.array(ids, order="C")).to(dtype)
         if isinstance(x, (list, tuple)):
             return [replaced(part) for part in x]
         return x.cpu() if isinstance(x, Tensor) else x

@@ -1,0 +1,88 @@
+"""What sparse Jacobians cost: as many sweeps as colours, against the framework's own whole Jacobian."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import elementgrad as eg
+from benchmarks.harness import Row, by_speed
+
+SMALL, LARGE = 32, 64
+GAINS = {"float32": 25, "float64": 60}
+LARGE_GAIN = 500
+FINDING_BOUND = 1.5
+LONG, LONG_MB = 10**6, 2000
+RATE_A, RATE_B, SPREAD = 1.0, 3.4, 10.0
+
+
+def brusselator(n: int, roll: Callable[..., Any], stack: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Two substances on an n x n grid that react and spread, with neighbours around the edges."""
+    rate = SPREAD * (n - 1) ** 2
+
+    def spreading(w: Any) -> Any:
+        return rate * (roll(w, 1, 0) + roll(w, -1, 0) + roll(w, 1, 1) + roll(w, -1, 1) - 4 * w)
+
+    def f(x: Any) -> Any:
+        u, v = x[0], x[1]
+        reaction = u * u * v
+        first = RATE_B + reaction - (RATE_A + 1) * u + spreading(u)
+        return stack([first, RATE_A * u - reaction + spreading(v)])
+
+    return f
+
+
+def torch_sparse() -> Iterator[Row]:
+    import torch
+
+    f = brusselator(SMALL, torch.roll, torch.stack)
+    for dtype, gain in GAINS.items():
+        x = torch.rand(2, SMALL, SMALL, dtype=getattr(torch, dtype))
+        ours = partial(eg.jacobian(f, x).prepare(), x)
+        calls: dict[str, Callable[[], Any]] = {
+            "func.jacfwd": partial(torch.func.jacfwd(f), x),
+            "func.jacrev": partial(torch.func.jacrev(f), x),
+        }
+        better = by_speed(calls)[0]
+        own = calls[better]().reshape(2 * SMALL**2, -1)
+        torch.testing.assert_close(ours().to_dense(), own, rtol=1e-4, atol=1e-2 if dtype == "float32" else 1e-9)
+        name = f"torch Brusselator {SMALL} x {SMALL}, {dtype}, prepared"
+        yield Row(name, ours, calls[better], better, 1 / gain, repeats=5)
+    yield from torch_large()
+    yield from torch_finding()
+
+
+def torch_large() -> Iterator[Row]:
+    """The whole is read in parts of 256 rows: at once it would take more memory than there is."""
+    import torch
+
+    f = brusselator(LARGE, torch.roll, torch.stack)
+    x = torch.rand(2, LARGE, LARGE, dtype=torch.float64)
+    ours = partial(eg.jacobian(f, x).prepare(), x)
+    whole = partial(torch.func.jacrev(f, chunk_size=256), x)
+    yield Row(f"torch Brusselator {LARGE} x {LARGE}, prepared", ours, whole, "func.jacrev", 1 / LARGE_GAIN, repeats=1)
+
+
+def torch_finding() -> Iterator[Row]:
+    """Finding and colouring takes the same for each element, and little memory."""
+    import torch
+
+    def prepared(n: int) -> Callable[[], Any]:
+        x = torch.rand(n)
+        return lambda: eg.jacobian(lambda x: torch.sin(x[2:]) * x[1:-1] - x[:-2] ** 2, x).prepare()
+
+    f = brusselator(SMALL, torch.roll, torch.stack)
+    x = torch.rand(2, SMALL, SMALL, dtype=torch.float64)
+    dense = partial(torch.func.jacrev(f), x)
+    finding: Callable[[], Any] = lambda: eg.jacobian(f, x).prepare()  # noqa: E731
+    yield Row(f"torch Brusselator {SMALL} x {SMALL}, found and coloured", finding, dense, "func.jacrev", 1, repeats=5)
+    tenth = prepared(LONG // 10)
+
+    def ten_times() -> None:
+        for _ in range(10):
+            tenth()
+
+    name = f"torch tridiagonal {LONG}, found and coloured"
+    yield Row(name, prepared(LONG), ten_times, "a tenth, ten times", FINDING_BOUND, most_mb=LONG_MB, repeats=2)
+
+
+SUITES = {"sparse-torch": torch_sparse}
