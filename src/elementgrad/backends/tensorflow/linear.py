@@ -11,7 +11,7 @@ from tensorflow.python.eager.record import could_possibly_record
 
 from elementgrad.backends.linear import Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.tensorflow.quiet import undisturbed
-from elementgrad.errors import ElementgradError
+from elementgrad.errors import ElementgradError, OptionError
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
@@ -51,6 +51,10 @@ class TensorflowLinear(Linear):
     def of(cls, run: Run, inputs: Sequence[Any], create_graph: bool, order: int) -> "TensorflowLinear":
         """Evaluate a function at its inputs, on as many tapes as derivatives will be taken one of another."""
         tapes = [tf.GradientTape(persistent=True, watch_accessed_variables=False) for _ in range(order)]
+        if any(held and not isinstance(x, tf.Variable) for x, held in zip(inputs, run.held, strict=True)):
+            raise OptionError(
+                "a variable that the model holds is not set to a tensor; assign it, and make the Jacobian anew"
+            )
         # One tensor given twice is two inputs; a variable that the function holds is read by it itself.
         sources = [
             _Met(tapes) if x is None else x if held else again(x) for x, held in zip(inputs, run.held, strict=True)
