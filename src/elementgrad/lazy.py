@@ -10,19 +10,18 @@ import numpy as np
 from elementgrad import edit
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
-from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, SelectionError, UnconnectedError
+from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, SelectionError
 from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.run import Reader
 from elementgrad.prepared import Again
+from elementgrad.reasons import Reason, unconnected
 from elementgrad.selection import Selection
 from elementgrad.side import Side
 from elementgrad.sparse import Sparse
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
-Reason = tuple[str, str]
-"""Why there is no path, and what to do about it."""
 SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
 
 
@@ -286,20 +285,3 @@ def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
         jacobian._shaped(block, (*jacobian._of.shape, *jacobian._wrt.shape))
         for jacobian, block in zip(jacobians, blocks, strict=True)
     ]
-
-
-def unconnected(of: Side, wrt: Side, backend: Backend, reason: Reason | None = None) -> UnconnectedError:
-    """The error about two tensors without a path between them, with the reason and what helps, if they are known."""
-    backwards = of.order is not None and wrt.order is not None and of.order < wrt.order
-    hint = (
-        f'{wrt.name} is computed after {of.name}, so ask the other way round, of="{wrt.name}" and wrt="{of.name}"'
-        if backwards
-        else 'pass unconnected="zero" if zeros will do'
-    )
-    why, fix = "no path leads from one to the other", ""
-    if reason is not None and not backwards:
-        why, fix = reason[0], f"{reason[1]}, or "
-    return UnconnectedError(
-        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: {why}, so there is no "
-        f"gradient, not even a zero one; {fix}{hint}"
-    )

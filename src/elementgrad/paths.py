@@ -9,10 +9,10 @@ import numpy as np
 from elementgrad.backends import Backend, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import PlaceError
-from elementgrad.lazy import unconnected as no_path
 from elementgrad.place import Place
 from elementgrad.plan.sweep import Sweeper
 from elementgrad.read import NOTHING, Named, asks_for_zeros, parsed, parsed_target
+from elementgrad.reasons import unconnected as no_path
 from elementgrad.shares import Share, Shares
 from elementgrad.side import Side
 from elementgrad.source import Source

@@ -41,6 +41,7 @@ class Prepared:
         asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric)
         self._compressed = Compressed(asked, jacobian._reader)
         self._assemble = self._assembly()
+        self._read: Callable[[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -61,7 +62,7 @@ class Prepared:
             )
         if jacobian._again is None:
             raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
-        return self._matrix(self._read(x))
+        return self._matrix(self._there(x))
 
     @plain
     def sparse(self) -> Any:
@@ -78,18 +79,28 @@ class Prepared:
     def __repr__(self) -> str:
         return f"<Prepared {self.pattern!r}, {self._compressed.colouring.text}>"
 
-    @cached_property
-    def _read(self) -> Callable[[Tensor], Tensor | None]:
-        """The values of the entries at another point, compiled where the framework does that."""
+    def _repeated(self) -> Callable[[Tensor], tuple[Tensor | None, Tensor | None]]:
+        """A read at another point, compiled where the framework does that."""
         jacobian, compressed = self._jacobian, self._compressed
         if compressed.colouring.kind == "symmetric":
-            self._values()  # where a program is traced nobody can see whether the matrix is symmetric
+            self._values()  # inside a program of the user's that is traced, nobody can see whether it is symmetric
 
-        def read(x: Tensor) -> Tensor | None:
+        def read(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
             assert jacobian._again is not None
-            return compressed.read(jacobian._reader.at(jacobian._again(jacobian._wrt.number, x)))
+            return compressed.sweep(jacobian._reader.at(jacobian._again(jacobian._wrt.number, x)))
 
         return jacobian._backend.repeated(read)
+
+    def _there(self, x: Tensor) -> Tensor | None:
+        """The values at another point."""
+        while True:
+            if self._read is None:
+                self._read = self._repeated()
+            values, more = self._read(x)
+            if self._compressed.mirrored(values, more, self._jacobian._reader):
+                return values
+            self._compressed.colour_plainly(self._jacobian._reader)
+            self._read = None
 
     def _values(self) -> Tensor | None:
         return self._compressed.read(self._jacobian._reader)

@@ -13,10 +13,11 @@ from elementgrad import tree
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import OptionError, PlaceError, SelectionError
-from elementgrad.lazy import Jacobian, Reason, read_together
+from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.prepared import Again
+from elementgrad.reasons import Reason, explained
 from elementgrad.side import Side
 from elementgrad.source import Source
 from elementgrad.trace import Call, Run
@@ -206,7 +207,7 @@ class _Reading:
         by_name |= dict(zip([side.name for side in ins], places, strict=True))
 
         def why(of: Side, wrt: Side) -> Reason | None:
-            return _explained(call, by_name.get(of.name), by_name.get(wrt.name))
+            return explained(call, by_name.get(of.name), by_name.get(wrt.name))
 
         reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, again, why)
         reading._examples()
@@ -272,19 +273,6 @@ def _filled(shape: Tree, leaves: Sequence[Any]) -> Tree:
         return leaves[0]
     left = iter(leaves)
     return tree.mapped(shape, lambda _: next(left))
-
-
-def _explained(call: Call, of: Place | None, wrt: Place | None) -> Reason | None:
-    """Why there is no path, if that can be told; the function runs again for it."""
-    from elementgrad.explaining.inquiry import Inquiry  # only where an error is about to be raised
-
-    if of is None or wrt is None:
-        return None
-    try:
-        found = Inquiry(call, wrt, of, probe=True).diagnosis()
-    except Exception:  # the error that is about to be raised matters more
-        return None
-    return found.reason if found.verdict == "unconnected" and found.cause is not None else None
 
 
 def asks_for_zeros(unconnected: str) -> bool:

@@ -13,10 +13,10 @@ from elementgrad.backends import Backend, plain
 from elementgrad.backends.recorder import Asked, Recorder
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, read_together
-from elementgrad.lazy import unconnected as no_path
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.read import asks_for_zeros
+from elementgrad.reasons import unconnected as no_path
 from elementgrad.shares import Share, Shares
 from elementgrad.side import Side
 

@@ -9,7 +9,7 @@ import numpy as np
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
-Read = Callable[[Tensor], Tensor | None]
+Read = Callable[[Tensor], tuple[Tensor | None, Tensor | None]]
 Layout = Literal["csr", "coo"]
 
 
@@ -28,6 +28,10 @@ class Matrices(ABC):
     @abstractmethod
     def gather(self, x: Tensor, index: Any) -> Tensor:
         """The elements of a vector at positions that `index` made ready."""
+
+    @abstractmethod
+    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
+        """Numbers in the dtype of `like`, ready any number of times; not a part of a program that is being traced."""
 
     def repeated(self, read: Read) -> Read:
         """A function that is called many times, compiled where that is faster and as it stands where it cannot be."""

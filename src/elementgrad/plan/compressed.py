@@ -99,6 +99,14 @@ class Compressed:
     def read(self, reader: Reader) -> Tensor | None:
         """The value of each entry, in one dimension; None if there is no path."""
         while True:
+            values, more = self.sweep(reader)
+            if self.mirrored(values, more, reader):
+                return values
+            self.colour_plainly(reader)
+
+    def sweep(self, reader: Reader) -> tuple[Tensor | None, Tensor | None]:
+        """The values, and what `mirrored` looks at: a read that can be a part of a program that is traced."""
+        while True:
             mode: Mode
             try:
                 swept = []
@@ -106,22 +114,37 @@ class Compressed:
                     sweep = reader.pulling() if mode == "reverse" else reader.pushing(reader.inputs[0])
                     (stack,) = reader.sweep_from(mode, sweep, seeds, self._chunk(mode, reader))
                     if stack is None:
-                        return None
+                        return None, None
                     swept.append(reader.backend.reshape(stack, (-1,)))
             except UnsupportedError as error:
                 reader.without[mode] = str(error)
                 self._colour(reader)
                 continue
-            values = self._gathered(swept, reader)
-            if self.colouring.kind != "symmetric" or self._mirrored(swept[0], values, reader):
-                return values
-            self.asked = self.asked.plainly()  # a rule of the user's own, whose derivative is not symmetric
-            self._colour(reader)
+            more = swept[0][-reader.of_size :] if self.colouring.kind == "symmetric" else None
+            return self._gathered(swept, reader), more
+
+    def mirrored(self, values: Tensor | None, more: Tensor | None, reader: Reader) -> bool:
+        """Whether the matrix is symmetric, if it was taken to be: a sweep from generic numbers, beside those of the
+        colours, is what the entries say. While a program is traced there are no numbers to look at."""
+        backend, asked, size = reader.backend, self.asked, reader.of_size
+        ends, numbers = (None if part is None else backend.floats(part) for part in (more, values))
+        if ends is None or numbers is None:
+            return True
+        precision = PRECISION[backend.itemsize(reader.linear.inputs[reader.inputs[0]])]
+        weighted = numbers * _generic(size)[asked.rows]
+        own, sizes = (np.bincount(asked.columns, part, size) for part in (weighted, np.abs(weighted)))
+        wrong = np.abs(ends - own) > precision**0.5 * (sizes + np.abs(ends))
+        return not (wrong & np.isfinite(ends)).any()
+
+    def colour_plainly(self, reader: Reader) -> None:
+        """Do without symmetry, as for a rule of the user's own whose derivative is not symmetric."""
+        self.asked = self.asked.plainly()
+        self._colour(reader)
 
     def _chunk(self, mode: Mode, reader: Reader) -> int:
         """How many sweeps run at once: found out at the first read, since it takes a look at every step of them."""
         if mode not in self._chunks:
-            count = len(self._seeds[mode])
+            count = int(reader.backend.shape(self._seeds[mode])[0])
             self._chunks[mode] = reader.plan(count, [count], len(self.asked.at), mode).chunk
         return self._chunks[mode]
 
@@ -133,20 +156,6 @@ class Compressed:
         swept = [part if part.dtype == like.dtype else backend.cast(part, like) for part in swept]
         return backend.gather(swept[0] if len(swept) == 1 else backend.concat(swept), self._index)
 
-    def _mirrored(self, swept: Tensor, values: Tensor, reader: Reader) -> bool:
-        """Whether the matrix is symmetric as it was taken to be: a sweep from generic numbers, beside those of the
-        colours, is what the entries say. While a program is traced there are no numbers to look at."""
-        backend, asked = reader.backend, self.asked
-        size = reader.of_size
-        ends, numbers = backend.floats(swept[-size:]), backend.floats(values)
-        if ends is None or numbers is None:
-            return True
-        precision = PRECISION[backend.itemsize(reader.linear.inputs[reader.inputs[0]])]
-        weighted = numbers * _generic(size)[asked.rows]
-        own, sizes = (np.bincount(asked.columns, part, size) for part in (weighted, np.abs(weighted)))
-        wrong = np.abs(ends - own) > precision**0.5 * (sizes + np.abs(ends))
-        return not (wrong & np.isfinite(ends)).any()
-
 
 def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor, more: bool) -> Tensor:
     """A stack of seeds: each is one where its colour is. One more is generic, if asked for."""
@@ -155,7 +164,7 @@ def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor, more
     seeds[colours[coloured], coloured] = 1
     if more:
         seeds[-1] = _generic(len(colours))
-    return backend.cast(seeds.reshape(len(seeds), *backend.shape(like)), like)
+    return backend.seeds(seeds.reshape(len(seeds), *backend.shape(like)), like)
 
 
 @lru_cache(maxsize=4)

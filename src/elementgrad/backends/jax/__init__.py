@@ -53,9 +53,6 @@ class JaxBackend(JaxMatrices, Backend):
         return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
     def cast(self, value: Any, like: Array) -> Array:
-        if isinstance(value, np.ndarray):
-            with jax.ensure_compile_time_eval():  # numbers also while a program is traced, for whoever keeps them
-                return jnp.asarray(value, like.dtype)
         return value.astype(like.dtype) if isinstance(value, Array) else jnp.asarray(value, like.dtype)
 
     def take(self, x: Array, selection: Selection) -> Array:

@@ -25,12 +25,17 @@ class JaxMatrices(Matrices):
         """The elements there, which are in range and in no order."""
         return jnp.take(x, index, mode="clip")
 
+    def seeds(self, numbers: np.ndarray, like: Array) -> Array:
+        """Numbers, also while a program is traced."""
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(numbers, like.dtype)
+
     def repeated(self, read: Read) -> Read:
         """Compiled, unless it cannot be traced, as what branches in Python on values cannot."""
         compiled = jax.jit(read)
         plainly = False
 
-        def run(x: Array) -> Array | None:
+        def run(x: Array) -> tuple[Array | None, Array | None]:
             nonlocal plainly
             if not plainly:
                 try:

@@ -27,12 +27,17 @@ class TensorflowMatrices(Matrices):
         """The elements there."""
         return tf.gather(x, index)
 
+    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
+        """Outside of a graph that is being traced."""
+        with tf.init_scope():
+            return tf.cast(numbers, like.dtype)
+
     def repeated(self, read: Read) -> Read:
         """As a graph, unless it cannot be traced, or would draw numbers or write to variables."""
         traced: Read | None = None
         tried = False
 
-        def run(x: Tensor) -> Tensor | None:
+        def run(x: Tensor) -> Any:
             nonlocal traced, tried
             if not tried:
                 traced, tried = _traced(read, x), True

@@ -5,6 +5,7 @@ Where that cannot be, and for a single one, forward sweeps go by dual numbers.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -269,17 +270,11 @@ class TorchLinear(Linear):
         return tuple([values[o] for o in outputs])
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad.backends.torch.reaching import finding
+        from elementgrad.backends.torch.reaching.finding import found
 
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
-        try:
-            mode = finding.watching(self.outputs[output].numel(), x, local)
-            return finding.by_reverse(mode, lambda: self._evaluate(True), output, input)
-        except (NotImplementedError, RuntimeError) as error:
-            if x is None or (MISSING not in str(error) and not isinstance(error, NotImplementedError)):
-                raise
-        mode = finding.watching(x.numel(), x, local)
-        return finding.by_forward(mode, lambda seed: self._push_one(input, [output], seed[None], True)[0], x)
+        push = partial(self._push_one, input, [output], attention=True)
+        return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets
