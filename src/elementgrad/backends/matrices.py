@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from elementgrad.errors import FrameworkError
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
@@ -30,13 +29,18 @@ class Matrices(ABC):
     def gather(self, x: Tensor, index: Any) -> Tensor:
         """The elements of a vector at positions that `index` made ready."""
 
+    @abstractmethod
+    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
+        """Numbers in the dtype of `like`, ready any number of times; not a part of a program that is being traced."""
+
     def repeated(self, read: Read) -> Read:
         """A function that is called many times, compiled where that is faster and as it stands where it cannot be."""
         return read
 
+    @abstractmethod
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
-        """What makes the framework's own sparse matrix of values, in the layout it likes best unless told.
+        """From values, one number for each entry by rows, to the framework's own sparse matrix.
 
-        There is one value for each entry, by rows, and they live where `like` does.
+        It is in the layout that the framework likes best unless told; the indices are made ready once, where `like`
+        lives.
         """
-        raise FrameworkError(f'sparse matrices of {self.name} are not made yet; use J.sparse("scipy")')

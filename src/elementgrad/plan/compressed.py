@@ -146,7 +146,7 @@ class Compressed:
     def _chunk(self, mode: Mode, reader: Reader) -> int:
         """How many sweeps run at once: found out at the first read, since it takes a look at every step of them."""
         if mode not in self._chunks:
-            count = len(self._seeds[mode])
+            count = int(reader.backend.shape(self._seeds[mode])[0])
             self._chunks[mode] = reader.plan(count, [count], len(self.asked.at), mode).chunk
         return self._chunks[mode]
 
@@ -166,7 +166,7 @@ def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor, more
     seeds[colours[coloured], coloured] = 1
     if more:
         seeds[-1] = _generic(len(colours))
-    return backend.cast(seeds.reshape(len(seeds), *backend.shape(like)), like)
+    return backend.seeds(seeds.reshape(len(seeds), *backend.shape(like)), like)
 
 
 @lru_cache(maxsize=4)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
-from elementgrad.backends.jax.program import shifted
+from elementgrad.backends.jax.program import one_way, shifted
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
 from elementgrad.sparsity.pattern import Pattern
@@ -20,6 +20,7 @@ Array = jax.Array
 Sweep = Callable[[Any, Array], tuple[Array, ...]]
 MISSING = ("JVP", "ifferentiation", "autodiff")
 """One of these stands in the errors about rules that an operation does not have."""
+ONE_WAY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
 
 
 class JaxLinear(Linear):
@@ -89,6 +90,8 @@ class JaxLinear(Linear):
         return partial(jax.jit(sweep), self._program)
 
     def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
+        if self.one_way:  # compiled, it would be found out too late
+            raise UnsupportedError(ONE_WAY)
         xs = self.inputs
 
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
@@ -121,6 +124,8 @@ class JaxLinear(Linear):
 
         if input not in self.paths[output]:
             return None
+        if self.one_way:
+            self.without[output]["forward"] = ONE_WAY
         if local:
             xs, program = self.inputs, self._program
             zeros = [jnp.zeros_like(x) for x in xs]
@@ -142,6 +147,11 @@ class JaxLinear(Linear):
     @cached_property
     def _jaxpr(self) -> Any:
         return jax.make_jaxpr(self._program)(*self.inputs)
+
+    @cached_property
+    def one_way(self) -> bool:
+        """Whether a rule in it is known for reverse sweeps alone."""
+        return one_way(self._jaxpr.jaxpr)
 
     @cached_property
     def paths(self) -> list[set[int]]:

@@ -25,6 +25,11 @@ class JaxMatrices(Matrices):
         """The elements there, which are in range and in no order."""
         return jnp.take(x, index, mode="clip")
 
+    def seeds(self, numbers: np.ndarray, like: Array) -> Array:
+        """Numbers, also while a program is traced."""
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(numbers, like.dtype)
+
     def repeated(self, read: Read) -> Read:
         """Compiled, unless it cannot be traced, as what branches in Python on values cannot."""
         compiled = jax.jit(read)

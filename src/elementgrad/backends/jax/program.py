@@ -99,6 +99,14 @@ def _shifted_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[A
     return shifted(*primals), tangents[0] + tangents[1]
 
 
+def one_way(jaxpr: Any) -> bool:
+    """Whether a linear program holds a rule for reverse sweeps alone: it stands there as an operation of its own."""
+    return any(
+        equation.primitive.name == "custom_lin" or any(map(one_way, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
 def is_array(x: Any) -> bool:
     """Whether this is an array of JAX's own, traced or not."""
     return isinstance(x, (jax.Array, jax.core.Tracer))

@@ -11,9 +11,13 @@ from tensorflow.python.eager.record import could_possibly_record
 
 from elementgrad.backends.linear import Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.errors import ElementgradError, OptionError
+from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
 Sweep = Callable[[Tensor], list[Tensor | None]]
+Anew = Callable[[int, Tensor], "TensorflowLinear"]
+"""The function evaluated again, with another tensor for one of its inputs, if that is an argument of it."""
 FILLING = 8
 """A stack is filled with zeros to at most so many times its size."""
 
@@ -27,18 +31,30 @@ class TensorflowLinear(Linear):
 
     traces = True
 
-    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tapes: list[Any], create_graph: bool):
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        tapes: list[Any],
+        create_graph: bool,
+        anew: Anew | None = None,
+    ):
         super().__init__()
         self.inputs = inputs
         self.outputs = outputs
         self._tapes = tapes
         self._create_graph = create_graph
+        self._anew = anew
         self._programs: dict[Any, list[_Program]] = {}
 
     @classmethod
     def of(cls, run: Run, inputs: Sequence[Any], create_graph: bool, order: int) -> "TensorflowLinear":
         """Evaluate a function at its inputs, on as many tapes as derivatives will be taken one of another."""
         tapes = [tf.GradientTape(persistent=True, watch_accessed_variables=False) for _ in range(order)]
+        if any(held and not isinstance(x, tf.Variable) for x, held in zip(inputs, run.held, strict=True)):
+            raise OptionError(
+                "a variable that the model holds is not set to a tensor; assign it, and make the Jacobian anew"
+            )
         # One tensor given twice is two inputs; a variable that the function holds is read by it itself.
         sources = [
             _Met(tapes) if x is None else x if held else again(x) for x, held in zip(inputs, run.held, strict=True)
@@ -49,7 +65,14 @@ class TensorflowLinear(Linear):
                 tape.watch([x for x in sources if not isinstance(x, _Met)])
             given = [None if held else x for x, held in zip(sources, run.held, strict=True)]
             outputs = [tf.convert_to_tensor(y) for y in run(*given)]
-        return cls([x.value if isinstance(x, _Met) else x for x in sources], outputs, tapes, create_graph)
+
+        def anew(number: int, x: Tensor) -> "TensorflowLinear":
+            other = inputs[number] is not None and not run.held[number]
+            given = [x if other and i == number else input for i, input in enumerate(inputs)]
+            return cls.of(run, given, create_graph, order)
+
+        values = [x.value if isinstance(x, _Met) else x for x in sources]
+        return cls(values, outputs, tapes, create_graph, anew)
 
     def gradient(self, output: int, seed: Tensor) -> "TensorflowLinear":
         *outer, inner = self._tapes
@@ -59,7 +82,12 @@ class TensorflowLinear(Linear):
             zero = tf.UnconnectedGradients.ZERO
             gradients = inner.gradient(self.outputs[output], self.inputs, seed, unconnected_gradients=zero)
             gradients = [tf.convert_to_tensor(g) for g in gradients]
-        return TensorflowLinear(self.inputs, gradients, outer, self._create_graph)
+
+        def anew(number: int, x: Tensor) -> "TensorflowLinear":
+            assert self._anew is not None
+            return self._anew(number, x).gradient(output, seed)
+
+        return TensorflowLinear(self.inputs, gradients, outer, self._create_graph, anew)
 
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         return self._sweep(*self._pulling(output, inputs), seeds)
@@ -122,6 +150,26 @@ class TensorflowLinear(Linear):
             known = _Program.quietly(sweep, shape, dtype, None if programs else count)
             programs.append(known)
         return known
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        from elementgrad.backends.tensorflow.reaching.finding import found
+
+        x, y, anew = self.inputs[input], self.outputs[output], self._anew
+        if local or anew is None:
+            sweep = self._pulling(output, [input])[1]
+            return found(lambda seed: (None, sweep(seed)[0]), None, y, x)
+
+        def at(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor | None]:
+            linear = anew(input, x)
+            return linear.inputs[input], linear._pulling(output, [input])[1](seed)[0]
+
+        try:
+            with undisturbed():
+                return found(at, x, y, x)
+        except ElementgradError:
+            raise
+        except Exception as error:  # it has run with numbers, so that this is about their absence
+            raise UnsupportedError(reason(error)) from error
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         key, sweep = self._pushing(source, targets) if forward else self._pulling(source, targets)

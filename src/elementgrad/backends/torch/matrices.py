@@ -24,6 +24,10 @@ class TorchMatrices(Matrices):
         """The elements there."""
         return x.index_select(0, index)
 
+    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
+        """Where `like` is."""
+        return torch.from_numpy(numbers).to(like.device, like.dtype)
+
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Tensor]:
         """A matrix by rows unless told, or by coordinates."""
         options: Any = {"size": pattern.shape, "check_invariants": False}

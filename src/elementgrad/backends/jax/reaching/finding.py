@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
+from elementgrad.backends.jax.program import one_way
 from elementgrad.backends.jax.reaching.following import Follower
 from elementgrad.backends.jax.reaching.rules import RULES
 from elementgrad.sparsity.pattern import Pattern
@@ -15,14 +15,12 @@ from elementgrad.sparsity.reach import Reach
 from elementgrad.sparsity.value import UNKNOWN, Reached
 
 Array = jax.Array
-ONE_WAY = "custom_lin"
-"""What stands in a forward program for a rule that the user wrote for reverse sweeps alone."""
 
 
 def everywhere(function: Callable[[Array], Array], x: Array) -> Pattern:
     """The pattern of a function at every x of this shape."""
     forward = jax.make_jaxpr(lambda x, t: jax.jvp(function, (x,), (t,))[1])(x, x)
-    if not _one_way(forward.jaxpr):
+    if not one_way(forward.jaxpr):
         return _followed(forward, x.shape)
     y = jax.eval_shape(function, x)
     return _followed(jax.make_jaxpr(lambda x, u: jax.vjp(function, x)[1](u)[0])(x, y), y.shape).T
@@ -31,7 +29,7 @@ def everywhere(function: Callable[[Array], Array], x: Array) -> Pattern:
 def here(sweep: Callable[[Array], Array], x: Array) -> Pattern:
     """The pattern of a linear function of x, whose numbers are all known."""
     forward = jax.make_jaxpr(sweep)(x)
-    if not _one_way(forward.jaxpr):
+    if not one_way(forward.jaxpr):
         return _followed(forward, x.shape)
     y = jax.eval_shape(sweep, x)
     return _followed(jax.make_jaxpr(lambda u: jax.linear_transpose(sweep, x)(u)[0])(y), y.shape).T
@@ -46,11 +44,3 @@ def _followed(program: Any, shape: Sequence[int]) -> Pattern:
     with jax.ensure_compile_time_eval():
         (result,) = follower.run(program.replace(jaxpr=jaxpr), operands)
     return reach.pattern(follower.ids(result, jaxpr.outvars[0]))
-
-
-def _one_way(jaxpr: Any) -> bool:
-    """Whether a rule of one direction is anywhere in a program."""
-    return any(
-        equation.primitive.name == ONE_WAY or any(map(_one_way, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )

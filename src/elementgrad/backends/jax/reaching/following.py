@@ -9,13 +9,11 @@ import numpy as np
 from jax._src.core import jaxprs_in_params
 
 from elementgrad.backends.jax.program import FOLLOWED, bind, evaluate
-from elementgrad.sparsity.reach import EMPTY, Ids, Reach
-from elementgrad.sparsity.value import UNKNOWN, Reached, Value, reached
+from elementgrad.sparsity.reach import Ids, Reach
+from elementgrad.sparsity.value import UNKNOWN, Reached, Value, joined, reached, settled
 
 UNROLLED = 4000
 """A loop of so many operations is followed in every turn; a longer one until nothing new is reached."""
-ROUNDS = 32
-"""After so many turns in which something new was reached, all is taken to reach all."""
 INNER = {
     **FOLLOWED,
     "custom_jvp_call": "call_jaxpr",
@@ -61,11 +59,6 @@ class Follower:
         """The sets of a value; of one that does not depend on the seed they are empty."""
         return value.ids if isinstance(value, Reached) else np.zeros(variable.aval.shape, dtype=np.int64)
 
-    def joined(self, a: Value, b: Value) -> Value:
-        """What may be either of two values."""
-        sets = reached([a, b])
-        return Reached(self.reach.union(*sets)) if sets else UNKNOWN
-
 
 def everything(follower: Follower, equation: Any, operands: list[Value]) -> list[Value]:
     """The rule for what is not known: each result depends on all that any operand does."""
@@ -82,10 +75,7 @@ def branches(follower: Follower, equation: Any, operands: list[Value]) -> Sequen
     if known(which):
         return follower.run(programs[min(max(int(which), 0), len(programs) - 1)], rest)
     results = [follower.run(program, rest) for program in programs]
-    joined = results[0]
-    for other in results[1:]:
-        joined = [follower.joined(a, b) for a, b in zip(joined, other, strict=True)]
-    return [value if isinstance(value, Reached) else UNKNOWN for value in joined]
+    return [joined(follower.reach, *values) for values in zip(*results, strict=True)]
 
 
 def scanned(follower: Follower, equation: Any, operands: list[Value]) -> Sequence[Value]:
@@ -101,7 +91,7 @@ def scanned(follower: Follower, equation: Any, operands: list[Value]) -> Sequenc
         def turn(carried: list[Value]) -> list[Value]:
             return follower.run(body, [*fixed, *carried, *whole])
 
-        carried = settled(follower, carried, lambda carried: turn(carried)[:carries])
+        carried = settled(follower.reach, carried, lambda carried: turn(carried)[:carries])
         each = turn(carried)[carries:]
         columns = [[value] * length for value in each]
     else:
@@ -130,9 +120,9 @@ def repeated(follower: Follower, equation: Any, operands: list[Value]) -> Sequen
             break
         carried = follower.run(body, [*of_body, *carried])
         left -= 1
-    settled_ = settled(follower, carried, lambda carried: follower.run(body, [*of_body, *carried]))
-    (more,) = follower.run(condition, [*of_condition, *settled_])
-    return everything(follower, equation, [*operands, more]) if isinstance(more, Reached) else settled_
+    state = settled(follower.reach, carried, lambda carried: follower.run(body, [*of_body, *carried]))
+    (more,) = follower.run(condition, [*of_condition, *state])
+    return everything(follower, equation, [*operands, more]) if isinstance(more, Reached) else state
 
 
 def solved(follower: Follower, equation: Any, operands: list[Value]) -> Sequence[Value]:
@@ -143,37 +133,12 @@ def solved(follower: Follower, equation: Any, operands: list[Value]) -> Sequence
     return follower.run(programs.solve, [*operands[start : start + lengths.solve], *right])
 
 
-def settled(follower: Follower, carried: Sequence[Value], turn: Callable[[list[Value]], list[Value]]) -> list[Value]:
-    """What is carried after any number of turns."""
-    state = [value if isinstance(value, Reached) else UNKNOWN for value in carried]
-    for _ in range(ROUNDS):
-        results = turn(state)
-        joined = [follower.joined(a, b) for a, b in zip(state, results, strict=True)]
-        if all(_as_large(follower.reach, a, b) for a, b in zip(state, joined, strict=True)):
-            return state
-        state = joined
-    while True:  # all of what is carried is one set from here on, which can grow only when another is taken in
-        joined = [follower.joined(a, b) for a, b in zip(state, turn(state), strict=True)]
-        one = follower.reach.all_of(*reached(joined))
-        joined = [Reached(np.full_like(value.ids, one)) if isinstance(value, Reached) else UNKNOWN for value in joined]
-        if all(_as_large(follower.reach, a, b) for a, b in zip(state, joined, strict=True)):
-            return state
-        state = joined
-
-
 def size_of(jaxpr: Any) -> int:
     """How many operations a program takes, loops inside it counted as often as they turn."""
     return 1 + sum(
         equation.params.get("length", 1) * sum(map(size_of, jaxprs_in_params(equation.params)), start=1)
         for equation in jaxpr.eqns
     )
-
-
-def _as_large(reach: Reach, a: Value, b: Value) -> bool:
-    """Whether a value that holds another holds no more."""
-    if not isinstance(a, Reached) or not isinstance(b, Reached):
-        return a is b or (not isinstance(a, Reached) and bool((b.ids == EMPTY).all()))
-    return bool((reach.sizes(a.ids) == reach.sizes(b.ids)).all())
 
 
 def _row(value: Value, number: int) -> Value:
