@@ -236,7 +236,9 @@ class Place(tree.Leaf):
     def _repr_html_(self) -> str:
         if self._backend is None:
             return box(str(self))
-        return box(str(self), [repr(self).rpartition(" of ")[2].rstrip(">")])
+        write = "" if self._write is None else f", at write {self._write}"
+        described = f"{self._backend.name} {self._backend.dtype(self._tensor)} {tuple(self._tensor.shape)}{write}"
+        return box(str(self), [described])
 
     def _live(self, verb: str) -> Backend:
         if self._backend is None:

@@ -19,6 +19,7 @@ from elementgrad.show.pictures import READ
 from elementgrad.show.planes import COLOURS, channels_last
 from elementgrad.show.values import Scale, floats
 from elementgrad.side import Side
+from elementgrad.trace import Call
 from elementgrad.train.patch import shortened
 
 TONES: dict[str, Tone] = {"flows": "good", "zero": "odd", "unconnected": "bad", "nonfinite": "bad", "mismatch": "bad"}
@@ -56,10 +57,15 @@ class Question:
         return Answer(self, made, values, found, "")
 
     @property
+    def values(self) -> np.ndarray | None:
+        """The numbers that it is differentiated with respect to; None for what is there only in a run."""
+        tensor = Call(self.f, self.args, self.kwargs).source(parsed(self.wrt)).tensor
+        return None if tensor is None else floats(tensor)
+
+    @property
     def name(self) -> str:
         """What the function is called."""
-        name = str(getattr(self.f, "__name__", None) or type(self.f).__name__)
-        return name if name.isidentifier() else "f"
+        return str(getattr(self.f, "__name__", None) or type(self.f).__name__)
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,10 @@ class Answer:
         if self.values is not None and self.jacobian is not None:
             of, wrt = sides(self.jacobian)
             whole = self.values.reshape(wrt.shape) if math.prod(of.shape) == 1 else self.values
-            answer += [Facts(_summary(self.values)), *self._pictures(of, wrt, whole, tokens, channels)]
-            beside = floats(wrt.tensor).reshape(wrt.shape) if whole.shape == wrt.shape and wrt.base is None else None
+            beside = self.question.values if math.prod(of.shape) == 1 else None
+            if beside is not None and wrt.base is not None:
+                beside = beside.reshape(-1)[wrt.base.flat()]
+            answer += [Facts(_summary(self.values)), *self._pictures(of, wrt, whole, beside, tokens, channels)]
             numbers = Numbers.of(whole, f"gradient of {self.names[0]} by {self.names[1]}", beside, room)
             made.append(Section("The numbers", [numbers]))
             made.append(Section("The plan", [Facts(self.jacobian.plan().lines)]))
@@ -112,8 +120,8 @@ class Answer:
             rows[1] = ("derivative of", f"{of}, {size}")
             rows[2] = ("with respect to", f"{wrt}, shape {inner.shape}, {backend.dtype(inner.tensor)}")
             rows.append(("framework", backend.name))
-        arguments = "..., " if self.question.args or self.question.kwargs else ""
-        return [Facts(rows), Code(f'eg.grad({self.question.name}, {arguments}of="{of}", wrt="{wrt}")')]
+        name = str(getattr(self.question.f, "__name__", "model"))
+        return [Facts(rows), Code(f'eg.grad({name if name.isidentifier() else "f"}, ..., of="{of}", wrt="{wrt}")')]
 
     def _verdict(self) -> Part:
         if self.diagnosis is None:
@@ -123,7 +131,13 @@ class Answer:
         return Finding(lines[0], lines[1:], "odd" if odd else TONES[self.diagnosis.verdict])
 
     def _pictures(
-        self, of: Side, wrt: Side, whole: np.ndarray, tokens: Sequence[str] | None, channels: str | None
+        self,
+        of: Side,
+        wrt: Side,
+        whole: np.ndarray,
+        beside: np.ndarray | None,
+        tokens: Sequence[str] | None,
+        channels: str | None,
     ) -> list[Part]:
         if not whole.size:
             return [Prose("No elements are named, so there is nothing to draw.")]
@@ -135,23 +149,20 @@ class Answer:
         framework = backends.find(wrt.tensor).name
         if len(wrt.shape) > 2 and channels is None:
             channels = "last" if channels_last(wrt.shape, None, framework) else "first"
-        image = wrt.base is None and len(wrt.shape) == 4 and wrt.shape[0] == 1
-        if image and wrt.shape[-1 if channels == "last" else 1] in COLOURS:
-            return [Image.of(whole, image=floats(wrt.tensor), title=title, channels=channels)]
+        image = beside is not None and wrt.base is None and len(whole.shape) == 4 and len(whole) == 1
+        if image and whole.shape[-1 if channels == "last" else 1] in COLOURS:
+            return [Image.of(whole, image=beside, title=title, channels=channels)]
         return [Image.of(whole, title=title, channels=channels)]
 
     def _path(self) -> list[Part]:
         if self.diagnosis is None:
             return [Prose(f"eg.explain does not answer here: {self.unexplained}.")]
-        steps = list(self.diagnosis.path)
         parts: list[Part] = [Prose(f"Seen: {fact}.") for fact in self.diagnosis.evidence]
+        steps = [(number, step, step.endswith("(broken here)")) for number, step in enumerate(self.diagnosis.path, 1)]
         if len(steps) > STEPS:
-            parts.append(Prose(f"{STEPS} of {len(steps)} operations, those at the ends."))
-            steps = [*steps[: STEPS // 2], *steps[-STEPS // 2 :]]
-        if steps:
-            broken = [number for number, step in enumerate(steps) if step.endswith("(broken here)")]
-            parts.append(Steps(steps, broken))
-        return parts
+            parts.append(Prose(f"{STEPS} of {len(steps)} operations: those at the ends, and the one that breaks it."))
+            steps = [step for step in steps if step[2] or not STEPS // 2 < step[0] <= len(steps) - STEPS // 2]
+        return [*parts, Steps(steps)] if steps else parts
 
 
 def _summary(values: np.ndarray) -> list[tuple[str, str]]:

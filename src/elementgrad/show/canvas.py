@@ -68,7 +68,7 @@ class Picture(Figure):
             room = max(30, int(self.get_figwidth() * 15))
             lines = [line for note in self.notes for line in textwrap.wrap(note, room)]
             self.supxlabel("\n".join(lines), x=0.01, ha="left", **self.words(size=SMALL, color=self.theme.faint))
-        self.alt = ". ".join([part for part in (title, alt) if part])
+        self.alt = ". ".join([str(part) for part in (title, alt) if part])
         return self
 
     def save(self, format: str) -> bytes:

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from elementgrad.show.canvas import Picture, bar, broken, cells, counted, legend, outline, readable, shade
 from elementgrad.show.planes import Planes, bare
 from elementgrad.show.theme import SMALL, Theme
-from elementgrad.show.values import BROKEN, Scale, pooled
+from elementgrad.show.values import BROKEN, MARKS, Scale, pooled
 
 CELLS = 256
 """Rows and columns that are drawn; of more, blocks are drawn as one."""
@@ -22,8 +22,6 @@ LONGEST = 4.8
 """Inches of the longer side of a matrix."""
 CELL = 0.75
 """Inches of a cell, at most."""
-MARKS = 50
-"""Marks that are drawn."""
 
 
 def vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
@@ -39,7 +37,7 @@ def vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | N
     axes.bar(middles, ends, 0.8 * step if len(drawn) <= 64 else step, color=shades, linewidth=0, gid="values")
     axes.axhline(0.0, color=theme.faint, linewidth=0.8)
     axes.set_ylim(-1.12 * scale.limit, 1.12 * scale.limit)
-    axes.set_xlim(-0.7, max(len(flat), 1) - 0.3)
+    axes.set_xlim(-0.7, len(flat) - 0.3)
     dots: dict[str, Any] = {"linestyle": "none", "markeredgecolor": theme.ink, "clip_on": False, "zorder": 4}
     for sign, shape in ((1, "^"), (-1, "v")):
         at = middles[heights * sign > scale.limit]
@@ -98,7 +96,7 @@ def channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture
     across = math.ceil(math.sqrt(len(chosen))) if len(chosen) != 3 else 3
     down = math.ceil(len(chosen) / across)
     rows, columns = planes.stack.shape[1:]
-    height = float(np.clip(6.0 / across * rows / max(columns, 1), 0.6, 2.4))
+    height = float(np.clip(6.0 / across * rows / columns, 0.6, 2.4))
     picture = Picture(theme, 7.0, down * (height + 0.32) + 0.7)
     drawn = []
     block = (1, 1)
@@ -120,7 +118,7 @@ def field(planes: Planes, under: np.ndarray, theme: Theme, limit: float | None) 
     """An image, and over it where the gradient is not zero."""
     plane, scale = planes.strongest(), Scale.of(planes.stack, limit)
     rows, columns = plane.shape
-    picture = Picture(theme, 7.2, float(np.clip(3.2 * rows / max(columns, 1), 1.4, 5.0)) + 0.7)
+    picture = Picture(theme, 7.2, float(np.clip(3.2 * rows / columns, 1.4, 5.0)) + 0.7)
     shown, block = pooled(plane, CELLS)
     sides = [picture.panel(1, 2, number) for number in (1, 2)]
     options: dict[str, Any] = {"cmap": "gray", "vmin": 0.0, "vmax": 1.0, "interpolation": "nearest", "origin": "upper"}
@@ -168,7 +166,7 @@ def spy(
         if chosen is not None:
             axis.set_major_formatter(lambda at, _, c=chosen: str(c[int(at)]) if 0 <= at < len(c) else "")
     _mark(axes, picture, marks, block)
-    share = 100 * scale.nonzero / max(1, scale.count)
+    share = 100 * scale.nonzero / scale.count
     notes = [f"{scale.nonzero} of {scale.count} entries are not zero ({share:.3g} %)"]
     if any(chosen is not None for chosen in lines):
         notes.append(f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns, evenly spread")
@@ -181,14 +179,14 @@ def _table(values: np.ndarray) -> np.ndarray:
 
 def _sheet(theme: Theme, rows: int, columns: int) -> tuple[Picture, Any]:
     """A figure of about the shape of what is in it."""
-    most = min(LONGEST, CELL * max(rows, columns, 1))
-    width, height = [float(np.clip(most * size / max(rows, columns, 1), 1.2, LONGEST)) for size in (columns, rows)]
+    most = min(LONGEST, CELL * max(rows, columns))
+    width, height = [float(np.clip(most * size / max(rows, columns), 1.2, LONGEST)) for size in (columns, rows)]
     picture = Picture(theme, max(3.6, width + 1.5), height + 1.1)
     return picture, picture.panel()
 
 
 def _aspect(rows: int, columns: int) -> Literal["equal", "auto"]:
-    return "equal" if max(rows, columns, 1) / max(min(rows, columns), 1) <= 8 else "auto"
+    return "equal" if max(rows, columns) / min(rows, columns) <= 8 else "auto"
 
 
 def _frame(shown: np.ndarray, block: tuple[int, int]) -> tuple[float, float, float, float]:
@@ -197,8 +195,8 @@ def _frame(shown: np.ndarray, block: tuple[int, int]) -> tuple[float, float, flo
 
 
 def _count(axes: Any, rows: int, columns: int, most: int = 8) -> None:
-    axes.set_xlim(-0.5, max(columns, 1) - 0.5)
-    axes.set_ylim(max(rows, 1) - 0.5, -0.5)
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(rows - 0.5, -0.5)
     counted(axes.xaxis, most)
     counted(axes.yaxis, most)
 

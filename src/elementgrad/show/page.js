@@ -87,7 +87,7 @@
   }
   for (const copying of document.querySelectorAll(".copy-code")) {
     const words = copying.textContent;
-    copying.addEventListener("click", () => copy(copying.nextElementSibling.textContent, (said) => {
+    copying.addEventListener("click", () => copy(copying.previousElementSibling.textContent, (said) => {
       copying.textContent = said;
       setTimeout(() => { copying.textContent = words; }, 2000);
     }));

@@ -37,11 +37,20 @@ class Prose:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of code, or what they printed."""
+    """Lines of Python, in colours, or of something else, such as what they printed."""
 
     kind: ClassVar = "code"
     text: str
-    label: str = "code"
+    python: bool = True
+
+    @property
+    def coloured(self) -> str:
+        """The lines with their words in classes, all else escaped."""
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+
+        return highlight(self.text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).rstrip("\n")
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Steps:
-    """A way, step by step; those that end it are set apart."""
+    """A way, step by step: the number of each step, what it is, and whether it ends the way."""
 
     kind: ClassVar = "steps"
-    steps: Sequence[str]
-    broken: Sequence[int] = ()
+    steps: Sequence[tuple[int, str, bool]]
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,7 @@ class Page:
 
     def html(self) -> str:
         """The whole file."""
-        require("jinja2", "a report")
+        require("jinja2 pygments", "a report")
         import jinja2
 
         folder = resources.files("elementgrad.show")
@@ -235,5 +243,5 @@ def _largest(values: np.ndarray, beside: np.ndarray | None) -> Table:
         where = ", ".join([str(int(axis)) for axis in np.unravel_index(position, values.shape)]) if values.shape else ""
         about = [] if beside is None else [f"{beside.reshape(-1)[position]:.6g}"]
         rows.append([f"[{where}]", f"{flat[position]:.6g}", *about])
-    heads = ["element", "gradient", *(["value there"] if beside is not None else [])]
+    heads = ["index", "gradient", *(["value there"] if beside is not None else [])]
     return Table(heads, rows, "" if few else f"The {ROWS} largest in size of {flat.size}.")

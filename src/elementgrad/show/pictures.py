@@ -12,7 +12,7 @@ from elementgrad.lazy import Jacobian, sides
 from elementgrad.shares import Shares
 from elementgrad.show.extras import require
 from elementgrad.show.planes import COLOURS, Planes, bare, channels_last, without_ones
-from elementgrad.show.values import Scale, floats, marked
+from elementgrad.show.values import MARKS, Scale, floats, marked, require_some
 from elementgrad.side import Side
 from elementgrad.train.elements import Elements, patch_of
 from elementgrad.train.patch import Patch
@@ -114,13 +114,14 @@ def _heated(
     from elementgrad.show.tokens import per_token, sequence
 
     values, framework = floats(what), _framework(what)
+    require_some(values.shape)
     kind = _kind(kind, values.shape, channels, framework, tokens is not None, image is not None)
     marks = marked(mark, values.shape)
     if kind == "tokens":
         numbers, texts = per_token(values, tokens)
-        positions = (bare(marks, values.shape) // max(1, values.size // max(1, len(numbers)))).tolist()
-        features = values.size // len(numbers) if numbers.size and values.size > numbers.size else 0
-        made = sequence(numbers, texts, positions, theme, limit, features)
+        each = values.size // len(numbers)
+        positions = (bare(marks, values.shape) // each).tolist()
+        made = sequence(numbers, texts, positions, theme, limit, each)
     elif kind == "vector":
         made = heat.vector(values, marks, theme, limit)
     elif kind == "matrix":
@@ -215,11 +216,12 @@ def _spied(jacobian: Jacobian, mark: Any, theme: "Theme", title: str | None) -> 
     from elementgrad.show import heat
 
     of, wrt = sides(jacobian)
+    require_some(jacobian.shape)
     lines = [_spread(math.prod(side.shape)) for side in (of, wrt)]
     block = floats(jacobian[_index(of, lines[0]), _index(wrt, lines[1])])
     columns = len(lines[1])
     table = block.reshape(-1, columns)
-    examples = len(table) // max(1, len(lines[0]))
+    examples = len(table) // len(lines[0])
     height = math.prod(of.shape) * examples
     marks = marked(mark, jacobian.shape)
     positions = np.stack(np.unravel_index(bare(marks, jacobian.shape), (height, math.prod(wrt.shape))), axis=-1)
@@ -232,7 +234,7 @@ def _spied(jacobian: Jacobian, mark: Any, theme: "Theme", title: str | None) -> 
 
 
 def _spread(size: int) -> np.ndarray:
-    return np.unique(np.linspace(0, max(size - 1, 0), min(size, LINES)).astype(np.int64))
+    return np.unique(np.linspace(0, size - 1, min(size, LINES)).astype(np.int64))
 
 
 def _index(side: Side, positions: np.ndarray) -> Any:
@@ -250,4 +252,5 @@ def _named_values(marks: np.ndarray, values: np.ndarray) -> list[str]:
     """The numbers of the first few marked elements."""
     shown = [f"{row} = {values[tuple(row)]:.4g}" for row in marks[:3].tolist()]
     more = [f"and {len(marks) - 3} more"] if len(marks) > 3 else []
-    return [f"marked: {', '.join([*shown, *more])}"] if shown else []
+    framed = [f"{MARKS} of {len(marks)} marked elements are framed"] if len(marks) > MARKS else []
+    return [f"marked: {', '.join([*shown, *more])}", *framed] if shown else []

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad import tree
+from elementgrad.errors import PlaceError
 from elementgrad.markup import rows_of
 from elementgrad.read import NOTHING
 from elementgrad.show.answering import Question
@@ -47,11 +48,13 @@ def report(
     >>> "<title>squares</title>" in path.read_text()
     True
     """
-    require("matplotlib jinja2", "eg.report")
+    require("matplotlib jinja2 pygments", "eg.report")
     checked(path)
     if isinstance(f, (Elements, Patch)):
         return _trained(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
     answers = [Question(f, args, kwargs, *sides).answered(budget) for sides in product(tree.flat(of), tree.flat(wrt))]
+    if not answers:
+        raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
     sections = []
     for answer in answers:
         before = "" if len(answers) == 1 else f"{' by '.join(answer.names)}: "

@@ -10,7 +10,7 @@ from elementgrad.errors import OptionError, SelectionError
 from elementgrad.shares import Shares
 from elementgrad.show.canvas import Picture, counted, legend
 from elementgrad.show.theme import SMALL, Theme
-from elementgrad.show.values import floats
+from elementgrad.show.values import floats, require_some
 from elementgrad.train.patch import Patch
 
 MOST = 20
@@ -116,11 +116,12 @@ def trace(steps: Sequence[Mapping[Any, Any]], theme: Theme) -> tuple[Picture, li
 def changes(patch: Patch, theme: Theme) -> tuple[Picture, list[str], str]:
     """Each element before and after, those that moved furthest."""
     names, before, after = elements(patch)
+    require_some(before.shape)
     with np.errstate(invalid="ignore"):
         distance = np.abs(after - before)
     order = np.argsort(-np.where(np.isfinite(distance), distance, np.inf), kind="stable")[:MOST]
     order = np.sort(order)
-    picture = Picture(theme, 6.8, 0.27 * max(len(order), 1) + 1.2)
+    picture = Picture(theme, 6.8, 0.27 * len(order) + 1.2)
     axes = picture.panel()
     for row, one in enumerate(order):
         colour = theme.above if after[one] >= before[one] else theme.below

@@ -1,5 +1,6 @@
 """A sequence: its tokens in the colours of their gradients, set like text."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from matplotlib.colors import to_rgba
 
 from elementgrad.errors import OptionError
 from elementgrad.show.canvas import Picture, bar, readable, shade
-from elementgrad.show.planes import without_ones
 from elementgrad.show.theme import Theme
 from elementgrad.show.values import BROKEN, Scale
 
@@ -26,16 +26,15 @@ def per_token(values: np.ndarray, tokens: Any) -> tuple[np.ndarray, list[str]]:
     """One number for each token: its gradient, or the length of it where a token has several numbers."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence | np.ndarray):
         raise OptionError(f"tokens={tokens!r} is no list; give one text for each position, such as ['the', 'cat']")
-    shape = without_ones(values.shape)
-    if len(tokens) == 1:
-        shape = (1, *(shape if values.ndim > 1 and values.size > 1 else ()))
-    if len(shape) not in (1, 2) or shape[0] != len(tokens):
-        raise OptionError(
-            f"{len(tokens)} tokens for a gradient of shape {values.shape}; give one text for each position of a "
-            "gradient of shape (positions,) or (positions, features)"
-        )
-    values = values.reshape(shape)
-    return values if values.ndim == 1 else np.sqrt((values**2).sum(axis=-1)), [str(token) for token in tokens]
+    texts = [str(token) for token in tokens]
+    for axes in (1, 2):
+        if values.ndim >= axes and values.shape[-axes] == len(texts) and math.prod(values.shape[:-axes]) == 1:
+            rows = values.reshape(values.shape[-axes:])
+            return rows.reshape(-1) if rows.size == len(texts) else np.sqrt((rows**2).sum(axis=-1)), texts
+    raise OptionError(
+        f"{len(texts)} tokens for a gradient of shape {values.shape}; give one text for each position of a gradient of "
+        "shape (positions,) or (positions, features)"
+    )
 
 
 def sequence(
@@ -60,7 +59,7 @@ def sequence(
             _draw(picture, axes, (left + 0.06, row + 0.6), texts[number], float(values[number]), scale, gid)
             left += widths[number]
     bar(picture, axes, scale)
-    notes = [f"the length of the gradient over the {features} numbers of each token"] if features else []
+    notes = [f"the length of the gradient over the {features} numbers of each token"] if features > 1 else []
     if len(tokens) > MOST:
         notes.append(f"the first {MOST} of {len(tokens)} tokens")
     return picture, [*notes, *scale.notes]

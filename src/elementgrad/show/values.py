@@ -1,5 +1,6 @@
 """What is shown, as NumPy arrays: numbers of any framework, the scale of their colours, and fewer of them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ ROBUST = 95.0
 """The percentile of the sizes of all numbers that are not zero, by which the end of the colours is found."""
 TIMES = 3.0
 """Colours go so many times as far, if there are numbers there."""
+MARKS = 50
+"""Marks that are drawn."""
 FEW = 20
 """So few numbers are all shown in full."""
 BROKEN: dict[str, Any] = {"NaN": np.isnan, "+inf": np.isposinf, "-inf": np.isneginf}
@@ -28,6 +31,8 @@ def floats(what: Tensor) -> np.ndarray:
     >>> floats([[1, 2]])
     array([[1., 2.]])
     """
+    if "sparse" in str(getattr(what, "layout", "")) or hasattr(what, "dense_shape"):
+        raise FrameworkError(f"this {type(what).__name__} is sparse, and is not made dense unasked; give a dense one")
     backend = backends.owner(what)
     if backend is None:
         return _array(what)
@@ -59,7 +64,8 @@ def _array(what: Any) -> np.ndarray:
 
 
 def _refuse(what: Any) -> np.ndarray:
-    hint = "; give one of its gradients, as in eg.plot(g['x'])" if isinstance(what, (dict, list, tuple)) else ""
+    key = "'x'" if isinstance(what, dict) else 0
+    hint = f"; give one of its gradients, as in eg.plot(g[{key}])" if isinstance(what, (dict, list, tuple)) else ""
     raise FrameworkError(
         f"{type(what).__name__} is nothing to plot: give a tensor or array of gradients, a Jacobian, contributions, "
         f"elements, a patch, or a list of {{place: values}} for each step{hint}"
@@ -114,7 +120,7 @@ class Scale:
                 f"up to {largest:.3g} in size"
             )
         if not self.nonzero:
-            notes.append("all zero" if self.count else "nothing here")
+            notes.append("all zero")
         return notes
 
     @property
@@ -164,6 +170,12 @@ def strongest(values: np.ndarray) -> np.ndarray:
     """The number that is largest in size along the last axis, with its sign; one that is not finite before all else."""
     sizes = np.where(np.isnan(values), np.inf, np.abs(values))
     return np.take_along_axis(values, sizes.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+
+
+def require_some(shape: tuple[int, ...]) -> None:
+    """Refuse what has no elements."""
+    if not math.prod(shape):
+        raise OptionError(f"shape {shape} has no elements, so there is nothing to draw; name some")
 
 
 def marked(mark: Any, shape: tuple[int, ...]) -> np.ndarray:
