@@ -35,14 +35,25 @@ MISLED = {
 NOT_TRACKED = "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"
 RAISED = {
     "torch": {
-        "replaced": "RuntimeError: a view of a leaf Variable that requires grad is being used in an in-place operation.",
+        "replaced": "RuntimeError: a view of a leaf Variable that requires grad is being used in an in-place",
         "itself": NOT_TRACKED,
         "own_rule": "TypeError: save_for_backward can only save variables, but argument 1 is of type int",
+        "written": "RuntimeError: The differentiated Tensor at index 0 appears to not have been used in the graph",
         "element_zero": NOT_TRACKED,
         "choice": NOT_TRACKED,
         "token": "ValueError: can't optimize a non-leaf Tensor",
     },
-    "tensorflow": {},
-    "jax": {},
+    "tensorflow": {
+        "replaced": "EagerTensor' object does not support item assignment",
+        "twice": "RuntimeError: A non-persistent GradientTape can only be used to compute one set of gradients",
+        "own_rule": "ValueError: custom_gradient function expected to return 2 gradients, but returned 1 instead",
+        "message": "ValueError: No gradients provided for any variable",
+    },
+    "jax": {
+        "replaced": "TypeError: JAX arrays are immutable and do not support in-place item assignment",
+        "itself": "TypeError: Gradient only defined for scalar-output functions",
+        "own_rule": "TypeError: Custom VJP bwd rule must produce an output with the same container (pytree) structure",
+        "token": "ValueError: The truth value of an array with more than one element is ambiguous",
+    },
 }
-"""What they raise."""
+"""What they raise, as far as it is the same in every version."""

@@ -12,6 +12,7 @@ def run(framework: str = "torch", out: str = "tour.html", no_report: bool = Fals
     """Answer every question, print the answers, and write them with their pictures to a page."""
     for package in ("rich",) if no_report else ("rich", "matplotlib", "jinja2"):
         needed(package, "'elementgrad[show]'")
+    needed("safetensors", "'elementgrad[train]'")
     from elementgrad.cli.touring.terminal import Terminal
 
     if not no_report:

@@ -33,6 +33,8 @@ class Prose:
 
     kind: ClassVar = "prose"
     text: str
+    ticks: bool = False
+    """Whether backticks set code apart; what a user wrote is left as it is."""
 
 
 @dataclass(frozen=True)

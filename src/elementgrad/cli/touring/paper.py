@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from elementgrad.cli.touring.running import Answer
+from elementgrad.cli.touring.running import Answer, statement
 from elementgrad.cli.touring.visit import Stop
 from elementgrad.cli.touring.written import told
 from elementgrad.show.page import Code, Facts, Finding, Framed, Heading, Image, Page, Part, Prose, Section, Tone
@@ -30,7 +30,7 @@ def page(framework: str, models: Sequence[Answer], chapters: Sequence[tuple[str,
     stops = [stop for _, stops in chapters for stop in stops]
     images = {stop.number: stop.image() for stop in stops}
     hero = next(stop for stop in stops if stop.question.key == HERO)
-    asked = next(line.strip() for line in hero.ours.code.splitlines() if line.lstrip().startswith("field"))
+    asked = statement(hero.ours.code, "field")
     about = ABOUT.format(count=len(stops), framework=NAMES[framework])
     sections = [Section(title, _questions(stops, images)) for title, stops in chapters]
     trained = Section("The two models", [Prose(MODELS), *[_framed("trained", answer, "calm") for answer in models]])
@@ -59,7 +59,7 @@ def _questions(stops: Sequence[Stop], images: dict[int, Image | None]) -> list[P
 
 def _framed(label: str, answer: Answer, tone: Tone, image: Image | None = None, stop: Stop | None = None) -> Framed:
     """What is done, the code, what it gave, and its picture."""
-    parts: list[Part] = [Prose(answer.text)]
+    parts: list[Part] = [Prose(answer.text, ticks=True)]
     plotted = [stop.plotted] if stop is not None and stop.plotted else []
     parts.append(Code("\n".join([answer.code, *plotted])))
     if answer.error is not None:
@@ -67,5 +67,5 @@ def _framed(label: str, answer: Answer, tone: Tone, image: Image | None = None, 
     else:
         parts.append(Facts([(expression, told(value)) for expression, value in answer.values.items()]))
     if image is not None and stop is not None:
-        parts += [image, Prose(stop.question.seen)]
+        parts += [image, Prose(stop.question.seen, ticks=True)]
     return Framed(label, parts, tone)

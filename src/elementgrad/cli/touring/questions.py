@@ -48,25 +48,25 @@ CHAPTERS = (
             Question(
                 "pixel",
                 "How does one feature-map element depend on one pixel?",
-                "field, image=image, mark=(3, 4), title='What one element of conv2 sees'",
-                "The receptive field over the digit: 5 x 5 of the 8 x 8 pixels, and the pixel that was asked about.",
+                "field, image=image, mark=(3, 4)",
+                "The receptive field over the digit, 5 x 5 of 8 x 8 pixels, and in it the pixel that was asked about.",
             ),
             Question(
                 "score",
                 "Which feature maps, and which single weight, drive the score of this digit?",
-                "of_maps, title='The score of 3 by the last feature maps'",
-                "Blue lowers the score of 3, red raises it.",
+                'of_maps, title="The score of 3 by the first feature maps"',
+                "More of what is orange raises the score of 3, more of what is blue lowers it.",
             ),
             Question(
                 "words",
                 "Which word of the sentence drives the next word?",
-                "of_words, tokens=sentence, title='The score of cat by each word'",
+                'of_words, tokens=sentence, title="The score of cat by each word"',
                 "Each word by the size of its gradient.",
             ),
             Question(
                 "large",
                 "What if the Jacobian would never fit?",
-                "J, title='conv2 by the pixels: where it is not zero'",
+                "J",
                 "The Jacobian of conv2 by the pixels: most of it is zero, as every element sees 25 pixels.",
             ),
             Question("second", "How do I get one entry of a Hessian?"),
@@ -79,7 +79,7 @@ CHAPTERS = (
             Question(
                 "uses",
                 "y = 2 x[2] + sum(x). How much of the gradient of x[2] comes through which use?",
-                "shares, title='d y / d x[2]'",
+                'shares, title="d y / d x[2]"',
                 "The shares as a waterfall.",
             ),
             Question("twice", "sum(x * w): is the gradient of x[2] hidden in there? And if I ask twice?"),
@@ -97,7 +97,7 @@ CHAPTERS = (
             Question(
                 "choice",
                 "Can a model learn which element to take?",
-                "weights, title='The weight of each element, learned'",
+                'weights, title="The weight of each element"',
                 "After 200 steps, element 1 has nearly all of the weight.",
             ),
         ],
@@ -110,7 +110,7 @@ CHAPTERS = (
             Question(
                 "token",
                 "How do I train one number of one word in a sequence model?",
-                "steps, title='The one number that trains'",
+                'steps, title="The one number that trains"',
                 "The entry over twelve steps of Adam.",
             ),
             Question("unseen", "The gradient of my embedding entry is zero. Why?"),
@@ -118,7 +118,7 @@ CHAPTERS = (
             Question(
                 "shipped",
                 "How do I fix one mistake of a model, ship the fix, and take it back?",
-                "patch, title='The row of the head, before and after'",
+                'patch, title="A row of the head, before and after"',
                 "What the patch holds: the elements before and after.",
             ),
         ],

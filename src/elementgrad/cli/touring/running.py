@@ -82,6 +82,13 @@ def parts(stop: Callable[..., Any]) -> tuple[str, str, list[str]]:
     return " ".join((inspect.getdoc(stop) or "").split()), code, [ast.unparse(value) for value in shown]
 
 
+def statement(code: str, name: str) -> str:
+    """The statement of some code that gives a name its value."""
+    tree = ast.parse(code)
+    nodes = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
+    return ast.get_source_segment(code, nodes[0]) or ""
+
+
 def raised(error: Exception) -> str:
     """An error in a line: its type, and the first sentence or so of its message."""
     message = " ".join(str(error).split())

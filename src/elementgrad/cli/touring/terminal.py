@@ -46,7 +46,8 @@ class Terminal:
         from rich.syntax import Syntax
         from rich.text import Text
 
-        said = Text.assemble((label, f"bold {colour}"), ": ", answer.text)
+        texts = [(text, "bold" if number % 2 else "") for number, text in enumerate(answer.text.split("`"))]
+        said = Text.assemble((label, f"bold {colour}"), ": ", *texts)
         code = Syntax(answer.code, "python", theme="ansi_dark", background_color="default", word_wrap=True)
         self.console.print(Padding(said, (0, 0, 0, 2)), Padding(code, (0, 0, 0, 4)))
         self.console.print(Padding(_given(answer, colour), (0, 0, 1, 4)))

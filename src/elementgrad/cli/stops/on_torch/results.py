@@ -56,9 +56,10 @@ def pixel_usually():
 def pixel():
     """Name both. No hook, and no gradient is left anywhere. The whole receptive
     field costs the same one sweep."""
-    element = "conv2[0, 5, 1, 2]"
-    number = eg.grad(net, image, of=element, wrt="input[0, 0, 3, 4]")
-    field = eg.grad(net, image, of=element, wrt="input[0, 0]")
+    field = eg.grad(net, image, of="conv2[0, 5, 1, 2]", wrt="input[0, 0]")
+    number = eg.grad(
+        net, image, of="conv2[0, 5, 1, 2]", wrt="input[0, 0, 3, 4]"
+    )
     untouched = all(p.grad is None for p in net.parameters())
     return number, field, untouched
 
