@@ -12,6 +12,7 @@ import pytest
 from elementgrad.cli import main
 from elementgrad.cli.touring.data import WORDS, digits
 from elementgrad.cli.touring.questions import CHAPTERS
+from tests.test_report_browser import CHROMIUM, WIDTHS
 from tests.tour_answers import FOUNDING, MISLED, RAISED
 
 QUESTIONS = {question.key: question for chapter in CHAPTERS for question in chapter.questions}
@@ -70,6 +71,8 @@ def test_the_tour_answers_every_question_and_leaves_a_page(framework, tmp_path):
     assert_training(framework, answers)
     assert_page((tmp_path / "tour.html").read_text("utf-8"))
     assert [file.name for file in tmp_path.iterdir()] == ["tour.html"]
+    if framework == "torch":
+        assert_seen(tmp_path / "tour.html")
 
 
 def assert_models(printed):
@@ -136,6 +139,27 @@ def assert_page(page):
     pictures = sum(question.picture is not None for question in QUESTIONS.values())
     assert page.count('<img class="on-light"') == pictures + 1  # one is also at the head
     assert len(page) < 2_000_000
+
+
+def assert_seen(page):
+    """In a real browser it fits a desk and a phone, asks for nothing, and complains of nothing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="to look at the page: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("to look at the page: apt-get install chromium")
+    complaints = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        for width in WIDTHS.values():
+            opened = browser.new_page(viewport={"width": width, "height": 900}, offline=True)
+            opened.on("console", lambda message: complaints.append(message.text))
+            opened.on("pageerror", lambda error: complaints.append(str(error)))
+            opened.on("request", lambda request: complaints.append(request.url) if "http" in request.url[:5] else None)
+            opened.goto(page.as_uri())
+            assert opened.evaluate("document.documentElement.scrollWidth") == width
+            assert opened.locator("header img:visible").count() == 1  # the picture at the head
+            assert opened.locator("h3").count() == len(QUESTIONS)
+        browser.close()
+    assert complaints == []
 
 
 def test_the_digits_and_words_are_what_they_are_said_to_be():

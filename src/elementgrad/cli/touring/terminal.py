@@ -42,15 +42,19 @@ class Terminal:
 
     def answer(self, label: str, answer: Answer, colour: str) -> None:
         """What is done, the code, and what it gave."""
+        from rich.console import RenderableType
         from rich.padding import Padding
         from rich.syntax import Syntax
         from rich.text import Text
 
         texts = [(text, "bold" if number % 2 else "") for number, text in enumerate(answer.text.split("`"))]
         said = Text.assemble((label, f"bold {colour}"), ": ", *texts)
-        code = Syntax(answer.code, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-        self.console.print(Padding(said, (0, 0, 0, 2)), Padding(code, (0, 0, 0, 4)))
-        self.console.print(Padding(_given(answer, colour), (0, 0, 1, 4)))
+        code: RenderableType = Text(answer.code)
+        if self.console.is_terminal:
+            code = Syntax(answer.code, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+        for part, indent in ((said, 2), (code, 4), (_given(answer, colour), 4)):
+            self.console.print(Padding(part, (0, 0, 0, indent), expand=False))
+        self.console.print()
 
     def glance(self, stops: list[Stop]) -> None:
         """Every question with what came of the usual answer and of ours, in one table."""

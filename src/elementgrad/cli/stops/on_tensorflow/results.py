@@ -47,7 +47,7 @@ def product():
 def pixel_usually():
     """Build a model of the first layers and ask the tape. It sums over the
     whole feature map without a word: this is no single element's number."""
-    first = keras.Model(net.inputs, net.get_layer("conv2").output)
+    first = keras.Model(net.inputs[0], net.get_layer("conv2").output)
     with tf.GradientTape() as tape:
         tape.watch(image)
         features = first(image)
