@@ -130,9 +130,10 @@ def legend(picture: Picture, handles: Sequence[Any], **more: Any) -> None:
         text.set_parse_math(False)
 
 
-def shade(picture: Picture, value: float, scale: Scale) -> tuple[float, ...]:
+def shade(picture: Picture, value: float, scale: Scale) -> tuple[float, float, float, float]:
     """The colour of one number."""
-    return tuple(picture.theme.colours((np.clip(np.nan_to_num(value) / scale.limit, -1, 1) + 1) / 2))
+    red, green, blue, solid = picture.theme.colours((np.clip(np.nan_to_num(value) / scale.limit, -1, 1) + 1) / 2)
+    return red, green, blue, solid
 
 
 def readable(colour: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -85,8 +86,7 @@ def image(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, l
     _count(axes, *plane.shape)
     bar(picture, axes, scale)
     _mark(axes, picture, planes.marks[:, 1:], block)
-    several = [f"at each pixel the largest in size of {len(planes.stack)} channels"] if len(planes.stack) > 1 else []
-    return picture, [*several, *scale.notes, *_blocks(block)]
+    return picture, [*planes.merged, *scale.notes, *_blocks(block)]
 
 
 def channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
@@ -96,7 +96,7 @@ def channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture
     across = math.ceil(math.sqrt(len(chosen))) if len(chosen) != 3 else 3
     down = math.ceil(len(chosen) / across)
     rows, columns = planes.stack.shape[1:]
-    height = float(np.clip(6.0 / across * rows / columns, 0.6, 2.4))
+    height = float(np.clip(5.2 / across * rows / columns, 0.6, 2.4))
     picture = Picture(theme, 7.0, down * (height + 0.32) + 0.7)
     drawn = []
     block = (1, 1)
@@ -141,8 +141,7 @@ def field(planes: Planes, under: np.ndarray, theme: Theme, limit: float | None) 
             outline(axes, picture, left - 0.5, top - 0.5, right - left + 1, bottom - top + 1, "field")
     bar(picture, sides, scale)
     _mark(sides[1], picture, planes.marks[:, 1:], block)
-    several = [f"at each pixel the largest in size of {len(planes.stack)} channels"] if len(planes.stack) > 1 else []
-    return picture, [*notes, *several, *scale.notes, *_blocks(block)]
+    return picture, [*notes, *planes.merged, *scale.notes, *_blocks(block)]
 
 
 def spy(
@@ -152,13 +151,14 @@ def spy(
     scale = Scale.of(values)
     shown, block = pooled(values, CELLS)
     picture, axes = _sheet(theme, *values.shape)
-    signs = np.sign(shown)
-    flat = Scale(2.0, scale.count, scale.nonzero, 0, scale.lowest, scale.highest, scale.broken)
-    cells(picture, axes, np.where(np.isfinite(shown), signs * 1.2, shown), flat, _frame(shown, block),
-          aspect=_aspect(*values.shape))  # fmt: skip
-    shades = theme.colours((np.array([-1.2, 0.0, 1.2]) / 2.0 + 1) / 2)
-    handles = [Patch(facecolor=shade, edgecolor=theme.faint, linewidth=0.5, label=name)
-               for shade, name in zip(shades, ("negative", "zero", "positive"), strict=True)]  # fmt: skip
+    signs = np.where(np.isfinite(shown), np.sign(shown), shown)
+    pale = replace(scale, limit=1.7)  # of the colours those that are well seen, and not the darkest
+    cells(picture, axes, signs, pale, _frame(shown, block), aspect=_aspect(*values.shape))
+    shades = [shade(picture, sign, pale) for sign in (-1.0, 0.0, 1.0)]
+    handles = [
+        Patch(facecolor=colour, edgecolor=theme.faint, linewidth=0.5, label=name)
+        for colour, name in zip(shades, ("negative", "zero", "positive"), strict=True)
+    ]
     legend(picture, [*handles, *broken(picture, scale)])
     _count(axes, *values.shape)
     picture.label(axes, "input element", "output element")
@@ -169,7 +169,8 @@ def spy(
     share = 100 * scale.nonzero / scale.count
     notes = [f"{scale.nonzero} of {scale.count} entries are not zero ({share:.3g} %)"]
     if any(chosen is not None for chosen in lines):
-        notes.append(f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns, evenly spread")
+        some = f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns"
+        notes.append(f"{some}, evenly spread; what is between them was not computed")
     return picture, [*notes, *_blocks(block)]
 
 
@@ -204,7 +205,7 @@ def _count(axes: Any, rows: int, columns: int, most: int = 8) -> None:
 def _write(picture: Picture, axes: Any, shown: np.ndarray, scale: Scale) -> None:
     """The numbers in their cells, dark on light or light on dark."""
     for (row, column), value in np.ndenumerate(shown):
-        colour = shade(picture, value, scale) if np.isfinite(value) else (1.0, 1.0, 1.0)
+        colour = shade(picture, value, scale) if np.isfinite(value) else (1.0, 1.0, 1.0, 1.0)
         words = picture.words(size=SMALL, color=readable(colour))
         axes.text(column, row, f"{value:.3g}", ha="center", va="center", zorder=4, **words)
 

@@ -184,8 +184,8 @@ class Section:
 class Page:
     """A title, a sentence under it, and sections.
 
-    >>> from elementgrad.show.page import Code, Page, Section
-    >>> html = Page("<One>", [Section("Code", [Code("a < b")])]).html()
+    >>> from elementgrad.show.page import Page, Prose, Section
+    >>> html = Page("<One>", [Section("First", [Prose("a < b")])]).html()
     >>> "&lt;One&gt;" in html, "a &lt; b" in html
     (True, True)
     """

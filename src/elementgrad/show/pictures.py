@@ -137,14 +137,11 @@ def _heated(
         if kind == "channels":
             made = heat.channels(planes, theme, limit)
         elif kind == "image":
-            made = heat.image(_single(planes, values.shape, last), theme, limit)
+            made = heat.image(_single(planes, values.shape), theme, limit)
         else:
-            made = heat.field(_single(planes, values.shape, last), _under(image, planes, channels), theme, limit)
+            made = heat.field(_single(planes, values.shape), _under(image, planes, channels), theme, limit)
     picture, notes = made
-    words = {"vector": "Bars", "tokens": "Tokens in colours", "field": "Image and receptive field"}.get(
-        kind, "Heat map"
-    )
-    alt = f"{words} of a gradient of shape {values.shape}: {Scale.of(values, limit).described}"
+    alt = f"{WORDS.get(kind, 'Heat map')} of a gradient of shape {values.shape}: {Scale.of(values, limit).described}"
     return picture.finish(title, alt + _named(marks), [*_named_values(marks, values), *notes])
 
 
@@ -176,7 +173,7 @@ def _kind(
     return kind
 
 
-def _single(planes: Planes, shape: tuple[int, ...], last: bool) -> Planes:
+def _single(planes: Planes, shape: tuple[int, ...]) -> Planes:
     """The planes of one image."""
     if len(shape) > 3 and math.prod(shape[:-3]) != 1:
         raise OptionError(f"shape {shape} is that of {math.prod(shape[:-3])} images; give one, as in eg.plot(g[0])")

@@ -70,6 +70,11 @@ class Planes:
         """One plane of the numbers largest in size."""
         return strongest(np.moveaxis(self.stack, 0, -1)) if len(self.stack) > 1 else self.stack[0]
 
+    @property
+    def merged(self) -> list[str]:
+        """What there is to say where one plane stands for several."""
+        return [f"at each pixel the largest in size of {len(self.stack)} channels"] if len(self.stack) > 1 else []
+
     def largest(self, most: int) -> list[int]:
         """The numbers of the planes with the largest gradients, and of all that bear a mark, in order."""
         if len(self.stack) <= most:
