@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
 
-from benchmarks import edits, explaining, jacobians, names, training, training_jax, training_keras
+from benchmarks import command_line, edits, explaining, jacobians, names, training, training_jax, training_keras
 from benchmarks.harness import report, run
 
 SUITES = {
@@ -17,6 +17,7 @@ SUITES = {
     **training.SUITES,
     **training_keras.SUITES,
     **training_jax.SUITES,
+    **command_line.SUITES,
 }
 
 

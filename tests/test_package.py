@@ -79,6 +79,19 @@ print(step(torch.ones(2)).tolist(), step(torch.ones(2)).tolist())
     assert python(code) == "[2.0, 6.0] [2.0, 6.0]"
 
 
+def test_the_compiler_is_not_imported_for_us_and_knows_our_functions_when_it_is():
+    code = """
+import sys, torch, elementgrad as eg
+eg.at(torch.ones(2))[0].set(1.0)
+print("torch._dynamo" in sys.modules)
+f = lambda x: eg.choose(eg.at(x)[torch.tensor([1])].set(3.0), x, hard=True)
+whole = torch.compile(f, fullgraph=True, backend="eager")
+apart = torch.compile(lambda x: eg.grad(lambda y: (y**2).sum(), x) + 1, backend="eager")
+print(whole(torch.tensor([1.0, 2.0])).item(), apart(torch.ones(2)).tolist())
+"""
+    assert python(code).split("\n") == ["False", "3.0 [3.0, 3.0]"]
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(SOURCE)))
 def test_only_its_backend_imports_a_framework(module):
     inside = module.relative_to(SOURCE).parts

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 BETWEEN = tuple(os.path.abspath(str(module.__file__)) for module in (contextlib, functools))
 """Files of Python's own that calls go through."""
+SCRIPT = "elementgrad"
+"""The file that the command line is started by."""
 TYPED = ("<stdin>", "<string>", "<ipython-input")
 """How names begin of what was typed in and stands in no file; other names in brackets are of code that is generated."""
 
@@ -25,7 +27,7 @@ def is_users(filename: str, packages: Iterable[str]) -> bool:
         return filename.startswith(TYPED)
     path = os.path.abspath(filename)
     folders = [folder + os.sep for name in (*packages, "elementgrad") for folder in _folders(name)]
-    return not path.startswith((*folders, *BETWEEN))
+    return not path.startswith((*folders, *BETWEEN)) and os.path.basename(path) != SCRIPT
 
 
 def verb(filename: str, name: str) -> str | None:

@@ -8,14 +8,14 @@ from elementgrad import backends
 from elementgrad.cli.failures import FINDING, InputError
 from elementgrad.cli.loading import workplace
 from elementgrad.cli.results import Gradient, plain, show
-from elementgrad.cli.subject import Subject, step
+from elementgrad.cli.subject import Subject, require_places, step
 
 
 def explain(
     *, of: str | None, wrt: str | None, no_probe: bool, step: bool, json: bool, model: str, **given: Any
 ) -> int:
     """Print the diagnosis."""
-    _parsed(of, wrt)
+    require_places(of, wrt)
     with workplace():
         if step:
             diagnosis = _of_step(model, of, wrt, given)
@@ -32,7 +32,7 @@ def explain(
 
 def check(*, of: str | None, wrt: str | None, json: bool, **given: Any) -> int:
     """Print how derivatives compare with differences."""
-    _parsed(of, wrt)
+    require_places(of, wrt)
     with workplace():
         subject = Subject(**given)
         with subject.precision():
@@ -46,13 +46,6 @@ def check(*, of: str | None, wrt: str | None, json: bool, **given: Any) -> int:
     }
     show(str(found), told, json)
     return 0 if found else FINDING
-
-
-def _parsed(*texts: str | None) -> None:
-    """Refuse what is no place before a framework is imported."""
-    for text in texts:
-        if text is not None:
-            eg.Place.parse(text)
 
 
 def _of_step(model: str, of: str | None, wrt: str | None, given: dict[str, Any]) -> eg.Diagnosis:

@@ -48,11 +48,12 @@ def read(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any], dict[s
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for text in (*inputs, *named):
-        match = NAMED.fullmatch(text) if text in named else None
+    for text, match in [*[(text, None) for text in inputs], *[(text, NAMED.fullmatch(text)) for text in named]]:
         if match is not None:
             _add(kwargs, match[1], _value(match[2]))
             continue
+        if NAMED.fullmatch(text) and not os.path.exists(text):
+            raise InputError(f"{text!r} stands among the inputs in order; give it by its name, as in --input {text}")
         value = _value(text)
         if not isinstance(value, _Several):
             args.append(value)

@@ -31,6 +31,19 @@ def workplace() -> Iterator[None]:
             sys.modules.pop(_loaded.pop(name), None)
 
 
+@contextmanager
+def notice(text: str) -> Iterator[None]:
+    """Say on a terminal what takes its time, for as long as it does."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def is_reference(text: str) -> bool:
     """Whether a text looks like `file.py:name` or `package.module:name`."""
     home, colon, name = text.rpartition(":")

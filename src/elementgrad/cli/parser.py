@@ -1,7 +1,7 @@
 """What can be typed: the commands, their options and their help. Nothing is imported for it that takes time."""
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
 
 from elementgrad import __version__
 
@@ -18,9 +18,29 @@ INPUTS = """arguments in order: a .npy, .npz, .safetensors or .json file, JSON s
 'data.npz:x' takes one array of a file"""
 
 
+class Mixed(argparse.ArgumentParser):
+    """A parser of a command, which takes options between its arguments too."""
+
+    _taken = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base does, after options and arguments were told apart."""
+        if self._taken or any(action.nargs == argparse.PARSER for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        self._taken = True  # the base comes back here for each of its two rounds
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._taken = False
+
+    def error(self, message: str) -> NoReturn:
+        """One line, without all that could have been typed."""
+        self.exit(2, f"elementgrad: {message}; '{self.prog} --help' has the options\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. The command's function stands in `run`, as `module.function`."""
-    made = argparse.ArgumentParser(
+    made = Mixed(
         prog="elementgrad",
         description="Gradients, one element at a time: read, explain, edit and train single elements of any tensor.",
         epilog="'elementgrad COMMAND --help' has the options and examples of a command.\n\n" + CODES,
@@ -136,10 +156,14 @@ def _report(commands: Any) -> None:
         "report",
         "one HTML file with the gradient, its pictures, plan and diagnosis",
         """examples:
-  elementgrad report net.py:net x.npy --of 'head[0, 3]' --wrt x --out report.html""",
+  elementgrad report net.py:net x.npy --of 'head[0, 3]' --wrt x --out report.html
+  elementgrad report patch.safetensors --out patch.html
+
+In place of MODEL stands the file of a patch for a page about what was trained.""",
     )
     _subject(report)
-    _sides(report)
+    _sides(report, several=True)
+    report.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
     report.add_argument("--title", help="what stands at its head")
     _printed(report, "reporting.report")

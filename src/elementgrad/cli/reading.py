@@ -9,7 +9,7 @@ import elementgrad as eg
 from elementgrad.cli.failures import FINDING, InputError, say, their_traceback, typed
 from elementgrad.cli.loading import workplace
 from elementgrad.cli.results import ARRAYS, PICTURES, Gradient, destination, show, text_of, write
-from elementgrad.cli.subject import Subject
+from elementgrad.cli.subject import Subject, require_places
 from elementgrad.plan import budget as bytes_of
 from elementgrad.trace import Call
 
@@ -31,12 +31,10 @@ def grad(
     **given: Any,
 ) -> int:
     """Print, write and draw the derivatives."""
-    places = [eg.Place.parse(text) for text in (wrt or [])]
-    if of is not None:
-        eg.Place.parse(of)
+    require_places(of, *(wrt or []))
     bytes_of.parse(budget)
     destination(out, ARRAYS), destination(plot, PICTURES)
-    if len(places) > 1 and ((out or "").endswith(".npy") or plot is not None):
+    if len(wrt or []) > 1 and ((out or "").endswith(".npy") or plot is not None):
         raise InputError("a .npy file and a picture hold one gradient; give --wrt once, or an .npz file")
     if plot is not None and find_spec("matplotlib") is None:
         raise InputError("--plot needs matplotlib; pip install 'elementgrad[show]'")
@@ -76,8 +74,7 @@ def grad(
     if out is not None and gradients:
         write(out, gradients, told)
     if json or gradients:
-        texts = [text_of(one.values) for one in gradients]
-        show("\n".join(texts if len(texts) == 1 else _headed(names, texts)), told, json)
+        show(_written(gradients), told, json)
     if message is not None:
         say(message)
     return FINDING if finding is not None else 0
@@ -92,5 +89,7 @@ def _judged(gradients: list[Gradient], unconnected: str) -> tuple[str | None, st
     return finding, SAYS.get(finding or "")
 
 
-def _headed(names: list[str], texts: list[str]) -> list[str]:
-    return [line for name, text in zip(names, texts, strict=True) for line in (f"{name}:", text)]
+def _written(gradients: list[Gradient]) -> str:
+    """The numbers, each gradient below its name where there are several."""
+    heads = [f"{one.wrt}:\n" if len(gradients) > 1 else "" for one in gradients]
+    return "\n".join(head + text_of(one.values) for head, one in zip(heads, gradients, strict=True))

@@ -22,8 +22,8 @@ ARRAYS = (".npy", ".npz", ".safetensors", ".json")
 PICTURES = (".png", ".svg", ".pdf")
 MOST = 1000
 """More numbers than these are shortened in text; files and JSON have all."""
-STORED = {"float64": "F64", "float32": "F32", "float16": "F16", "complex64": "C64"}
-"""What safetensors calls the dtypes of derivatives."""
+KNOWN = ("float64", "float32", "float16", "complex128", "complex64")
+"""The dtypes of derivatives that NumPy has."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Gradient:
     def of(cls, wrt: str, tensor: Any, backend: Backend) -> "Gradient":
         """A tensor as numbers."""
         dtype = backend.dtype(tensor)
-        values = backend.read(tensor) if dtype in STORED or dtype == "complex128" else None
+        values = backend.read(tensor) if dtype in KNOWN else None
         if values is None:
             values = backend.floats(tensor)
             assert values is not None

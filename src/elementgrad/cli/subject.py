@@ -12,7 +12,8 @@ from elementgrad import backends, tree
 from elementgrad.backends import Backend
 from elementgrad.cli.failures import InputError, say
 from elementgrad.cli.inputs import Array, read
-from elementgrad.cli.loading import find, load
+from elementgrad.cli.loading import find, load, notice
+from elementgrad.place import Place
 from elementgrad.signature import bind
 
 FRAMEWORKS = ("torch", "tensorflow", "jax")
@@ -24,9 +25,13 @@ class Subject:
     def __init__(
         self, model: str, inputs: Sequence[str], named: Sequence[str], framework: str | None, dtype: str | None
     ):
-        self.function, module = load(model)
+        with notice(f"loading {model}"):
+            self.function, module = load(model)
         if not callable(self.function):
-            raise InputError(f"{model} is {type(self.function).__name__}, which cannot be called; name a model")
+            kind = type(self.function).__name__
+            raise InputError(
+                f"{model} gives {kind}, which cannot be called; name a model, a function, or a factory of one"
+            )
         args, kwargs = read(inputs, named)
         self.backend = _backend(model, self.function, module, (args, kwargs), framework)
         self._dtype = dtype
@@ -56,6 +61,13 @@ class Subject:
             why = "as the model is" if wanted is not None else f"as {self.backend.name} is set to"
             say(f"{leaf.source} is {given} and used as {made}, {why}; --dtype decides otherwise")
         return tensor
+
+
+def require_places(*texts: str | None) -> None:
+    """Refuse what is no place before anything is loaded."""
+    for text in texts:
+        if text is not None:
+            Place.parse(text)
 
 
 def step(model: str) -> Callable[[], Any]:

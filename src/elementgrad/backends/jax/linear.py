@@ -138,7 +138,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except ElementgradError as error:
-        raise type(error)(*error.args) from None
+        raise type(error)(*error.args).with_traceback(error.__traceback__) from None
 
 
 def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
