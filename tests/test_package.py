@@ -3,13 +3,12 @@
 import ast
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import elementgrad as eg
-from elementgrad.cli import main, tour
+from elementgrad.cli import main
 
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -136,102 +135,6 @@ def test_every_error_is_one_of_ours_and_of_pythons():
     assert issubclass(eg.DtypeError, TypeError)
 
 
-TOUR = {
-    "replace_an_element": ["[1, 2, 10, 4]", "[1, 1, 0, 1]", "1"],
-    "replace_and_square": ["78", "[0, 4, 6, 8]", "14"],
-    "one_element_alone": ["[0, 0, 6, 0]"],
-    "one_step_on_one_element": ["[1, 1.6, 3, 4]"],
-    "the_published_answer": ["[0.8, 2, 2.4, 3.2]"],
-    "three_ways_to_element_zero": ["[6, 0, 0]", "[6, 0, 0]", "[6, 0, 0]"],
-    "element_zero_alone": ["[6, 0, 0]"],
-    "the_message_about_element_zero": [
-        "element 0 of tensors does not require grad and does not have a grad_fn",
-        "detached",
-        "leave detach out, or apply it only where no gradient is wanted",
-    ],
-    "bad_numbers_stay_away": ["nan", "[0, 4]"],
-    "element_of_a_product": ["[[5, 7], [0, 0]]", "7"],
-    "element_of_itself": ["[[0, 0, 0], [0, 0, 1], [0, 0, 0]]", "[[1, 1, 1], [1, 1, 1], [1, 1, 1]]"],
-    "used_twice": ["[2, 1]", "3"],
-    "inside_one_tensor": ["111"],
-    "logit_to_neuron": ["0.2097", "0.1837"],
-    "function_with_an_index": ["4"],
-    "asked_twice": ["6", "6"],
-    "one_second_derivative": ["8", "[2, 6]"],
-    "train_one_entry": ["[[0, 5]]", "0"],
-    "the_usual_mask": ["999", "999"],
-}
-
-
-SEEN = {
-    "a_learned_choice": "1",  # what was learned
-    "feature_to_pixel": "················ ················ ▒▒▒▒░░░░░░······ ░░▒▒▓▓▒▒░░······ ░░░░██░░░░······",
-    "a_few_entries_of_many": "[0, 0.42, 0.7616, 0]",
-    "an_entry_of_a_sequence_model": "[0]",
-    "why_is_it_zero": "the input does not contain that index",
-    "each_entry_its_loss": "[0.01656, 0.04524]",
-}
-
-
-ELSEWHERE = {
-    "replace_an_element": TOUR["replace_an_element"],
-    "replace_and_square": TOUR["replace_and_square"],
-    "one_element_alone": TOUR["one_element_alone"],
-    "one_step_on_one_element": TOUR["one_step_on_one_element"],
-    "the_published_answer": TOUR["the_published_answer"],
-    "element_of_a_product": TOUR["element_of_a_product"],
-    "the_usual_mask": ["999"],
-}
-"""What the stops give on the other frameworks that have the same."""
-TRAINED = {"tensorflow": ["[[0, 5]]", "0"], "jax": ["[[0, 5]]", "[]"]}
-STOPS = [
-    pytest.param(framework, stop, id=f"{framework} {stop.__name__}")
-    for framework in tour.NEEDS
-    for stop in import_module(f"elementgrad.cli.stops.on_{framework}").STOPS
-]
-
-
-def shown(value):
-    return " ".join(tour.show(value).replace("\\[", "[").split())
-
-
-@pytest.mark.parametrize(("framework", "stop"), STOPS)
-def test_every_stop_of_the_tour_gives_its_founding_numbers_by_the_code_that_it_shows(framework, stop):
-    names = dict(vars(tour.on(framework)))
-    given = stop()
-    answers = [shown(value) for value in given.values()]
-    exec(tour.source(stop), names)
-    assert [shown(eval(expression, names)) for expression in given] == answers
-    known = TOUR if framework == "torch" else ELSEWHERE | {"train_one_entry": TRAINED[framework]}
-    if stop.__name__ in known:
-        assert answers == known[stop.__name__]
-    elif framework == "torch":
-        assert SEEN[stop.__name__] in answers[-1]
-    elif stop.__name__ == "an_entry_of_a_sequence_model":
-        assert answers[-1] == "[0]" != answers[0]
-    else:
-        assert stop.__name__ == "each_entry_its_loss"
-        assert answers[0] != answers[1]
-
-
-def test_the_tour_prints_its_stops(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    assert main(["tour"]) == 0
-    printed = capsys.readouterr().out
-    for answer in (
-        "[1, 2, 10, 4]",
-        "[1, 1, 0, 1]",
-        "78",
-        "[0, 4, 6, 8]",
-        "14",
-        "[0, 0, 6, 0]",
-        "[1, 1.6, 3, 4]",
-        "[6, 0, 0]",
-    ):
-        assert answer in printed
-    assert "eg.at(v)[2].set(value)" in printed
-
-
 def test_the_command_line_says_its_version_and_refuses_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -240,9 +143,3 @@ def test_the_command_line_says_its_version_and_refuses_what_it_does_not_know(cap
     with pytest.raises(SystemExit) as stopped:
         main(["fly"])
     assert stopped.value.code == 2
-
-
-def test_the_tour_says_what_it_lacks(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(["tour"]) == 2
-    assert capsys.readouterr().err == "elementgrad: the tour needs rich; pip install 'elementgrad[show]'\n"

@@ -60,8 +60,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _tour(commands: Any) -> None:
-    tour = commands.add_parser("tour", help="answer the founding questions, with code and numbers")
+    tour = _command(
+        commands,
+        "tour",
+        "answer the founding questions on two small models, and write them to a page",
+        """examples:
+  elementgrad tour
+  elementgrad tour --framework jax --out tour-jax.html""",
+    )
     tour.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="torch by default")
+    tour.add_argument("--out", metavar="FILE", default="tour.html", help="the page; tour.html by default")
+    tour.add_argument("--no-report", action="store_true", help="write no page")
+    tour.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
     tour.set_defaults(run="tour.run")
 
 

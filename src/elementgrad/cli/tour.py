@@ -1,79 +1,43 @@
-"""The tour: every question with its code, and the numbers that the code has just given."""
+"""The tour: every founding question, the usual answer beside ours, in the terminal and as a page."""
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable
-from importlib import import_module
-from types import ModuleType
-from typing import Any
+from elementgrad.cli.touring.visit import Visit, needed
 
-from elementgrad import backends
-from elementgrad.errors import FrameworkError
-
-NEEDS = {
-    "torch": {"torch": "torch"},
-    "tensorflow": {"tf": "tensorflow", "keras": "keras"},
-    "jax": {"jax": "jax", "jnp": "jax.numpy", "optax": "optax"},
-}
-"""For each framework the modules that its stops use, by the names that they have there."""
+INTRODUCTION = (
+    "What people ask about single elements of tensors, what they are usually told, and what this library does. All "
+    "code runs as it is shown, and the numbers and errors are what just came out."
+)
 
 
-def run(framework: str = "torch") -> None:
-    """Print every stop: its question, its code, and the numbers that the code has just given."""
-    stops = on(framework)
-    _need("rich", "'elementgrad[show]'")
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.syntax import Syntax
-    from rich.table import Table
+def run(framework: str = "torch", out: str = "tour.html", no_report: bool = False) -> None:
+    """Answer every question, print the answers, and write them with their pictures to a page."""
+    for package in ("rich",) if no_report else ("rich", "matplotlib", "jinja2"):
+        needed(package, "'elementgrad[show]'")
+    needed("safetensors", "'elementgrad[train]'")
+    from elementgrad.cli.touring.terminal import Terminal
 
-    console = Console()
-    console.print("[bold]elementgrad[/]: gradients, one element at a time\n")
-    table = Table(show_lines=True, expand=True)
-    table.add_column("question", ratio=3)
-    table.add_column("code", ratio=7)
-    table.add_column("answer", ratio=4)
-    for stop in stops.STOPS:
-        code = Syntax(source(stop), "python", theme="ansi_light", background_color="default", word_wrap=True)
-        answer = "\n".join(f"{name}\n  [bold cyan]{show(value)}[/]" for name, value in stop().items())
-        table.add_row(escape(inspect.getdoc(stop) or ""), code, answer)
-    console.print(table)
+    if not no_report:
+        from elementgrad.show.page import checked
 
+        checked(out)
+    terminal, visit = Terminal(), Visit(framework)
+    terminal.head("elementgrad: gradients, one element at a time", INTRODUCTION)
+    terminal.chapter("The two models")
+    models = []
+    for answer in visit.models():
+        terminal.answer("trained", answer, "cyan")
+        models.append(answer)
+    chapters = []
+    for title, stops in visit.chapters():
+        terminal.chapter(title)
+        answered = []
+        for stop in stops:
+            terminal.stop(stop)
+            answered.append(stop)
+        chapters.append((title, answered))
+    terminal.chapter("At a glance")
+    terminal.glance([stop for _, stops in chapters for stop in stops])
+    if not no_report:
+        from elementgrad.cli.touring.paper import page
 
-def on(framework: str) -> ModuleType:
-    """The stops on a framework, with the modules that they use."""
-    stops = import_module(f"elementgrad.cli.stops.on_{framework}")
-    for name, module in NEEDS[framework].items():
-        setattr(stops, name, _need(module, f"'elementgrad[{framework}]'" if module in NEEDS else module))
-    return stops
-
-
-def source(stop: Callable[..., Any]) -> str:
-    """The body of a stop as it runs, without its docstring and return."""
-    text = inspect.getsource(stop)
-    (function,) = ast.parse(text).body
-    body = function.body[1:-1]  # type: ignore[attr-defined]
-    return textwrap.dedent("\n".join(text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]))
-
-
-def show(value: Any) -> str:
-    """A tensor as plain numbers, or a text as it is."""
-    if isinstance(value, str):
-        return value
-    numbers: Any = backends.find(value).floats(value)
-    return _written(numbers.tolist()).replace("[", "\\[")
-
-
-def _written(numbers: Any) -> str:
-    if not isinstance(numbers, list):
-        return f"{numbers:.4g}"
-    between = ",\n   " if numbers and isinstance(numbers[0], list) else ", "
-    return f"[{between.join(map(_written, numbers))}]"
-
-
-def _need(module: str, install: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise FrameworkError(f"the tour needs {module}; pip install {install}") from None
+        written = page(framework, models, chapters).write(out)
+        terminal.foot(f"The same with pictures: {written}")

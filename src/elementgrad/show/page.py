@@ -33,6 +33,8 @@ class Prose:
 
     kind: ClassVar = "prose"
     text: str
+    ticks: bool = False
+    """Whether backticks set code apart; what a user wrote is left as it is."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,25 @@ class Numbers:
         return cls(_stem(name), _largest(values, beside), carried, "" if fits else left)
 
 
-Part = Prose | Code | Facts | Finding | Steps | Table | Image | Numbers
+@dataclass(frozen=True)
+class Heading:
+    """A smaller heading within a section."""
+
+    kind: ClassVar = "heading"
+    text: str
+
+
+@dataclass(frozen=True)
+class Framed:
+    """Parts that belong together, under a label."""
+
+    kind: ClassVar = "framed"
+    label: str
+    parts: "Sequence[Part]"
+    tone: Tone = "calm"
+
+
+Part = Prose | Code | Facts | Finding | Steps | Table | Image | Numbers | Heading | Framed
 
 
 @dataclass(frozen=True)
@@ -173,6 +193,8 @@ class Page:
     title: str
     sections: Sequence[Section]
     lead: str = ""
+    opening: Sequence[Part] = ()
+    """What is to be seen first, before the list of sections."""
     made: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def html(self) -> str:

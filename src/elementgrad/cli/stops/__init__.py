@@ -1,1 +1,1 @@
-"""The stops of the tour: questions people ask about single elements, and the code that answers them."""
+"""The code that the tour shows and runs, for each framework."""

@@ -1,0 +1,1 @@
+"""The answers of the tour on JAX, a module for each chapter."""

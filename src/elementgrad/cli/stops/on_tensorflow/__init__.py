@@ -1,0 +1,1 @@
+"""The answers of the tour on TensorFlow, a module for each chapter."""

@@ -1,0 +1,1 @@
+"""The answers of the tour on PyTorch, a module for each chapter."""
