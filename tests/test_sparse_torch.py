@@ -222,3 +222,68 @@ def test_many_elements_have_a_pattern_in_linear_memory():
     assert S.pattern.size == 3 * (10**5 - 2)
     assert S.plan.sweeps == 3
     assert S(x * 2).values().shape == (S.pattern.size,)
+
+
+def test_a_pattern_of_one_point_is_not_used_at_another():
+    J = eg.jacobian(lambda x: x * 2 if x[0] > 0 else x * x, POINT)
+    J.pattern(local=True)
+    np.testing.assert_allclose(J.sparse("scipy").toarray(), np.diag(2 * POINT))
+    with pytest.raises(eg.PatternError, match="found for one point alone"):
+        J.prepare()(POINT)
+    with pytest.raises(eg.PatternError, match="no pattern that holds for every x"):
+        J.pattern()
+
+
+def test_a_function_that_writes_to_an_argument_is_not_run_again():
+    kept = torch.zeros(SIZE)
+
+    def f(x, kept):
+        kept.add_(1)
+        return x * 2
+
+    J = eg.jacobian(f, POINT, kept, wrt="x")
+    for local in (False, True):
+        with pytest.raises(eg.PatternError, match="writes to an argument in place, so it is not run again"):
+            J.pattern(local=local)
+    assert kept.tolist() == [1.0] * SIZE
+
+
+def test_an_input_that_was_changed_has_no_pattern_of_its_own_any_more():
+    x = POINT.clone()
+    J = eg.jacobian(lambda x: torch.relu(x) * 1, x)
+    x.add_(1)
+    with pytest.raises(eg.PatternError, match="changed in place after the function was evaluated"):
+        J.pattern(local=True)
+    assert J.pattern().size == SIZE
+
+
+def test_a_recording_says_that_its_pattern_is_not_found():
+    x = torch.ones(3)
+    with eg.record(x) as rec:
+        y = x * 2
+    with pytest.raises(eg.FrameworkError, match="what was recorded is not run again"):
+        rec.jacobian(eg.at(y), eg.at(x)).pattern()
+
+
+def test_complex_jacobians_are_read_and_verified_by_colours():
+    z = torch.complex(POINT, POINT.flip(0))
+    J = eg.jacobian(lambda z: z[1:] * z[:-1], z)
+    own = eg.jacobian(lambda z: z[1:] * z[:-1], z).dense()
+    assert J.pattern().size == 10
+    np.testing.assert_allclose(J.sparse("scipy").toarray(), own)
+    assert J.verify() is True
+    with pytest.raises(eg.PatternError, match="outside the pattern"):
+        eg.jacobian(lambda z: z[1:] * z[:-1], z, pattern=eg.Pattern.from_dense(np.eye(5, 6))).verify()
+
+
+def test_long_loops_forget_the_sets_that_nothing_depends_on_any_more(monkeypatch):
+    def f(x):
+        for _ in range(12):
+            x = x + 0.1 * (x.roll(1) + x.roll(-1) - 2 * x)
+        return x
+
+    x = torch.linspace(0, 1, 60, dtype=torch.float64)
+    whole = eg.jacobian(f, x).pattern()
+    monkeypatch.setattr("elementgrad.sparsity.reach.LARGE", 500)
+    assert eg.jacobian(f, x).pattern() == whole
+    assert whole.size == 60 * 25

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from elementgrad.backends import owner, plain
+from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
 from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError
 from elementgrad.plan.compressed import Asked, Compressed
@@ -34,6 +34,7 @@ class Prepared:
         self.pattern = pattern
         self._jacobian = jacobian
         self._format = format
+        self._local = jacobian._local
         places = jacobian._places()
         self._rows, self._columns = places[0][pattern.rows], places[1][pattern.columns]
         symmetric = jacobian._symmetric and jacobian._backend.kind(jacobian._wrt.tensor) == "f"
@@ -59,6 +60,11 @@ class Prepared:
             raise BroadcastError(
                 f"S(x) with x of shape {tuple(backend.shape(x))} and {x.dtype}, and it was prepared for {side.name} of "
                 f"shape {tuple(backend.shape(side.tensor))} and {side.tensor.dtype}; prepare another"
+            )
+        if self._local:
+            raise PatternError(
+                "the pattern was found for one point alone, and may miss entries at another; leave out "
+                "J.pattern(local=True), or give a pattern that holds there, eg.jacobian(f, x, pattern=P)"
             )
         if jacobian._again is None:
             raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
@@ -123,12 +129,12 @@ class Prepared:
         jacobian = self._jacobian
         reader, backend = jacobian._reader, jacobian._backend
         values = self._values()
-        numbers = None if values is None else backend.floats(values)
+        numbers = None if values is None else _numbers(values, backend)
         if numbers is None:
             return None
         places = jacobian._places()
         y = reader.linear.outputs[reader.output]
-        precision = max(PRECISION[backend.itemsize(end)] for end in (y, jacobian._wrt.tensor))
+        precision = max(_precision(end, backend) for end in (y, jacobian._wrt.tensor))
         for number in range(PROBES):
             weights = np.zeros(reader.of_size)
             random = np.random.default_rng(number)
@@ -137,12 +143,15 @@ class Prepared:
             product = reader.product(seed, forward=False)
             if product is None:
                 return None
-            swept = np.asarray(backend.floats(product)).reshape(-1)[places[1]]
-            used = np.asarray(backend.floats(seed)).reshape(-1)[self._rows]
-            own, sizes = (
+            swept = np.asarray(_numbers(product, backend)).reshape(-1)[places[1]]
+            times = np.bincount(places[0], minlength=reader.of_size)  # a side may name an element several times
+            used = np.real(np.asarray(_numbers(seed, backend))).reshape(-1)
+            weighted = (used / np.maximum(times, 1))[self._rows] * numbers
+            real, imaginary, sizes = (
                 np.bincount(self.pattern.columns, part, self.pattern.shape[1])
-                for part in (used * numbers, np.abs(used * numbers))
+                for part in (weighted.real, weighted.imag, np.abs(weighted))
             )
+            own = real + 1j * imaginary
             wrong = ~(np.abs(swept - own) <= precision**0.5 * (sizes + np.abs(swept)))
             wrong &= np.isfinite(swept)
             if wrong.any():
@@ -152,3 +161,12 @@ class Prepared:
                     "or add what it lacks (P | Q)"
                 )
         return None
+
+
+def _numbers(x: Tensor, backend: Backend) -> np.ndarray | None:
+    """The values as float64 or complex numbers, or None if they are traced."""
+    return backend.read(x) if backend.kind(x) == "c" else backend.floats(x)
+
+
+def _precision(x: Tensor, backend: Backend) -> float:
+    return PRECISION[backend.itemsize(x) // (2 if backend.kind(x) == "c" else 1)]

@@ -30,6 +30,8 @@ class Sparse:
     _symmetric: bool
     _known: Pattern | None
     """The pattern of the whole tensors, once it was given or found."""
+    _local = False
+    """Whether that is the pattern at this point alone."""
 
     @plain
     def pattern(self, local: bool = False) -> Pattern:
@@ -49,8 +51,8 @@ class Sparse:
         self._require_one()
         if not isinstance(local, bool):
             raise OptionError(f"local={local!r} is neither True nor False; give one of them")
-        if local:
-            self._known = self._found(True)
+        if local or self._local:
+            self._known, self._local = self._found(local), local
         return self._within(self._whole())
 
     @plain
@@ -104,7 +106,7 @@ class Sparse:
             raise OptionError(
                 f'format={format!r} is none of "csr", "coo" and "scipy"; give one of them or leave it out'
             )
-        return Prepared(self, self.pattern(), format)
+        return Prepared(self, self._within(self._whole()), format)
 
     def _require_one(self) -> None:
         if self._batch is not None:

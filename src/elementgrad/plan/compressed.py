@@ -127,7 +127,9 @@ class Compressed:
         """Whether the matrix is symmetric, if it was taken to be: a sweep from generic numbers, beside those of the
         colours, is what the entries say. While a program is traced there are no numbers to look at."""
         backend, asked, size = reader.backend, self.asked, reader.of_size
-        ends, numbers = (None if part is None else backend.floats(part) for part in (more, values))
+        if more is None:
+            return True
+        ends, numbers = backend.floats(more), backend.floats(values)
         if ends is None or numbers is None:
             return True
         precision = PRECISION[backend.itemsize(reader.linear.inputs[reader.inputs[0]])]

@@ -15,7 +15,7 @@ DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 """The dots of a Braille character, four rows of two, by their bits."""
 HIGH, WIDE = 16, 32
 """The most lines and characters that a picture takes."""
-MOST = 2 * 10**9
+MOST = 10**8
 """More entries than this are not written down."""
 
 

@@ -31,6 +31,8 @@ from elementgrad.sparsity.pattern import Pattern, require_room
 Ids = np.ndarray
 """The number of a set for each element of a tensor."""
 EMPTY = 0
+LARGE = 3 * 10**7
+"""From so many elements in all sets on it is worth a look which of them are still in use."""
 CLEAR = 4
 """A set so many times as large as all others together is looked at for whether it holds them."""
 
@@ -59,6 +61,7 @@ class Reach:
         self._sets = size + 2
         self._elements = np.concatenate([np.arange(size), np.arange(size)]).astype(np.int64)
         self._used = 2 * size
+        self._limit = LARGE
 
     def start(self, shape: Sequence[int]) -> Ids:
         """The ids of the seed: each element is reached by itself."""
@@ -173,6 +176,27 @@ class Reach:
         named, owners = np.unique(owners, return_inverse=True)
         result[named] = self._merged(owners, ids, len(named))
         return result
+
+    @property
+    def large(self) -> bool:
+        """Whether it is time to `tidy`."""
+        return self._used > self._limit
+
+    def tidy(self, several: Sequence[Ids]) -> None:
+        """Forget all sets but those of these arrays, in which the numbers of the sets change."""
+        used = np.zeros(self._sets, dtype=bool)
+        used[: self.full + 1] = True
+        for ids in several:
+            used[ids] = True
+        kept = np.flatnonzero(used)
+        sizes, (_, elements) = self.sizes(kept), self._listed(kept)
+        new = np.cumsum(used) - 1
+        for ids in several:
+            ids[...] = new[ids]
+        self._elements, self._used, self._sets = elements, len(elements), len(kept)
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._limit = max(LARGE, 2 * self._used)
+        require_room(self._used)
 
     def pattern(self, ids: Ids) -> Pattern:
         """A row for each element, with the elements of the seed that it may depend on."""

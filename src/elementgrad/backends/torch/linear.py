@@ -40,6 +40,8 @@ TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
 """Of the autograd engine: give the gradients, None where no path leads, and add to no `.grad`."""
 FROZEN = "change requires_grad flags of leaf"
 """Stands in the error about a parameter that the function freezes while a computed tensor stands for it."""
+WRITES = "the function writes to an argument in place"
+CHANGED = "an argument was changed in place after the function was evaluated"
 MISSING = "is not implemented"
 """Stands in the errors about derivatives that an operation does not have."""
 
@@ -111,7 +113,7 @@ class TorchLinear(Linear):
             linear = cls(inputs, evaluate, run, now, create_graph)
         if [_version(x) for x in others] != versions:
             for output in range(len(linear.outputs)):
-                linear.without[output]["forward"] = "the function writes to an argument in place"
+                linear.without[output]["forward"] = WRITES
         return linear
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
@@ -204,18 +206,22 @@ class TorchLinear(Linear):
         try:
             return sweep(seed)
         except (NotImplementedError, RuntimeError) as error:
-            for sign, why in self.gone.items():
-                if sign in str(error):
-                    raise FrameworkError(why) from error
+            self._require_there(error)
             if MISSING not in str(error) and not isinstance(error, NotImplementedError):
                 raise
             if FUSED in str(error) and not self._attention:
                 raise
             raise UnsupportedError(reason(error)) from error
 
+    def _require_there(self, error: Exception) -> None:
+        """Say what PyTorch means when the graph can no longer be used."""
+        for sign, why in self.gone.items():
+            if sign in str(error):
+                raise FrameworkError(why) from error
+
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
-            raise UnsupportedError("an argument was changed in place after the function was evaluated")
+            raise UnsupportedError(CHANGED)
         if len(seeds) > 1 and self._transposes:
             try:
                 return [self._push_back(input, output, seeds) for output in outputs]
@@ -272,9 +278,17 @@ class TorchLinear(Linear):
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
         from elementgrad.backends.torch.reaching.finding import found
 
+        if WRITES in self.without[output].values():
+            raise UnsupportedError(f"{WRITES}, so it is not run again")
+        if local and [_version(x) for x in self.inputs] != self._versions:
+            raise UnsupportedError(CHANGED)
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
         push = partial(self._push_one, input, [output], attention=True)
-        return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
+        try:
+            return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
+        except RuntimeError as error:
+            self._require_there(error)
+            raise
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -73,6 +73,12 @@ class RecordedLinear(TorchLinear):
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinear":
         raise FrameworkError("a recording has first derivatives alone; use eg.hessian with a function")
+
+    def pattern(self, output: int, input: int, local: bool) -> NoReturn:
+        raise FrameworkError(
+            "what was recorded is not run again, so which entries can be nonzero is not found; use eg.jacobian with a "
+            "function"
+        )
 
     def value(self, output: int) -> Tensor:
         return self.outputs[output].clone()

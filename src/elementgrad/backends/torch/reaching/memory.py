@@ -73,13 +73,21 @@ class Memory:
         where = x.untyped_storage()._cdata
         return any(where == other.untyped_storage()._cdata for other in others)
 
+    def tidy(self) -> None:
+        """Forget the sets that no tensor depends on any more."""
+        self._forget()
+        self.reach.tidy([cell.ids for cell in self._cells.values() if cell.ids is not None])
+
+    def _forget(self) -> None:
+        self._cells = {key: cell for key, cell in self._cells.items() if not cell.weak.expired()}
+        self._limit = 2 * len(self._cells) + TIDY
+
     def _cell(self, x: Tensor) -> Cell:
         storage = x.untyped_storage()
         cell = self._cells.get(storage._cdata)
         if cell is None:
             if len(self._cells) >= self._limit:
-                self._cells = {key: cell for key, cell in self._cells.items() if not cell.weak.expired()}
-                self._limit = 2 * len(self._cells) + TIDY
+                self._forget()
             cell = Cell(StorageWeakRef(storage), _real_size(x))
             self._cells[storage._cdata] = cell
         return cell

@@ -98,6 +98,8 @@ class Reaching(TorchDispatchMode):
 
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         memory = self.memory
+        if self.reach.large:
+            memory.tidy()
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.layout is not torch.strided for x in tensors):
             raise UnsupportedError("sparse tensors on the way are not looked into")
