@@ -317,13 +317,20 @@ def scalar(o: Operations, case: Case) -> Callable[[Any], Any]:
 
 def jacobian(framework: str, case: Case) -> np.ndarray:
     """The framework's own, in the shape of the output followed by that of the input."""
+    return derivative(framework, case)(case.point)
+
+
+def derivative(framework: str, case: Case) -> Callable[[np.ndarray], np.ndarray]:
+    """The framework's own Jacobian at any point."""
     o = OPS[framework]
-    x = o.array(case.point)
     if framework == "torch":
-        return o.framework.numpy(torch.autograd.functional.jacobian(lambda x: case.f(o, x), x))
+        own = torch.autograd.functional.jacobian
+        return lambda point: o.framework.numpy(own(lambda x: case.f(o, x), o.array(point)))
     if framework == "jax":
-        return compiled(case, jax.jacrev(lambda x: case.f(o, x)), x)
-    return tape_jacobian(lambda x: case.f(o, x), x)
+        swept = jax.jacrev(lambda x: case.f(o, x))
+        compiled_once = swept if case.eager else jax.jit(swept)  # each operation would be compiled otherwise
+        return lambda point: np.asarray(compiled_once(o.array(point)))
+    return lambda point: tape_jacobian(lambda x: case.f(o, x), o.array(point))
 
 
 def hessian(framework: str, case: Case) -> np.ndarray:

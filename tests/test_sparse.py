@@ -5,16 +5,16 @@ import pytest
 
 import elementgrad as eg
 from tests import functions
-from tests.frameworks import JAX, TENSORFLOW, TORCH
+from tests.frameworks import FRAMEWORKS, JAX, TENSORFLOW, TORCH
 from tests.functions import CASES, OPS
 from tests.sparse_problems import PROBLEMS
 
-FINDING = [TORCH, JAX]
-"""The frameworks on which patterns are found."""
+BRANCHING = {case.name for case in CASES if case.eager} - {"native condition"}
+"""What looks at values in Python, on every framework."""
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-def over(table, among=FINDING):
+def over(table, among=FRAMEWORKS):
     return [pytest.param(fw, case, id=f"{fw.name}-{case}") for case in table for fw in among]
 
 
@@ -49,30 +49,35 @@ def test_a_sparse_problem_has_the_numbers_of_the_dense_one_in_few_sweeps(fw, pro
     assert J.verify() is True
 
 
-@pytest.mark.parametrize(("fw", "case"), over(CASES, [TORCH]))
+@pytest.mark.parametrize(("fw", "case"), over(CASES))
 def test_no_entry_is_missed_at_any_point(fw, case):
     """A pattern found at one point holds at others; that of this point holds here."""
 
     def f(x):
         return case.f(OPS[fw.name], x)
 
+    f = fw.jit(f) if fw is JAX and not case.eager else f  # it compiles each operation otherwise
+    # Away from kinks the numbers of all are the same, and those of PyTorch there at once.
+    own_at = functions.derivative(fw.name if case.kink else "torch", case)
+    own = own_at(case.point).reshape(-1, case.point.size)
+    noise = 1e-13 * np.abs(own).max()
     J = eg.jacobian(f, fw.tensor(case.point))
-    own = functions.jacobian(fw.name, case)
-    own = own.reshape(int(np.prod(fw.numpy(J.value).shape)), -1)
     local = J.pattern(local=True)
-    assert not ((own != 0) & ~local.dense()).any()
-    np.testing.assert_allclose(to_array(J.sparse("scipy")), own, **EXACT)
+    assert not ((np.abs(own) > noise) & ~local.dense()).any()
+    if fw is not JAX:  # where a program is compiled for each
+        np.testing.assert_allclose(to_array(J.sparse("scipy")), own, **EXACT)
     J = eg.jacobian(f, fw.tensor(case.point))
-    if case.eager:
+    if case.name in BRANCHING or (case.eager and fw is TORCH):
         with pytest.raises(eg.PatternError, match=r"no pattern that holds for every x .* use J\.pattern\(local=True\)"):
             J.pattern()
         return
     P = J.pattern()
-    np.testing.assert_allclose(to_array(J.sparse("scipy")), own, **EXACT)
+    if fw is not JAX:
+        np.testing.assert_allclose(to_array(J.sparse("scipy")), own, **EXACT)
     for scale in (1.0, 0.7, 1.3):
         point = np.roll(case.point.reshape(-1), 1).reshape(case.point.shape) * scale
-        there = dense(eg.jacobian(f, fw.tensor(point)), fw)
-        assert not ((there != 0) & ~P.dense()).any()
+        there = own_at(point).reshape(own.shape)
+        assert not ((np.abs(there) > noise) & ~P.dense()).any()
 
 
 @pytest.mark.parametrize(("fw", "case"), over([case for case in CASES if case.second and not case.eager], [TORCH]))
@@ -167,10 +172,9 @@ def test_an_unconnected_jacobian_has_no_pattern_or_an_empty_one(fw):
         eg.jacobian(lambda x: stop(x), x, pattern=pattern).sparse()
     zeros = eg.jacobian(lambda x: stop(x), x, pattern=pattern, unconnected="zero").sparse("scipy")
     np.testing.assert_array_equal(zeros.toarray(), np.zeros((3, 3)))
-    if fw in FINDING:
-        with pytest.raises(eg.UnconnectedError, match="output does not depend on x"):
-            eg.jacobian(lambda x: stop(x), x).pattern()
-        assert eg.jacobian(lambda x: stop(x), x, unconnected="zero").pattern().size == 0
+    with pytest.raises(eg.UnconnectedError, match="output does not depend on x"):
+        eg.jacobian(lambda x: stop(x), x).pattern()
+    assert eg.jacobian(lambda x: stop(x), x, unconnected="zero").pattern().size == 0
 
 
 def test_a_matrix_comes_in_the_layout_asked_for(fw):

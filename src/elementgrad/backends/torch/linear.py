@@ -207,14 +207,18 @@ class TorchLinear(Linear):
         try:
             return sweep(seed)
         except (NotImplementedError, RuntimeError) as error:
-            for sign, why in self.gone.items():
-                if sign in str(error):
-                    raise FrameworkError(why) from error
+            self._require_there(error)
             if MISSING not in str(error) and not isinstance(error, NotImplementedError):
                 raise
             if FUSED in str(error) and not self._attention:
                 raise
             raise UnsupportedError(reason(error)) from error
+
+    def _require_there(self, error: Exception) -> None:
+        """Say what PyTorch means when the graph can no longer be used."""
+        for sign, why in self.gone.items():
+            if sign in str(error):
+                raise FrameworkError(why) from error
 
     def push(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
@@ -281,7 +285,11 @@ class TorchLinear(Linear):
             raise UnsupportedError(CHANGED)
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
         push = partial(self._push_one, input, [output], attention=True)
-        return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
+        try:
+            return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
+        except RuntimeError as error:
+            self._require_there(error)
+            raise
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         ends = [source] if forward else targets
