@@ -85,7 +85,8 @@ def hessian(
 ) -> Any:
     """The second derivatives of one output element, as an array to index: the lazy Jacobian of the gradient.
 
-    With several inputs in `wrt` it is a structure of structures, `H["x"]["y"]`.
+    With several inputs in `wrt` it is a structure of structures, `H["x"]["y"]`. The other arguments are those of
+    `jacobian`.
 
     >>> import torch, elementgrad as eg
     >>> H = eg.hessian(lambda x: (x[0] * x[1] ** 2).sum(), torch.tensor([2.0, 3.0]))

@@ -16,6 +16,8 @@ from elementgrad.side import Side
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
+LARGEST = 2 * 10**7
+"""Blocks of more numbers than this are read row by row: where each of them is would take more memory than they do."""
 
 
 class Sparse:
@@ -172,7 +174,7 @@ class Sparse:
 
     def _block(self, rows: Selection, columns: Selection) -> Compressed | None:
         """The same for all of some rows with all of some columns."""
-        if self._known is None or not rows.size * columns.size:
+        if self._known is None or not 0 < rows.size * columns.size <= LARGEST:
             return None
         down, right = (selection.flat().reshape(-1) for selection in (rows, columns))
         most = min(len(np.unique(down)), len(np.unique(right)))

@@ -92,7 +92,8 @@ class Plan:
         if self.colouring is None:
             return []
         rows, columns = _count(self.task.rows, "row"), _count(self.task.columns, "column")
-        return [("coloured", f"{_count(self.sweeps, 'colour')} against {rows} and {columns}")]
+        dense = ", which is dense" if 0 < min(self.task.rows, self.task.columns) <= self.sweeps else ""
+        return [("coloured", f"{_count(self.sweeps, 'colour')} against {rows} and {columns}{dense}")]
 
     def _chunks(self) -> str:
         if self.budget is None:
