@@ -76,9 +76,8 @@ def token():
     elements = eg.trainable(words, "embedding[0, 12]")
     optimizer, values = optax.adam(0.1), elements.values
     state, steps, chances = optimizer.init(values), [], []
-    loss = lambda words: losses(words, 1, 43, 2, 18, 0)[
-        2
-    ]  # a brave cat sees the
+    sentence = 1, 43, 2, 18, 0  # a brave cat sees the
+    loss = lambda words: losses(words, *sentence)[2]  # cat
     slope = jax.jit(lambda values: elements.value_and_grad(loss, values))
     for _ in range(12):
         cost, gradient = slope(values)
