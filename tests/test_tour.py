@@ -49,13 +49,15 @@ def parted(printed: str) -> dict[str, tuple[Told | None, Told]]:
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
 def test_the_tour_answers_every_question_and_leaves_a_page(framework, tmp_path):
     command = [sys.executable, "-m", "elementgrad", "tour", "--framework", framework]
+    paged = framework != "jax"  # whose arrays have the shapes of PyTorch's, so that its page is the same
+    command += [] if paged else ["--no-report"]
     cached = {"JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | cached | {"COLUMNS": "200"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
-    assert done.stdout.endswith("The same with pictures: tour.html\n")
+    assert done.stdout.endswith("The same with pictures: tour.html\n") == paged
     answers = parted(done.stdout)
     ours = {key: list(answer.values.values()) for key, (_, answer) in answers.items()}
     assert {key: ours[key] for key in FOUNDING} == FOUNDING
@@ -69,8 +71,9 @@ def test_the_tour_answers_every_question_and_leaves_a_page(framework, tmp_path):
     assert_reads(framework, answers)
     assert_causes(framework, answers)
     assert_training(framework, answers)
-    assert_page((tmp_path / "tour.html").read_text("utf-8"))
-    assert [file.name for file in tmp_path.iterdir()] == ["tour.html"]
+    assert [file.name for file in tmp_path.iterdir()] == ["tour.html"] * paged
+    if paged:
+        assert_page((tmp_path / "tour.html").read_text("utf-8"))
     if framework == "torch":
         assert_seen(tmp_path / "tour.html")
 

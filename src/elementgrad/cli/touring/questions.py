@@ -54,7 +54,7 @@ CHAPTERS = (
             Question(
                 "score",
                 "Which feature maps, and which single weight, drive the score of this digit?",
-                'of_maps, title="The score of 3 by the first feature maps"',
+                'slopes["maps"], title="The score of 3 by the first feature maps"',
                 "More of what is orange raises the score of 3, more of what is blue lowers it.",
             ),
             Question(

@@ -79,7 +79,11 @@ def parts(stop: Callable[..., Any]) -> tuple[str, str, list[str]]:
     lines = whole.splitlines()[first - 1 : body[-1].end_lineno]
     shown = last.value.elts if isinstance(last.value, ast.Tuple) else [last.value]
     code = textwrap.dedent("\n".join(lines))
-    return " ".join((inspect.getdoc(stop) or "").split()), code, [ast.unparse(value) for value in shown]
+    return (
+        " ".join((inspect.getdoc(stop) or "").split()),
+        code,
+        [ast.get_source_segment(whole, value) or "" for value in shown],
+    )
 
 
 def statement(code: str, name: str) -> str:

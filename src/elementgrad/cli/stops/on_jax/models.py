@@ -16,15 +16,17 @@ def net():
         chances = jax.nn.log_softmax(net(params, x))
         return -jnp.take_along_axis(chances, y[:, None], 1).mean()
 
-    shapes = {"conv1": (8, 1, 3, 3), "conv2": (16, 8, 3, 3), "head": (256, 10)}
-    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 3)))
-    starts = {"conv1": 0.3, "conv2": 0.1, "head": 0.05}
+    shapes = {"conv1": (6, 1, 3, 3), "conv2": (16, 6, 3, 3), "head": (256, 10)}
+    starts, chance = (
+        {"conv1": 0.3, "conv2": 0.1, "head": 0.05},
+        np.random.default_rng(0),
+    )
     params = {
-        name: starts[name] * jax.random.normal(keys[name], shape)
+        name: jnp.array(starts[name] * chance.normal(size=shape), "float32")
         for name, shape in shapes.items()
     } | {"bias": jnp.zeros(10)}
 
-    x, y = jnp.array(images)[:, None], jnp.array(labels)
+    x, y = images[:, None], labels
     optimizer = optax.adamw(0.01)
     state = optimizer.init(params)
 
@@ -34,12 +36,11 @@ def net():
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
-    for epoch in range(10):
-        order = jax.random.permutation(jax.random.key(epoch), 1500)
-        for batch in order.reshape(15, 100):
+    for _ in range(6):
+        for batch in chance.permutation(1500).reshape(15, 100):
             params, state = train(params, state, x[batch], y[batch])
     right = (net(params, x[1500:]).argmax(1) == y[1500:]).mean()
-    image = x[1504:1505]  # a three that it has never seen
+    image = jnp.array(x[1504:1505])  # a three that it has never seen
     return right
 
 
@@ -64,9 +65,9 @@ def reader():
 
     shapes = {"embedding": (50, 32), "into": (32, 192)}
     shapes |= {"again": (64, 192), "head": (64, 50)}
-    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 4)))
+    chance = np.random.default_rng(0)
     words = {
-        name: jax.random.normal(keys[name], shape) / shape[0] ** 0.5
+        name: jnp.array(chance.normal(size=shape) / shape[0] ** 0.5, "float32")
         for name, shape in shapes.items()
     }
 
@@ -83,10 +84,9 @@ def reader():
         updates, state = optimizer.update(gradient, state, words)
         return optax.apply_updates(words, updates), state
 
-    for epoch in range(5):
-        order = jax.random.permutation(jax.random.key(epoch), 512)
-        for batch in order.reshape(16, 32):
-            words, state = learn(words, state, jnp.array(sentences)[batch])
+    for _ in range(5):
+        for batch in chance.permutation(512).reshape(16, 32):
+            words, state = learn(words, state, sentences[batch])
 
     def losses(words, *tokens):
         """The loss of every word that may come next."""

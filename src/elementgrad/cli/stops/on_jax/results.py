@@ -59,13 +59,13 @@ def pixel():
 
 def score():
     """Any tensor of the model has a name, and so has each of its elements."""
-    of = "output[0, 3]"
-    of_pixels = eg.grad(net, params, image, of=of, wrt="image[0, 0]")
-    of_maps = eg.grad(net, params, image, of=of, wrt="tanh1")
-    of_weight = eg.grad(
-        net, params, image, of=of, wrt="params.conv1[4, 0, 1, 1]"
-    )
-    return of_pixels, of_maps.shape, of_weight
+    places = {
+        "pixels": "image[0, 0]",
+        "maps": "tanh1",
+        "weight": "params.conv1[4, 0, 1, 1]",
+    }
+    slopes = eg.grad(net, params, image, of="output[0, 3]", wrt=places)
+    return slopes["pixels"], slopes["maps"].shape, slopes["weight"]
 
 
 def words():
@@ -90,4 +90,4 @@ def second():
     """A Hessian is indexed like a Jacobian."""
     x = jnp.array([2.0, 3.0])
     H = eg.hessian(lambda x: x[0] * x[1] ** 2 + x.sum() ** 2, x)
-    return H[0, 1], H.diagonal()
+    return H[0, 1]

@@ -4,10 +4,10 @@
 def entry_usually():
     """Multiply the gradient by a mask. Weight decay and earlier momentum do not
     ask the gradient: they move the other 999 entries as well."""
-    keys = jax.random.split(jax.random.key(0))
+    chance = np.random.default_rng(0)
     start = {
-        "table": jax.random.normal(keys[0], (100, 10)),
-        "head": jax.random.normal(keys[1], (10, 2)),
+        "table": jnp.array(chance.normal(size=(100, 10)), "float32"),
+        "head": jnp.array(chance.normal(size=(10, 2)), "float32"),
     }
     mask = jnp.zeros((100, 10)).at[0, 5].set(1.0)
     slope = jax.jit(jax.grad(lambda p: ((p["table"] @ p["head"]) ** 2).sum()))
@@ -34,10 +34,10 @@ def entry_usually():
 def entry():
     """The optimizer is given the one entry and nothing else that it could move:
     not by a bit, whichever optimizer it is."""
-    keys = jax.random.split(jax.random.key(0))
+    chance = np.random.default_rng(0)
     start = {
-        "table": jax.random.normal(keys[0], (100, 10)),
-        "head": jax.random.normal(keys[1], (10, 2)),
+        "table": jnp.array(chance.normal(size=(100, 10)), "float32"),
+        "head": jnp.array(chance.normal(size=(10, 2)), "float32"),
     }
     loss = lambda params: ((params["table"] @ params["head"]) ** 2).sum()
     elements = eg.trainable(start, "table[0, 5]")
@@ -76,9 +76,8 @@ def token():
     elements = eg.trainable(words, "embedding[0, 12]")
     optimizer, values = optax.adam(0.1), elements.values
     state, steps, chances = optimizer.init(values), [], []
-    loss = lambda words: losses(words, 1, 43, 2, 18, 0)[
-        2
-    ]  # a brave cat sees the
+    sentence = 1, 43, 2, 18, 0  # a brave cat sees the
+    loss = lambda words: losses(words, *sentence)[2]  # cat
     slope = jax.jit(lambda values: elements.value_and_grad(loss, values))
     for _ in range(12):
         cost, gradient = slope(values)
@@ -92,10 +91,14 @@ def token():
 def unseen():
     """Its word does not occur. The gradient is 0, and `eg.explain` says why."""
     tokens = jnp.array([[1, 43, 2, 18, 1]])  # a brave cat sees a
-    asked = {"of": "output[0, -1, 2]", "wrt": "words.embedding[0, 12]"}
-    gradient = eg.grad(reader, words, tokens, **asked)
-    told = eg.explain(reader, words, tokens, **asked)
-    return gradient, told.sentence, told.fix
+    told = eg.explain(
+        reader,
+        words,
+        tokens,
+        of="output[0, -1, 2]",
+        wrt="words.embedding[0, 12]",
+    )
+    return told.value, told.sentence, told.fix
 
 
 def routed_usually():
@@ -137,7 +140,8 @@ def routed():
 def shipped():
     """Teach the net a digit that it misreads, by one row of the head. A patch
     is as large as what was trained, and is taken back to the bit."""
-    wrong = 1500 + int((net(params, x[1500:]).argmax(1) != y[1500:]).argmax())
+    guessed = np.array(net(params, x[1500:])).argmax(1)
+    wrong = 1500 + int((guessed != y[1500:]).argmax())
     digit, truth = x[wrong : wrong + 1], y[wrong : wrong + 1]
     read_as = net(params, digit).argmax()
 

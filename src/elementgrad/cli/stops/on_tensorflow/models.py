@@ -7,7 +7,7 @@ def net():
     net = keras.Sequential(
         [
             keras.Input((8, 8, 1), name="input"),
-            keras.layers.Conv2D(8, 3, name="conv1"),
+            keras.layers.Conv2D(6, 3, name="conv1"),
             keras.layers.Activation("tanh", name="tanh1"),
             keras.layers.Conv2D(16, 3, name="conv2"),
             keras.layers.Activation("tanh", name="tanh2"),
@@ -19,7 +19,7 @@ def net():
     x, y = tf.constant(images)[..., None], tf.constant(labels)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     net.compile(keras.optimizers.AdamW(0.01), loss, jit_compile=False)
-    net.fit(x[:1500], y[:1500], batch_size=100, epochs=10, verbose=0)
+    net.fit(x[:1500], y[:1500], batch_size=100, epochs=6, verbose=0)
     guessed = tf.argmax(net(x[1500:]), 1, output_type=y.dtype)
     right = tf.reduce_mean(tf.cast(guessed == y[1500:], "float32"))
     image = x[1504:1505]  # a three that it has never seen

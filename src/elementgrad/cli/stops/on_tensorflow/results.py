@@ -67,11 +67,13 @@ def pixel():
 
 def score():
     """Any tensor of the model has a name, and so has each of its elements."""
-    of = "output[0, 3]"
-    of_pixels = eg.grad(net, image, of=of, wrt="input[0, :, :, 0]")
-    of_maps = eg.grad(net, image, of=of, wrt="tanh1")
-    of_weight = eg.grad(net, image, of=of, wrt="conv1/kernel[1, 1, 0, 4]")
-    return of_pixels, of_maps.shape, of_weight
+    places = {
+        "pixels": "input[0, :, :, 0]",
+        "maps": "tanh1",
+        "weight": "conv1/kernel[1, 1, 0, 4]",
+    }
+    slopes = eg.grad(net, image, of="output[0, 3]", wrt=places)
+    return slopes["pixels"], slopes["maps"].shape, slopes["weight"]
 
 
 def words():
@@ -95,4 +97,4 @@ def second():
     """A Hessian is indexed like a Jacobian."""
     x = tf.constant([2.0, 3.0])
     H = eg.hessian(lambda x: x[0] * x[1] ** 2 + tf.reduce_sum(x) ** 2, x)
-    return H[0, 1], H.diagonal()
+    return H[0, 1]

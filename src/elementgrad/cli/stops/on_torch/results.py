@@ -66,12 +66,13 @@ def pixel():
 
 def score():
     """Any tensor of the model has a name, and so has each of its elements."""
-    of_pixels = eg.grad(net, image, of="output[0, 3]", wrt="input[0, 0]")
-    of_maps = eg.grad(net, image, of="output[0, 3]", wrt="tanh1")
-    of_weight = eg.grad(
-        net, image, of="output[0, 3]", wrt="conv1.weight[4, 0, 1, 1]"
-    )
-    return of_pixels, of_maps.shape, of_weight
+    places = {
+        "pixels": "input[0, 0]",
+        "maps": "tanh1",
+        "weight": "conv1.weight[4, 0, 1, 1]",
+    }
+    slopes = eg.grad(net, image, of="output[0, 3]", wrt=places)
+    return slopes["pixels"], slopes["maps"].shape, slopes["weight"]
 
 
 def words():
@@ -94,4 +95,4 @@ def second():
     """A Hessian is indexed like a Jacobian."""
     x = torch.tensor([2.0, 3.0])
     H = eg.hessian(lambda x: x[0] * x[1] ** 2 + x.sum() ** 2, x)
-    return H[0, 1], H.diagonal()
+    return H[0, 1]
