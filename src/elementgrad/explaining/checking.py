@@ -10,11 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from elementgrad.backends import Backend, plain
+from elementgrad.backends.witness import weights
 from elementgrad.errors import OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import FLAT, why_unconnected
 from elementgrad.explaining.inquiry import Inquiry, blamed, suspected
-from elementgrad.explaining.precision import EPSILON, Sampled, moved, parts, positions_in_parts, precision_of
+from elementgrad.explaining.precision import EPSILON, SIZES, Sampled, moved, parts, positions_in_parts, precision_of
 from elementgrad.explaining.slopes import UNSTEADY, verdicts
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.place import Place
@@ -160,13 +161,18 @@ def _entries(
     base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.met else sampled.tensors[0]
     numbers = parts(backend, base)
     middle, steady = sampled.steady(base, RUNS * len(columns))
+    beside = moved(
+        sampled, base, list(columns), SIZES[dtype] * weights(len(columns))
+    )  # noise may be nothing in the middle
+    first = parts(backend, sampled(beside))
+    steady &= sampled.same(first, beside)
     largest = [0.0 if row is None else float(np.abs(row).max(initial=0.0)) for row in pulled]
     judged = []
     for column in columns:
         at = partial(_at, sampled, base, rows, int(column))
         slopes = [0.0 if row is None else float(row[column]) for row in pulled]
         judged.append(verdicts(at, middle[rows], slopes, largest, float(numbers[column]), dtype))
-    steady &= sampled.same(middle, base)
+    steady &= sampled.same(first, beside)
     entries = []
     for number, (column, row) in enumerate(product(columns, rows)):
         found, derivatives = judged[number // len(rows)][number % len(rows)], pulled[number % len(rows)]

@@ -16,10 +16,13 @@ NARROWER = 8.0
 """Below the usual widths each is so many times narrower than the one before."""
 SETTLED = 0.1
 """The error of a difference that decides is at most so much of what is compared."""
+CLOSE = 16.0
+"""A narrow width that is looked at early is so many times the narrowest."""
 ALIKE = 1e-3
 """Slopes that differ by no more of their size are the same."""
 STEPS = "the values go in steps there, by which no slope is told"
 UNSETTLED = "differences of neighbouring widths do not agree"
+TWO_SLOPES = "narrow differences agree with the gradient and wide ones with another slope"
 UNSTEADY = "the function gives other numbers each time"
 
 
@@ -87,17 +90,26 @@ def verdicts(
     `largest` are the largest sizes of the same functions' gradients by other numbers, beside which those are rounded.
 
     The usual widths mostly do. Where one of them does not agree, wider and narrower ones tell whether it is the
-    gradient, or the width, or steps in the values.
+    gradient, or the width, or steps in the values. A gradient differs only if it does at narrow widths too.
     """
     scale = 2.0 ** math.floor(math.log2(max(1.0, abs(here))))  # so that moving a number by it is exact
     usual = [part * 2.0 ** math.floor(math.log2(SIZES[dtype])) * scale for part in USUAL]
+    lowest = min(EPSILON[dtype] ** 0.65 * scale, 1e-4 * abs(here) or math.inf)
     numbers = range(len(gradients))
-    slopes = Slopes.of(at, middle, usual, dtype)
-    found = [_plainly(slopes.column(n), gradients[n], abs(middle[n]) / scale, dtype) for n in numbers]
-    found = [verdict or _clearly_off(slopes.column(n), gradients[n]) for n, verdict in enumerate(found)]
+    slopes = Slopes.of(at, middle, usual[:-1], dtype)
+    found = [_clearly_off(slopes.column(n), gradients[n]) for n in numbers]
+    if any(found):
+        near = _near(at, middle, CLOSE * lowest, dtype)
+        found = [
+            verdict if verdict and _keeps(verdict, gradients[n], near[:, n]) else None
+            for n, verdict in enumerate(found)
+        ]
+    if not all(found):
+        slopes = slopes.joined(Slopes.of(at, middle, usual[-1:], dtype))
+        sizes = np.abs(middle) / scale
+        found = [found[n] or _plainly(slopes.column(n), gradients[n], sizes[n], dtype) for n in numbers]
     if all(found):
         return [verdict for verdict in found if verdict]
-    lowest = min(EPSILON[dtype] ** 0.65 * scale, 1e-4 * abs(here) or math.inf)
     narrow = [usual[-1] / NARROWER**n for n in range(1, 2 + math.ceil(math.log(usual[-1] / lowest, NARROWER)))]
     wide = [width * scale for width in WIDE if width * scale > usual[0]]
     slopes = slopes.joined(*[Slopes.of(at, middle, widths, dtype) for widths in (wide, narrow) if widths])
@@ -116,14 +128,27 @@ def _plainly(slopes: Slopes, gradient: float, size: float, dtype: str) -> Verdic
     return None
 
 
+def _near(at: Callable[[float], np.ndarray], middle: np.ndarray, width: float, dtype: str) -> np.ndarray:
+    """The slopes to one side at a narrow width, and what rounding of the values may make of them."""
+    beside = at(width)
+    with np.errstate(all="ignore"):
+        rounding = 2 * EPSILON[dtype] * np.fmax(np.abs(beside), np.abs(middle)) / width
+        return np.stack([(beside - middle) / width, rounding])
+
+
 def _clearly_off(slopes: Slopes, gradient: float) -> Verdict | None:
-    """Disagreement, if both sides of all usual widths have the same slope, as steps and kinks never have."""
+    """Disagreement, if both sides of some widths have the same slope, as steps and kinks never have."""
     every = np.concatenate([slopes.left, slopes.right])
     bound = float(np.ptp(every) + slopes.rounding[-1])
     slope = float(slopes.central[-1])
     if slope != 0 and bound <= ALIKE * abs(slope) and abs(gradient - slope) > SETTLED * max(abs(gradient), abs(slope)):
         return Verdict(False, slope, bound)
     return None
+
+
+def _keeps(off: Verdict, gradient: float, near: np.ndarray) -> bool:
+    """Whether it is so at a narrow width too: a function may be another there, as x**3 / (x**2 + 1e-16) is at zero."""
+    return bool(abs(near[0] - off.difference) + near[1] <= SETTLED * abs(gradient - off.difference))
 
 
 def _carefully(slopes: Slopes, gradient: float, largest: float, size: float, dtype: str) -> Verdict:
@@ -142,7 +167,9 @@ def _carefully(slopes: Slopes, gradient: float, largest: float, size: float, dty
     if not _decides(bound, found, gradient, size, dtype):
         return Verdict(None, found, bound, UNSETTLED)
     if _within(slopes, best, bound, gradient, dtype):
-        return Verdict(True, found, bound)
+        return Verdict(None, found, bound, TWO_SLOPES) if _turned(slopes, gradient) else Verdict(True, found, bound)
+    if _turns(slopes, found, gradient):
+        return Verdict(None, found, bound, TWO_SLOPES)
     coarse = 4 * EPSILON["bfloat16"] * largest
     flat = slopes.still[len(WIDE) - 1 :].all() and abs(gradient) > coarse  # further than steps of rounding are wide
     if flat or not _rough(slopes, best, bound):
@@ -175,6 +202,24 @@ def _within(slopes: Slopes, at: int, bound: float, gradient: float, dtype: str) 
         around += [float(slopes.left[at]), float(slopes.right[at])]
     slack = 2 * bound + SLACK[dtype] * max(map(abs, around))
     return min(around) - slack <= gradient <= max(around) + slack
+
+
+def _turns(slopes: Slopes, found: float, gradient: float) -> bool:
+    """Whether the narrowest width has left the slope where widths agree best, for the gradient."""
+    near = SETTLED * abs(found - gradient)
+    return not slopes.still[-1] and bool(abs(slopes.central[-1] - gradient) + slopes.rounding[-1] <= near)
+
+
+def _turned(slopes: Slopes, gradient: float) -> bool:
+    """Whether all wide widths have one slope, without a kink, and it is not the gradient.
+
+    Then a part of the function that is computed in a narrower precision may stand still at narrow ones.
+    """
+    wide, gaps = slopes.central[: len(WIDE)], np.abs(slopes.right - slopes.left)[: len(WIDE)]
+    slope = float(np.median(wide))
+    off = abs(gradient - slope) > SETTLED * max(abs(gradient), abs(slope))
+    smooth = gaps[-1] <= max(0.75 * gaps[0], ALIKE * abs(slope))
+    return off and bool(smooth and np.ptp(wide) <= SETTLED * abs(slope))
 
 
 def _rough(slopes: Slopes, best: int, bound: float) -> bool:

@@ -19,13 +19,15 @@ class Widening(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kinds = {x.dtype for x in tree.flat((args, kwargs)) if isinstance(x, Tensor)}
-        if kinds.isdisjoint(WIDER.values()) or kinds.isdisjoint(WIDER) or _writes(name_of(func)):
+        if kinds.isdisjoint(WIDER.values()) or kinds.isdisjoint(WIDER) or _means_itself(name_of(func), kwargs):
             return func(*args, **kwargs)
         return func(*tree.mapped(args, _wide), **tree.mapped(kwargs, _wide))
 
 
-def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "data.__set__") or "__i" in name
+def _means_itself(name: str, kwargs: Any) -> bool:
+    """Whether a function is about the very tensors that it is given: it writes to them, or asks for their gradients."""
+    writes = (name.endswith("_") and not name.endswith("__")) or name.endswith((".__set__", "__setitem__"))
+    return writes or "__i" in name or name in ("grad", "backward") or kwargs.get("out") is not None
 
 
 def _wide(x: Any) -> Any:
