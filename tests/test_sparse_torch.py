@@ -287,3 +287,20 @@ def test_long_loops_forget_the_sets_that_nothing_depends_on_any_more(monkeypatch
     monkeypatch.setattr("elementgrad.sparsity.reach.LARGE", 500)
     assert eg.jacobian(f, x).pattern() == whole
     assert whole.size == 60 * 25
+
+
+@pytest.mark.parametrize("budget", [None, "1KB"])
+def test_seeds_may_be_made_as_they_are_needed(monkeypatch, budget):
+    monkeypatch.setattr("elementgrad.plan.compressed.READY", 0)
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64)
+
+    def f(x):
+        return x[1:] ** 2 * x[:-1]
+
+    J = eg.jacobian(f, x, budget=budget)
+    np.testing.assert_allclose(J.sparse("scipy").toarray(), matrix(f, x))
+    H = eg.hessian(lambda x: f(x).sum(), x, budget=budget)
+    S = H.prepare("scipy")
+    assert S.plan.chunks == (1 if budget is None else 3)
+    np.testing.assert_allclose(S.sparse().toarray(), eg.hessian(lambda x: f(x).sum(), x).dense())
+    assert "3 reverse sweeps by symmetry" in repr(S)

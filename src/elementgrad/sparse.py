@@ -169,8 +169,9 @@ class Sparse:
         """Entries by colours, where the pattern is known and that takes fewer sweeps than so many."""
         if self._known is None or self._batch is not None or not len(rows):
             return None
-        found = Compressed(Asked(self._known, rows, columns), self._reader)
-        return found if found.colouring.sweeps < most else None
+        asked = Asked(self._known, rows, columns)
+        found = asked.coloured(self._reader.without)
+        return Compressed(asked, self._reader, found) if found.sweeps < most else None
 
     def _block(self, rows: Selection, columns: Selection) -> Compressed | None:
         """The same for all of some rows with all of some columns."""

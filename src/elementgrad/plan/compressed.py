@@ -16,6 +16,8 @@ from elementgrad.sparsity.colouring import Colouring, colouring
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
+READY = 10**7
+"""Seeds of up to so many numbers are made once; more are made as they are needed."""
 
 
 @dataclass
@@ -58,27 +60,27 @@ class Asked:
 class Compressed:
     """Entries coloured once, to be read at any point: seeds and places are ready."""
 
-    def __init__(self, asked: Asked, reader: Reader):
+    def __init__(self, asked: Asked, reader: Reader, found: Colouring | None = None):
         self.asked = asked
-        self._colour(reader)
+        self._colour(reader, found)
 
-    def _colour(self, reader: Reader) -> None:
+    def _colour(self, reader: Reader, found: Colouring | None = None) -> None:
         if len(reader.without) > 1:
             raise FrameworkError(f"{reader.backend.name} can differentiate this in no direction: {reader.without}")
         backend, asked = reader.backend, self.asked
-        found = asked.coloured(reader.without)
+        found = found or asked.coloured(reader.without)
         if asked.symmetric and found.kind != "symmetric":
             found = asked.plainly().coloured(reader.without)
             asked = self.asked = asked.plainly()
         y, x = reader.linear.outputs[reader.output], reader.linear.inputs[reader.inputs[0]]
         self.colouring = found
-        self._seeds: dict[Mode, Tensor] = {}
+        self._seeds: dict[Mode, _Seeds] = {}
         self._chunks: dict[Mode, int] = {}
-        for mode, colours, like in (("forward", found.columns, x), ("reverse", found.rows, y)):
-            count = int(colours.max(initial=-1)) + 1
-            if count:
-                more = found.kind == "symmetric"
-                self._seeds[mode] = _seeds(backend, colours, count, like, more)  # type: ignore[index]
+        more = found.kind == "symmetric"
+        if found.forward:
+            self._seeds["forward"] = _Seeds(backend, found.columns, more, x)
+        if found.reverse:
+            self._seeds["reverse"] = _Seeds(backend, found.rows, more, y)
         length = found.forward * reader.of_size + found.reverse * sum(reader.wrt_sizes)
         length += reader.of_size if found.kind == "symmetric" else 0
         places = np.full(asked.pattern.size + 1, length)  # the last is for what is outside: zero
@@ -112,7 +114,7 @@ class Compressed:
                 swept = []
                 for mode, seeds in self._seeds.items():
                     sweep = reader.pulling() if mode == "reverse" else reader.pushing(reader.inputs[0])
-                    (stack,) = reader.sweep_from(mode, sweep, seeds, self._chunk(mode, reader))
+                    (stack,) = reader.swept(mode, sweep, seeds, seeds.count, self._chunk(mode, reader))
                     if stack is None:
                         return None, None
                     swept.append(reader.backend.reshape(stack, (-1,)))
@@ -146,7 +148,7 @@ class Compressed:
     def _chunk(self, mode: Mode, reader: Reader) -> int:
         """How many sweeps run at once: found out at the first read, since it takes a look at every step of them."""
         if mode not in self._chunks:
-            count = int(reader.backend.shape(self._seeds[mode])[0])
+            count = self._seeds[mode].count
             self._chunks[mode] = reader.plan(count, [count], len(self.asked.at), mode).chunk
         return self._chunks[mode]
 
@@ -159,14 +161,29 @@ class Compressed:
         return backend.gather(swept[0] if len(swept) == 1 else backend.concat(swept), self._index)
 
 
-def _seeds(backend: Backend, colours: np.ndarray, count: int, like: Tensor, more: bool) -> Tensor:
-    """A stack of seeds: each is one where its colour is. One more is generic, if asked for."""
-    seeds = np.zeros((count + more, len(colours)))
-    (coloured,) = np.nonzero(colours >= 0)
-    seeds[colours[coloured], coloured] = 1
-    if more:
-        seeds[-1] = _generic(len(colours))
-    return backend.seeds(seeds.reshape(len(seeds), *backend.shape(like)), like)
+class _Seeds:
+    """Seeds for each colour: one where the colour is. One more is generic, if asked for. Few are kept ready."""
+
+    def __init__(self, backend: Backend, colours: np.ndarray, more: bool, like: Tensor):
+        self.count = int(colours.max()) + 1 + more
+        self._backend, self._like = backend, like
+        (self._coloured,) = np.nonzero(colours >= 0)
+        self._colours = colours[self._coloured]
+        self._size, self._more = len(colours), more
+        self._ready = self._made(0, self.count) if self.count * self._size <= READY else None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        if self._ready is None:
+            return self._made(start, stop)
+        return self._ready if stop - start == self.count else self._ready[start:stop]
+
+    def _made(self, start: int, stop: int) -> Tensor:
+        seeds = np.zeros((stop - start, self._size))
+        mine = (self._colours >= start) & (self._colours < stop)
+        seeds[self._colours[mine] - start, self._coloured[mine]] = 1
+        if self._more and stop == self.count:
+            seeds[-1] = _generic(self._size)
+        return self._backend.cast(seeds.reshape(len(seeds), *self._backend.shape(self._like)), self._like)
 
 
 @lru_cache(maxsize=4)

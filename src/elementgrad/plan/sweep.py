@@ -78,11 +78,14 @@ class Sweeper:
 
     def sweep_from(self, mode: Mode, sweep: Sweep, seeds: Tensor, chunk: int) -> list[Tensor | None]:
         """Sweep from a stack of given seeds to stacks of derivatives."""
+        return self.swept(mode, sweep, lambda start, stop: seeds[start:stop], self.backend.shape(seeds)[0], chunk)
+
+    def swept(
+        self, mode: Mode, sweep: Sweep, seeds: Callable[[int, int], Tensor], count: int, chunk: int
+    ) -> list[Tensor | None]:
+        """The same from so many seeds that are made when they are needed."""
         kept: list[list[Tensor | None]] = []
-        count = self.backend.shape(seeds)[0]
-        self.sweep(
-            mode, sweep, lambda start, stop: seeds[start:stop], count, chunk, lambda swept, *_: kept.append(swept)
-        )
+        self.sweep(mode, sweep, seeds, count, chunk, lambda swept, *_: kept.append(swept))
         if len(kept) == 1:
             return kept[0]
         return [None if parts[0] is None else self.backend.concat(parts) for parts in zip(*kept, strict=True)]
