@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import elementgrad as eg
 from benchmarks.harness import Row, by_speed
 
 SMALL, LARGE = 32, 64
 GAINS = {"float32": 25, "float64": 60}
 LARGE_GAIN = 500
+PEER_BOUND, TENSORFLOW_GAIN = 1.3, 15
 FINDING_BOUND = 1.5
 LONG, LONG_MB = 10**6, 2000
 RATE_A, RATE_B, SPREAD = 1.0, 3.4, 10.0
@@ -85,4 +88,60 @@ def torch_finding() -> Iterator[Row]:
     yield Row(name, prepared(LONG), ten_times, "a tenth, ten times", FINDING_BOUND, most_mb=LONG_MB, repeats=2)
 
 
-SUITES = {"sparse-torch": torch_sparse}
+def jax_sparse() -> Iterator[Row]:
+    import asdex
+    import jax
+    import jax.numpy as jnp
+
+    f = brusselator(SMALL, jnp.roll, jnp.stack)
+    x = jax.random.uniform(jax.random.key(0), (2, SMALL, SMALL))
+    prepared = eg.jacobian(f, x).prepare()
+    peer, inside = jax.jit(asdex.jacobian(f, x)), jax.jit(prepared)
+    np.testing.assert_allclose(prepared(x).todense(), peer(x).todense().reshape(prepared.pattern.shape), rtol=1e-3)
+    for ours, how in ((prepared, "prepared"), (inside, "prepared, in jax.jit")):
+        yield Row(
+            f"jax Brusselator {SMALL} x {SMALL}, {how}",
+            lambda ours=ours: jax.block_until_ready(ours(x)),  # type: ignore[misc]
+            lambda: jax.block_until_ready(peer(x)),
+            "asdex in jax.jit",
+            PEER_BOUND,
+        )
+    dense = jax.jit(jax.jacfwd(f))
+    finding: Callable[[], Any] = lambda: eg.jacobian(f, x).prepare()  # noqa: E731
+    yield Row(
+        f"jax Brusselator {SMALL} x {SMALL}, found and coloured",
+        finding,
+        lambda: asdex.jacobian_coloring(f, x),
+        "asdex",
+        repeats=5,
+    )
+    yield Row(
+        f"jax Brusselator {SMALL} x {SMALL}, prepared, against all columns",
+        lambda: jax.block_until_ready(prepared(x)),
+        lambda: jax.block_until_ready(dense(x)),
+        "jacfwd in jax.jit",
+        repeats=5,
+    )
+
+
+def tensorflow_sparse() -> Iterator[Row]:
+    import tensorflow as tf
+
+    f = brusselator(SMALL, tf.roll, tf.stack)
+    x = tf.random.uniform((2, SMALL, SMALL), seed=0)
+    prepared = eg.jacobian(f, x).prepare()
+
+    @tf.function
+    def dense(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.jacobian(y, x)
+
+    own = tf.reshape(dense(x), prepared.pattern.shape)
+    np.testing.assert_allclose(tf.sparse.to_dense(prepared(x)), own, rtol=1e-3, atol=1e-2)
+    name = f"tensorflow Brusselator {SMALL} x {SMALL}, prepared"
+    yield Row(name, lambda: prepared(x), lambda: dense(x), "jacobian in tf.function", 1 / TENSORFLOW_GAIN, repeats=5)
+
+
+SUITES = {"sparse-torch": torch_sparse, "sparse-jax": jax_sparse, "sparse-tensorflow": tensorflow_sparse}
