@@ -105,7 +105,7 @@ def energy(o: Any, x: Any) -> Any:
 
 
 PROBLEMS = [
-    Problem("brusselator", brusselator, point(2, 6, 6), 8),
+    Problem("brusselator", brusselator, point(2, 6, 6), 6),
     Problem("heat on a line", heat, point(40), 3),
     Problem("heat on a plate", plate, point(8, 8), 5),
     Problem("burgers", burgers, point(40), 3),

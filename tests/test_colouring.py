@@ -103,6 +103,22 @@ def test_a_stencil_that_wraps_around_takes_few_sweeps_more():
     assert colouring(grid(10, wraps=True), symmetric=True).sweeps <= 6
 
 
+@pytest.mark.parametrize("size", [10, 15])
+def test_a_stencil_that_wraps_around_repeats_along_the_axes_of_its_tensor(size):
+    pattern = grid(size, wraps=True)
+    found = colouring(pattern, shapes=((size, size), (size, size)))
+    assert found.sweeps == 5
+    assert_reads(filled(pattern.dense()), pattern, found)
+
+
+@given(masks, st.data())
+def test_colours_that_repeat_read_everything_too(mask, data):
+    pattern = Pattern.from_dense(mask)
+    rows, columns = mask.shape
+    shapes = data.draw(st.sampled_from([((rows,), (columns,)), ((1, rows), (columns, 1)), ((2, rows), ())]))
+    assert_reads(filled(mask), pattern, colouring(pattern, shapes=shapes))
+
+
 def test_a_few_entries_take_fewer_sweeps_than_all():
     pattern = Pattern.from_dense(band(60, 4))
     assert colouring(pattern).sweeps == 9

@@ -39,7 +39,8 @@ class Prepared:
         self._rows, self._columns = places[0][pattern.rows], places[1][pattern.columns]
         symmetric = jacobian._symmetric and jacobian._backend.kind(jacobian._wrt.tensor) == "f"
         symmetric = symmetric and jacobian._of.base is jacobian._wrt.base is None
-        asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric)
+        shapes = jacobian._of.of, jacobian._wrt.of
+        asked = Asked(jacobian._whole(), self._rows, self._columns, symmetric, shapes)
         self._compressed = Compressed(asked, jacobian._reader)
         self._assemble = self._assembly()
         self._read: Callable[[Tensor], tuple[Tensor | None, Tensor | None]] | None = None

@@ -12,7 +12,7 @@ from elementgrad.errors import FrameworkError
 from elementgrad.plan.plan import Mode, Plan, Task
 from elementgrad.plan.run import Reader
 from elementgrad.plan.sweep import PRECISION
-from elementgrad.sparsity.colouring import Colouring, colouring
+from elementgrad.sparsity.colouring import Colouring, Shapes, colouring
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
@@ -29,6 +29,8 @@ class Asked:
     rows: np.ndarray
     columns: np.ndarray
     symmetric: bool = False
+    shapes: Shapes = ((), ())
+    """Those of the tensors, whose elements the rows and the columns are."""
 
     def __post_init__(self) -> None:
         self.given = self.pattern
@@ -50,11 +52,12 @@ class Asked:
 
     def plainly(self) -> "Asked":
         """The same, without the claim that the matrix is symmetric."""
-        return Asked(self.given, self.rows, self.columns)
+        return Asked(self.given, self.rows, self.columns, shapes=self.shapes)
 
     def coloured(self, without: Any) -> Colouring:
         """The fewest sweeps for the entries, in the directions that can be had."""
-        return colouring(self.pattern, None if self.symmetric else self.needed, self.symmetric, without)
+        needed = None if self.symmetric else self.needed
+        return colouring(self.pattern, needed, self.symmetric, without, self.shapes)
 
 
 class Compressed:

@@ -1,6 +1,6 @@
 """Colourings: which rows and columns go into one sweep together, and where each entry is then to be found."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +9,7 @@ import numpy as np
 from elementgrad.sparsity.greedy import PATIENT, lines_of, stars_of
 from elementgrad.sparsity.pattern import Pattern
 
+Shapes = tuple[Sequence[int], Sequence[int]]
 Kind = Literal["rows", "columns", "both", "symmetric"]
 PARTS = 6
 """How many ways to part the dense rows or columns from the others are tried."""
@@ -67,10 +68,12 @@ def colouring(
     needed: np.ndarray | None = None,
     symmetric: bool = False,
     without: Iterable[str] = (),
+    shapes: Shapes = ((), ()),
 ) -> Colouring:
     """The fewest sweeps found that read a pattern, or of it the entries for which `needed` is true.
 
     The matrix may be told to be symmetric; then its pattern must be. `without` names the directions that cannot be had.
+    `shapes` are those of the tensors whose elements rows and columns are: stencils repeat along their axes.
     Of equal numbers of sweeps reverse ones are taken. A dense pattern has as many colours as rows or columns.
     """
     asked = np.ones(pattern.size, dtype=bool) if needed is None else np.asarray(needed, dtype=bool)
@@ -82,7 +85,7 @@ def colouring(
         ways = ways[: pattern.size <= PATIENT]
     for way in ways:
         if not tried or tried[0].sweeps > _least(pattern, asked, way):
-            tried.append(way(pattern, asked))
+            tried.append(way(pattern, asked, shapes))
     best = min(tried, key=lambda found: found.sweeps)
     return best if without else _parted(pattern, asked, best)
 
@@ -95,17 +98,17 @@ def _least(pattern: Pattern, asked: np.ndarray, way: Callable[..., Colouring]) -
     return int(np.bincount(met, minlength=1).max())
 
 
-def _by_rows(pattern: Pattern, asked: np.ndarray) -> Colouring:
-    rows = lines_of(pattern, asked)
+def _by_rows(pattern: Pattern, asked: np.ndarray, shapes: Shapes = ((), ())) -> Colouring:
+    rows = lines_of(pattern, asked, shapes[0])
     none = np.full(pattern.shape[1], -1)
     places = rows[pattern.rows[asked]] * pattern.shape[1] + pattern.columns[asked]
     return Colouring("rows", pattern.shape, rows, none, places)
 
 
-def _by_columns(pattern: Pattern, asked: np.ndarray) -> Colouring:
+def _by_columns(pattern: Pattern, asked: np.ndarray, shapes: Shapes = ((), ())) -> Colouring:
     """As by rows, of the transposed matrix."""
     order = np.argsort(pattern.columns, kind="stable")
-    columns = lines_of(pattern.T, asked[order])
+    columns = lines_of(pattern.T, asked[order], shapes[1])
     none = np.full(pattern.shape[0], -1)
     places = columns[pattern.columns[asked]] * pattern.shape[0] + pattern.rows[asked]
     return Colouring("columns", pattern.shape, none, columns, places)

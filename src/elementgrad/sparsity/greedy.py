@@ -1,10 +1,11 @@
 """Colours by first fit: sets of colours are the bits of Python ints, so that each entry is looked at twice, no more."""
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from elementgrad.sparsity.lattice import repeating
 from elementgrad.sparsity.pattern import Pattern
 
 ROUNDS = 6
@@ -13,11 +14,11 @@ PATIENT = 300_000
 """Patterns of up to so many entries are coloured in several orders."""
 
 
-def lines_of(pattern: Pattern, needed: np.ndarray | None = None) -> np.ndarray:
+def lines_of(pattern: Pattern, needed: np.ndarray | None = None, shape: Sequence[int] = ()) -> np.ndarray:
     """A colour for each row, such that no two rows of a colour meet in a column; -1 for a row with no entries.
 
     With `needed`, a truth for each entry, two rows may meet where no needed entry of theirs is, and a row without one
-    has no colour: only what is asked for must be told apart.
+    has no colour: only what is asked for must be told apart. `shape` is that of the tensor whose elements the rows are.
 
     >>> lines_of(Pattern.from_dense(np.eye(6) + np.eye(6, k=1) + np.eye(6, k=-1))).tolist()
     [0, 1, 2, 0, 1, 2]
@@ -48,7 +49,12 @@ def lines_of(pattern: Pattern, needed: np.ndarray | None = None) -> np.ndarray:
             order = _smallest_last(pattern, degrees)
             yield order[asked[order] > 0]
 
-    return _best(fit, lines, orders(), least, pattern.size <= PATIENT)
+    best = _best(fit, lines, orders(), least, pattern.size <= PATIENT)
+    count = int(best.max(initial=-1)) + 1
+    if needed is None and least < count and pattern.size <= PATIENT:
+        fewer = repeating(pattern, shape, least, count)
+        return best if fewer is None else fewer
+    return best
 
 
 def stars_of(pattern: Pattern) -> np.ndarray:
