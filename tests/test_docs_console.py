@@ -24,7 +24,7 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 def test_the_commands_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
     """A Python block that begins with the name of a file is that file; `...` stands for anything."""
     monkeypatch.chdir(tmp_path)
-    for block in blocks(page):
+    for _, block in blocks(page):
         if named := NAMED.match(block):
             (tmp_path / named[1]).write_text(block)
     a_patch(tmp_path)

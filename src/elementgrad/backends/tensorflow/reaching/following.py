@@ -59,16 +59,16 @@ class Follower:
         kind = operation.type
         if kind in OF_SHAPE:
             operands = [_of_shape(value, x) for value, x in zip(operands, operation.inputs, strict=True)]
-        if kind in CALLS:
-            return self.call(operation, "f", operands)
-        if all(map(known, operands)):
+        inside = {**dict.fromkeys(BRANCHES, self._branch), **dict.fromkeys(LOOPS, self._loop)}.get(kind)
+        if kind in CALLS or (inside and reached(operands)):
+            try:
+                return inside(operation, operands) if inside else self._call(operation, "f", operands)
+            except _OpaqueError:
+                pass
+        elif all(map(known, operands)):
             return _evaluated(operation, operands)
         if not reached(operands):
             return [UNKNOWN] * len(operation.outputs)
-        if kind in BRANCHES:
-            return self._branch(operation, operands)
-        if kind in LOOPS:
-            return self._loop(operation, operands)
         if any(isinstance(value, Anything) for value in operands):
             return self.everything(operation, operands)
         return self.rules.get(kind, Follower.everything)(self, operation, operands)
@@ -85,42 +85,41 @@ class Follower:
         """The sets of a value; of one that does not depend on the seed they are empty."""
         return value.ids if isinstance(value, Reached) else np.zeros(x.shape.as_list(), dtype=np.int64)
 
-    def call(self, operation: Operation, attribute: str, operands: Sequence[Value]) -> list[Value]:
-        """What a function of an operation's gives."""
+    def _call(self, operation: Operation, attribute: str, operands: Sequence[Value], count: int = -1) -> list[Value]:
+        """What a function of an operation's gives: as many values as the operation does, unless told."""
         graph = operation.graph._get_function(operation.get_attr(attribute).name).graph
+        count = len(operation.outputs) if count < 0 else count
+        if len(graph.inputs) != len(operands) or len(graph.outputs) != count:
+            raise _OpaqueError  # the graph was added to for a gradient, after the function was made of it
         return self.run(graph, operands, graph.outputs)
 
     def _branch(self, operation: Operation, operands: list[Value]) -> Sequence[Value]:
         which, *rest = operands
         if isinstance(which, Reached):
-            return self.everything(operation, operands)
+            raise _OpaqueError
         names = ["then_branch", "else_branch"]
         if known(which):
-            return self.call(operation, names[not np.asarray(which).any()], rest)
-        results = [self.call(operation, name, rest) for name in names]
-        if any(isinstance(value, Anything) for values in results for value in values):
-            return self.everything(operation, operands)
+            return self._call(operation, names[not np.asarray(which).any()], rest)
+        results = [_shaped(self._call(operation, name, rest)) for name in names]
         return [joined(self.reach, *values) for values in zip(*results, strict=True)]
 
     def _loop(self, operation: Operation, operands: list[Value]) -> Sequence[Value]:
-        if any(isinstance(value, Anything) for value in operands):
-            return self.everything(operation, operands)
-        try:
-            state = settled(self.reach, operands, lambda state: self._turn(operation, state))
-        except _ShapelessError:
-            return self.everything(operation, operands)
-        (more,) = self.call(operation, "cond", state)
-        return self.everything(operation, operands) if isinstance(more, Reached) else state
-
-    def _turn(self, operation: Operation, state: list[Value]) -> list[Value]:
-        results = self.call(operation, "body", state)
-        if any(isinstance(value, Anything) for value in results):
-            raise _ShapelessError
-        return results
+        start = _shaped(operands)
+        state = settled(self.reach, start, lambda state: _shaped(self._call(operation, "body", state)))
+        (more,) = self._call(operation, "cond", state, 1)
+        if isinstance(more, Reached):
+            raise _OpaqueError
+        return state
 
 
-class _ShapelessError(Exception):
-    """A loop carries something whose shape nobody knows."""
+class _OpaqueError(Exception):
+    """Nobody can look into an operation, or what it carries has no shape that is known before it runs."""
+
+
+def _shaped(values: Sequence[Value]) -> Sequence[Value]:
+    if any(isinstance(value, Anything) for value in values):
+        raise _OpaqueError
+    return values
 
 
 def rerun(operation: Operation, operands: Sequence[Any]) -> list[Any]:
