@@ -8,7 +8,20 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.show.page import Code, Facts, Finding, Image, Numbers, Page, Prose, Section, Steps, Table
+from elementgrad.show.page import (
+    Code,
+    Facts,
+    Finding,
+    Framed,
+    Heading,
+    Image,
+    Numbers,
+    Page,
+    Prose,
+    Section,
+    Steps,
+    Table,
+)
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -37,6 +50,9 @@ def folder(tmp_path_factory):
     long = "a_very_long_name_without_any_gap_" * 8
     parts = [
         Prose(long),
+        Prose(f"`{long}` and `code`", ticks=True),
+        Heading(long),
+        Framed(long, [Code(f"{long} = {long}"), Facts([(long, long)])], "good"),
         Code(f"{long} = {long}"),
         Code("def f(x):\n    return x[0] + 1.5  # 'half'\n\nprint('f', None)"),
         Code(long, python=False),
