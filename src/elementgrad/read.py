@@ -206,7 +206,7 @@ class _Reading:
         def why(this: Side, that: Side) -> Reason | None:
             named = zip([side.name for side in (*outs, *ins)], [*tree.flat(of), *places], strict=True)
             by_name = dict(named)
-            return _explained(call, by_name.get(this.name), by_name.get(that.name))
+            return explained(call, by_name.get(this.name), by_name.get(that.name))
 
         reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, again, why)
         reading._examples()
@@ -274,7 +274,7 @@ def _filled(shape: Tree, leaves: Sequence[Any]) -> Tree:
     return tree.mapped(shape, lambda _: next(left))
 
 
-def _explained(call: Call, of: Place | None, wrt: Place | None) -> Reason | None:
+def explained(call: Call, of: Place | None, wrt: Place | None) -> Reason | None:
     """Why there is no path, if that can be told; the function runs again for it."""
     from elementgrad.explaining.inquiry import Inquiry  # only where an error is about to be raised
 
