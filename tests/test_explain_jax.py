@@ -145,3 +145,24 @@ def test_a_long_loop_is_one_step():
     found = eg.explain(f, X, wrt="x[0]")
     assert found.verdict == "flows"
     assert found.path == ("scan", "sum")
+
+
+def test_training_and_ranking_name_the_line_that_cuts():
+    params = {"v": X, "w": jnp.ones(2)}
+
+    def loss(params):
+        return (jax.lax.stop_gradient(params["v"]) ** 2).sum() + params["w"].sum()  # loss cut
+
+    elements = eg.trainable(params, "v[1]")
+    where = f"stop_gradient cuts it off .test_explain_jax.py:{line_of('loss cut')}.; leave stop_gradient out"
+    told = f"the loss for v.1. does not depend on v: {where}"
+    with pytest.raises(eg.UnconnectedError, match=told):
+        elements.grad(loss)
+    with pytest.raises(eg.UnconnectedError, match=told):
+        elements.grad(lambda params: (loss(params), 1), has_aux=True)
+    with pytest.raises(eg.UnconnectedError, match=told):
+        elements.grad({"v[1]": loss})
+    with pytest.raises(eg.UnconnectedError, match=f"choose from: v; as to v, {where}"):
+        eg.top(params, loss, k=1, among="v")
+    with pytest.raises(eg.UnconnectedError, match="does not depend on v; give one"):  # nothing is looked into there
+        jax.jit(lambda values: elements.grad(loss, values))(elements.values)

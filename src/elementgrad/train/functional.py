@@ -9,10 +9,11 @@ import numpy as np
 
 from elementgrad.backends.training import FunctionalTrainer, Trainer, UseOf
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
+from elementgrad.lazy import Reason
 from elementgrad.markup import Rows, Tabular
 from elementgrad.text import listed, nearest
 from elementgrad.train.ledger import Ledger, Mark
-from elementgrad.train.routing import routes, unconnected
+from elementgrad.train.routing import routes, unconnected, why_apart
 
 Tensor = Any
 Values = dict[str, Tensor]
@@ -150,7 +151,9 @@ class Functional:
         returned, found = trainer.gradient(loss_fn, parts, self._checked(values), params, range(len(parts)), has_aux)
         for member, gradient in zip(self._members, found, strict=True):
             if gradient is None:
-                raise unconnected(member.place, member.name)
+                loss = (lambda params: loss_fn(params)[0]) if has_aux else loss_fn
+                reason = self._why_apart(loss, values, params, member.name)
+                raise unconnected(member.place, member.name, reason=reason)
         return returned, {str(member.place): each for member, each in zip(self._members, found, strict=True)}
 
     def plan(self, loss_fn: Callable[[Any], Any]) -> Uses:
@@ -184,9 +187,17 @@ class Functional:
                 number = numbers[id(member)]
                 gradient = gradients[wanted.index(number)]
                 if gradient is None:
-                    raise unconnected(asked.place, member.name)
+                    reason = self._why_apart(loss, values, params, member.name)
+                    raise unconnected(asked.place, member.name, reason=reason)
                 total[number] = trainer.joined(total[number], gradient, chosen)
         return {str(member.place): each for member, each in zip(self._members, total, strict=True)}
+
+    def _why_apart(
+        self, loss_fn: Callable[[Any], Any], values: Mapping[str, Tensor] | None, params: Any, name: str
+    ) -> Reason | None:
+        trainer = self._functional("grad", "elements.backward takes {place: loss}")
+        parts = [member.part for member in self._members]
+        return why_apart(loss_fn, trainer.merged(parts, self._checked(values), params)[0], name)
 
     def _checked(self, values: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
         """One row for each place, of the right dtype and shape."""

@@ -1,6 +1,7 @@
 """`top`: the elements of a model that matter most, by their gradients, their Fisher information or their size."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, count, islice
 from operator import index as as_int
 from typing import Any, Literal
@@ -10,10 +11,12 @@ import numpy as np
 from elementgrad import backends
 from elementgrad.backends import Backend, plain
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
+from elementgrad.lazy import Reason
 from elementgrad.place import Place
 from elementgrad.selection import Selection
 from elementgrad.text import listed
 from elementgrad.train.candidates import Candidate, candidates, earlier
+from elementgrad.train.routing import why_apart
 
 Tensor = Any
 By = Literal["gradient", "fisher", "magnitude"]
@@ -77,7 +80,7 @@ def top(
             return _losses(loss_fn(given), backend)
 
         backend.slopes(held, parameters, losses, by == "fisher", ranking.offer)
-        ranking.require_reached()
+        ranking.require_reached(partial(why_apart, loss_fn, model))
     if since is not None and not ranking.best.highest:
         raise OptionError(
             "no element has moved since then; give a copy made before, as a state dict shares the memory of its model"
@@ -117,12 +120,15 @@ class Ranking:
             )
         self.best.offer(number, sizes, positions)
 
-    def require_reached(self) -> None:
-        """The loss depends on enough elements."""
+    def require_reached(self, why: Callable[[str], Reason | None]) -> None:
+        """The loss depends on enough elements; if on none, somebody may know why not on a parameter."""
         reached = [candidate for candidate in self._found if candidate.name in self._reached]
         others = listed([candidate.name for candidate in self._found if candidate.name not in self._reached])
         if not reached:
-            raise UnconnectedError(f"the loss depends on no parameter that there is to choose from: {others}")
+            first = self._found[0].name
+            reason = why(first)
+            more = "" if reason is None else f"; as to {first}, {reason[0]}; {reason[1]}"
+            raise UnconnectedError(f"the loss depends on no parameter that there is to choose from: {others}{more}")
         size = sum(candidate.size for candidate in reached)
         if self._count > size:
             raise UnconnectedError(

@@ -5,10 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from elementgrad import backends
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad.lazy import Reason
 from elementgrad.place import Place
+from elementgrad.reasons import explained
 from elementgrad.text import listed
+from elementgrad.trace import Call
 from elementgrad.train.named import Named, named, require_disjoint
 
 Tensor = Any
@@ -64,10 +68,25 @@ def routed(
     return gradients
 
 
-def unconnected(place: Place, name: str, more: str = "", loss: Any = None, leaf: Any = None) -> UnconnectedError:
-    """The error for a loss that no element of a parameter can hear."""
-    told = f"the loss for {place} does not depend on {name}; give one that is computed with it{more}"
+def unconnected(
+    place: Place, name: str, more: str = "", loss: Any = None, leaf: Any = None, reason: Reason | None = None
+) -> UnconnectedError:
+    """The error for a loss that no element of a parameter can hear, with the reason and what helps, if known."""
+    told = f"the loss for {place} does not depend on {name}"
+    told += f"; give one that is computed with it{more}" if reason is None else f": {reason[0]}; {reason[1]}"
     return UnconnectedError(told).about(loss, leaf)
+
+
+def why_apart(loss_fn: Callable[[Any], Any], params: Any, name: str) -> Reason | None:
+    """Why a function of a pytree of parameters does not depend on one of them, if that can be told by running it."""
+    backend = backends.holder(params)
+    if backend is None:
+        return None
+    try:
+        held = [x for other, kind, x in backend.model(params).held() if (other, kind) == (name, "parameter")]
+        return explained(Call(loss_fn, (params,), {}), Place(None, "output"), Place(held[0]))
+    except Exception:  # the error that is about to be raised matters more
+        return None
 
 
 def _heard_by(asked: Named, members: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:

@@ -205,7 +205,8 @@ def _connected(losses: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> An
         if not loss.requires_grad:
             raise UnconnectedError(
                 "a loss has no gradient, as under torch.no_grad() or behind .item() and .detach(); return what is "
-                "computed from the model that loss_fn is given"
+                "computed from the model that loss_fn is given, or put loss_fn(model).backward() into a function and "
+                "ask eg.explain(step), which names the line"
             )
         for leaf in _leaves(loss):
             if id(leaf) in outside:
