@@ -89,3 +89,14 @@ def test_damaged_files_are_no_weights(tmp_path):
     (tmp_path / "w.npz").write_bytes(b"text")
     with pytest.raises(eg.PatchError, match="holds no weights"):
         Weights.read(tmp_path / "w.npz")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"data_offsets": [0]}, {"data_offsets": ["0", 8]}, {"shape": [-2]}, {"shape": "ab"}, {"shape": None}]
+)
+def test_a_header_that_says_nothing_of_use_is_no_weights(wrong, tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | wrong}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(eg.PatchError, match=r"no safetensors file|is damaged"):
+        Weights.read(path)

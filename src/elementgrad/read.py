@@ -210,7 +210,9 @@ class _Reading:
             by_name = dict(named)
             return explained(call, by_name.get(this.name), by_name.get(that.name))
 
-        reading = cls(call.backend, linear, _filled(of, outs), _filled(wrt, ins), zero, limit, batch, again, why)
+        reading = cls(
+            call.backend, linear, tree.filled(of, outs), tree.filled(wrt, ins), zero, limit, batch, again, why
+        )
         reading._examples()
         if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
             for side in outs:
@@ -230,7 +232,7 @@ class _Reading:
             )
         if single:
             of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
-        return _filled(self.wrt, read_together([self.jacobian(of, wrt) for wrt in tree.flat(self.wrt)]))
+        return tree.filled(self.wrt, read_together([self.jacobian(of, wrt) for wrt in tree.flat(self.wrt)]))
 
     def gradient(self, of: Side) -> "_Reading":
         """The gradient of one element, as a function of the same inputs."""
@@ -266,14 +268,6 @@ class _Reading:
 
 def _distinct(sources: list[Source]) -> list[Source]:
     return list(dict.fromkeys(sources)) if len(sources) > 1 else sources
-
-
-def _filled(shape: Tree, leaves: Sequence[Any]) -> Tree:
-    """The same structure around other leaves."""
-    if isinstance(shape, tree.Leaf):
-        return leaves[0]
-    left = iter(leaves)
-    return tree.mapped(shape, lambda _: next(left))
 
 
 def asks_for_zeros(unconnected: str) -> bool:

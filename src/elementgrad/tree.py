@@ -58,6 +58,14 @@ def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
     return mapped(tree, lambda leaf: new.get(next(numbers), leaf))
 
 
+def filled(tree: Any, new: Sequence[Any]) -> Any:
+    """The same structure around other leaves, in the order of `leaves`."""
+    if isinstance(tree, Leaf):
+        return new[0]
+    left = iter(new)
+    return mapped(tree, lambda _: next(left))
+
+
 def _opened(tree: Any, above: tuple[Any, ...]) -> Node | None:
     return None if any(tree is other for other in above) else opened(tree)
 

@@ -1,7 +1,7 @@
 """`elementgrad completion`."""
 
-from elementgrad.cli.failures import InputError
 from elementgrad.cli.parser import parser
+from elementgrad.extras import require
 
 FILES = ("model", "inputs", "out", "plot", "patch", "target")
 """Arguments for which files are offered."""
@@ -9,10 +9,9 @@ FILES = ("model", "inputs", "out", "plot", "patch", "target")
 
 def completion(*, shell: str) -> None:
     """Print the script that a shell completes by."""
-    try:
-        import shtab
-    except ImportError:
-        raise InputError("completion needs shtab; pip install 'elementgrad[completion]'") from None
+    require("shtab", "completion", "completion")
+    import shtab
+
     made = parser()
     waiting = [made]
     while waiting:

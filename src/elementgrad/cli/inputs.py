@@ -11,20 +11,15 @@ import numpy as np
 from elementgrad import tree
 from elementgrad.cli.failures import InputError
 from elementgrad.cli.loading import is_reference, load
+from elementgrad.cli.results import ARRAYS
+from elementgrad.extras import require
+from elementgrad.train.numbers import VIEWS
+from elementgrad.train.weights import DTYPES
 
 FITS = "give a .npy, .npz, .safetensors or .json file, JSON such as '[1.0, 2.0]', or file.py:name"
-ENDINGS = (".npy", ".npz", ".safetensors", ".json")
 NAMED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 IN_ORDER = re.compile(r"arr_\d+")
 """How `numpy.savez` calls arrays that nobody named."""
-STORED = {
-    **{f"{kind}{8 * width}": f"<{kind.lower()}{width}" for kind in "IU" for width in (1, 2, 4, 8)},
-    **{f"F{8 * width}": f"<f{width}" for width in (2, 4, 8)},
-    "BOOL": "|b1",
-    "C64": "<c8",
-    "BF16": "<u2",
-}
-"""How safetensors calls a dtype, and how NumPy does."""
 
 
 class Array(tree.Leaf):
@@ -83,7 +78,7 @@ def _add(kwargs: dict[str, Any], name: str, value: Any) -> None:
 
 def _value(text: str) -> Any:
     path, key = _split(text)
-    if path.endswith(ENDINGS):
+    if path.endswith(ARRAYS):
         return _keyed(_from_file(path), path, key)
     if is_reference(text):
         return tree.mapped(load(text)[0], lambda leaf: _wrapped(leaf, text))
@@ -98,9 +93,9 @@ def _value(text: str) -> Any:
 
 def _split(text: str) -> tuple[str, str | None]:
     """A file, and what is wanted of it: `data.npz:x`."""
-    for ending in ENDINGS:
+    for ending in ARRAYS:
         path, found, key = text.partition(f"{ending}:")
-        if found and not text.endswith(ENDINGS):
+        if found and not text.endswith(ARRAYS):
             return path + ending, key
     return text, None
 
@@ -134,10 +129,9 @@ def _from_file(path: str) -> Any:
 
 
 def _of_safetensors(path: str) -> "_Several":
-    try:
-        from safetensors import SafetensorError, deserialize
-    except ImportError:
-        raise InputError(f"reading {path} needs safetensors; pip install 'elementgrad[train]'") from None
+    require("safetensors", f"reading {path}", "train")
+    from safetensors import SafetensorError, deserialize
+
     with open(path, "rb") as file:
         content = file.read()
     try:
@@ -146,11 +140,12 @@ def _of_safetensors(path: str) -> "_Several":
         raise InputError(f"{path} is no safetensors file: {error}") from None
     found = _Several()
     for name, one in held:
-        if one["dtype"] not in STORED:
+        dtype = DTYPES.get(one["dtype"])
+        if dtype is None:
             raise InputError(f"{path}: {name} is {one['dtype']}, which is not read here; store it as F32")
-        values = np.frombuffer(bytes(one["data"]), STORED[one["dtype"]]).reshape(one["shape"])
-        if one["dtype"] == "BF16":  # the upper half of a float32
-            found[name] = Array((values.astype("<u4") << 16).view("<f4"), "bfloat16", f"{path}:{name}")
+        values = np.frombuffer(bytes(one["data"]), VIEWS[dtype]).reshape(one["shape"])
+        if dtype == "bfloat16":  # the upper half of a float32
+            found[name] = Array((values.astype("<u4") << 16).view("<f4"), dtype, f"{path}:{name}")
         else:
             found[name] = _wrapped(values, f"{path}:{name}")
     return found

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import elementgrad as eg
-from elementgrad.backends.training import FunctionalTrainer
+from elementgrad.backends.training import FunctionalTrainer, Trainer
 from elementgrad.cli.failures import InputError, say
 from elementgrad.cli.loading import is_reference, load, workplace
-from elementgrad.cli.results import destination, show
+from elementgrad.cli.results import require_writable, show
 from elementgrad.train.named import trainer_of
 from elementgrad.train.reversal import reversal
 from elementgrad.train.weights import ENDINGS, Held, Weights
@@ -39,7 +39,7 @@ def take_back(*, target: str, patch: list[str], out: str, json: bool) -> None:
 
 
 def _changed(action: str, target: str, out: str, json: bool, change: Callable[[Any], tuple[Any, list[str]]]) -> None:
-    destination(out, (*ENDINGS, *OF_KERAS))
+    require_writable(out, (*ENDINGS, *OF_KERAS))
     with workplace():
         model = load(target)[0] if is_reference(target) else _weights(target)
         model, places = change(model)
@@ -82,10 +82,9 @@ def _save(model: Any, out: str) -> None:
     trainer = trainer_of(model)
     state = getattr(model, "state_dict", None)
     tensors = state() if state is not None else {name: trainer.parameter(name) for name in trainer.names()}
-    Weights(
-        {
-            name: Held(bits[0], tensor.shape, bits[1])
-            for name, tensor in tensors.items()
-            for bits in [trainer.bits(tensor)]
-        }
-    ).write(out)
+    Weights({name: _held(trainer, tensor) for name, tensor in tensors.items()}).write(out)
+
+
+def _held(trainer: Trainer, tensor: Any) -> Held:
+    dtype, bits = trainer.bits(tensor)
+    return Held(dtype, tensor.shape, bits)

@@ -1,6 +1,5 @@
 """`elementgrad grad`."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,9 @@ import numpy as np
 import elementgrad as eg
 from elementgrad.cli.failures import FINDING, InputError, say, their_traceback, typed
 from elementgrad.cli.loading import workplace
-from elementgrad.cli.results import ARRAYS, PICTURES, Gradient, destination, show, text_of, write
+from elementgrad.cli.results import ARRAYS, PICTURES, Gradient, require_writable, show, text_of, write
 from elementgrad.cli.subject import Subject, require_places
+from elementgrad.extras import require
 from elementgrad.plan import budget as bytes_of
 from elementgrad.trace import Call
 
@@ -33,11 +33,12 @@ def grad(
     """Print, write and draw the derivatives."""
     require_places(of, *(wrt or []))
     bytes_of.parse(budget)
-    destination(out, ARRAYS), destination(plot, PICTURES)
+    require_writable(out, ARRAYS)
+    require_writable(plot, PICTURES)
     if len(wrt or []) > 1 and ((out or "").endswith(".npy") or plot is not None):
         raise InputError("a .npy file and a picture hold one gradient; give --wrt once, or an .npz file")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib; pip install 'elementgrad[show]'")
+    if plot is not None:
+        require("matplotlib", "--plot", "show")
     with workplace():
         subject = Subject(**given)
         call = Call(subject.function, subject.args, subject.kwargs)

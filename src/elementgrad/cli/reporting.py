@@ -5,7 +5,7 @@ from typing import Any
 import elementgrad as eg
 from elementgrad.cli.failures import InputError
 from elementgrad.cli.loading import workplace
-from elementgrad.cli.results import destination, show
+from elementgrad.cli.results import require_writable, show
 from elementgrad.cli.subject import Subject, require_places
 from elementgrad.plan import budget as bytes_of
 
@@ -24,7 +24,7 @@ def report(
     """Write the page, about a derivative or about a patch."""
     require_places(of, *(wrt or []))
     bytes_of.parse(budget)
-    destination(out, (".html", ".htm"))
+    require_writable(out, (".html", ".htm"))
     if model.endswith(".safetensors"):
         if of is not None or wrt is not None or any(given.values()):
             raise InputError(f"{model} is a patch, and a page about one needs nothing else; leave the rest out")

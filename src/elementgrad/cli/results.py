@@ -15,10 +15,12 @@ import numpy as np
 from elementgrad.backends import Backend
 from elementgrad.cli.failures import InputError
 from elementgrad.train.replacement import replace
+from elementgrad.train.weights import ENDINGS, Held, Weights
 
 FORMAT = 1
 """Which form the objects of `--json` have; another number would be another form."""
 ARRAYS = (".npy", ".npz", ".safetensors", ".json")
+"""The files of arrays that are read and written."""
 PICTURES = (".png", ".svg", ".pdf")
 MOST = 1000
 """More numbers than these are shortened in text; files and JSON have all."""
@@ -51,40 +53,27 @@ class Gradient:
         return {"wrt": self.wrt, "shape": self.values.shape, "dtype": self.dtype, "values": plain(self.values)}
 
 
-def destination(path: str | None, endings: tuple[str, ...]) -> str | None:
-    """A path to write to, refused before any work if nothing can be written there."""
+def require_writable(path: str | None, endings: tuple[str, ...]) -> None:
+    """Refuse a path before any work if nothing can be written there."""
     if path is None:
-        return None
+        return
     if not path.endswith(endings):
         raise InputError(f"{path} has no ending that tells its format; give one of {', '.join(endings)}")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise InputError(f"{path}: there is no folder {folder}; make it first")
-    return path
 
 
 def write(path: str, gradients: list[Gradient], told: Mapping[str, Any]) -> None:
     """Write gradients to a file, by their places where it holds several, as a whole or not at all."""
-    if path.endswith(".json"):
+    if path.endswith(ENDINGS):
+        Weights({one.wrt: Held.of(one.values) for one in gradients}).write(path)
+    elif path.endswith(".json"):
         replace(path, (to_json(told) + "\n").encode())
-        return
-    if path.endswith(".safetensors"):
-        replace(path, _safetensors({one.wrt: one.values for one in gradients}))
-        return
-    file = io.BytesIO()
-    if path.endswith(".npz"):
-        np.savez(file, **{one.wrt: one.values for one in gradients})  # type: ignore[arg-type]
     else:
+        file = io.BytesIO()
         np.save(file, gradients[0].values)
-    replace(path, file.getvalue())
-
-
-def _safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
-    try:
-        from safetensors.numpy import save
-    except ImportError:
-        raise InputError("writing .safetensors needs safetensors; pip install 'elementgrad[train]'") from None
-    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        replace(path, file.getvalue())
 
 
 def text_of(values: np.ndarray) -> str:

@@ -13,10 +13,9 @@ from elementgrad.backends import Backend
 from elementgrad.cli.failures import InputError, say
 from elementgrad.cli.inputs import Array, read
 from elementgrad.cli.loading import find, load, notice
+from elementgrad.cli.parser import FRAMEWORKS
 from elementgrad.place import Place
 from elementgrad.signature import bind
-
-FRAMEWORKS = ("torch", "tensorflow", "jax")
 
 
 class Subject:

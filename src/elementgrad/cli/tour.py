@@ -1,6 +1,7 @@
 """The tour: every founding question, the usual answer beside ours, in the terminal and as a page."""
 
-from elementgrad.cli.touring.visit import Visit, needed
+from elementgrad.cli.touring.visit import Visit
+from elementgrad.extras import require
 
 INTRODUCTION = (
     "What people ask about single elements of tensors, what they are usually told, and what this library does. All "
@@ -10,9 +11,8 @@ INTRODUCTION = (
 
 def run(framework: str = "torch", out: str = "tour.html", no_report: bool = False) -> None:
     """Answer every question, print the answers, and write them with their pictures to a page."""
-    for package in ("rich",) if no_report else ("rich", "matplotlib", "jinja2"):
-        needed(package, "'elementgrad[show]'")
-    needed("safetensors", "'elementgrad[train]'")
+    require("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
+    require("safetensors", "the tour", "train")
     from elementgrad.cli.touring.terminal import Terminal
 
     if not no_report:

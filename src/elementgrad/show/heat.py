@@ -54,7 +54,7 @@ def vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | N
     counted(axes.xaxis)
     axes.yaxis.set_major_formatter("{x:.3g}")
     picture.label(axes, "element", "gradient")
-    for (position,) in _flat(marks, values.shape)[:MARKS]:
+    for (position,) in flattened(marks, values.shape)[:MARKS]:
         start = position // step * step
         outline(axes, picture, start - 0.5, -1.12 * scale.limit, step, 2.24 * scale.limit, "mark")
     return picture, [*scale.notes, *_blocks((1, step), "bar")]
@@ -62,7 +62,7 @@ def vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | N
 
 def matrix(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
     """A matrix; more axes before the last are the rows."""
-    table, scale = _table(values), Scale.of(values, limit)
+    table, scale = as_matrix(values), Scale.of(values, limit)
     shown, block = pooled(table, CELLS)
     rows, columns = table.shape
     picture, axes = _sheet(theme, rows, columns)
@@ -73,7 +73,7 @@ def matrix(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | N
     _count(axes, rows, columns)
     picture.label(axes, "column", "row" if values.ndim == 2 else f"row of {values.shape[:-1]}, flattened")
     bar(picture, axes, scale)
-    _mark(axes, picture, _flat(marks, values.shape, table.shape), block)
+    _mark(axes, picture, flattened(marks, values.shape, table.shape), block)
     return picture, [*scale.notes, *_blocks(block)]
 
 
@@ -174,7 +174,8 @@ def spy(
     return picture, [*notes, *_blocks(block)]
 
 
-def _table(values: np.ndarray) -> np.ndarray:
+def as_matrix(values: np.ndarray) -> np.ndarray:
+    """All axes before the last as rows."""
     return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
 
 
@@ -216,7 +217,7 @@ def _mark(axes: Any, picture: Picture, marks: np.ndarray, block: tuple[int, int]
         outline(axes, picture, left - 0.5, top - 0.5, block[1], block[0], "mark")
 
 
-def _flat(marks: np.ndarray, shape: tuple[int, ...], into: tuple[int, ...] | None = None) -> np.ndarray:
+def flattened(marks: np.ndarray, shape: tuple[int, ...], into: tuple[int, ...] | None = None) -> np.ndarray:
     """Marks in the coordinates of another shape of the same size; in one row if there is none."""
     positions = bare(marks, shape)
     return positions[:, None] if into is None else np.stack(np.unravel_index(positions, into), axis=-1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from elementgrad import __version__
 from elementgrad.errors import OptionError
-from elementgrad.show.extras import require
+from elementgrad.extras import require
 from elementgrad.show.pictures import plot
 from elementgrad.train.replacement import replace
 
@@ -199,7 +199,7 @@ class Page:
 
     def html(self) -> str:
         """The whole file."""
-        require("jinja2 pygments", "a report")
+        require("jinja2 pygments", "a report", "show")
         import jinja2
 
         folder = resources.files("elementgrad.show")

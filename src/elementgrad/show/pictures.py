@@ -8,9 +8,9 @@ import numpy as np
 
 from elementgrad import backends
 from elementgrad.errors import BroadcastError, OptionError, SizeError
+from elementgrad.extras import require
 from elementgrad.lazy import Jacobian, sides
 from elementgrad.shares import Shares
-from elementgrad.show.extras import require
 from elementgrad.show.planes import COLOURS, Planes, bare, channels_last, without_ones
 from elementgrad.show.values import MARKS, Scale, floats, marked, require_some
 from elementgrad.side import Side
@@ -63,7 +63,7 @@ def plot(
     >>> figure.axes[0].images[0].get_clim()
     (-27.0, 27.0)
     """
-    require("matplotlib", "eg.plot")
+    require("matplotlib", "eg.plot", "show")
     from elementgrad.show.theme import theme_of
 
     colours = theme_of(theme)
@@ -127,9 +127,8 @@ def _heated(
     elif kind == "matrix":
         made = heat.matrix(values, marks, theme, limit)
     elif kind == "spy":
-        table = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
-        where = np.stack(np.unravel_index(bare(marks, values.shape), table.shape), axis=-1)
-        made = heat.spy(table, where, theme, (None, None), table.shape)
+        table = heat.as_matrix(values)
+        made = heat.spy(table, heat.flattened(marks, values.shape, table.shape), theme, (None, None), table.shape)
     else:
         shape = values.shape
         last = len(shape) > 2 and channels_last(shape, channels, framework)

@@ -10,10 +10,10 @@ import numpy as np
 
 from elementgrad import tree
 from elementgrad.errors import PlaceError
+from elementgrad.extras import require
 from elementgrad.markup import rows_of
 from elementgrad.read import NOTHING
 from elementgrad.show.answering import Question
-from elementgrad.show.extras import require
 from elementgrad.show.page import CARRIED, Facts, Image, Page, Part, Prose, Section, Table, checked
 from elementgrad.train.elements import Elements, patch_of
 from elementgrad.train.patch import Patch
@@ -48,7 +48,7 @@ def report(
     >>> "<title>squares</title>" in path.read_text()
     True
     """
-    require("matplotlib jinja2 pygments", "eg.report")
+    require("matplotlib jinja2 pygments", "eg.report", "show")
     checked(path)
     if isinstance(f, (Elements, Patch)):
         return _trained(patch_of(f) if isinstance(f, Elements) else f, title).write(path)

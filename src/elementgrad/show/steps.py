@@ -11,6 +11,7 @@ from elementgrad.shares import Shares
 from elementgrad.show.canvas import Picture, counted, legend
 from elementgrad.show.theme import SMALL, Theme
 from elementgrad.show.values import floats, require_some
+from elementgrad.train.apart import element
 from elementgrad.train.patch import Patch
 
 MOST = 20
@@ -149,8 +150,7 @@ def elements(patch: Patch) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Every element of a patch by name, what it was and what it is."""
     names, before, after = [], [np.zeros(0)], [np.zeros(0)]
     for entry in patch.entries:
-        rows = np.stack(np.unravel_index(entry.indices, entry.shape), axis=-1) if entry.shape else np.zeros((1, 0), int)
-        names += [f"{entry.name}[{', '.join(map(str, row))}]" for row in rows.tolist()]
+        names += [element(entry.name, entry.shape, position) for position in entry.indices]
         before.append(floats(entry.originals.floats()))
         after.append(floats(entry.values.floats()))
     return names, np.concatenate(before), np.concatenate(after)

@@ -37,7 +37,7 @@ class Theme:
         return LinearSegmentedColormap.from_list("elementgrad", self.slopes, N=511)
 
 
-BROKEN = {"NaN": "#009e73", "+inf": "#cc79a7", "-inf": "#e0c800"}
+BROKEN_COLOURS = {"NaN": "#009e73", "+inf": "#cc79a7", "-inf": "#e0c800"}
 THEMES = {
     "light": Theme(
         "#ffffff",
@@ -46,7 +46,7 @@ THEMES = {
         "#2171b5",
         "#d94801",
         ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#f7f7f7", "#fdd0a2", "#fd8d3c", "#d94801", "#7f2704"),
-        BROKEN,
+        BROKEN_COLOURS,
         ("#0072b2", "#d55e00", "#007a5a", "#b0508b", "#8a6d00", "#56b4e9", "#444444"),
     ),
     "dark": Theme(
@@ -56,7 +56,7 @@ THEMES = {
         "#58a6e6",
         "#fd8d3c",
         ("#d6ebff", "#6baed6", "#2171b5", "#173d66", "#1f252c", "#6b2e0c", "#d94801", "#fd8d3c", "#ffe3c9"),
-        BROKEN,
+        BROKEN_COLOURS,
         ("#56b4e9", "#e69f00", "#2ec69a", "#d98cb8", "#f0e442", "#8fb8ff", "#c9d1d9"),
     ),
 }

@@ -22,6 +22,7 @@ FEW = 20
 """So few numbers are all shown in full."""
 BROKEN: dict[str, Any] = {"NaN": np.isnan, "+inf": np.isposinf, "-inf": np.isneginf}
 """Numbers that have no place on a scale."""
+COMPLEX = "complex numbers have no one picture; plot their real part, imaginary part or size"
 
 
 def floats(what: Tensor) -> np.ndarray:
@@ -37,7 +38,7 @@ def floats(what: Tensor) -> np.ndarray:
     if backend is None:
         return _array(what)
     if backend.kind(what) == "c":
-        raise DtypeError("complex numbers have no one picture; plot their real part, imaginary part or size")
+        raise DtypeError(COMPLEX)
     try:
         values = backend.floats(what)
     except (TypeError, RuntimeError, NotImplementedError) as error:
@@ -56,7 +57,7 @@ def _array(what: Any) -> np.ndarray:
         except (ValueError, TypeError):
             array = np.array(None)
     if array.dtype.kind == "c":
-        raise DtypeError("complex numbers have no one picture; plot their real part, imaginary part or size")
+        raise DtypeError(COMPLEX)
     try:
         return array.astype(np.float64) if array.dtype.kind in "biufV" else _refuse(what)
     except (ValueError, TypeError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from elementgrad.errors import PatchError
+from elementgrad.extras import require
 from elementgrad.text import listed
 
 FORMAT = "elementgrad-patch"
@@ -61,10 +62,9 @@ def pack(meta: Mapping[str, str], tensors: Mapping[str, Stored]) -> bytes:
 
 def unpack(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Stored]]:
     """The texts and tensors of a file; a `PatchError` if they are not as they were written."""
-    try:
-        from safetensors import SafetensorError, deserialize
-    except ImportError:
-        raise ImportError("reading a patch needs safetensors; pip install 'elementgrad[train]'") from None
+    require("safetensors", "reading a patch", "train")
+    from safetensors import SafetensorError, deserialize
+
     with open(path, "rb") as file:
         head, header = _header(file, Path(path).name)
         text = _text(header, Path(path).name)

@@ -2,9 +2,11 @@
 
 import io
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,6 +41,12 @@ class Held:
         self.bits = bits
         """uint8, one row per element, the lowest byte first."""
 
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Held":
+        """A NumPy array, copied."""
+        numbers = Numbers.of(array)
+        return cls(numbers.dtype, array.shape, np.array(numbers.bits))
+
 
 class Weights:
     """Tensors by name, read from a file and written to one.
@@ -66,7 +74,7 @@ class Weights:
         if path.endswith(".npz"):
             try:
                 with np.load(path, allow_pickle=False) as held:
-                    return cls({name: _of_array(held[name]) for name in held.files})
+                    return cls({name: Held.of(held[name]) for name in held.files})
             except (ValueError, EOFError) as error:
                 raise PatchError(f"{path} holds no weights: {str(error).splitlines()[0]}") from None
         with open(path, "rb") as file:
@@ -131,7 +139,7 @@ class WeightsTrainer(Trainer):
     def check(self, tensor: Held, name: str) -> None:
         """Refuse what is never patched."""
         if not tensor.dtype.startswith(("float", "bfloat", "complex")):
-            raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched")
+            raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched; name a tensor of floats")
 
     def dtype(self, given: Any) -> Any:
         """As it is."""
@@ -161,32 +169,26 @@ class WeightsTrainer(Trainer):
     stop = check_loss = gradients = start
 
 
-def _of_array(array: np.ndarray) -> Held:
-    numbers = Numbers.of(array)
-    return Held(numbers.dtype, array.shape, np.array(numbers.bits))
-
-
 def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, Held]]:
     """The tensors of a safetensors file, whose bytes are those of the file."""
     try:
         end = 8 + struct.unpack("<Q", packed[:8])[0]
         header = json.loads(packed[8:end])
-        described = [
-            (name, one["dtype"], one["shape"], one["data_offsets"])
-            for name, one in header.items()
-            if name != "__metadata__"
-        ]
+        described = [(name, *_described(one)) for name, one in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         raise PatchError(f"{path} is no safetensors file; give one that weights were saved to") from None
-    for name, dtype, shape, (first, last) in described:
-        size = int(np.prod(shape, dtype=np.int64))
-        if not 0 <= first <= last <= len(packed) - end or (size and (last - first) % size):
+    for name, dtype, shape, first, last in described:
+        size = math.prod(shape)
+        if min(shape, default=0) < 0 or not 0 <= first <= last <= len(packed) - end or (size and (last - first) % size):
             raise PatchError(f"{path} is damaged: {name} does not fit into it")
-        if size:
-            bits = np.frombuffer(memoryview(packed)[end + first : end + last], np.uint8).reshape(size, -1)
-            yield name, Held(DTYPES.get(dtype, dtype), shape, bits)
-        else:
-            yield name, Held(DTYPES.get(dtype, dtype), shape, np.zeros((0, 1), np.uint8))
+        bits = np.frombuffer(memoryview(packed)[end + first : end + last], np.uint8)
+        yield name, Held(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
+
+
+def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """What a header says of a tensor: dtype, shape, and where its bytes begin and end."""
+    first, last = map(index, one["data_offsets"])
+    return str(one["dtype"]), tuple(map(index, one["shape"])), first, last
 
 
 def _pack(tensors: Mapping[str, Held]) -> bytes:

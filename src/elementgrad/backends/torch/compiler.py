@@ -32,20 +32,25 @@ def in_graph(function: Function) -> Function:
 
 
 class _Watcher(MetaPathFinder):
-    """Sees the compiler being imported, and goes away."""
+    """Sees the compiler being imported, and then goes away; a look whether there is one changes nothing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != COMPILER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        sys.meta_path.remove(self)  # or else it would be asked again
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 while _waiting:
                     _waiting.pop(0)()
 

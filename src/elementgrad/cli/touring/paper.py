@@ -22,6 +22,12 @@ ABOUT = (
     "elementgrad does. All code ran just now, on {framework}, as it stands here; the numbers, errors and pictures are "
     "what came out."
 )
+MODELS = (
+    "A small convolutional net learns 1500 real handwritten digits of 8 x 8 pixels (Optical Recognition of Handwritten "
+    "Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi.org/10.24432/C50P49, CC BY 4.0; "
+    "scikit-learn's load_digits) and is tried on 297 others. A GRU learns which word comes next in sentences of fifty "
+    'words, such as "a brave cat sees the dog".'
+)
 NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
 
 
@@ -37,14 +43,6 @@ def page(framework: str, models: Sequence[Answer], chapters: Sequence[tuple[str,
     title = "elementgrad: gradients, one element at a time"
     opening = [part for part in (Prose(ASKED), Code(asked), images[hero.number], Prose(about)) if part is not None]
     return Page(title, [*sections, trained], LEAD, opening)
-
-
-MODELS = (
-    "A small convolutional net learns 1500 real handwritten digits of 8 x 8 pixels (Optical Recognition of Handwritten "
-    "Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi.org/10.24432/C50P49, CC BY 4.0; "
-    "scikit-learn's load_digits) and is tried on 297 others. A GRU learns which word comes next in sentences of fifty "
-    'words, such as "a brave cat sees the dog".'
-)
 
 
 def _questions(stops: Sequence[Stop], images: dict[int, Image | None]) -> list[Part]:

@@ -77,7 +77,7 @@ class Visit:
         self.framework = framework
         self.names: dict[str, Any] = {"eg": eg, "np": np}
         for name, module in NEEDS[framework].items():
-            self.names[name] = needed(module, f"'elementgrad[{framework}]'" if module in NEEDS else module)
+            self.names[name] = _needed(module, f"'elementgrad[{framework}]'" if module in NEEDS else module)
 
     def models(self) -> Iterator[Answer]:
         """Train the two models."""
@@ -108,7 +108,7 @@ class Visit:
         return import_module(f"elementgrad.cli.stops.on_{self.framework}.{name}")
 
 
-def needed(module: str, install: str) -> Any:
+def _needed(module: str, install: str) -> Any:
     """A module that the tour cannot do without."""
     try:
         return import_module(module)
