@@ -28,6 +28,8 @@ USAGE = {
     "a missing file": ("grad of_jax.py:loss nothing.npy", "nothing.npy: No such file or directory"),
     "a damaged file": ("grad of_jax.py:loss damaged.npy", "damaged.npy cannot be read: "),
     "a pickle": ("grad of_jax.py:loss objects.npy", "objects.npy cannot be read: Object arrays cannot be loaded"),
+    "a pickle among others": ("grad of_jax.py:loss objects.npz", "objects.npz:x cannot be read: Object arrays"),
+    "a picture on a folder": ("grad of_jax.py:loss [1.0] --plot taken.png", "taken.png: Is a directory"),
     "texts": ("grad of_jax.py:loss texts.npy", "texts.npy is an array of <U1, and a tensor holds numbers"),
     "another kind of file": ("grad of_jax.py:loss notes.csv", "notes.csv is a file of another kind; give a .npy"),
     "no such array": ("grad of_jax.py:loss two.npz:z", "two.npz has no 'z'; it holds x, y.z"),
@@ -66,6 +68,8 @@ def folder(tmp_path_factory):
     (folder / "bad.safetensors").write_bytes(b"12345678{")
     np.save(folder / "x.npy", np.ones((1, 3)))
     np.save(folder / "objects.npy", np.array([{}]))
+    np.savez(folder / "objects.npz", x=np.array([{}]))
+    (folder / "taken.png").mkdir()
     np.save(folder / "texts.npy", np.array(["a"]))
     np.savez(folder / "two.npz", **{"x": np.ones(1), "y.z": np.ones(1)})
     return folder
@@ -77,6 +81,7 @@ PARSING = {
     "an unknown command": ("fly", "invalid choice: 'fly'"),
     "an unknown option": ("grad a.py:f --fly", "unrecognized arguments: --fly"),
     "an unknown choice": ("grad a.py:f --unconnected perhaps", "'elementgrad grad --help' has the options"),
+    "two answers to one question": ("report a.py:f [1.0] --of y[0] --of y[1]", "--of is given twice; give it once"),
     "no file to write": ("patch apply a.npz b.safetensors", "the following arguments are required: --out"),
 }
 
@@ -135,6 +140,22 @@ def test_what_the_users_code_raises_is_shown_as_python_would(folder, monkeypatch
         assert says in error
         assert f"{name}.py" in error
         assert "loading.py" not in error
+        assert "importlib" not in error
+
+
+def test_jax_has_float64_only_where_it_is_told_to(folder, monkeypatch, capsys):
+    from elementgrad.backends.jax import WIDE
+
+    monkeypatch.chdir(folder)
+    with WIDE(False):
+        assert main(["names", "of_jax.py:loss", "x.npy"]) == 0
+        printed = capsys.readouterr()
+        assert "float64" not in printed.out
+        assert printed.err.startswith(
+            "elementgrad: x.npy is float64 and used as float32, as jax is set to; --dtype decides otherwise\n"
+        )
+        assert main(["grad", "of_jax.py:loss", "x.npy", "--dtype", "float64", "--json"]) == 0
+        assert '"dtype": "float64"' in capsys.readouterr().out
 
 
 def test_an_error_of_ours_in_code_of_theirs_shows_their_line(folder, monkeypatch, capsys):

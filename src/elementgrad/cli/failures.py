@@ -67,7 +67,7 @@ def _chain(told: traceback.TracebackException | None) -> Iterator[traceback.Trac
 
 
 def _from_theirs(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    first = next((number for number, frame in enumerate(frames) if _is_theirs(frame.filename)), 0)
+    first = next((number for number, frame in enumerate(frames) if _is_theirs(frame.filename)), len(frames))
     return [frame for frame in frames[first:] if not _is_ours(frame.filename)]
 
 

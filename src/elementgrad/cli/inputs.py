@@ -125,7 +125,14 @@ def _from_file(path: str) -> Any:
     if isinstance(held, np.ndarray):
         return _wrapped(held, path)
     with held:
-        return _Several({name: _wrapped(held[name], f"{path}:{name}") for name in held.files})
+        return _Several({name: _wrapped(_member(held, name, path), f"{path}:{name}") for name in held.files})
+
+
+def _member(held: Any, name: str, path: str) -> np.ndarray:
+    try:
+        return held[name]  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise InputError(f"{path}:{name} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def _of_safetensors(path: str) -> "_Several":

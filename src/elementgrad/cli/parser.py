@@ -18,6 +18,16 @@ INPUTS = """arguments in order: a .npy, .npz, .safetensors or .json file, JSON s
 'data.npz:x' takes one array of a file"""
 
 
+class Once(argparse.Action):
+    """An option of one answer: a second one would replace the first unseen."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        """Keep the value, or refuse another."""
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{self.option_strings[0]} is given twice; give it once")
+        setattr(namespace, self.dest, values)
+
+
 class Mixed(argparse.ArgumentParser):
     """A parser of a command, which takes options between its arguments too."""
 
@@ -251,9 +261,9 @@ def _subject(command: argparse.ArgumentParser) -> None:
 
 
 def _sides(command: argparse.ArgumentParser, several: bool = False) -> None:
-    command.add_argument("--of", metavar="PLACE", help="what to derive, such as 'head[0, 3]'")
+    command.add_argument("--of", metavar="PLACE", action=Once, help="what to derive, such as 'head[0, 3]'")
     text = "by what, such as 'conv1[0, 12, 5:9]'" + ("; may be given several times" if several else "")
-    command.add_argument("--wrt", metavar="PLACE", action="append" if several else "store", help=text)
+    command.add_argument("--wrt", metavar="PLACE", action="append" if several else Once, help=text)
 
 
 def _printed(command: argparse.ArgumentParser, run: str) -> None:

@@ -12,6 +12,7 @@ from elementgrad.cli.subject import Subject, require_places
 from elementgrad.extras import require
 from elementgrad.plan import budget as bytes_of
 from elementgrad.trace import Call
+from elementgrad.train.replacement import replace
 
 SAYS = {
     "zero": "the gradient is zero everywhere; `elementgrad explain` says why",
@@ -71,7 +72,7 @@ def grad(
         }
         if plot is not None and gradients:
             title = f"{told['of']} by {names[0]}"
-            eg.plot(found[0], title=title).savefig(plot)
+            replace(plot, eg.plot(found[0], title=title).save(plot.rpartition(".")[2]))
     if out is not None and gradients:
         write(out, gradients, told)
     if json or gradients:

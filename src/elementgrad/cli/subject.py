@@ -54,7 +54,9 @@ class Subject:
         tensor = self.backend.tensor(leaf.values)
         if not leaf.floating:
             return tensor
-        tensor = self.backend.convert(tensor, wanted or leaf.dtype or "float32")
+        target = wanted or leaf.dtype or "float32"
+        if target != leaf.values.dtype.name:  # else it is made already, as far as the framework is set to have it
+            tensor = self.backend.convert(tensor, target)
         given, made = leaf.dtype, self.backend.dtype(tensor)
         if given not in (None, made) and self._dtype is None:
             why = "as the model is" if wanted is not None else f"as {self.backend.name} is set to"

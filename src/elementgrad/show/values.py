@@ -127,7 +127,9 @@ class Scale:
     @property
     def described(self) -> str:
         """The numbers in a few words, for who cannot see them."""
-        words = f"{self.count} numbers from {self.lowest:.3g} to {self.highest:.3g}, {self.nonzero} of them not zero"
+        finite = self.count > sum(self.broken.values())
+        span = f" from {self.lowest:.3g} to {self.highest:.3g}" if finite else ", none of them finite"
+        words = f"{self.count} numbers{span}, {self.nonzero} of them not zero"
         return "; ".join([words, *self.notes, *[f"{count} {name}" for name, count in self.broken.items()]])
 
 
