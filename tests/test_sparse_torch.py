@@ -287,3 +287,14 @@ def test_long_loops_forget_the_sets_that_nothing_depends_on_any_more(monkeypatch
     monkeypatch.setattr("elementgrad.sparsity.reach.LARGE", 500)
     assert eg.jacobian(f, x).pattern() == whole
     assert whole.size == 60 * 25
+
+
+def test_a_rule_that_is_wrong_for_a_stack_of_seeds_gets_them_one_by_one():
+    def distances(x):
+        return torch.cdist(x.view(3, 2), x.view(3, 2) + 9)
+
+    expected = torch.autograd.functional.jacobian(distances, POINT)
+    J = eg.jacobian(distances, POINT)
+    torch.testing.assert_close(J.dense(), expected)
+    torch.testing.assert_close(J.sparse().to_dense(), expected.reshape(9, 6))
+    assert J.verify()
