@@ -1,6 +1,7 @@
 """How patterns are found on PyTorch: made programs, rules of every sort, and what cannot be known."""
 
 import copy
+import ctypes
 
 import numpy as np
 import pytest
@@ -129,6 +130,11 @@ class NumpyBack(NumpyAhead):
         return torch.from_numpy(gradient.numpy() * np.cos(ctx.saved_tensors[0].numpy()))
 
 
+def pointed(x):
+    """What a kernel outside of PyTorch reads."""
+    return torch.tensor((ctypes.c_double * SIZE).from_address(x.detach().data_ptr()), dtype=x.dtype)
+
+
 @pytest.mark.parametrize(
     ("f", "why", "here"),
     [
@@ -136,6 +142,7 @@ class NumpyBack(NumpyAhead):
         (lambda x: x * x[0].item(), "goes by its values", True),
         (lambda x: x[x > 0], "goes by its values", True),
         (lambda x: x * torch.tensor(x.tolist()), r"goes by its values \(tolist\)", True),
+        (lambda x: x * pointed(x), r"goes by its values \(data_ptr\)", True),
         (lambda x: NumpyAhead.apply(x), r"goes by its values \(numpy\)", True),
         (lambda x: NumpyBack.apply(x), r"goes by its values \(numpy\)|reads the gradient", False),
     ],
@@ -304,3 +311,14 @@ def test_seeds_may_be_made_as_they_are_needed(monkeypatch, budget):
     assert S.plan.chunks == (1 if budget is None else 3)
     np.testing.assert_allclose(S.sparse().toarray(), eg.hessian(lambda x: f(x).sum(), x).dense())
     assert "3 reverse sweeps by symmetry" in repr(S)
+
+
+def test_a_rule_that_is_wrong_for_a_stack_of_seeds_gets_them_one_by_one():
+    def distances(x):
+        return torch.cdist(x.view(3, 2), x.view(3, 2) + 9)
+
+    expected = torch.autograd.functional.jacobian(distances, POINT)
+    J = eg.jacobian(distances, POINT)
+    torch.testing.assert_close(J.dense(), expected)
+    torch.testing.assert_close(J.sparse().to_dense(), expected.reshape(9, 6))
+    assert J.verify()

@@ -8,6 +8,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Tensor = torch.Tensor
 End = Tensor | GradientEdge
+ALONE = ("CdistBackward0",)
+"""Reverse rules that give wrong numbers, and no error, for a stack of seeds under `torch.func.vmap`."""
 
 
 class Passing:
@@ -36,6 +38,21 @@ class Passing:
 def node_of(end: End) -> Any:
     """The node of the graph at which gradients end; for a leaf, to which its node leads, the tensor itself."""
     return end.node if isinstance(end, GradientEdge) else end if end.grad_fn is None else end.grad_fn
+
+
+def alone(start: Any) -> str | None:
+    """A reverse rule behind a node of the graph that must get its seeds one by one, if there is any."""
+    ahead = [start] if start is not None else []
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node.name() in ALONE:
+            return str(node.name())
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return None
 
 
 def largest(start: Any, ends: set[Any]) -> int:

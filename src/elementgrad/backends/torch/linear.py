@@ -14,7 +14,7 @@ from torch.autograd.graph import _engine_run_backward as engine
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.freezable import Freezable
-from elementgrad.backends.torch.graph import Passing, largest, node_of
+from elementgrad.backends.torch.graph import Passing, alone, largest, node_of
 from elementgrad.backends.torch.quiet import NOTHING, State, plainly, state, undisturbed
 from elementgrad.backends.torch.stacks import no_advice, together
 from elementgrad.errors import FrameworkError
@@ -70,6 +70,7 @@ class TorchLinear(Linear):
         self._create_graph = create_graph
         self._attention = False
         self._transposes = True
+        self._alone: dict[int, str | None] = {}
         self._versions = [_version(x) for x in inputs]
         self.leaves, self.outputs = evaluate(False)
 
@@ -181,6 +182,10 @@ class TorchLinear(Linear):
         with undisturbed(None), plainly():  # a rule may run parts of the function again
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
+            if output not in self._alone:
+                self._alone[output] = alone(self.outputs[output].grad_fn)
+            if self._alone[output] is not None:
+                raise UnstackableError(f"{self._alone[output]} is wrong for a stack of seeds")
             try:
                 return together(sweep, seeds)
             except Exception as error:

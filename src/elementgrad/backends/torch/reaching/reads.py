@@ -1,4 +1,4 @@
-"""Values that leave PyTorch without an operation, as NumPy arrays or lists: nothing is known of what comes back.
+"""Values that leave PyTorch without an operation, as arrays, lists or addresses: nothing is known of what comes back.
 
 Not by a mode of `__torch_function__`, which is off inside what it was asked about, a whole backward pass for one.
 """
@@ -14,7 +14,7 @@ import torch
 from elementgrad.backends.patch import Patch, Replace
 
 Notice = Callable[[torch.Tensor, str], None]
-WAYS = ("numpy", "tolist", "__array__", "__dlpack__")
+WAYS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
 _local = threading.local()
 
 
