@@ -18,8 +18,6 @@ from elementgrad.train.elements import Elements, patch_of
 from elementgrad.train.patch import Patch
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from elementgrad.show.canvas import Picture
     from elementgrad.show.theme import Theme
 
@@ -44,7 +42,7 @@ def plot(
     image: Tensor = None,
     channels: str | None = None,
     limit: float | None = None,
-) -> "Figure":
+) -> "Picture":
     """A picture, as a matplotlib figure, of gradients or of whatever else the library gives.
 
     A tensor of any framework or an array is shown by its shape, without leading axes of size one: a `"vector"` as bars,

@@ -9,8 +9,8 @@ import numpy as np
 
 from elementgrad.backends.training import FunctionalTrainer, Trainer, UseOf
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
-from elementgrad.lazy import Reason
 from elementgrad.markup import Rows, Tabular
+from elementgrad.reasons import Reason
 from elementgrad.text import listed, nearest
 from elementgrad.train.ledger import Ledger, Mark
 from elementgrad.train.routing import routes, unconnected, why_apart

@@ -11,8 +11,8 @@ import numpy as np
 from elementgrad import backends
 from elementgrad.backends import Backend, plain
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
-from elementgrad.lazy import Reason
 from elementgrad.place import Place
+from elementgrad.reasons import Reason
 from elementgrad.selection import Selection
 from elementgrad.text import listed
 from elementgrad.train.candidates import Candidate, candidates, earlier

@@ -8,9 +8,8 @@ import numpy as np
 from elementgrad import backends
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import PlaceError, UnconnectedError
-from elementgrad.lazy import Reason
 from elementgrad.place import Place
-from elementgrad.reasons import explained
+from elementgrad.reasons import Reason, explained
 from elementgrad.text import listed
 from elementgrad.trace import Call
 from elementgrad.train.named import Named, named, require_disjoint
