@@ -273,3 +273,8 @@ print("matplotlib.pyplot" in sys.modules, before == [matplotlib.rcParams[name] f
 """
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert made.stdout.split() == ["False", "True"], made.stderr
+
+
+def test_numbers_of_which_none_is_finite_have_no_range():
+    assert "2 numbers, none of them finite" in eg.plot([np.nan, np.inf]).alt
+    assert "2 numbers from 2 to 2" in eg.plot([np.nan, 2.0]).alt

@@ -1,5 +1,6 @@
 """`elementgrad grad`."""
 
+import io
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,9 @@ def grad(
         }
         if plot is not None and gradients:
             title = f"{told['of']} by {names[0]}"
-            replace(plot, eg.plot(found[0], title=title).save(plot.rpartition(".")[2]))
+            drawn = io.BytesIO()
+            eg.plot(found[0], title=title).savefig(drawn, format=plot.rpartition(".")[2])
+            replace(plot, drawn.getvalue())
     if out is not None and gradients:
         write(out, gradients, told)
     if json or gradients:

@@ -172,7 +172,7 @@ def _summary(values: np.ndarray) -> list[tuple[str, str]]:
         return [("gradient", f"{values.item():.8g}")]
     return [
         ("numbers", f"{values.size}, of which {scale.nonzero} are not zero"),
-        ("range", f"{scale.lowest:.6g} to {scale.highest:.6g}"),
+        ("range", f"{scale.lowest:.6g} to {scale.highest:.6g}" if scale.finite else "none is finite"),
         *broken,
     ]
 

@@ -125,10 +125,14 @@ class Scale:
         return notes
 
     @property
+    def finite(self) -> bool:
+        """Whether any number is, so that there is a lowest and a highest."""
+        return self.count > sum(self.broken.values())
+
+    @property
     def described(self) -> str:
         """The numbers in a few words, for who cannot see them."""
-        finite = self.count > sum(self.broken.values())
-        span = f" from {self.lowest:.3g} to {self.highest:.3g}" if finite else ", none of them finite"
+        span = f" from {self.lowest:.3g} to {self.highest:.3g}" if self.finite else ", none of them finite"
         words = f"{self.count} numbers{span}, {self.nonzero} of them not zero"
         return "; ".join([words, *self.notes, *[f"{count} {name}" for name, count in self.broken.items()]])
 
