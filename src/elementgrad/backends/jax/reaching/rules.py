@@ -83,7 +83,7 @@ def _sliced(params: Any, x: np.ndarray) -> np.ndarray:
 
 
 MOVING: dict[str, Callable[..., Any]] = {
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "reshape": lambda params, x: x.transpose(params["dimensions"]).reshape(params["new_sizes"]),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "broadcast_in_dim": _broadcast,
     "slice": _sliced,
