@@ -207,3 +207,11 @@ def test_a_rule_whose_derivative_is_not_symmetric_is_not_read_by_symmetry(fw):
     own = fw.numpy(eg.hessian(g, fw.tensor(at)).dense())
     assert (own != own.T).any()
     np.testing.assert_allclose(S(fw.tensor(at)).toarray(), own, **EXACT)
+
+
+def test_a_product_over_an_axis_misses_nothing_on_jax():
+    """Its derivative reshapes and transposes in one operation."""
+    jnp = pytest.importorskip("jax.numpy")
+    J = eg.jacobian(lambda x: jnp.prod(x.reshape(2, 4), 1), jnp.arange(1.0, 9.0))
+    assert (J.pattern().dense() == np.kron(np.eye(2), np.ones(4)).astype(bool)).all()
+    np.testing.assert_allclose(J.sparse("scipy").toarray(), J.dense())
