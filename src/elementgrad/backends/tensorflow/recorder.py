@@ -12,6 +12,7 @@ from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.tensorflow.linear import Sweep, TensorflowLinear
 from elementgrad.errors import FrameworkError, PlaceError
+from elementgrad.sparsity.pattern import Pattern
 
 Tensor = Any
 
@@ -66,6 +67,10 @@ class _Recorded(TensorflowLinear):
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         with _paused(self._tapes[-1]):
             return super().work(forward, source, targets, sweeps)
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        with _paused(self._tapes[-1]):
+            return super().pattern(output, input, local)
 
     def _swept(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         with _paused(self._tapes[-1]):
