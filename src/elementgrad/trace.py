@@ -210,7 +210,8 @@ class Call:
     def _only_input(self) -> Source:
         floats = [source for source in self.inputs if self.backend.kind(source.tensor) in "fc"]
         if len(floats) != 1:
-            raise _not_one([(s.name, s.tensor) for s in self.inputs], [s.name for s in floats], "input", "wrt")
+            held = [name for name, kind, _ in self.model.held() if kind == "parameter"]
+            raise _not_one([(s.name, s.tensor) for s in self.inputs], [s.name for s in floats], "input", "wrt", held)
         return floats[0]
 
     def _only_output(self, outputs: Sequence[tuple[str, Tensor]]) -> Tensor:
@@ -290,10 +291,11 @@ def _one_backend(function: Callable[..., Any], found: Mapping[str, Backend], arg
     return next(iter(found.values()))
 
 
-def _not_one(named: Sequence[tuple[str, Tensor]], floats: Sequence[str], kind: str, argument: str) -> Exception:
-    """The error about what was left unnamed, and is none or several."""
+def _not_one(named: Sequence[Any], floats: Sequence[str], kind: str, argument: str, held: Any = ()) -> Exception:
+    """The error about what was left unnamed, and is none or several; a model's parameters might be meant."""
     if floats:
         several = f"there are {len(floats)} {kind}s, {listed(floats)}"
         return PlaceError(f"{several}; name one, as in {argument}={floats[0]!r}")
     dtypes = listed([f"{name}: {tensor.dtype}" for name, tensor in named])
-    return DtypeError(f"no {kind} is floating point ({dtypes}), and nothing else has gradients")
+    other = f"; name a parameter, as in {argument}={held[0]!r}" if held else ""
+    return DtypeError(f"no {kind} is floating point ({dtypes}), and no other dtype has gradients{other}")
