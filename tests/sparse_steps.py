@@ -75,7 +75,8 @@ STEPS: dict[str, Step] = {
     "looped": lambda o, x, k: o.loop(3, lambda x: x + 0.1 * o.sin(o.roll(x, k, 0)), x),
     "gradient": lambda o, x, k: o.grad(lambda y: o.sum(y[1:] * y[:-1] ** 2))(x) / 2,
     "mapped": lambda o, x, k: flat(o, o.vmap(lambda row: row * o.sum(row))(o.reshape(x, (3, 2)))),
-    "recomputed": lambda o, x, k: o.recomputed(lambda x: o.tanh(x) * o.roll(x, 1, 0))(x),
+    # In a graph TensorFlow refuses the sparse gradient of what is taken from it, so that a factor comes between.
+    "recomputed": lambda o, x, k: 0.9 * o.recomputed(lambda x: o.tanh(x) * o.roll(x, 1, 0))(x),
 }
 programs = st.lists(st.tuples(st.sampled_from(list(STEPS)), st.integers(0, SIZE - 1)), min_size=1, max_size=6)
 
