@@ -1,6 +1,7 @@
 """The graph of one evaluation: where gradients end, and how large they get on their way."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ def node_of(end: End) -> Any:
     return end.node if isinstance(end, GradientEdge) else end if end.grad_fn is None else end.grad_fn
 
 
-def alone(start: Any) -> str | None:
-    """A reverse rule behind a node of the graph that must get its seeds one by one, if there is any."""
-    ahead = [start] if start is not None else []
+def alone(starts: Sequence[Any]) -> str | None:
+    """A reverse rule behind nodes of the graph that must get its seeds one by one, if there is any."""
+    ahead = list(starts)
     seen = set(ahead)
     while ahead:
         node = ahead.pop()

@@ -183,7 +183,7 @@ class TorchLinear(Linear):
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
             if output not in self._alone:
-                self._alone[output] = alone(self.outputs[output].grad_fn)
+                self._alone[output] = alone(self._starts(output, inputs))
             if self._alone[output] is not None:
                 raise UnstackableError(f"{self._alone[output]} is wrong for a stack of seeds")
             try:
@@ -192,6 +192,10 @@ class TorchLinear(Linear):
                 if FUSED in str(error) and not self._attention:
                     raise
                 raise UnstackableError(reason(error)) from error
+
+    def _starts(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
+        """The nodes of the graph at which reverse sweeps start."""
+        return [self.outputs[output].grad_fn]
 
     def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
         """One reverse sweep as a function of its seed; None if there is no path at all."""

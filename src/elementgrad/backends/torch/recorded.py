@@ -63,6 +63,7 @@ class RecordedLinear(TorchLinear):
         self.inputs = [asked.tensor.detach() for asked, _ in wrt]
         self._create_graph = False
         self._attention = True  # which is evaluated again elsewhere, and cannot be here
+        self._alone = {}
         self._ways: dict[Any, list[Way]] = {}
         for output in range(len(of)):
             self.without[output]["forward"] = BACKWARDS
@@ -89,6 +90,9 @@ class RecordedLinear(TorchLinear):
             ends = {pick.edge.node for picks in way.picks for pick in picks}
             sizes.append(largest(way.edge.node, ends))
         return max(sizes)
+
+    def _starts(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
+        return [way.edge.node for way in self.ways(output, inputs)]
 
     def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
         ways = self.ways(output, inputs)

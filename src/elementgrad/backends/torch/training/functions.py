@@ -115,7 +115,8 @@ class ByLookup(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             no_row = -1 if padding is None else padding
             table = torch.ops.aten.embedding_backward(gradient, ids, ctx.rows, no_row, by_frequency, False)
-        tokens, rows = (ids, gradient) if ids.ndim == 1 else (ids.reshape(-1), gradient.flatten(0, -2))
+        flat = ids.ndim == 1
+        tokens, rows = (ids, gradient) if flat else (ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
         if by_frequency:
             _, place, count = tokens.unique(return_inverse=True, return_counts=True)
             rows = rows / count[place].unsqueeze(1)
