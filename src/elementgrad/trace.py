@@ -31,7 +31,7 @@ class Call:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         if not callable(function):
             raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
-        if not isinstance(kwargs, Mapping):
+        if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow question
             raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
         self._bound = bind(function, args, kwargs)
         self._homes: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
