@@ -201,3 +201,27 @@ def test_a_jacobian_of_40_gb_answers_a_row_a_column_and_a_block(fw):
     block = np.diag(x[::-1][:10])
     np.testing.assert_array_equal(fw.numpy(J[:10, :10]), block)
     np.testing.assert_array_equal(fw.numpy(J[:10, count - 10 :]), np.diag(x[:10])[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    ("module", "slope"),
+    [
+        (nn.Identity(), [1, 1, 1]),
+        (nn.Sequential(), [1, 1, 1]),
+        (nn.Dropout(0.5).eval(), [1, 1, 1]),
+        (nn.ReLU(inplace=True), [0, 1, 1]),
+        (
+            nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), nn.Unflatten(0, (3, 1))),
+            [0, 1, 1],
+        ),
+    ],
+    ids=str,
+)
+def test_modules_of_pytorch_that_hand_their_input_on_or_write_to_it(module, slope):
+    x = torch.tensor([-1.0, 2.0, 3.0])
+    J = eg.jacobian(module, x)
+    assert J.dense().reshape(3, 3).tolist() == np.diag(slope).tolist()
+    assert J.sparse().to_dense().tolist() == np.diag(slope).tolist()
+    assert x.tolist() == [-1, 2, 3]
+    if slope[0]:
+        assert J.value.data_ptr() != x.data_ptr()

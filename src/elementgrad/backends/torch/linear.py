@@ -97,8 +97,10 @@ class TorchLinear(Linear):
                 for x in given:
                     leaf: Any = Passing() if x is None else _leaf(x, create_graph)
                     leaves.append(leaf)
-                    passed.append(leaf if x is None else leaf.clone())  # clones may be written to in place
+                    passed.append(leaf.clone() if anything and x is not None else leaf)  # clones may be written to
                 outputs = run(*passed)
+                if not anything:  # what is handed through is an output nevertheless
+                    outputs = [y.clone() if y.is_leaf and y.requires_grad else y for y in outputs]
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Passing):
                     inputs[i], leaves[i] = leaf.like, leaf.end

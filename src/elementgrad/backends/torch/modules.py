@@ -73,7 +73,7 @@ class Lending:
 
 
 def _bare(module: Any) -> bool:
-    """Whether a module and all inside have no buffers, and call nothing else, being PyTorch's own and without hooks."""
+    """Whether a module and all inside are PyTorch's own, without buffers and hooks, and write to no input."""
     inside = [module]
     for part in inside:
         if part is None:
@@ -81,7 +81,7 @@ def _bare(module: Any) -> bool:
         kept = part.__dict__
         if "forward" in kept or kept["_buffers"] or kept["_forward_pre_hooks"] or kept["_forward_hooks"]:
             return False
-        if not type(part).__module__.startswith("torch.nn.modules."):
+        if kept.get("inplace") or not type(part).__module__.startswith("torch.nn.modules."):
             return False
         inside += kept["_modules"].values()
     return True

@@ -49,8 +49,8 @@ class undisturbed:  # noqa: N801
     """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction. Whoever
-    has just asked for the state may pass it as `now`. On entering it says whether code that PyTorch did not write may
-    run.
+    has just asked for the state may pass it as `now`. On entering it says whether code may run that PyTorch did not
+    write, or that writes to its input.
     """
 
     def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
