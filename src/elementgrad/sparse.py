@@ -139,7 +139,7 @@ class Sparse:
         if not isinstance(pattern, Pattern):
             if not hasattr(pattern, "tocoo"):
                 raise OptionError(
-                    f"pattern={type(pattern).__name__} is none; give an eg.Pattern or a matrix of scipy.sparse"
+                    f"pattern is {type(pattern).__name__}; give an eg.Pattern or a matrix of scipy.sparse"
                 )
             pattern = Pattern.from_scipy(pattern)
         shape = math.prod(self._of.shape), math.prod(self._wrt.shape)

@@ -75,7 +75,7 @@ def stars_of(pattern: Pattern) -> np.ndarray:
 
     def orders() -> Iterator[np.ndarray]:
         yield lines[np.argsort(-counts[lines], kind="stable")]
-        order = _peeled(starts, columns, counts)
+        order = _peeled(lambda line: columns[starts[line] : starts[line + 1]], counts)
         yield order[counts[order] > 0]
 
     return _best(fit, lines, orders(), 1, pattern.size <= PATIENT)
@@ -182,6 +182,19 @@ def _smallest_last(pattern: Pattern, degrees: np.ndarray) -> np.ndarray:
     across = pattern.T
     starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
     down, rows = across.starts.tolist(), across.columns.tolist()
+
+    def met(line: int) -> list[int]:
+        return [
+            other
+            for column in columns[starts[line] : starts[line + 1]]
+            for other in rows[down[column] : down[column + 1]]
+        ]
+
+    return _peeled(met, degrees)
+
+
+def _peeled(met: Callable[[int], Sequence[int]], degrees: np.ndarray) -> np.ndarray:
+    """The same for lines that each meet others, as often as they are given."""
     left = degrees.tolist()
     heap = [(degree, line) for line, degree in enumerate(left)]
     heapq.heapify(heap)
@@ -193,30 +206,10 @@ def _smallest_last(pattern: Pattern, degrees: np.ndarray) -> np.ndarray:
         left[line] = -1
         order.append(line)
         touched: dict[int, int] = {}
-        for column in columns[starts[line] : starts[line + 1]]:
-            for other in rows[down[column] : down[column + 1]]:
-                if left[other] >= 0:
-                    touched[other] = touched.get(other, 0) + 1
+        for other in met(line):
+            if left[other] > 0:
+                touched[other] = touched.get(other, 0) + 1
         for other, count in touched.items():
             left[other] -= count
             heapq.heappush(heap, (left[other], other))
-    return np.array(order[::-1], dtype=np.int64)
-
-
-def _peeled(starts: list[int], columns: list[int], counts: np.ndarray) -> np.ndarray:
-    """The same among neighbours of a symmetric pattern."""
-    left = counts.tolist()
-    heap = [(degree, line) for line, degree in enumerate(left)]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        degree, line = heapq.heappop(heap)
-        if degree != left[line]:
-            continue
-        left[line] = -1
-        order.append(line)
-        for other in columns[starts[line] : starts[line + 1]]:
-            if left[other] > 0:
-                left[other] -= 1
-                heapq.heappush(heap, (left[other], other))
     return np.array(order[::-1], dtype=np.int64)
