@@ -149,7 +149,7 @@ def test_a_pattern_that_misses_an_entry_is_found_out(fw):
         (
             lambda fw, J, x: eg.jacobian(lambda x: x, x, pattern=3),
             eg.OptionError,
-            "pattern=int is none; give an eg.Patt",
+            "pattern is int; give an eg.Pattern",
         ),
         (
             lambda fw, J, x: eg.jacobian(lambda x: x, x, batch=True).sparse(),
