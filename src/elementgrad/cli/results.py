@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.cli.failures import InputError
-from elementgrad.train.replacement import replace
+from elementgrad.train.replacement import replace, writable
 from elementgrad.train.weights import ENDINGS, Held, Weights
 
 FORMAT = 1
@@ -59,9 +58,7 @@ def require_writable(path: str | None, endings: tuple[str, ...]) -> None:
         return
     if not path.endswith(endings):
         raise InputError(f"{path} has no ending that tells its format; give one of {', '.join(endings)}")
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise InputError(f"{path}: there is no folder {folder}; make it first")
+    writable(path, f"result{endings[0]}")
 
 
 def write(path: str, gradients: list[Gradient], told: Mapping[str, Any]) -> None:

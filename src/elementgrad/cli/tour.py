@@ -2,6 +2,7 @@
 
 from elementgrad.cli.touring.visit import Visit
 from elementgrad.extras import require
+from elementgrad.train.replacement import writable
 
 INTRODUCTION = (
     "What people ask about single elements of tensors, what they are usually told, and what this library does. All "
@@ -16,9 +17,7 @@ def run(framework: str = "torch", out: str = "tour.html", no_report: bool = Fals
     from elementgrad.cli.touring.terminal import Terminal
 
     if not no_report:
-        from elementgrad.show.page import checked
-
-        checked(out)
+        writable(out)
     terminal, visit = Terminal(), Visit(framework)
     terminal.head("elementgrad: gradients, one element at a time", INTRODUCTION)
     terminal.chapter("The two models")

@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from elementgrad import __version__
-from elementgrad.errors import OptionError
 from elementgrad.extras import require
 from elementgrad.show.pictures import plot
-from elementgrad.train.replacement import replace
+from elementgrad.train.replacement import replace, writable
 
 Tone = Literal["good", "bad", "odd", "calm"]
 ROWS = 20
@@ -212,21 +211,8 @@ class Page:
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the file as a whole or not at all."""
-        replace(checked(path), self.html().encode("utf-8", "replace"))
+        replace(writable(path), self.html().encode("utf-8", "replace"))
         return Path(path)
-
-
-def checked(path: str | os.PathLike[str]) -> Path:
-    """A path to which a file can be written, before anything is computed for it."""
-    try:
-        path = Path(path)
-    except TypeError:
-        raise OptionError(f"{path!r} is no path; give the name of a file, such as 'report.html'") from None
-    if path.is_dir():
-        raise OptionError(f"{path} is a directory; give the name of a file, such as '{path / 'report.html'}'")
-    if not path.resolve().parent.is_dir():
-        raise OptionError(f"{path.parent} is no directory; make it first")
-    return path
 
 
 def _stem(name: str) -> str:

@@ -14,9 +14,10 @@ from elementgrad.extras import require
 from elementgrad.markup import rows_of
 from elementgrad.read import NOTHING
 from elementgrad.show.answering import Question
-from elementgrad.show.page import CARRIED, Facts, Image, Page, Part, Prose, Section, Table, checked
+from elementgrad.show.page import CARRIED, Facts, Image, Page, Part, Prose, Section, Table
 from elementgrad.train.elements import Elements, patch_of
 from elementgrad.train.patch import Patch
+from elementgrad.train.replacement import writable
 
 TOUCHED = 200
 """Rows of the table of elements before and after."""
@@ -49,7 +50,7 @@ def report(
     True
     """
     require("matplotlib jinja2 pygments", "eg.report", "show")
-    checked(path)
+    writable(path)
     if isinstance(f, (Elements, Patch)):
         return _trained(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
     answers = [Question(f, args, kwargs, *sides).answered(budget) for sides in product(tree.flat(of), tree.flat(wrt))]

@@ -5,9 +5,25 @@ import secrets
 import stat
 import time
 from contextlib import suppress
+from pathlib import Path
+
+from elementgrad.errors import OptionError
 
 STALE = 3600.0
 """Seconds after which a temporary file is one that a killed process left behind."""
+
+
+def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path:
+    """A path to which a file can be written, before anything is computed for it."""
+    try:
+        path = Path(path)
+    except TypeError:
+        raise OptionError(f"{path!r} is no path; give the name of a file, such as {such_as!r}") from None
+    if path.is_dir():
+        raise OptionError(f"{path} is a directory; give the name of a file, such as '{path / such_as}'")
+    if not path.resolve().parent.is_dir():
+        raise OptionError(f"{path}: there is no directory {path.parent}; make it first")
+    return path
 
 
 def replace(path: str | os.PathLike[str], content: bytes) -> None:

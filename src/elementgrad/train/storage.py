@@ -20,8 +20,6 @@ FORMAT = "elementgrad-patch"
 VERSION = 1
 LONGEST = 100_000_000
 """Bytes of a header; the library reads no longer one either."""
-WIDTHS = {"I64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
-"""The dtypes of safetensors that are written, and their bytes."""
 OTHERS = {
     b"PK": "a zip archive, such as torch.save, Keras and NumPy write",
     b"\x89HDF": "an HDF5 file, such as Keras writes",
@@ -42,21 +40,28 @@ class Stored(NamedTuple):
 def pack(meta: Mapping[str, str], tensors: Mapping[str, Stored]) -> bytes:
     """The content of a file with these tensors and texts; the same ones give the same bytes."""
     text = {"format": FORMAT, "version": str(VERSION), **meta}
-    header: dict[str, Any] = {"__metadata__": {**text, "sha256": _checksum(text, tensors)}}
-    payload = []
+    content = joined(tensors, {**text, "sha256": _checksum(text, tensors)})
+    length = int.from_bytes(content[:8], "little")
+    if length > LONGEST:
+        raise PatchError(
+            f"the texts of the places take {length} bytes, and a file has room for {LONGEST}; name the elements by "
+            "slices, or by lists where a mask marks few"
+        )
+    return content
+
+
+def joined(tensors: Mapping[str, Stored], text: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a safetensors file: the length of the header, the header, the tensors."""
+    header: dict[str, Any] = {} if text is None else {"__metadata__": text}
+    payload: list[bytes] = []
     end = 0
-    for name in sorted(tensors, key=lambda name: -WIDTHS[tensors[name].dtype]):  # so that each is aligned
+    for name in sorted(tensors, key=lambda name: -_width(tensors[name].dtype)):  # so that each is aligned
         dtype, shape, data = tensors[name]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
         payload.append(data)
         end += len(data)
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    if len(head) > LONGEST:
-        raise PatchError(
-            f"the texts of the places take {len(head)} bytes, and a file has room for {LONGEST}; name the elements by "
-            "slices, or by lists where a mask marks few"
-        )
     return b"".join([struct.pack("<Q", len(head)), head, *payload])
 
 
@@ -122,6 +127,11 @@ def _text(header: dict[str, Any], name: str) -> dict[str, str]:
     if not all(isinstance(value, str) for value in text.values()):
         raise PatchError(f"{name} is {_damaged('its metadata is not all text')}")
     return dict(text)
+
+
+def _width(dtype: str) -> int:
+    """The bytes of a number, which the names of dtypes tell in bits: BF16, C64, and BOOL that has one byte."""
+    return int(dtype.lstrip("ABCDEFIOLU") or 8) // 8
 
 
 def _cut(header: dict[str, Any], held: int) -> str | None:

@@ -16,6 +16,7 @@ from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceErro
 from elementgrad.text import listed, nearest
 from elementgrad.train.numbers import VIEWS, Numbers
 from elementgrad.train.replacement import replace
+from elementgrad.train.storage import Stored, joined
 
 ENDINGS = (".safetensors", ".npz")
 DTYPES = {
@@ -193,15 +194,7 @@ def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
 
 def _pack(tensors: Mapping[str, Held]) -> bytes:
     names = {ours: theirs for theirs, ours in DTYPES.items()}
-    header, end = {}, 0
-    ordered = sorted(tensors, key=lambda name: -tensors[name].bits.shape[1])  # so that each is aligned
-    for name in ordered:
-        held = tensors[name]
+    for name, held in tensors.items():
         if held.dtype not in names:
             raise PatchError(f"{held.dtype} of {name} has no place in .safetensors; write .npz")
-        size = held.bits.size
-        header[name] = {"dtype": names[held.dtype], "shape": held.shape, "data_offsets": [end, end + size]}
-        end += size
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    return b"".join([struct.pack("<Q", len(head)), head, *[tensors[name].bits.tobytes() for name in ordered]])
+    return joined({name: Stored(names[held.dtype], held.shape, held.bits.tobytes()) for name, held in tensors.items()})
