@@ -52,9 +52,11 @@ class Meeting(Meter):
                     x.register_hook(self._note(number, mask))
 
     def _note(self, number: int, mask: np.ndarray) -> Callable[[Tensor], None]:
+        everywhere = bool(mask.all())
+
         def note(gradient: Tensor) -> None:
             dense = gradient.detach() if gradient.layout == torch.strided else gradient.detach().to_dense()
-            if bool(dense[torch.from_numpy(mask).to(gradient.device)].any()):
+            if bool((dense if everywhere else dense[torch.from_numpy(mask).to(gradient.device)]).any()):
                 self.alive.add(number)
 
         return note
