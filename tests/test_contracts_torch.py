@@ -1,11 +1,17 @@
 """What the backend takes for granted of PyTorch: a new version that breaks one of these breaks it."""
 
+import importlib
+import inspect
+import re
+
 import numpy as np
 import pytest
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import cached_backends
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from elementgrad.backends.torch.modules import DRAWING, STILL
 
 
 def test_pytorch_runs_an_allowed_function_in_the_graph_with_plain_python_inside():
@@ -385,3 +391,10 @@ def test_pytorch_has_an_engine_that_gives_gradients_and_keeps_none():
         assert given[0].tolist() == [2.0, 4.0]
         assert given[1] is None
     assert x.grad is None
+
+
+def test_pytorch_draws_random_numbers_in_no_other_module_of_the_still_kinds():
+    kinds = [kind for name in STILL for kind in vars(importlib.import_module(name)).values() if inspect.isclass(kind)]
+    own = [kind for kind in kinds if kind.__module__ in STILL]
+    signs = re.compile(r"dropout|self\.training|_random_samples|bernoulli|rrelu\(")
+    assert {kind.__name__ for kind in own if signs.search(inspect.getsource(kind))} == DRAWING

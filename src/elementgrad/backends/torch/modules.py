@@ -7,6 +7,12 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks, register_module_forward_hook
 
 Module = torch.nn.Module
+STILL = frozenset(
+    f"torch.nn.modules.{kind}"
+    for kind in ("activation", "container", "conv", "flatten", "fold", "linear", "normalization", "padding", "pooling")
+)
+"""Where PyTorch keeps modules that draw no random numbers, but for `DRAWING`."""
+DRAWING = frozenset({"RReLU", "MultiheadAttention", "FractionalMaxPool2d", "FractionalMaxPool3d"})
 
 
 class Lending:
@@ -14,7 +20,6 @@ class Lending:
 
     Within one run a module finds what it wrote there in an earlier call. Its attributes are put back at the end, since
     they may say something about its buffers. The first is one whose method is called without a call of the module.
-    A function that cannot come by a buffer is not watched, since each call of a module waits for its hooks.
     """
 
     def __init__(self, function: Any):
@@ -26,9 +31,7 @@ class Lending:
         first = getattr(function, "__self__", None)
         if isinstance(first, Module):
             self._enter(first, None)
-        self.watching = not (isinstance(function, Module) and _bare(function)) or bool(_global_forward_hooks)
-        if self.watching:
-            _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
+        _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
 
     def _enter(self, module: Module, _: Any) -> None:
         buffers = module._buffers
@@ -60,8 +63,7 @@ class Lending:
 
     def end(self) -> None:
         """Put back what is still lent, and what was kept."""
-        if self.watching:
-            del _global_forward_pre_hooks[id(self)]
+        del _global_forward_pre_hooks[id(self)]
         if self._leaving is not None:
             self._leaving.remove()
         while self._open:
@@ -72,16 +74,19 @@ class Lending:
             module.__dict__.update(attributes)
 
 
-def _bare(module: Any) -> bool:
-    """Whether a module and all inside are PyTorch's own, without buffers and hooks, and write to no input."""
-    inside = [module]
+def still(function: Any) -> bool:
+    """Whether a function is a module that leaves no trace: it and all inside are PyTorch's own, without buffers and
+    hooks, write to no input and draw no random numbers. Then nothing needs to be kept, and every call is faster."""
+    if not isinstance(function, Module) or _global_forward_hooks or _global_forward_pre_hooks:
+        return False
+    inside: list[Any] = [function]
     for part in inside:
         if part is None:
             continue
-        kept = part.__dict__
+        kept, kind = part.__dict__, type(part)
         if "forward" in kept or kept["_buffers"] or kept["_forward_pre_hooks"] or kept["_forward_hooks"]:
             return False
-        if kept.get("inplace") or not type(part).__module__.startswith("torch.nn.modules."):
+        if kept.get("inplace") or kind.__module__ not in STILL or kind.__name__ in DRAWING:
             return False
         inside += kept["_modules"].values()
     return True

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from elementgrad.backends.torch.modules import Lending
+from elementgrad.backends.torch.modules import Lending, still
 
 DEVICES = ("cpu", "cuda")
 CUDA = torch.backends.cuda.is_built()
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
 Precision = tuple[tuple[bool, torch.dtype | None], ...]
-State = tuple[RandomState, Precision]
-"""What a function runs from: the generators, and the autocast of each device."""
+State = tuple[RandomState | None, Precision]
+"""What a function runs from: the generators, unless it leaves no trace, and the autocast of each device."""
 
 
 FULL: Precision = tuple([(False, None) for _ in DEVICES])
@@ -23,17 +23,20 @@ FULL: Precision = tuple([(False, None) for _ in DEVICES])
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def state() -> State:
+def state(function: Any = None) -> State:
     """What a function would run from now."""
-    return _random(), _precision()
+    return None if still(function) else generators(), _precision()
 
 
-def _random() -> RandomState:
+def generators() -> RandomState:
+    """The state of the generators of random numbers."""
     devices = torch.cuda.get_rng_state_all() if CUDA and torch.cuda.is_initialized() else []
     return torch.default_generator.get_state(), devices
 
 
-def _set_random(state: RandomState) -> None:
+def _set_random(state: RandomState | None) -> None:
+    if state is None:
+        return
     torch.default_generator.set_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
@@ -49,8 +52,8 @@ class undisturbed:  # noqa: N801
     """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction. Whoever
-    has just asked for the state may pass it as `now`. On entering it says whether code may run that PyTorch did not
-    write, or that writes to its input.
+    has just asked for the state may pass it as `now`; of what leaves no trace nothing is kept. On entering it says
+    whether anything may happen: code that PyTorch did not write, or writes to the input.
     """
 
     def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
@@ -60,14 +63,14 @@ class undisturbed:  # noqa: N801
         self._now = now
 
     def __enter__(self) -> bool:
-        self._random = _random() if self._now is None else self._now[0]
-        self._lending = Lending(self._function)
+        self._random = generators() if self._now is None else self._now[0]
+        self._lending = None if self._random is None else Lending(self._function)
         try:
             self._modes = modes(self._again, self._attention)
         except BaseException:
             self._end()
             raise
-        return self._lending.watching
+        return self._lending is not None
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -77,7 +80,8 @@ class undisturbed:  # noqa: N801
             self._end()
 
     def _end(self) -> None:
-        self._lending.end()
+        if self._lending is not None:
+            self._lending.end()
         _set_random(self._random)
 
 

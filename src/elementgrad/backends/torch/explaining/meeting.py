@@ -9,7 +9,7 @@ import torch
 from elementgrad import tree
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
 from elementgrad.backends.torch.explaining.structure import structured
-from elementgrad.backends.torch.quiet import state, undisturbed
+from elementgrad.backends.torch.quiet import generators, undisturbed
 from elementgrad.backends.touching import guessed, touched
 
 Tensor = torch.Tensor
@@ -82,9 +82,9 @@ def tried(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> 
             return others[id(x)] if isinstance(x, Tensor) else x
 
         with undisturbed(None), torch.no_grad():
-            before = state()[0][0]
+            before = generators()[0]
             result = ran.func(*tree.mapped(ran.args, other), **tree.mapped(dict(ran.kwargs), other))
-            if not torch.equal(before, state()[0][0]):
+            if not torch.equal(before, generators()[0]):
                 raise RuntimeError("it draws random numbers, which would be others")
         results = [x for x in tree.flat(result) if isinstance(x, Tensor)]
         written = [others[id(x)] for x in ran.made if id(x) in others]
