@@ -8,6 +8,7 @@ import torch  # noqa: F401  (before TensorFlow: the other order is known to cras
 
 from benchmarks import (
     command_line,
+    distributed,
     edits,
     explaining,
     jacobians,
@@ -25,6 +26,7 @@ SUITES = {
     **names.SUITES,
     **explaining.SUITES,
     **sparse.SUITES,
+    **distributed.SUITES,
     **training.SUITES,
     **training_keras.SUITES,
     **training_jax.SUITES,

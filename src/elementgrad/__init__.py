@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elementgrad.address import at as at
     from elementgrad.choice import choose as choose
+    from elementgrad.distributed.blocks import Blocks as Blocks
     from elementgrad.errors import BatchError as BatchError
     from elementgrad.errors import BroadcastError as BroadcastError
     from elementgrad.errors import DtypeError as DtypeError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import SizeError as SizeError
     from elementgrad.errors import TracedError as TracedError
     from elementgrad.errors import UnconnectedError as UnconnectedError
+    from elementgrad.errors import WorkerError as WorkerError
     from elementgrad.explaining.checking import Check as Check
     from elementgrad.explaining.checking import check as check
     from elementgrad.explaining.diagnosis import Diagnosis as Diagnosis
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from elementgrad.naming import names as names
     from elementgrad.paths import contributions as contributions
     from elementgrad.place import Place as Place
+    from elementgrad.plan.layout import Block as Block
     from elementgrad.plan.plan import Plan as Plan
     from elementgrad.prepared import Prepared as Prepared
     from elementgrad.read import grad as grad
@@ -77,6 +80,8 @@ _HOMES = {
     "Diagnosis": "explaining.diagnosis",
     "Share": "shares",
     "Shares": "shares",
+    "Block": "plan.layout",
+    "Blocks": "distributed.blocks",
     "Jacobian": "lazy",
     "Patch": "train.patch",
     "Pattern": "sparsity.pattern",
@@ -103,6 +108,7 @@ _HOMES = {
     "SizeError": "errors",
     "TracedError": "errors",
     "UnconnectedError": "errors",
+    "WorkerError": "errors",
 }
 __all__ = list(_HOMES)
 

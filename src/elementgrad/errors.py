@@ -61,6 +61,10 @@ class SizeError(ElementgradError, MemoryError):
     """What is asked for is larger than the memory that is free."""
 
 
+class WorkerError(ElementgradError, RuntimeError):
+    """A worker was lost, again and again or with its whole pool, and what it was to do is not done."""
+
+
 class PatchError(ElementgradError, ValueError):
     """A patch, or the file of one, does not hold together: damaged, of another kind, or at odds with itself."""
 

@@ -16,17 +16,19 @@ from elementgrad.plan import budget as bytes_of
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.run import Reader
 from elementgrad.prepared import Again
+from elementgrad.question import Question
 from elementgrad.reasons import Reason, unconnected
 from elementgrad.selection import Selection
 from elementgrad.side import Side
 from elementgrad.sparse import Sparse
 from elementgrad.sparsity.pattern import Pattern
+from elementgrad.whole import Whole
 
 Tensor = Any
 SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
 
 
-class Jacobian(Sparse):
+class Jacobian(Whole, Sparse):
     """The derivative of one tensor with respect to another, computed where you index it. Make one with `eg.jacobian`.
 
     The function was evaluated when the Jacobian was made. Each read plans the fewest sweeps it can: reverse ones
@@ -66,6 +68,7 @@ class Jacobian(Sparse):
         pattern: Pattern | None = None,
         again: Again | None = None,
         symmetric: bool = False,
+        question: Question | None = None,
     ):
         self._backend = backend
         self._of = of
@@ -76,6 +79,7 @@ class Jacobian(Sparse):
         self._why = why
         self._again = again
         self._symmetric = symmetric
+        self._question = question
         sizes = math.prod(of.of), [math.prod(wrt.of)]
         self._reader = Reader(backend, linear, of.number, [wrt.number], *sizes, 1 if batch is None else batch, budget)
         self._known = None if pattern is None else self._given(pattern)
@@ -135,17 +139,6 @@ class Jacobian(Sparse):
                 "diagonal; they must be of one shape, or use J.entries(outs, ins)"
             )
         return self.entries(..., ...)
-
-    @plain
-    def dense(self) -> Tensor:
-        """The whole Jacobian, of shape `J.shape`.
-
-        >>> import torch, elementgrad as eg
-        >>> eg.jacobian(lambda x: x * x.sum(), torch.ones(2)).dense()
-        tensor([[3., 1.],
-                [1., 3.]])
-        """
-        return self[..., ...]
 
     @plain
     def plan(self, out: Any = ..., in_: Any = ...) -> Plan:

@@ -17,6 +17,7 @@ from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
 from elementgrad.prepared import Again
+from elementgrad.question import Question
 from elementgrad.reasons import Reason, explained
 from elementgrad.side import Side
 from elementgrad.source import Source
@@ -150,6 +151,10 @@ class _Reading:
     batch: bool
     again: Again
     why: Callable[[Side, Side], Reason | None] | None = None
+    asked: tuple[Any, ...] = ()
+    """The function, its arguments and the options that a question has."""
+    element: Place | None = None
+    """The output whose gradient is read, where that is what is differentiated."""
 
     @classmethod
     def start(
@@ -210,9 +215,9 @@ class _Reading:
             by_name = dict(named)
             return explained(call, by_name.get(this.name), by_name.get(that.name))
 
-        reading = cls(
-            call.backend, linear, tree.filled(of, outs), tree.filled(wrt, ins), zero, limit, batch, again, why
-        )
+        filled = tree.filled(of, outs), tree.filled(wrt, ins)
+        asked = f, args, dict(kwargs), zero, batch, create_graph
+        reading = cls(call.backend, linear, *filled, zero, limit, batch, again, why, asked)
         reading._examples()
         if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
             for side in outs:
@@ -221,7 +226,8 @@ class _Reading:
 
     def jacobian(self, of: Side, wrt: Side, pattern: Any = None, symmetric: bool = False) -> Jacobian:
         options = self.zero, self.budget, self._examples(), self.why, pattern, self.again, symmetric
-        return Jacobian(self.backend, self.linear, of, wrt, *options)
+        question = Question(*self.asked, of.place, wrt.place, self.element)
+        return Jacobian(self.backend, self.linear, of, wrt, *options, question)
 
     def gradients(self, of: Side, single: bool) -> Tree:
         """The block of each input, all from the same sweeps."""
@@ -250,7 +256,8 @@ class _Reading:
         def again(number: int, x: Tensor) -> Linear:
             return self.again(number, x).gradient(of.number, seeds[0])
 
-        return replace(self, linear=self.linear.gradient(of.number, seeds[0]), again=again, why=None)
+        linear = self.linear.gradient(of.number, seeds[0])
+        return replace(self, linear=linear, again=again, why=None, element=of.place)
 
     def gradient_side(self, of: Side, wrt: Side) -> Side:
         """The gradient with respect to one input, as the output of that function."""

@@ -27,6 +27,8 @@ class Side(tree.Leaf):
     """The elements that the side is made of; None for all."""
     order: float | None = None
     """How many tensors the function had named before this one, if it is known when it is computed."""
+    place: Place | None = None
+    """What was asked for, in words that say the same in another process."""
 
     @classmethod
     def at(
@@ -43,9 +45,9 @@ class Side(tree.Leaf):
             raise OptionError(f"{name} has no axes, so it holds no batch; leave batch=True out")
         shape = shape[1:] if batch else shape
         if not place.index:
-            return cls(name, number, tensor, shape, None, order)
+            return cls(name, number, tensor, shape, None, order, place)
         named = Place(None, name, place.index, place.kind, pointwise=place.pointwise)
-        return cls(name, number, tensor, shape, named.select(shape), order)
+        return cls(name, number, tensor, shape, named.select(shape), order, place)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -93,6 +93,8 @@ class Call:
         """A source or target as one side of a Jacobian, once its tensor is there."""
         name = self.output if source is ONLY_OUTPUT else source.name
         order = -1 if not source.met else math.inf if source is ONLY_OUTPUT else self.orders.get(source.wanted)
+        if place.tensor is not None:
+            place = Place(None, name, place.index, source.kind, pointwise=place.pointwise)
         return Side.at(place, name, number, tensor, self.backend, batch, order)
 
     def unknown(self, name: str, kind: str | None, met: Sequence[str]) -> PlaceError:

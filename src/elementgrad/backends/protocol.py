@@ -295,6 +295,14 @@ class Backend(Matrices):
         """Run a function of the user's in here, and nothing that it changes stays changed."""
         return nullcontext()
 
+    def surroundings(self, linear: Linear) -> Any:
+        """What an evaluation ran from beside its arguments, such as random numbers, as something to pickle."""
+        return None
+
+    def within(self, surroundings: Any) -> AbstractContextManager[Any]:
+        """Run from the same surroundings, here or in another process."""
+        return nullcontext()
+
     def staged(self, x: Tensor, name: str) -> Tensor:
         """A tensor that is being traced, with a name that stays in the program; any other as it is."""
         return x

@@ -1,11 +1,26 @@
 """A progress bar for work that lasts: on a terminal, where rich is installed; silent elsewhere."""
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PATIENCE = 2.0
 """Seconds before anything is shown."""
+_local = threading.local()
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """For work that is a part of other work, whose bar counts it, here or in another process."""
+    before = getattr(_local, "hushed", False)
+    _local.hushed = True
+    try:
+        yield
+    finally:
+        _local.hushed = before
 
 
 class Progress:
@@ -37,7 +52,7 @@ class Progress:
 
 
 def _bar() -> Any:
-    if not sys.stderr.isatty():
+    if getattr(_local, "hushed", False) or not sys.stderr.isatty():
         return None
     try:
         from rich import progress

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -64,28 +65,49 @@ class Reader(Sweeper):
             return [self.nothing((self.batch, rows.size, selection.size)) for selection in columns]
         if rows.size == self.batch == 1 and "reverse" not in self.without:
             if numbers * WIDEST > ROOM:
-                self._require_room(numbers)
+                self.require_room(numbers)
             try:
                 return self._row(rows, columns)
             except UnsupportedError as error:
                 self.without["reverse"] = str(error)
 
-        def read(mode: Mode, plan: Plan) -> list[Tensor | None]:
-            if mode == "reverse":
-                places, again = _distinct(rows)
-                kept = self._reverse(plan, places, [self._picker(selection) for selection in columns])
-                return [self._arranged(parts, again, (1, 0, 2)) for parts in kept]
-            blocks = []
-            for number, selection in zip(self.inputs, columns, strict=True):
-                if not selection.size:
-                    blocks.append(self.nothing((self.batch, rows.size, 0)))
-                    continue
-                places, again = _distinct(selection)
-                parts = self._forward(plan, number, places, self._picker(rows))
-                blocks.append(self._arranged(parts, again, (1, 2, 0)))
-            return blocks
+        return self._run(lambda: self.plan_of(rows, columns), partial(self._read, rows, columns))
 
-        return self._run(lambda: self.plan_of(rows, columns), read)
+    def part(self, plan: Plan, rows: Selection, columns: Selection) -> Tensor | None:
+        """A block by a plan that was made for more than it: in that direction, unless it turns out to have no rule."""
+        if self.batch * rows.size * columns.size:
+            self.require_apart()
+            try:
+                return self._read(rows, [columns], plan.mode, plan)[0]
+            except UnsupportedError as error:
+                self.without[plan.mode] = str(error)
+        return self.block(rows, [columns])[0]
+
+    def probed(self, mode: Mode, places: np.ndarray) -> Tensor | None:
+        """Two sweeps from generic seeds for some elements: whether there is a path and a rule, and numbers for all."""
+        number = self.inputs[0]
+        like = self.linear.outputs[self.output] if mode == "reverse" else self.linear.inputs[number]
+        weights = np.zeros((2, self.batch, self.of_size if mode == "reverse" else self.wrt_sizes[0]))
+        random = np.random.default_rng(0)
+        shape = (2, self.batch, len(places))
+        weights[..., places] = random.uniform(0.5, 1.5, shape) * random.choice([-1, 1], shape)
+        seeds = self.backend.cast(weights.reshape(2, *self.backend.shape(like)), like)
+        return self.sweep_from(mode, self.pulling() if mode == "reverse" else self.pushing(number), seeds, 2)[0]
+
+    def _read(self, rows: Selection, columns: Sequence[Selection], mode: Mode, plan: Plan) -> list[Tensor | None]:
+        if mode == "reverse":
+            places, again = _distinct(rows)
+            kept = self._reverse(plan, places, [self._picker(selection) for selection in columns])
+            return [self._arranged(parts, again, (1, 0, 2)) for parts in kept]
+        blocks = []
+        for number, selection in zip(self.inputs, columns, strict=True):
+            if not selection.size:
+                blocks.append(self.nothing((self.batch, rows.size, 0)))
+                continue
+            places, again = _distinct(selection)
+            parts = self._forward(plan, number, places, self._picker(rows))
+            blocks.append(self._arranged(parts, again, (1, 2, 0)))
+        return blocks
 
     def _row(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
         """The derivatives of one element, of which there is no batch: the everyday read, with nothing to plan."""
@@ -172,7 +194,7 @@ class Reader(Sweeper):
         self.require_apart()
         while True:
             chosen = plan()
-            self._require_room(chosen.task.numbers)
+            self.require_room(chosen.task.numbers)
             try:
                 return read(chosen.mode, chosen)
             except UnsupportedError as error:
@@ -181,7 +203,7 @@ class Reader(Sweeper):
                     raise FrameworkError(message) from error
                 self.without[chosen.mode] = str(error)
 
-    def _require_room(self, numbers: int) -> None:
+    def require_room(self, numbers: int) -> None:
         """Refuse a result that fits into no memory: the system would end the process without a word."""
         x = self.linear.inputs[self.inputs[0]]
         size = numbers * self.backend.itemsize(x)

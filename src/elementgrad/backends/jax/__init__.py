@@ -1,8 +1,8 @@
 """JAX."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -108,6 +108,15 @@ class JaxBackend(JaxMatrices, Backend):
 
     def graft(self, value: Array, slope: Array) -> Array:
         return _graft(value, slope)
+
+    def surroundings(self, linear: Linear) -> Any:
+        return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    @contextmanager
+    def within(self, surroundings: Any) -> Iterator[None]:
+        wide, precision = surroundings
+        with WIDE(wide), jax.default_matmul_precision(precision):
+            yield
 
     def linearize(self, run: Run, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
         return JaxLinear.of(run, inputs)

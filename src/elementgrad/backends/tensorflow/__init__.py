@@ -17,7 +17,7 @@ from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.matrices import TensorflowMatrices
 from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
 from elementgrad.backends.tensorflow.positions import Rows
-from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.backends.tensorflow.quiet import seeded, undisturbed
 from elementgrad.backends.tensorflow.recorder import TensorflowRecorder
 from elementgrad.backends.training import Trainer
 from elementgrad.backends.witness import Told, Witness
@@ -171,6 +171,12 @@ class TensorflowBackend(TensorflowMatrices, Backend):
 
     def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
         return undisturbed()
+
+    def surroundings(self, linear: Linear) -> Any:
+        return linear.seeds if isinstance(linear, TensorflowLinear) else None
+
+    def within(self, surroundings: Any) -> AbstractContextManager[Any]:
+        return seeded(surroundings)
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TensorflowLinear.of(run, inputs, create_graph, order)

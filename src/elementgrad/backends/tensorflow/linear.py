@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
 from elementgrad.backends.linear import Linear, Run, UnstackableError, UnsupportedError, reason
-from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.backends.tensorflow.quiet import Seeds, seeds, undisturbed
 from elementgrad.errors import ElementgradError, OptionError
 from elementgrad.sparsity.pattern import Pattern
 
@@ -38,6 +38,7 @@ class TensorflowLinear(Linear):
         tapes: list[Any],
         create_graph: bool,
         anew: Anew | None = None,
+        seeds: Seeds | None = None,
     ):
         super().__init__()
         self.inputs = inputs
@@ -45,6 +46,7 @@ class TensorflowLinear(Linear):
         self._tapes = tapes
         self._create_graph = create_graph
         self._anew = anew
+        self.seeds = seeds
         self._programs: dict[Any, list[_Program]] = {}
 
     @classmethod
@@ -59,6 +61,7 @@ class TensorflowLinear(Linear):
         sources = [
             _Met(tapes) if x is None else x if held else again(x) for x, held in zip(inputs, run.held, strict=True)
         ]
+        drawn = seeds()
         with undisturbed(), ExitStack() as stack:
             for tape in tapes:
                 stack.enter_context(tape)
@@ -72,7 +75,7 @@ class TensorflowLinear(Linear):
             return cls.of(run, given, create_graph, order)
 
         values = [x.value if isinstance(x, _Met) else x for x in sources]
-        return cls(values, outputs, tapes, create_graph, anew)
+        return cls(values, outputs, tapes, create_graph, anew, drawn)
 
     def gradient(self, output: int, seed: Tensor) -> "TensorflowLinear":
         *outer, inner = self._tapes
@@ -87,7 +90,7 @@ class TensorflowLinear(Linear):
             assert self._anew is not None
             return self._anew(number, x).gradient(output, seed)
 
-        return TensorflowLinear(self.inputs, gradients, outer, self._create_graph, anew)
+        return TensorflowLinear(self.inputs, gradients, outer, self._create_graph, anew, self.seeds)
 
     def pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         return self._sweep(*self._pulling(output, inputs), seeds)

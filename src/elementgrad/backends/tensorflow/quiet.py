@@ -1,5 +1,6 @@
 """Running the user's function without leaving a trace: whatever it writes to variables is written back."""
 
+import os
 import random
 import sys
 import threading
@@ -17,6 +18,8 @@ WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
 """How the methods of a variable that change it begin."""
 LOSSES = ("add_loss", "_clear_losses")
 """The methods of a Keras layer that change the losses of its last call."""
+Seeds = tuple[int, Any, Any]
+"""The process, its global seed, and the state of what draws a seed for each operation."""
 
 
 class _Saved:
@@ -67,6 +70,30 @@ def undisturbed() -> Iterator[None]:
                 stack.remove(saved)
     finally:
         saved.restore()
+
+
+def seeds() -> Seeds | None:
+    """What operations draw their seeds from, where somebody has set one; nobody can draw the others again."""
+    seed = getattr(context(), "_seed", None)
+    return None if seed is None else (os.getpid(), seed, context()._rng.getstate())
+
+
+@contextmanager
+def seeded(drawn: Seeds | None) -> Iterator[None]:
+    """Draw seeds as another process did."""
+    if drawn is None:
+        yield
+        return
+    here, (process, seed, state) = context(), drawn
+    before = here._seed, here._rng
+    here._seed, here._rng = seed, random.Random()
+    here._rng.setstate(state)
+    if process != os.getpid():
+        here.clear_kernel_cache()  # those that have drawn before would go on from there
+    try:
+        yield
+    finally:
+        here._seed, here._rng = before
 
 
 def _apart(seeds: random.Random) -> random.Random:

@@ -18,7 +18,7 @@ from elementgrad.backends.torch.compiler import in_graph, once_imported
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.matrices import TorchMatrices
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
-from elementgrad.backends.torch.quiet import plainly, undisturbed
+from elementgrad.backends.torch.quiet import from_state, plainly, undisturbed
 from elementgrad.backends.torch.scores import largest, slopes
 from elementgrad.backends.torch.uses import kept, uses
 from elementgrad.backends.training import Trainer
@@ -166,6 +166,12 @@ class TorchBackend(TorchMatrices, Backend):
 
     def undisturbed(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
         return undisturbed(function)
+
+    def surroundings(self, linear: Linear) -> Any:
+        return cast(TorchLinear, linear).state, torch.get_default_dtype()
+
+    def within(self, surroundings: Any) -> AbstractContextManager[Any]:
+        return from_state(*surroundings)
 
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TorchLinear.of(run, inputs, create_graph)

@@ -66,7 +66,7 @@ class TorchLinear(Linear):
         self.inputs = inputs
         self._evaluate = evaluate
         self._replay = replay
-        self._state = state
+        self.state = state
         self._now = state if state[0] is None else None
         """For sweeps: that no code of the user's can run in them, where that is known."""
         self._create_graph = create_graph
@@ -137,7 +137,7 @@ class TorchLinear(Linear):
         def replay(*xs: Tensor) -> Sequence[Tensor]:
             return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](normal(seed))
 
-        linear = TorchLinear(self.inputs, evaluate, replay, self._state, self._create_graph)
+        linear = TorchLinear(self.inputs, evaluate, replay, self.state, self._create_graph)
         for i in range(len(linear.outputs)):
             linear.without[i].update(self.without[output])
         return linear
@@ -272,13 +272,13 @@ class TorchLinear(Linear):
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))[1]
 
-        with undisturbed(self._replay, self._state, attention), straight(True), no_advice():
+        with undisturbed(self._replay, self.state, attention), straight(True), no_advice():
             x = self.inputs[input]
             x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
             return torch.func.vmap(one, randomness="same")(seeds)
 
     def _push_one(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
-        with undisturbed(self._replay, self._state, attention), straight(True), forward_ad.dual_level():
+        with undisturbed(self._replay, self.state, attention), straight(True), forward_ad.dual_level():
             x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seeds[0])
             duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
             tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]

@@ -107,6 +107,19 @@ def modes(again: State | None = None, attention: bool = False) -> AbstractContex
 
 
 @contextmanager
+def from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
+    """Run from an earlier state, of this process or another, and with its default dtype."""
+    random, before = generators(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with modes(state):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+        _set_random(random)
+
+
+@contextmanager
 def _hushed() -> Iterator[None]:
     """Leave out PyTorch's warning that modules have hooks which see compiled ones twice: they are ours."""
     with warnings.catch_warnings():

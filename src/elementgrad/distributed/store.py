@@ -1,0 +1,111 @@
+"""A Jacobian on disk as a Zarr array, written block by block: a chunk that is there is done."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elementgrad.distributed.fingerprint import Fingerprint
+from elementgrad.errors import OptionError
+from elementgrad.extras import require
+from elementgrad.plan.layout import Layout
+
+KEY = "elementgrad"
+"""Where in the attributes of an array it says which Jacobian it holds."""
+
+
+def checked(out: Any) -> Path:
+    """A path at which an array can be made or gone on with, before anything is computed for it."""
+    if not isinstance(out, (str, os.PathLike)) or "://" in str(out):
+        raise OptionError(f'out={out!r} is no path; give the name of a directory, such as "j.zarr"')
+    require("zarr", "out=", "distributed")
+    path = Path(os.path.abspath(out))
+    if path.is_file():
+        raise OptionError(f'{out} is a file; give the name of a directory, such as "j.zarr"')
+    if not path.parent.is_dir():
+        raise OptionError(f"{out}: there is no directory {path.parent}; make it first")
+    left = [name for name in (os.listdir(path) if path.is_dir() else []) if not name.endswith(".partial")]
+    if left and "zarr.json" not in left:
+        raise OptionError(f"{out} is a directory that holds something else; give another name")
+    return path
+
+
+class Store:
+    """The array, and which of its chunks are there. Zarr renames a chunk into place once it is written."""
+
+    def __init__(self, path: Path, layout: Layout, array: Any):
+        self.path = path
+        self.array = array
+        self._layout = layout
+
+    @property
+    def mark(self) -> str:
+        """By what a worker knows that a path leads to this array, and to no other on a disk of its own."""
+        return str(self.array.attrs[KEY]["mark"])
+
+    @classmethod
+    def at(cls, path: Path, layout: Layout, dtype: np.dtype, name: str, asked: Fingerprint) -> "Store":
+        """The array of a Jacobian: a new one, or the one there if it is of the same Jacobian."""
+        import zarr
+
+        if not (path / "zarr.json").exists():
+            told = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
+            told |= {"question": asked.digest, "sketch": list(asked.sketch)}
+            fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
+            options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
+            zarr.create_array(store=str(path), attributes={KEY: told}, **options)
+        try:
+            store = cls(path, layout, _opened(path))
+            told = store.array.attrs[KEY]
+        except (KeyError, OSError, ValueError):  # a group, or an array of somebody else's
+            raise OptionError(f"{path} holds something else; give another name") from None
+        if not asked.fits(told["question"], told["sketch"]):
+            raise OptionError(
+                f"{path} holds {told['jacobian']} of another function, point, plan or budget; give another name, or "
+                "remove it"
+            )
+        return store
+
+    @classmethod
+    def shared(cls, path: Path, layout: Layout, mark: str) -> "Store | None":
+        """The same array in another process; None if that does not see it."""
+        try:
+            store = cls(path, layout, _opened(path))
+            return store if store.mark == mark else None
+        except (ImportError, KeyError, OSError, ValueError):
+            return None
+
+    def missing(self) -> list[int]:
+        """The blocks that are not there yet."""
+        return [number for number in range(len(self._layout)) if not self._chunk(number).exists()]
+
+    def write(self, number: int, values: np.ndarray) -> None:
+        """Put a block where it belongs."""
+        region = self._layout.region(number)
+        self.array[region] = values.reshape([piece.stop - piece.start for piece in region])
+
+    def finish(self) -> Any:
+        """Say that all is there, clear away what killed processes left, and give the array to read."""
+        import zarr
+
+        if not self.array.attrs[KEY]["complete"]:
+            for left in self._partial():
+                left.unlink(missing_ok=True)
+            self.array.update_attributes({KEY: dict(self.array.attrs[KEY]) | {"complete": True}})
+        return zarr.open_array(str(self.path), mode="r")
+
+    def _chunk(self, number: int) -> Path:
+        return self.path / self.array.metadata.encode_chunk_key(self._layout.coordinates(number))
+
+    def _partial(self) -> Iterator[Path]:
+        return self.path.glob("c/**/*.partial")
+
+
+def _opened(path: Path) -> Any:
+    import zarr
+
+    with zarr.config.set({"array.write_empty_chunks": True}):  # a chunk that is not there is not done
+        return zarr.open_array(str(path), mode="r+")
