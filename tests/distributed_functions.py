@@ -7,8 +7,13 @@ from pathlib import Path
 import torch
 
 
+def import_torch() -> None:
+    """For workers who will import TensorFlow as well: the other order is known to crash."""
+    torch.set_num_threads(1)
+
+
 def watched(log: str | None = None, pause: float = 0.0, dies: str | None = None):
-    """A function that notes each reverse sweep in a file and takes its time; a file ends the process of a worker."""
+    """A function that notes each stack of reverse sweeps in a file and takes its time; a file ends its worker."""
     here = os.getpid()
 
     class Watched(torch.autograd.Function):

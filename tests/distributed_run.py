@@ -28,7 +28,7 @@ def killed(out: str, log: str) -> None:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    J = eg.jacobian(watched(log, pause=0.02), *arguments(), wrt="x", budget=20_000)
+    J = eg.jacobian(watched(log, pause=0.02), *arguments(), wrt="x", budget=5_000)
     threading.Thread(target=watch, daemon=True).start()
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         J.dense(executor=pool, out=out)
@@ -40,10 +40,10 @@ def mpi(out: str) -> None:
 
     found = {}
     with MPIPoolExecutor() as pool:
-        J = eg.jacobian(watched(), *arguments(), wrt="x", budget=20_000)
+        J = eg.jacobian(watched(), *arguments(), wrt="x", budget=5_000)
         found["function"] = torch.equal(J.dense(executor=pool), J.dense())
         model, x = net()
-        K = eg.jacobian(model, x, of="output", wrt="0.weight", budget=20_000)
+        K = eg.jacobian(model, x, of="output", wrt="0.weight", budget=5_000)
         found["model"] = torch.equal(K.dense(executor=pool), K.dense())
         found["stored"] = bool(np.array_equal(J.dense(executor=pool, out=out)[:], J.dense().numpy()))
         found["processes"] = len(set(pool.map(_process, range(20)))) + 1

@@ -19,19 +19,20 @@ import torch
 
 import elementgrad as eg
 from elementgrad.distributed import driver
-from tests.distributed_functions import arguments, net, watched
+from tests.distributed_functions import arguments, import_torch, net, watched
 from tests.frameworks import JAX, TENSORFLOW, TORCH, Framework
 
 ROOT = Path(__file__).parent.parent
-QUIET = {"OMP_NUM_THREADS": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""As it is here: one thread, and JAX's programs from the same cache."""
 SPAWN = multiprocessing.get_context("spawn")
-
-
-def import_torch() -> None:
-    """Before TensorFlow: the other order is known to crash."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -85,28 +86,28 @@ def jacobians(fw: Framework) -> dict[str, eg.Jacobian]:
     }
 
 
-@pytest.mark.parametrize("engine", ["here", "threads", "pool"])
 @pytest.mark.parametrize("fw", [TORCH, TENSORFLOW, JAX], ids=lambda fw: fw.name)
-def test_blocks_are_the_whole_on_every_framework(fw, engine, request):
-    executor = None if engine == "here" else request.getfixturevalue(engine)
+def test_blocks_are_the_whole_on_every_framework(fw, pool):
     for name, J in jacobians(fw).items():
-        whole = fw.numpy(J.dense())
-        np.testing.assert_array_equal(assembled(J, executor), whole, err_msg=name)
-        if engine == "pool":
-            again = J.dense(executor=executor)
-            assert type(again) is type(J.dense()), name
-            assert again.dtype == J.dense().dtype, name
-            np.testing.assert_array_equal(fw.numpy(again), whole, err_msg=name)
+        whole = J.dense()
+        np.testing.assert_array_equal(assembled(J), fw.numpy(whole), err_msg=name)
+        workers = J.dense(executor=pool)
+        assert (type(workers), workers.dtype) == (type(whole), whole.dtype), name
+        np.testing.assert_array_equal(fw.numpy(workers), fw.numpy(whole), err_msg=name)
+
+
+def test_threads_give_the_same(threads):
+    for name, J in jacobians(TORCH).items():
+        np.testing.assert_array_equal(assembled(J, threads), TORCH.numpy(J.dense()), err_msg=name)
 
 
 def test_blocks_without_an_executor_are_read_as_they_are_asked_for(tmp_path):
     log = tmp_path / "log"
-    J = eg.jacobian(watched(str(log)), *arguments(), wrt="x", budget=20_000)
+    J = eg.jacobian(watched(str(log)), *arguments(), wrt="x", budget=5_000)
     blocks = iter(J.blocks())
-    assert log.exists() is False
-    first, second = next(blocks), next(blocks)
-    before = len(log.read_text().splitlines())
-    assert before == 2 + (first.rows.stop - first.rows.start) + (second.rows.stop - second.rows.start)  # 2 to find out
+    assert len(log.read_text().splitlines()) == 1  # to find out what can be done
+    first, _ = next(blocks), next(blocks)
+    assert len(log.read_text().splitlines()) == 1 + 2
     assert (first.rows, first.columns) == (slice(0, len(first.values)), slice(0, 60))
 
 
@@ -138,28 +139,28 @@ def test_a_known_pattern_is_used(threads):
 
 def test_models_by_name_and_their_dropout_are_the_same_on_workers(pool):
     model, x = net()
-    for of, wrt in {"output": "0.weight", "0[:5]": "input", "2": "0"}.items():
+    assert (eg.jacobian(model, x, of="1", wrt="0").value == 0).any()
+    for of, wrt in {"output": "0.weight", "2": "input", "1[3:9]": "0"}.items():
         J = eg.jacobian(model, x, of=of, wrt=wrt, budget=30_000)
-        assert (J.value == 0).any() or of != "output"
         np.testing.assert_array_equal(J.dense(executor=pool).numpy(), J.dense().numpy(), err_msg=of)
     assert model[0].weight.grad is None
     J = eg.jacobian(model, x, of="output", wrt=model[0].weight, budget=30_000)
     np.testing.assert_array_equal(J.dense(executor=pool).numpy(), J.dense().numpy())
 
 
-def test_keras_models_and_seeded_random_numbers_are_the_same_on_workers(pool):
+def test_keras_models_and_seeded_operations_are_the_same_on_workers(pool):
     import keras
     import tensorflow as tf
 
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, name="d"), keras.layers.Dropout(0.5)])
     x = tf.ones((2, 4))
-    J = eg.jacobian(lambda x: model(x, training=True), x)
-    np.testing.assert_array_equal(J.dense(executor=pool), J.dense())
     K = eg.jacobian(model, x, of="output", wrt="d/kernel")
     np.testing.assert_array_equal(K.dense(executor=pool), K.dense())
     D = eg.jacobian(lambda x: tf.nn.dropout(x, 0.5) * x, x)
     np.testing.assert_array_equal(D.dense(executor=pool), D.dense())
+    with pytest.raises(eg.FrameworkError, match="the function is random in a way that cannot be carried over"):
+        eg.jacobian(lambda x: model(x, training=True), x).dense(executor=pool)  # Keras pickles no state of a dropout
 
 
 def test_a_function_whose_value_is_another_on_a_worker_is_refused(pool):
@@ -224,7 +225,7 @@ def test_what_is_there_is_not_read_again_and_another_jacobian_is_refused(tmp_pat
     log, out = tmp_path / "log", tmp_path / "j.zarr"
     x, weight = arguments()
 
-    def ask(x=x, weight=weight, budget=20_000, more=1.0):
+    def ask(x=x, weight=weight, budget=5_000, more=1.0):
         inner = watched(str(log))
         return eg.jacobian(lambda x, weight: more * inner(x, weight), x, weight, wrt="x", budget=budget)
 
@@ -239,8 +240,7 @@ def test_what_is_there_is_not_read_again_and_another_jacobian_is_refused(tmp_pat
     (out / "zarr.json").write_text(json.dumps(metadata))
     log.unlink()
     np.testing.assert_array_equal(ask().dense(out=out)[:], whole)
-    rows = ask().blocks().layout.most
-    assert len(log.read_text().splitlines()) == 2 + 2 * rows + 2  # two blocks; two sweeps by each call to find out
+    assert len(log.read_text().splitlines()) == 1 + 2  # one to find out what can be done, one for each block
     assert sorted(out.glob("c/*/*")) == chunks
     nudged = weight.clone()
     nudged[3, 7] += 1e-15
@@ -282,8 +282,9 @@ def test_options_that_cannot_be_are_refused_before_any_work(tmp_path, threads):
         rec.jacobian(y, x).dense(executor=threads)
     with pytest.raises(eg.OptionError, match="stay in a graph"):
         eg.jacobian(lambda x: x**2, x, create_graph=True).blocks(threads)
-    with pytest.raises(eg.OptionError, match="cannot be sent to another process"):
-        eg.jacobian(lambda x, file: x**2, x, open(os.devnull)).dense(executor=threads)  # noqa: SIM115
+    lock = threading.Lock()
+    with pytest.raises(eg.OptionError, match=r"cannot be sent to another process: .* lock"):
+        eg.jacobian(lambda x: x**2 if lock else x, x).dense(executor=threads)
     with pytest.raises(eg.UnconnectedError):
         eg.jacobian(lambda x: x.detach() * 2, x).blocks()
 
@@ -292,14 +293,18 @@ def test_a_direction_without_a_rule_is_found_out_before_the_blocks_are_cut(threa
     import jax
     import jax.numpy as jnp
 
-    @jax.custom_vjp
-    def cube(x):
-        return x**3
+    def f(x):
+        cube = jax.custom_vjp(lambda x: x**3)
+        cube.defvjp(lambda x: (x**3, x), lambda x, t: (3 * x**2 * t,))
+        return jnp.concatenate([cube(x)] * 4)
 
-    cube.defvjp(lambda x: (x**3, x), lambda x, t: (3 * x**2 * t,))
-    J = eg.jacobian(lambda x: jnp.concatenate([cube(x)] * 4), jnp.arange(3.0), budget=200)
+    J = eg.jacobian(f, jnp.arange(3.0), budget=200)
     assert J.blocks().plan.mode == "reverse"
     np.testing.assert_array_equal(assembled(J, threads), J.dense())
+    cube = jax.custom_vjp(lambda x: x**3)
+    cube.defvjp(lambda x: (x**3, x), lambda x, t: (3 * x**2 * t,))
+    with pytest.raises(eg.OptionError, match=r"cannot be read in another process: .* make what does not"):
+        eg.jacobian(lambda x: cube(x), jnp.arange(3.0)).dense(executor=threads)
 
 
 class Elsewhere(ThreadPoolExecutor):
@@ -341,7 +346,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever():
 
 
 def test_leaving_early_cancels_what_is_on_its_way(threads):
-    J = eg.jacobian(watched(pause=0.01), *arguments(), wrt="x", budget=20_000)
+    J = eg.jacobian(watched(pause=0.01), *arguments(), wrt="x", budget=5_000)
     for _ in J.blocks(threads):
         break
     assert threads.submit(int).result() == 0
@@ -349,7 +354,7 @@ def test_leaving_early_cancels_what_is_on_its_way(threads):
 
 def test_a_pool_that_lost_a_worker_says_so_and_a_new_call_goes_on(tmp_path):
     deadly, out = tmp_path / "deadly", tmp_path / "j.zarr"
-    J = eg.jacobian(watched(dies=str(deadly)), *arguments(), wrt="x", budget=20_000)
+    J = eg.jacobian(watched(dies=str(deadly)), *arguments(), wrt="x", budget=5_000)
     deadly.touch()
     lost = r"a worker died .* and the same call goes on from there"
     with ProcessPoolExecutor(1, SPAWN) as pool, pytest.raises(eg.WorkerError, match=lost):
@@ -375,7 +380,7 @@ def test_dask_completes_though_a_worker_is_killed_in_the_middle(tmp_path):
         Client(cluster) as client,
     ):
         executor = client.get_executor()
-        J = eg.jacobian(watched(pause=0.02), *arguments(), wrt="x", budget=20_000)
+        J = eg.jacobian(watched(pause=0.02), *arguments(), wrt="x", budget=5_000)
         assert torch.equal(J.dense(executor=executor), J.dense())
         model, x = net()
         K = eg.jacobian(model, x, of="output", wrt="0.weight", budget=30_000)
@@ -403,13 +408,13 @@ def test_a_driver_that_is_killed_leaves_what_is_done_and_the_next_goes_on(tmp_pa
     finally:
         os.killpg(driven.pid, signal.SIGKILL)  # its workers, who wait for tasks that nobody sends
     done = {chunk: chunk.stat().st_ino for chunk in out.glob("c/*/0")}
-    J = eg.jacobian(watched(str(log)), *arguments(), wrt="x", budget=20_000)
+    J = eg.jacobian(watched(str(log)), *arguments(), wrt="x", budget=5_000)
     blocks = J.blocks()
     assert 5 <= len(done) < len(blocks)
     log.unlink()
     array = J.dense(out=out)
     left = sum(1 for number in range(len(blocks)) if out / f"c/{number}/0" not in done)
-    assert len(log.read_text().splitlines()) == 2 + left * blocks.layout.most
+    assert len(log.read_text().splitlines()) == 1 + left
     assert {chunk: chunk.stat().st_ino for chunk in done} == done
     np.testing.assert_array_equal(array[:], J.dense().numpy())
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import is_
 from types import MappingProxyType
 from typing import Any, Literal
@@ -150,9 +151,9 @@ class _Reading:
     budget: int | None
     batch: bool
     again: Again
+    question: Callable[..., Question]
+    """What was asked, but for the sides."""
     why: Callable[[Side, Side], Reason | None] | None = None
-    asked: tuple[Any, ...] = ()
-    """The function, its arguments and the options that a question has."""
     element: Place | None = None
     """The output whose gradient is read, where that is what is differentiated."""
 
@@ -216,8 +217,8 @@ class _Reading:
             return explained(call, by_name.get(this.name), by_name.get(that.name))
 
         filled = tree.filled(of, outs), tree.filled(wrt, ins)
-        asked = f, args, dict(kwargs), zero, batch, create_graph
-        reading = cls(call.backend, linear, *filled, zero, limit, batch, again, why, asked)
+        question = partial(Question, f, args, dict(kwargs), zero, batch, create_graph)
+        reading = cls(call.backend, linear, *filled, zero, limit, batch, again, question, why)
         reading._examples()
         if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
             for side in outs:
@@ -226,7 +227,7 @@ class _Reading:
 
     def jacobian(self, of: Side, wrt: Side, pattern: Any = None, symmetric: bool = False) -> Jacobian:
         options = self.zero, self.budget, self._examples(), self.why, pattern, self.again, symmetric
-        question = Question(*self.asked, of.place, wrt.place, self.element)
+        question = self.question(of.place, wrt.place, self.element)
         return Jacobian(self.backend, self.linear, of, wrt, *options, question)
 
     def gradients(self, of: Side, single: bool) -> Tree:

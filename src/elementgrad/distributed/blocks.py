@@ -92,8 +92,7 @@ class Blocks:
         whole = np.empty(layout.shape, self._dtype)
         for number, values in self.read(range(len(layout))):
             assert values is not None
-            box = whole[layout.region(number)]
-            box[...] = values.reshape(box.shape)
+            whole[layout.region(number)] = values.reshape(layout.sizes(number))
         return jacobian._backend.cast(whole, jacobian._wrt.tensor)
 
     def _results(self, which: Sequence[int], store: Store | None) -> Iterator[tuple[int, np.ndarray | None]]:

@@ -52,7 +52,7 @@ class Store:
         import zarr
 
         if not (path / "zarr.json").exists():
-            told = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
+            told: Any = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
             told |= {"question": asked.digest, "sketch": list(asked.sketch)}
             fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
             options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
@@ -84,8 +84,7 @@ class Store:
 
     def write(self, number: int, values: np.ndarray) -> None:
         """Put a block where it belongs."""
-        region = self._layout.region(number)
-        self.array[region] = values.reshape([piece.stop - piece.start for piece in region])
+        self.array[self._layout.region(number)] = values.reshape(self._layout.sizes(number))
 
     def finish(self) -> Any:
         """Say that all is there, clear away what killed processes left, and give the array to read."""

@@ -16,7 +16,7 @@ import numpy as np
 from elementgrad.backends import Backend
 from elementgrad.distributed.part import numbers, part
 from elementgrad.distributed.store import Store
-from elementgrad.errors import FrameworkError, WorkerError
+from elementgrad.errors import FrameworkError, OptionError, WorkerError
 from elementgrad.lazy import Jacobian
 from elementgrad.plan.layout import Layout
 from elementgrad.plan.plan import Plan
@@ -76,7 +76,7 @@ class Evaluated:
         told: Payload = pickle.loads(payload)
         self._backend: Backend = import_module(f"elementgrad.backends.{told.framework}").backend
         with self._backend.within(told.surroundings):
-            question, budget, pattern = pickle.loads(told.asked)
+            question, budget, pattern = _unpickled(told.asked)
             self._told = replace(told, asked=b"")
             self._jacobian: Jacobian = question.ask(budget, pattern)
         self._require_same()
@@ -142,6 +142,16 @@ def _payload(ticket: Ticket) -> bytes | None:
     except OSError:  # another machine, another disk
         return None
     return content if hashlib.sha256(content).hexdigest() == ticket.digest else None
+
+
+def _unpickled(asked: bytes) -> Any:
+    try:
+        return pickle.loads(asked)
+    except Exception as error:
+        raise OptionError(
+            f"the function or its arguments cannot be read in another process: {error}; install there what they come "
+            "from, or make what does not pickle inside of the function"
+        ) from error
 
 
 def _pickled(error: Exception) -> bytes:

@@ -99,6 +99,10 @@ class Layout:
         boxes = zip(self.coordinates(number), self.chunks, self.shape, strict=True)
         return tuple([slice(at * chunk, min((at + 1) * chunk, size)) for at, chunk, size in boxes])
 
+    def sizes(self, number: int) -> Shape:
+        """The shape of that box."""
+        return tuple([piece.stop - piece.start for piece in self.region(number)])
+
     def bounds(self, number: int) -> tuple[slice, slice]:
         """The rows and columns of a block."""
         first = len(self.examples) + (0 if self.mode == "reverse" else len(self.of))

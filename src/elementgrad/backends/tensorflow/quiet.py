@@ -85,7 +85,7 @@ def seeded(drawn: Seeds | None) -> Iterator[None]:
         yield
         return
     here, (process, seed, state) = context(), drawn
-    before = here._seed, here._rng
+    before = getattr(here, "_seed", None), getattr(here, "_rng", None)
     here._seed, here._rng = seed, random.Random()
     here._rng.setstate(state)
     if process != os.getpid():
