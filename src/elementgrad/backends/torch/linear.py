@@ -53,6 +53,8 @@ class TorchLinear(Linear):
     """
 
     gone: Mapping[str, str] = GONE
+    _now: State | None = None
+    """For sweeps: that no code of the user's can run in them, where that is known."""
 
     def __init__(
         self,
@@ -68,7 +70,6 @@ class TorchLinear(Linear):
         self._replay = replay
         self.state = state
         self._now = state if state[0] is None else None
-        """For sweeps: that no code of the user's can run in them, where that is known."""
         self._create_graph = create_graph
         self._attention = False
         self._transposes = True
