@@ -72,8 +72,7 @@ def _serve(rank: int, count: int, path: str, end: Connection) -> None:
     from torch import distributed
 
     torch.set_num_threads(1)
-    store = distributed.FileStore(path, count)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=count)
     held, steps = _elements(rank)
     made = {"elements": (held, steps), "frozen": _frozen(rank)}
     while question := end.recv():

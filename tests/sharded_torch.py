@@ -109,13 +109,13 @@ def spread(model, **options):
     return fully_shard(model, **options)
 
 
-def prepared(engine, kind=Model, places=PLACES, dtype=torch.float32, policy=None, **options):
+def prepared(engine, kind=Model, places=PLACES, dtype=torch.float32, policy=None, wrapped=None):
     """The model that is called, and its elements."""
     model = made(kind, dtype)
     if engine == "fsdp":
         spread(model, **({"mp_policy": policy} if policy else {}))
-    elements = eg.trainable(model, places, **options)
-    return (DistributedDataParallel(model) if engine == "ddp" else model), elements
+    elements = eg.trainable(model, places)
+    return (DistributedDataParallel(model, **(wrapped or {})) if engine == "ddp" else model), elements
 
 
 def loss_of(model, batch):

@@ -13,6 +13,7 @@ from tests.sharded_torch import (
     ONE,
     OTHER,
     PLACES,
+    SILENT,
     WIDTH,
     full,
     loss_of,
@@ -29,6 +30,46 @@ from tests.sharded_torch import (
 def equal(model, other):
     one, another = full(model), full(other)
     return list(one) == list(another) and all(torch.equal(one[name], another[name]) for name in one)
+
+
+WRAPPED = [
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 1e-6},
+]
+
+
+def wrapped_in_other_ways(folder):
+    """Routed losses under the options of `DistributedDataParallel`; a leaf of no loss; a hook of a leaf, once."""
+    rates = []
+    for options in WRAPPED:
+        model, elements = prepared("ddp", wrapped=options)
+        heard = []
+        elements[ONE].register_hook(lambda gradient, heard=heard: heard.append(1))
+        norms = train("ddp", model, elements, routed=True)
+        assert len(heard) == 3
+        assert elements[SILENT].grad is None
+        rates.append([norms, [leaf.tolist() for leaf in elements.parameters()]])
+    assert all(rate == rates[0] for rate in rates)
+    model, elements = prepared("ddp", wrapped={"static_graph": True})
+    with pytest.raises(eg.FrameworkError, match="leave static_graph out"):
+        train("ddp", model, elements, routed=True)
+    model, elements = prepared("ddp", wrapped={"static_graph": True})
+    train("ddp", model, elements)
+    train("ddp", model, elements, routed=True)
+    assert _same_everywhere(torch.cat(list(elements.parameters())))
+    partly, elements = prepared("ddp", wrapped={"find_unused_parameters": True})
+    partly.module.forward = lambda words: partly.module.table(words)  # nothing else is used
+    for _ in range(2):
+        elements.backward({ONE: partly(words(0)[0]).square().mean()})
+    assert _same_everywhere(elements[ONE].grad)
+    assert elements[OTHER].grad is None
+
+
+def _same_everywhere(numbers):
+    first = numbers.detach().clone()
+    distributed.broadcast(first, 0)
+    return torch.equal(numbers, first) and bool(numbers.any())
 
 
 def undoing_and_releasing(folder):
@@ -134,10 +175,7 @@ def some_processes_hear_nothing(folder):
     alone.backward()
     assert all(leaf.grad is not None for leaf in elements.parameters())
     grads = torch.cat([leaf.grad for leaf in elements.parameters()])
-    first = grads.clone()
-    distributed.broadcast(first, 0)
-    assert torch.equal(grads, first)
-    assert bool(grads.any())
+    assert _same_everywhere(grads)
 
 
 def sharded_along_another_axis(folder):
@@ -257,6 +295,7 @@ def refused(folder):
 
 
 CHECKS = [
+    wrapped_in_other_ways,
     undoing_and_releasing,
     states,
     written_values_are_used,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from elementgrad.errors import FrameworkError
+
 Tensor = torch.Tensor
 
 
@@ -32,8 +34,8 @@ def deliver(gradients: Sequence[tuple[Tensor, Tensor]], every: Sequence[Tensor],
     """
     heard = {id(leaf) for leaf, _ in gradients}
     silent: list[Tensor] = []
-    if distributed.is_available() and distributed.is_initialized():
-        used = _used(losses) - heard
+    if together():
+        used = {id(step.variable) for loss in losses for step in _steps(loss) if hasattr(step, "variable")} - heard
         silent = [leaf for leaf in every if id(leaf) in used]
     empty = [leaf for leaf in silent if leaf.grad is None]
     leaves = [leaf for leaf, _ in gradients] + silent
@@ -42,16 +44,33 @@ def deliver(gradients: Sequence[tuple[Tensor, Tensor]], every: Sequence[Tensor],
         leaf.grad = None
 
 
-def _used(losses: Sequence[Tensor]) -> set[int]:
-    """The leaves that losses depend on."""
-    waiting: list[Any] = [loss.grad_fn for loss in losses]
-    seen, found = set(waiting), set()
+def check(loss: Tensor, of: str) -> None:
+    """Refuse a loss of a model whose wrapper reduces at the end of the first backward, which is not the last here."""
+    if together() and any(_static(step) for step in _steps(loss)):
+        raise FrameworkError(
+            f"the loss for {of} is of a model in DistributedDataParallel(static_graph=True), which reduces before all "
+            "losses are heard; leave static_graph out"
+        )
+
+
+def together() -> bool:
+    """Whether there may be other processes."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _static(step: Any) -> bool:
+    wrapper = getattr(step, "ddp_weakref", None)
+    return wrapper is not None and bool(wrapper().static_graph)
+
+
+def _steps(loss: Tensor) -> Iterator[Any]:
+    """Every step of the graph that a loss was computed by."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set(waiting)
     while waiting:
         step = waiting.pop()
-        if hasattr(step, "variable"):
-            found.add(id(step.variable))
+        yield step
         for other, _ in getattr(step, "next_functions", ()):
             if other is not None and other not in seen:
                 seen.add(other)
                 waiting.append(other)
-    return found

@@ -9,8 +9,7 @@ import torch
 
 from elementgrad import text
 from elementgrad.backends.torch.model import TorchModel
-from elementgrad.backends.torch.training import freezing
-from elementgrad.backends.torch.training.delivery import deliver, muted
+from elementgrad.backends.torch.training import delivery, freezing
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.reducing import Reduction
 from elementgrad.backends.torch.training.sharding import is_spread, shards
@@ -207,10 +206,11 @@ class TorchTrainer(Trainer):
                 f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
                 "into a function and ask eg.explain(step), which names the line"
             ).about(loss)
+        delivery.check(loss, of)
 
     def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
         leaves = [part.leaf for part in parts]
-        with muted(leaves):
+        with delivery.muted(leaves):
             return list(torch.autograd.grad(loss.reshape(()), leaves, retain_graph=not last, allow_unused=True))
 
     def hear(self, heard: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]) -> None:
@@ -222,7 +222,7 @@ class TorchTrainer(Trainer):
             before = totals.get(id(part))
             totals[id(part)] = part.leaf, gradient if before is None else before[1] + gradient
         every = [leaf for weight in self._weights().values() if weight.shard is None for leaf in weight.leaves]
-        deliver(list(totals.values()), every, losses)
+        delivery.deliver(list(totals.values()), every, losses)
 
     def once(self, work: Callable[[], None]) -> None:
         for shard in self._shards.values():
