@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import elementgrad as eg
 from tests.sharded_torch import (
@@ -207,6 +208,47 @@ def sharded_along_another_axis(folder):
     assert model.linear.weight.placements == (Shard(1),)
 
 
+class Layers(nn.Module):
+    """Layers with kernels of their own, one of them computed again going back."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.attention = nn.Conv2d(1, WIDTH, 3, padding=1), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.again, self.norm = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, images):
+        x = self.conv(images).flatten(2).mT
+        x = x + self.attention(x, x, x)[0]
+        return self.norm(checkpoint(self.again, x, use_reentrant=False))
+
+
+def other_layers(folder):
+    """The same data in all processes is one process's training, to the bit."""
+    places = [
+        "conv.weight[5, 0, 2]",
+        "attention.in_proj_weight[[1, 17], [0, 5]]",
+        "attention.out_proj.weight[2]",
+        "again.weight[:, 3]",
+        "norm.weight[4]",
+    ]
+    images = torch.randn(2, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    for gathered in (True, False):
+        torch.manual_seed(0)
+        plain, model = Layers(), Layers()
+        model.load_state_dict(plain.state_dict())
+        for part in (model.conv, model.again, model):
+            fully_shard(part, reshard_after_forward=not gathered)
+        elements, single = eg.trainable(model, places), eg.trainable(plain, places)
+        for each, mine in ((model, elements), (plain, single)):
+            optimizer = torch.optim.SGD(mine.parameters(), lr=0.5)
+            for _ in range(2):
+                optimizer.zero_grad()
+                each(images).square().mul(images.mean() + 1).sum().backward()
+                optimizer.step()
+        for name, each in full(model).items():
+            torch.testing.assert_close(each, plain.state_dict()[name], rtol=0, atol=1e-6)
+
+
 def patches(folder):
     """Applied to a sharded model, taken back, refused; written once, and not by halves."""
     count = world()[1]
@@ -290,6 +332,8 @@ def refused(folder):
     assert eg.at(model.norm.weight)[2] in elements
     with pytest.raises(eg.FrameworkError, match="a loss uses weight of a sharded model itself"):
         model.norm.weight.full_tensor().square().sum().backward()
+    with pytest.raises(eg.FrameworkError, match="a sharded model cannot be moved or converted"):
+        model.norm.double()
     with pytest.raises(AttributeError, match="cannot be replaced"):
         model.norm.weight = nn.Parameter(torch.zeros(WIDTH))
 
@@ -302,6 +346,7 @@ CHECKS = [
     two_sets,
     some_processes_hear_nothing,
     sharded_along_another_axis,
+    other_layers,
     patches,
     resumed,
     refused,

@@ -96,6 +96,11 @@ class Swapped:
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         weights = [use.weight for use in self._trained.values()]
+        if any(weight.shard is not None for weight in weights):
+            raise FrameworkError(
+                "a sharded model cannot be moved or converted while elements of it train; do it before eg.trainable, "
+                "or release them first"
+            )
         before = [(part, part.leaf.detach()) for weight in weights for part in weight.parts]
         with torch.no_grad():  # recurrent layers note their parameters then, and not aliases of them
             result = super()._apply(fn, recurse)  # type: ignore[misc]
