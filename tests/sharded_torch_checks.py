@@ -114,9 +114,13 @@ def states(folder):
 
 def written_values_are_used(folder):
     """By the leaf, by its data and by the parameter; between forwards that leave the root gathered."""
+    for options in [{}, {"reshard_after_forward": 2}] if world()[1] > 2 else [{}]:
+        _write_and_use(spread(made(), **options))
+
+
+def _write_and_use(model):
     plain, (batch,) = made(), words(0)
-    single = eg.trainable(plain, PLACES)
-    model, elements = prepared("fsdp")
+    single, elements = eg.trainable(plain, PLACES), eg.trainable(model, PLACES)
     with torch.no_grad():
         assert torch.allclose(model(batch), plain(batch))
         for each in (single, elements):

@@ -72,6 +72,8 @@ class Shard:
 
     def put(self, positions: Tensor, values: Tensor) -> None:
         """Write elements by their positions, each process those that it has; and into the whole while it is there."""
+        if self._parameter.sharded_state.name == "SHARDED_POST_FORWARD":
+            self._group.reshard()  # or the next computation would gather what was left over from the last
         local, here, coords = self._here(positions)
         values = values.to(local.dtype)
         local.index_put_(coords, values[here])

@@ -1,5 +1,6 @@
 """Training elements of a PyTorch model: which parameters there are, freezing the others, routing losses."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -270,13 +271,19 @@ def _require_plain(model: Module) -> None:
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise FrameworkError("a scripted model is closed; give the module that it was made of")
-        if kind == "DistributedDataParallel" or kind.startswith("Replicate"):
+        if kind == "DistributedDataParallel" or _replicated(module):
             raise FrameworkError(
                 f"the model is wrapped in {kind} already, which would not reduce the elements' gradients; "
                 "call eg.trainable first and wrap then"
             )
         if kind == "FullyShardedDataParallel":
             raise FrameworkError(f"the model is wrapped in {kind}, which flattens parameters; use fully_shard instead")
+
+
+def _replicated(module: Module) -> bool:
+    """Whether `replicate`, which makes other classes of modules, has wrapped one."""
+    found = sys.modules.get("torch.distributed._composable.replicate")
+    return found is not None and isinstance(module, found.DDP)
 
 
 def _of_bits(numbers: Any, like: Tensor) -> Tensor:
