@@ -17,6 +17,7 @@ from benchmarks import (
     training,
     training_jax,
     training_keras,
+    training_sharded,
 )
 from benchmarks.harness import report, run
 
@@ -30,6 +31,7 @@ SUITES = {
     **training.SUITES,
     **training_keras.SUITES,
     **training_jax.SUITES,
+    **training_sharded.SUITES,
     **command_line.SUITES,
 }
 

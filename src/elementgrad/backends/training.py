@@ -108,13 +108,17 @@ class Trainer(ABC):
         """Refuse a tape that cannot give the gradients of so many losses, where the framework has tapes."""
         return
 
-    def hear(self, part: Part, gradient: Tensor, elements: np.ndarray) -> None:
-        """Add some elements of a gradient to that of a part, where tensors keep their gradients."""
+    def hear(self, heard: Sequence[tuple[Part, Tensor, np.ndarray]], losses: Sequence[Tensor]) -> None:
+        """Add some elements of gradients of losses to those of parts, where tensors keep their gradients."""
         raise NotImplementedError
 
     def heard(self, before: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
         """Some elements of a gradient added to what was heard before, where they do not."""
         raise NotImplementedError
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Do what one process does for all, where a model is spread over several."""
+        work()
 
     @abstractmethod
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:

@@ -134,8 +134,8 @@ class Elements(Tabular, Functional):
         (tensor([2.]), tensor([5.]))
         """
         self._require("backward")
-        for part, gradient, chosen in routed(self._trainer, self._members, losses, keep=retain_graph):
-            self._trainer.hear(part, gradient, chosen)
+        heard = routed(self._trainer, self._members, losses, keep=retain_graph)
+        self._trainer.hear(heard, list(losses.values()) if isinstance(losses, Mapping) else [losses])
 
     @plain
     def gradients(self, tape: Any, losses: Mapping[Any, Tensor] | Tensor) -> list[Tensor | None]:
@@ -163,7 +163,8 @@ class Elements(Tabular, Functional):
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
 
-        The tensors are known by a sample of their other elements; with `full` by all of them.
+        The tensors are known by a sample of their other elements; with `full` by all of them. In a model that is
+        sharded over processes, all of them call this, and the first one writes.
 
         >>> import tempfile, torch, elementgrad as eg
         >>> path = tempfile.mkdtemp() + "/patch.safetensors"
@@ -174,7 +175,8 @@ class Elements(Tabular, Functional):
         place         elements  shape  dtype    largest change
         weight[0, 1]  1         2x3    float32  0
         """
-        patch_of(self, full).write(path)
+        patch = patch_of(self, full)
+        self._trainer.once(lambda: patch.write(path))
 
     def undo(self) -> None:
         """Give the elements back the values that they had before, to the bit; once that is done, not again.

@@ -30,7 +30,8 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
     the path of a patch to go on from, with `names` as in `eg.apply`. Values of parameters in half precision are kept in
     float32 unless `dtype` says otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`; let
     others train beside by setting theirs afterwards. A Keras model is compiled and fitted as ever, and has
-    `elements.variables`.
+    `elements.variables`. Of a model that processes share, wrap in `DistributedDataParallel` afterwards, or call
+    `fully_shard` before: then all of them make this call.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))

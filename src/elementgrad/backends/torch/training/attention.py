@@ -51,7 +51,7 @@ class Projections:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`functional.linear`, where the weight may be some rows of one that trains."""
         for number, known in enumerate(self._weights):
-            tensor = known.tensor
+            tensor = known.live
             if weight.ndim == 2 and weight.is_contiguous() and _within(weight, tensor):
                 first = (weight.storage_offset() - tensor.storage_offset()) // tensor.shape[1]
                 key = number, first, len(weight)

@@ -7,6 +7,7 @@ import torch
 
 from elementgrad.backends.torch.training.operations import of_bias
 from elementgrad.backends.torch.training.products import again, connected
+from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 
@@ -140,3 +141,19 @@ class Alias(torch.autograd.Function):
         gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         whole = gradient if ctx.needs_input_grad[2] else None
         return None, None, whole, *_split(gradient.reshape(-1).index_select(0, positions), ctx.sizes)
+
+
+class Unheard(torch.autograd.Function):
+    """A sharded parameter for whoever looks at it: no gradient of it goes anywhere, and who asks for one is told."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, weight: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.name = name
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise FrameworkError(
+            f"a loss uses {ctx.name} of a sharded model itself, and its elements hear what modules compute with it in "
+            "their forward; let a module compute that part of the loss"
+        )

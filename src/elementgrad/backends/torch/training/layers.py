@@ -1,5 +1,6 @@
 """Layers that know some of their elements: mixed into a module's class, they send gradients there by kernels."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.nn import functional
 from elementgrad.backends.torch.training.attention import Projections
 from elementgrad.backends.torch.training.bags import bag
 from elementgrad.backends.torch.training.correlations import Correlation, Grid
-from elementgrad.backends.torch.training.functions import Alias, ByLookup, by_kernel
+from elementgrad.backends.torch.training.functions import Alias, ByLookup, Unheard, by_kernel
 from elementgrad.backends.torch.training.lookups import Lookup
 from elementgrad.backends.torch.training.operations import Convolution, LayerNorm, Linear, RMSNorm
 from elementgrad.backends.torch.training.products import Product
@@ -48,13 +49,13 @@ def found(module: Any, name: str) -> tuple[Any, Use | None]:
     else:
         leaves = tuple([held[key] for key in weight.keys])
         own = all([leaf is other for leaf, other in zip(leaves, weight.leaves)])  # noqa: B905, C419
-    if tensor is not weight.tensor:  # somebody's own, as functional_call puts there: it counts as it is given
+    if not weight.holds(tensor):  # somebody's own, as functional_call puts there: it counts as it is given
         return tensor if own else weight.with_values(tensor, leaves), None
     if not own:
         return weight.with_values(tensor, leaves), None
     weight.current()
-    if not torch.is_grad_enabled():
-        return tensor, None
+    if not torch.is_grad_enabled() or (weight.shard is not None and tensor is weight.tensor):
+        return tensor, None  # as it is; of a sharded one, nothing can be computed before it is gathered
     if not torch.compiler.is_compiling() and transforming():
         return weight.with_values(tensor, leaves), None
     return tensor, use
@@ -68,20 +69,32 @@ def transforming() -> bool:
 def aliased(module: Any, name: str) -> Any:
     """The parameter for whatever use of it."""
     tensor, use = found(module, name)
+    weight = module._trained[name].weight
+    if weight.shard is not None and tensor is weight.tensor and torch.is_grad_enabled():
+        return looked_at(name, weight, sys._getframe(1).f_globals.get("__name__", ""))
     return tensor if use is None else alias(use.weight)
 
 
 def elsewhere(weight: Weight) -> Any:
     """The parameter of another module for whatever use of it."""
     weight.current()
-    return alias(weight) if torch.is_grad_enabled() and not transforming() else weight.tensor
+    return alias(weight) if torch.is_grad_enabled() and not transforming() else weight.live
 
 
 def alias(weight: Weight) -> Any:
     """A parameter that passes gradients on to its elements."""
-    tensor = Alias.apply(weight.positions, weight.sizes, weight.tensor, *weight.leaves)
+    tensor = Alias.apply(weight.positions, weight.sizes, weight.live, *weight.leaves)
     if not torch.compiler.is_compiling():
         tensor._is_param = True  # so isinstance(module.weight, nn.Parameter) holds as before
+    return tensor
+
+
+def looked_at(name: str, weight: Weight, module: str) -> Any:
+    """A sharded parameter for whoever takes it from a module; who shards it must get the very tensor."""
+    if module.startswith("torch.distributed."):
+        return weight.tensor
+    tensor = Unheard.apply(name, weight.tensor, *weight.leaves)
+    tensor._is_param, tensor._elements_of = True, weight.tensor
     return tensor
 
 

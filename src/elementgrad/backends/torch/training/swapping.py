@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from elementgrad import tree
+from elementgrad import text, tree
 from elementgrad.backends.torch.training.layers import Layer, Use, aliased, elsewhere, layer_of
+from elementgrad.backends.torch.training.sharding import is_spread
 from elementgrad.backends.torch.training.weight import Weight, part_of
+from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
@@ -32,6 +34,14 @@ class Swapped:
         use = self.__dict__.get("_trained", {}).get(name)
         if use is None:
             return super().__setattr__(name, value)
+        if use.weight.shard is not None and use.weight.holds(value):  # gathered for a computation, or given back
+            self._parameters[name] = value
+            return None
+        if is_spread(value) and use.weight.shard is None:
+            raise FrameworkError(
+                f"{name} has elements that train, and would be spread over processes without them; call fully_shard "
+                "on the plain model first, and eg.trainable then"
+            )
         if not isinstance(value, Tensor) or _memory(value) != _memory(use.weight.tensor):
             raise AttributeError(_kept(name))
         return None  # as it is tied already
@@ -86,6 +96,11 @@ class Swapped:
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         weights = [use.weight for use in self._trained.values()]
+        if any(weight.shard is not None for weight in weights):
+            raise FrameworkError(
+                "a sharded model cannot be moved or converted while elements of it train; do it before eg.trainable, "
+                "or release them first"
+            )
         before = [(part, part.leaf.detach()) for weight in weights for part in weight.parts]
         with torch.no_grad():  # recurrent layers note their parameters then, and not aliases of them
             result = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -115,6 +130,11 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
         kept = {
             name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))
         }
+        if any(known[key].shard is not None for found in kept.values() for key in found):
+            raise FrameworkError(
+                f"a {type(module).__name__} keeps its parameters in {text.listed(list(kept))} too, where sharded ones "
+                "are not gathered; leave its elements out"
+            )
         own = [id(use.weight.tensor) for use in uses.values()]
         read = _held([child._parameters for child in _read(module)], known)
         others = [known[key] for key in read.union(*kept.values()) if key not in own]
@@ -229,6 +249,8 @@ def _differs(weight: Weight, loaded: Any) -> bool:
     """Whether what is loaded differs where nothing trains."""
     if not isinstance(loaded, Tensor) or loaded.shape != weight.tensor.shape:
         return False
+    if weight.shard is not None:
+        return weight.shard.differs(loaded, weight.positions)
     other = (loaded.to(weight.tensor) != weight.tensor).reshape(-1)
     other[weight.positions] = False
     return bool(other.any())

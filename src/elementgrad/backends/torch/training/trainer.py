@@ -1,6 +1,7 @@
 """Training elements of a PyTorch model: which parameters there are, freezing the others, routing losses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from elementgrad import text
 from elementgrad.backends.torch.model import TorchModel
-from elementgrad.backends.torch.training import freezing
+from elementgrad.backends.torch.training import delivery, freezing
 from elementgrad.backends.torch.training.products import index
+from elementgrad.backends.torch.training.reducing import Reduction
+from elementgrad.backends.torch.training.sharding import is_spread, shards
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
 from elementgrad.backends.torch.training.weight import Part, Weight, bits, put, take
 from elementgrad.backends.training import Trainer
@@ -32,6 +35,8 @@ class TorchTrainer(Trainer):
         _require_plain(model)
         self._model = model
         self._named = TorchModel(model)
+        self._shards = shards(model)
+        self._reductions: dict[Any, Reduction] = {}
         self._frozen: list[tuple[torch.nn.Parameter, bool]] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -45,7 +50,7 @@ class TorchTrainer(Trainer):
         bearing = self._named.bearing(name)
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
-                return tensor
+                return self._lasting(tensor)
         names = list(self.names())
         if not bearing:
             raise PlaceError(f"no parameter named {name!r}; {text.nearest(name, names)}")
@@ -57,8 +62,9 @@ class TorchTrainer(Trainer):
         )
 
     def named(self, tensor: Tensor) -> str:
+        tensor = getattr(tensor, "_elements_of", tensor)  # what a module hands out of a sharded one
         for name, kind, held in self._named.held():
-            if kind == "parameter" and (held is tensor or _same(held, tensor)):
+            if kind == "parameter" and (self._lasting(held) is tensor or _same(held, tensor)):
                 return name
         raise self.stranger(tensor)
 
@@ -71,7 +77,20 @@ class TorchTrainer(Trainer):
             raise FrameworkError(f"{name} has no shape yet; call the model once before")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise DtypeError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, and only floats train")
-        if tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
+        shard = self._shards.get(id(tensor))
+        if shard is not None:
+            shard.check(name)
+        elif is_spread(tensor):
+            raise FrameworkError(
+                f"{name} is spread over processes as {tensor.placements}, and not by fully_shard; elements train in "  # type: ignore[attr-defined]
+                "models that fully_shard spread over one axis of processes"
+            )
+        elif self._shards:
+            raise FrameworkError(
+                f"{name} is not sharded as other parameters of the model are, so that nobody would reduce its "
+                "gradients; let fully_shard have it too"
+            )
+        elif tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
             raise FrameworkError(
                 f"{name} is a {type(tensor.data).__name__} of layout {tensor.layout}; dense ones train"
             )
@@ -103,7 +122,7 @@ class TorchTrainer(Trainer):
             return self._part(tensor, positions, dtype, values, originals)
 
     def _part(self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any, originals: Any) -> Part:
-        held = take(tensor, index(positions, tensor.device))
+        held = self._take(tensor, positions)
         before = held if originals is None else _of_bits(originals, tensor)
         if dtype is not None and torch.promote_types(dtype, tensor.dtype) != dtype:
             raise OptionError(f"dtype={dtype} cannot hold what {tensor.dtype} holds; give a wider one, or None")
@@ -119,10 +138,12 @@ class TorchTrainer(Trainer):
         return part
 
     def start(self, parts: Sequence[Any]) -> None:
+        if any(type(module).__name__ == "DataParallel" for module in self._model.modules()):
+            raise FrameworkError("DataParallel copies the model in every forward; use DistributedDataParallel instead")
         weights = self._weights()
         try:
             for part in parts:
-                weight = weights.setdefault(id(part.tensor), Weight(part.tensor))
+                weight = weights.setdefault(id(part.tensor), Weight(part.tensor, self._shards.get(id(part.tensor))))
                 part.key = self._key(weight)
                 weight.parts.append(part)
                 weight.arrange()
@@ -134,10 +155,17 @@ class TorchTrainer(Trainer):
         self._frozen = freezing.claim(self._model)
         for weight in changed:
             weight.push()
+        for part in parts:
+            if part.weight.shard is not None:
+                processes = part.weight.shard.processes
+                self._reductions.setdefault(processes, Reduction(processes)).add(part)
 
     def stop(self, parts: Sequence[Any]) -> None:
+        shards(self._model)
         for part in parts:
             self.settle(part)
+            for reduction in self._reductions.values():
+                reduction.remove(part)
         self._forget(parts)
         freezing.leave(self._model)
         self._frozen = []
@@ -156,15 +184,14 @@ class TorchTrainer(Trainer):
             part.weight.current()
 
     def write(self, part: Any) -> None:
-        with torch.no_grad():
-            put(part.tensor, index(part.positions, part.tensor.device), part.leaf.detach().to(part.tensor.dtype))
+        self._put(part, part.leaf)
         if part.weight is not None:
             part.weight.push()
 
     def restore(self, part: Any) -> None:
         with torch.no_grad():
             part.leaf.copy_(part.originals.to(part.leaf.dtype))
-            put(part.tensor, index(part.positions, part.tensor.device), part.originals.to(part.tensor))
+        self._put(part, part.originals)
         if part.weight is not None:
             part.weight.push()
 
@@ -180,30 +207,45 @@ class TorchTrainer(Trainer):
                 f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
                 "into a function and ask eg.explain(step), which names the line"
             ).about(loss)
+        delivery.check(loss, of)
 
     def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
         leaves = [part.leaf for part in parts]
-        before = [leaf.grad for leaf in leaves]
-        try:
-            for leaf in leaves:
-                leaf.grad = None
-            # Not autograd.grad, past which wrappers that reduce gradients between processes do not hear of them.
-            torch.autograd.backward(loss.reshape(()), inputs=leaves, retain_graph=not last)
-            return [leaf.grad for leaf in leaves]
-        finally:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                leaf.grad = gradient
+        with delivery.muted(leaves):
+            return list(torch.autograd.grad(loss.reshape(()), leaves, retain_graph=not last, allow_unused=True))
 
-    def hear(self, part: Any, gradient: Tensor, elements: np.ndarray) -> None:
-        if len(elements) < len(gradient):
-            chosen = index(elements, gradient.device)
-            gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
-        part.leaf.grad = gradient.clone() if part.leaf.grad is None else part.leaf.grad + gradient
+    def hear(self, heard: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]) -> None:
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        for part, gradient, elements in heard:
+            if len(elements) < len(gradient):
+                chosen = index(elements, gradient.device)
+                gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
+            before = totals.get(id(part))
+            totals[id(part)] = part.leaf, gradient if before is None else before[1] + gradient
+        every = [leaf for weight in self._weights().values() if weight.shard is None for leaf in weight.leaves]
+        delivery.deliver(list(totals.values()), every, losses)
+
+    def once(self, work: Callable[[], None]) -> None:
+        for shard in self._shards.values():
+            return shard.once(work)
+        return work()
 
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        if positions is not None:
-            tensor = take(tensor, index(positions, tensor.device))
-        return bits(tensor)
+        return bits(tensor if positions is None else self._take(tensor, positions))
+
+    def _take(self, tensor: Tensor, positions: np.ndarray) -> Tensor:
+        shard, where = self._shards.get(id(tensor)), index(positions, tensor.device)
+        return take(tensor, where) if shard is None else shard.take(where)
+
+    def _put(self, part: Part, values: Tensor) -> None:
+        tensor, where = part.tensor, index(part.positions, part.tensor.device)
+        shard, values = self._shards.get(id(tensor)), values.detach().to(tensor.device, tensor.dtype)
+        with torch.no_grad():
+            put(tensor, where, values) if shard is None else shard.put(where, values)
+
+    def _lasting(self, tensor: Tensor) -> Tensor:
+        """The parameter, where a module holds what stands for it during a computation."""
+        return next((shard.tensor for shard in self._shards.values() if shard.stands(tensor)), tensor)
 
     def _weights(self) -> dict[int, Weight]:
         """What trains already, by the parameter it is of."""
@@ -226,14 +268,22 @@ class TorchTrainer(Trainer):
 
 def _require_plain(model: Module) -> None:
     for module in model.modules():
-        kind = type(module)
+        kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise FrameworkError("a scripted model is closed; give the module that it was made of")
-        if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") or "FSDP" in kind.__name__:
+        if kind == "DistributedDataParallel" or _replicated(module):
             raise FrameworkError(
-                f"the model is wrapped in {kind.__name__} already, which would not reduce the elements' gradients; "
+                f"the model is wrapped in {kind} already, which would not reduce the elements' gradients; "
                 "call eg.trainable first and wrap then"
             )
+        if kind == "FullyShardedDataParallel":
+            raise FrameworkError(f"the model is wrapped in {kind}, which flattens parameters; use fully_shard instead")
+
+
+def _replicated(module: Module) -> bool:
+    """Whether `replicate`, which makes other classes of modules, has wrapped one."""
+    found = sys.modules.get("torch.distributed._composable.replicate")
+    return found is not None and isinstance(module, found.DDP)
 
 
 def _of_bits(numbers: Any, like: Tensor) -> Tensor:
@@ -243,4 +293,6 @@ def _of_bits(numbers: Any, like: Tensor) -> Tensor:
 
 def _same(held: Tensor, tensor: Tensor) -> bool:
     """Whether a tensor is the alias that a module gives of a parameter in training."""
+    if is_spread(held) or is_spread(tensor):
+        return False  # these are handed out as they are
     return held.data_ptr() == tensor.data_ptr() and held.shape == tensor.shape and held.dtype == tensor.dtype

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from elementgrad.backends import training
 from elementgrad.backends.torch.training.products import index
+from elementgrad.backends.torch.training.sharding import Shard
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
@@ -61,8 +62,9 @@ class Part(training.Part):
 class Weight:
     """A parameter and the parts of it that train."""
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, shard: Shard | None = None):
         self.tensor = tensor
+        self.shard = shard
         self.parts: list[Part] = []
         self._used = False
         self.arrange()
@@ -78,6 +80,21 @@ class Weight:
             part.weight = self
             part.originals = part.originals.to(self.tensor.device)
         self._note()
+
+    @property
+    def live(self) -> Tensor:
+        """The parameter to compute with: itself, or all of it where some is in other processes."""
+        whole = None if self.shard is None else self.shard.whole
+        return self.tensor if whole is None else whole
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether processes share their gradients now."""
+        return self.shard is not None and self.shard.synchronising
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether a tensor stands for the parameter."""
+        return tensor is self.tensor or (self.shard is not None and self.shard.stands(tensor))
 
     def current(self) -> None:
         """Let the parameter hold what the leaves hold, or the leaves what was written to the parameter since."""
@@ -107,8 +124,9 @@ class Weight:
     def pull(self) -> None:
         """Read the leaves' values from the parameter, where it holds others than theirs."""
         with torch.no_grad():
-            held = take(self.tensor, self.positions).split(self.sizes)
-            for leaf, found in zip(self.leaves, held, strict=True):
+            shard, where = self.shard, self.positions
+            held = take(self.tensor, where) if shard is None else shard.take(where)
+            for leaf, found in zip(self.leaves, held.split(self.sizes), strict=True):
                 leaf.copy_(torch.where(leaf.to(found.dtype) == found, leaf, found.to(leaf.dtype)))
         self._note()
 
@@ -121,6 +139,9 @@ class Weight:
         return self.leaves[0].detach() if len(self.leaves) == 1 else torch.cat([leaf.detach() for leaf in self.leaves])
 
     def _write(self, values: Tensor) -> None:
+        if self.shard is not None:
+            self.shard.put(self.positions, values)
+            return
         tensor = self.tensor.detach()  # of the same version: whoever kept the parameter to go back hears of the write
         put(tensor, self.positions, values if values.dtype is tensor.dtype else values.to(tensor.dtype))
 

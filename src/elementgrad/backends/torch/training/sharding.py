@@ -1,0 +1,147 @@
+"""Parameters that `fully_shard` spread over processes: where their elements are, and how they are read and written."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+
+from elementgrad.errors import FrameworkError, PatchError
+
+Tensor = torch.Tensor
+Module = torch.nn.Module
+
+
+class Shard:
+    """One parameter of a sharded model: some of it is here, the rest in other processes.
+
+    Outside of a computation its modules hold the sharded tensor; during one they hold the whole, gathered from all.
+    """
+
+    def __init__(self, parameter: Any, group: Any):
+        self._parameter, self._group = parameter, group
+
+    @property
+    def tensor(self) -> Any:
+        """The parameter, as it is named, saved and loaded."""
+        return self._parameter.sharded_param
+
+    @property
+    def whole(self) -> Tensor | None:
+        """All of it, while it is gathered."""
+        gathered = self._parameter.sharded_state.name == "UNSHARDED"
+        return self._parameter.unsharded_param if gathered else None
+
+    @property
+    def processes(self) -> Any:
+        """The processes that it is spread over."""
+        return self.tensor.device_mesh.get_group()
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether gradients are reduced now, which `set_requires_gradient_sync` says."""
+        return bool(self._group.reduce_grads)
+
+    def stands(self, tensor: Any) -> bool:
+        """Whether a tensor stands for this parameter in its modules."""
+        forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return tensor is not None and any(tensor is getattr(self._parameter, form, None) for form in forms)
+
+    def check(self, name: str) -> None:
+        """Refuse what is spread in another way than by `fully_shard` over one axis of processes."""
+        mesh, placements = self.tensor.device_mesh, self.tensor.placements
+        if mesh.ndim != 1 or not placements[0].is_shard():
+            raise FrameworkError(
+                f"{name} is spread as {placements} over a mesh of {mesh.ndim} axes; elements train in models that "
+                "fully_shard spread over one axis of processes"
+            )
+        if type(self.tensor.to_local()) is not Tensor:
+            raise FrameworkError(f"{name} has shards of {type(self.tensor.to_local()).__name__}; dense ones train")
+        if self._parameter.offload_to_cpu and self._parameter.device.type != "cpu":
+            raise FrameworkError(f"{name} is offloaded to the CPU between steps; leave out offload_policy")
+
+    def take(self, positions: Tensor) -> Tensor:
+        """Elements by their positions in C order, the same in all processes, each of which must ask for them."""
+        local, here, coords = self._here(positions)
+        found = torch.zeros(len(positions), dtype=local.dtype, device=local.device)
+        found[here] = local[coords]
+        if len(positions):  # as bytes, of which all processes but one have zero: a sum of floats may lose a sign
+            distributed.all_reduce(found.view(torch.uint8), group=self.processes)
+        return found
+
+    def put(self, positions: Tensor, values: Tensor) -> None:
+        """Write elements by their positions, each process those that it has; and into the whole while it is there."""
+        if self._parameter.sharded_state.name == "SHARDED_POST_FORWARD":
+            self._group.reshard()  # or the next computation would gather what was left over from the last
+        local, here, coords = self._here(positions)
+        values = values.to(local.dtype)
+        local.index_put_(coords, values[here])
+        if self.whole is not None:
+            whole = self.whole.detach()
+            whole.view(-1).index_copy_(0, positions, values.to(whole.dtype))
+
+    def differs(self, loaded: Any, positions: Tensor) -> bool:
+        """Whether another tensor, spread alike, differs outside of some positions, in any of the processes."""
+        if not is_spread(loaded) or loaded.placements != self.tensor.placements:
+            return False  # which nothing loads
+        local, _, coords = self._here(positions)
+        other = loaded.to_local().to(local) != local
+        other[coords] = False
+        return self.said(bool(other.any()))
+
+    def said(self, answer: bool) -> bool:
+        """Whether any of the processes says yes, each of which must be asked."""
+        flag = torch.tensor([answer], dtype=torch.int32, device=self.tensor.device)
+        distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self.processes)
+        return bool(flag.item())
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Do what one process does for all, and go on when it is done; if it fails, all of them hear of it."""
+        error = None
+        if distributed.get_rank(self.processes) == 0:
+            try:
+                work()
+            except Exception as raised:
+                error = raised
+        failed = self.said(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise PatchError("the first process, which writes for all, could not write; its own error says why")
+
+    def _here(self, positions: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """What is here of the parameter, which of the elements are in it, and where."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        tensor = self.tensor
+        local = tensor.to_local().detach()
+        _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        axis = tensor.placements[0].dim
+        coords = list(torch.unravel_index(positions.to(local.device), tensor.shape))
+        coords[axis] = coords[axis] - start[axis]
+        here = ((coords[axis] >= 0) & (coords[axis] < local.shape[axis])).nonzero().view(-1)
+        return local, here, tuple([each[here] for each in coords])
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is one of several processes; nobody has made one before that module was imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shards(model: Module) -> dict[int, Shard]:
+    """The parameters of a model that `fully_shard` has spread, by their ids; its modules hold them as such again."""
+    found = {}
+    for module in _spread(model):
+        module.reshard()
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                found[id(parameter.sharded_param)] = Shard(parameter, group)
+    return found
+
+
+def _spread(model: Module) -> Iterator[Any]:
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is not None:
+        yield from (each for each in model.modules() if isinstance(each, module.FSDPModule))
