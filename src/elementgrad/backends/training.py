@@ -63,6 +63,10 @@ class Trainer(ABC):
     def check(self, tensor: Tensor, name: str) -> None:
         """Refuse a parameter whose elements cannot train."""
 
+    def agree(self, elements: Sequence[tuple[str, np.ndarray]]) -> None:
+        """Refuse elements, by name and positions, that other processes which train the same model do not name too."""
+        return
+
     @abstractmethod
     def dtype(self, given: Any) -> Any:
         """The framework's dtype for what a user gave."""
@@ -123,6 +127,10 @@ class Trainer(ABC):
     @abstractmethod
     def names(self) -> Iterator[str]:
         """The names of all parameters."""
+
+    def writes(self) -> bool:
+        """Whether this process writes files: one does, of several that train the same model."""
+        return True
 
     def lasting(self, tensor: Tensor) -> Any:
         """What changes of a parameter are noted by, for as long as it lives."""

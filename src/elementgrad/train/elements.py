@@ -163,7 +163,8 @@ class Elements(Tabular, Functional):
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
 
-        The tensors are known by a sample of their other elements; with `full` by all of them.
+        The tensors are known by a sample of their other elements; with `full` by all of them. Of several processes that
+        train one model together the first writes it.
 
         >>> import tempfile, torch, elementgrad as eg
         >>> path = tempfile.mkdtemp() + "/patch.safetensors"
@@ -174,7 +175,9 @@ class Elements(Tabular, Functional):
         place         elements  shape  dtype    largest change
         weight[0, 1]  1         2x3    float32  0
         """
-        patch_of(self, full).write(path)
+        patch = patch_of(self, full)
+        if self._trainer.writes():
+            patch.write(path)
 
     def undo(self) -> None:
         """Give the elements back the values that they had before, to the bit; once that is done, not again.
