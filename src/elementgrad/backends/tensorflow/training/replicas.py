@@ -39,6 +39,14 @@ def copies(variable: Variable) -> tuple[Variable, ...]:
     return (variable,) if strategy is None else strategy.experimental_local_results(variable)
 
 
+def here(variable: Variable) -> Variable:
+    """The copy of a variable on the replica that asks for it; on none, one of them.
+
+    A mirrored variable itself has no way to read some of its rows, and would be read whole.
+    """
+    return variable if strategy_of(variable) is None else variable._get_on_device_or_primary()
+
+
 def strategy_of(variable: Variable) -> Strategy | None:
     """The strategy that a variable is spread over replicas by."""
     return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None
@@ -58,14 +66,11 @@ def require_outside(model: Any) -> None:
 
 
 def require_mirrored(variable: Variable, name: str) -> None:
-    """Refuse a variable without a whole copy on each replica of the strategy whose scope this is."""
+    """Refuse a variable that has no copy on each replica of the strategy whose scope this is."""
     own = strategy_of(variable)
     _require_mirrored(own, name)
-    if not isinstance(variable, tf.Variable) or (own is not None and not variable._is_mirrored()):
-        raise FrameworkError(
-            f"{name} is a {type(variable).__name__}, which is not whole on each replica; elements of plain and of "
-            "mirrored variables train"
-        )
+    if not isinstance(variable, tf.Variable):
+        raise FrameworkError(f"{name} is a {type(variable).__name__}; elements of plain and mirrored variables train")
     here = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     if here is not None and here is not own and not (own is None and isinstance(here, ALONE)):
         raise FrameworkError(
