@@ -1,7 +1,6 @@
 """What the checks of elements under `tf.distribute` have in common; each kind of strategy has processes of its own."""
 
 import json
-import sys
 import traceback
 
 import keras
@@ -157,11 +156,8 @@ def sent(strategy, model, elements):
         if op.type.startswith("Collective"):
             reduced.setdefault(op.device, []).append(bytes_of(op.inputs[0]))
         for tensor in op.inputs:
-            if (
-                tensor.dtype != tf.resource
-                and "" not in (op.device, tensor.op.device)
-                and op.device != tensor.op.device
-            ):
+            devices = {op.device, tensor.op.device}
+            if len(devices) == 2 and "" not in devices and tensor.dtype != tf.resource:
                 passed[tensor.name, op.device] = bytes_of(tensor)
     assert len(reduced) == len(strategy.extended.worker_devices)
     (each,) = {sum(given) for given in reduced.values()}

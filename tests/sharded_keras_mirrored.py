@@ -6,11 +6,9 @@
 import sys
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
 
 import elementgrad as eg
 from tests.keras_training import MOVED, PLACES, TARGETS, TOKENS, assert_only_places_moved, state, tagger
@@ -46,8 +44,8 @@ def fit_is_that_of_one_process(strategy, folder):
     def many():
         return tagger(walk=False)
 
-    places = [place for place in PLACES if "walk" not in place]
-    for make, places, moved, name in ((many, places, MOVED, "adamw"), (small, SMALL, SMALL_MOVED, "momentum")):
+    some = [place for place in PLACES if "walk" not in place]
+    for make, places, moved, name in ((many, some, MOVED, "adamw"), (small, SMALL, SMALL_MOVED, "momentum")):
         optimizer = OPTIMIZERS[name]
         alone, model = make(), spread(strategy, make)
         before = state(model)

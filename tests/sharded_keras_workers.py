@@ -45,21 +45,20 @@ def all_here(strategy):
 
 
 def loops_are_those_of_one_process(strategy, folder):
-    for optimizer in OPTIMIZERS.values():
-        for routed in (False, True) if optimizer is OPTIMIZERS["adamw"] else (False,):
-            alone, model = small(), spread(strategy)
-            before = state(model)
-            mine, elements = eg.trainable(alone, SMALL), eg.trainable(model, SMALL)
-            loop(alone, mine, None, optimizer(), routed)
-            with strategy.scope():
-                shared = optimizer()
-            loop(model, elements, strategy, shared, routed)
-            assert_close(model, alone)
-            assert_workers_agree(strategy, model)
-            assert_replicas_agree(model, elements, replicas=1)
-            assert_only_places_moved(model, before, SMALL_MOVED)
-            elements.release()
-            assert_workers_agree(strategy, model)
+    for name, routed in (("momentum", False), ("adamw", True)):
+        alone, model = small(), spread(strategy)
+        before = state(model)
+        mine, elements = eg.trainable(alone, SMALL), eg.trainable(model, SMALL)
+        loop(alone, mine, None, OPTIMIZERS[name](), routed)
+        with strategy.scope():
+            optimizer = OPTIMIZERS[name]()
+        loop(model, elements, strategy, optimizer, routed)
+        assert_close(model, alone)
+        assert_workers_agree(strategy, model)
+        assert_replicas_agree(model, elements, replicas=1)
+        assert_only_places_moved(model, before, SMALL_MOVED)
+        elements.release()
+        assert_workers_agree(strategy, model)
 
 
 def one_process_writes_the_patch_of_all(strategy, folder):
