@@ -114,6 +114,27 @@ def test_tensorflow_variables_are_written_by_methods_that_can_be_watched():
     assert isinstance(context()._rng, random.Random)
 
 
+def test_strategies_write_to_the_copies_of_a_variable_one_by_one():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        mirrored = tf.Variable([1.0, 2.0])
+    assert isinstance(mirrored, tf.distribute.DistributedValues)
+    assert mirrored.distribute_strategy is strategy
+    (copy,) = strategy.experimental_local_results(mirrored)
+    assert isinstance(copy, tf.Variable)
+    assert not isinstance(copy, tf.distribute.DistributedValues)
+    written = []
+    assign = copy.assign
+    copy.assign = lambda *given, **options: written.append(given) or assign(*given, **options)
+    mirrored.assign([3.0, 4.0])
+    strategy.run(lambda: mirrored.assign([5.0, 6.0]))
+    strategy.extended.update(mirrored, lambda variable: variable.assign([7.0, 8.0]))
+    assert len(written) == 3
+    assert mirrored._get_on_device_or_primary() is copy
+    assert strategy.run(lambda: tf.constant(mirrored._get_on_device_or_primary() is copy))
+    assert strategy.extended.should_checkpoint
+
+
 def test_tensorflow_handles_say_the_dtype_of_their_variable():
     (kind,) = tf.Variable([1.0]).handle._handle_data.shape_and_type
     assert tf.as_dtype(kind.dtype) == tf.float32

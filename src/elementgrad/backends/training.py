@@ -63,6 +63,10 @@ class Trainer(ABC):
     def check(self, tensor: Tensor, name: str) -> None:
         """Refuse a parameter whose elements cannot train."""
 
+    def agree(self, elements: Sequence[tuple[str, np.ndarray]]) -> None:
+        """Refuse elements, by name and positions, that other processes which train the same model do not name too."""
+        return
+
     @abstractmethod
     def dtype(self, given: Any) -> Any:
         """The framework's dtype for what a user gave."""
@@ -117,7 +121,7 @@ class Trainer(ABC):
         raise NotImplementedError
 
     def once(self, work: Callable[[], None]) -> None:
-        """Do what one process does for all, where a model is spread over several."""
+        """Do what one process does for all, where several train the same model."""
         work()
 
     @abstractmethod

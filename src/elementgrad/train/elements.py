@@ -163,8 +163,8 @@ class Elements(Tabular, Functional):
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
 
-        The tensors are known by a sample of their other elements; with `full` by all of them. In a model that is
-        sharded over processes, all of them call this, and the first one writes.
+        The tensors are known by a sample of their other elements; with `full` by all of them. Where several
+        processes train one model, all of them call this, and the first one writes.
 
         >>> import tempfile, torch, elementgrad as eg
         >>> path = tempfile.mkdtemp() + "/patch.safetensors"

@@ -47,6 +47,7 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
     kept = trainer.dtype(dtype)
     if isinstance(places, os.PathLike) or (isinstance(places, str) and places.endswith(ENDING)):
         found = _fitting(trainer, mapped(Patch.read(places), names), resume=True)
+        _agree(trainer, [one for one, _ in found])
         parts = [trainer.part(one.tensor, one.positions, kept, entry.values, entry.originals) for one, entry in found]
         every = [one for one, _ in found]
     else:
@@ -55,6 +56,7 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
         every = all_named(trainer, places)
         for one in every:
             _require_idle(trainer, one)
+        _agree(trainer, every)
         parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
     trainer.start(parts)
     members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
@@ -94,6 +96,7 @@ def apply(
         raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
     patch = path if isinstance(path, Patch) else Patch.read(path)
     found = _fitting(trainer, mapped(patch, names), overwrite)
+    _agree(trainer, [one for one, _ in found])
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:
@@ -107,6 +110,10 @@ def _member(trainer: Trainer, one: Named, part: Any) -> Member:
     if not isinstance(trainer, FunctionalTrainer):  # where nothing is written to, nothing is to be noted
         Ledger(one.tensor, reader(trainer, one.tensor)).add(mark)
     return Member(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
+
+
+def _agree(trainer: Trainer, every: Sequence[Named]) -> None:
+    trainer.agree([(one.name, one.positions) for one in every])
 
 
 def _require_idle(trainer: Trainer, one: Named) -> None:

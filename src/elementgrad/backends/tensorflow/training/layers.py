@@ -13,6 +13,7 @@ from keras.src.layers.convolutional.base_conv import BaseConv
 from elementgrad.backends.tensorflow.training.correlations import Correlation, Grid
 from elementgrad.backends.tensorflow.training.entries import Lookup, Product
 from elementgrad.backends.tensorflow.training.freezing import ask, frozen
+from elementgrad.backends.tensorflow.training.replicas import here
 from elementgrad.backends.tensorflow.training.variables import weight_of
 from elementgrad.backends.tensorflow.training.weight import Weight, coordinates
 
@@ -111,7 +112,7 @@ class Looking:
         ids = tf.convert_to_tensor(inputs)
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
         ids = tf.where(ids < 0, ids + tf.cast(self.input_dim, ids.dtype), ids)
-        rows = tf.gather(use.weight.tensor, ids)
+        rows = tf.gather(here(use.weight.tensor), ids)
         width = rows.shape[-1]
 
         def entries(gradient: Any) -> Tensor:

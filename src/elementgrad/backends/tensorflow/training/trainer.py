@@ -1,6 +1,6 @@
 """Training elements of a Keras model: which variables there are, freezing the others, routing losses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from elementgrad import text
 from elementgrad.backends.tensorflow.model import KerasModel, root
-from elementgrad.backends.tensorflow.training import freezing
+from elementgrad.backends.tensorflow.training import freezing, replicas
 from elementgrad.backends.tensorflow.training.layers import dress
 from elementgrad.backends.tensorflow.training.variables import tie, untie, weight_of
 from elementgrad.backends.tensorflow.training.weight import HALVES, Part, Weight, bits, put, take
@@ -33,6 +33,7 @@ class KerasTrainer(Trainer):
         if not tf.executing_eagerly():
             raise FrameworkError("elements are chosen before a function is compiled; call this outside of tf.function")
         self._root = root(model)
+        replicas.require_outside(self._root)
         self._named = KerasModel(self._root)
         self._variables = {id(held._value): held for _, kind, held in self._named._variables() if kind == "parameter"}
 
@@ -58,7 +59,7 @@ class KerasTrainer(Trainer):
 
     def named(self, tensor: Tensor) -> str:
         for name, kind, held in self._named.held():
-            if kind == "parameter" and (held is tensor or held is getattr(tensor, "_value", None)):
+            if kind == "parameter" and held is replicas.inside(tensor):
                 return name
         raise self.stranger(tensor)
 
@@ -67,16 +68,21 @@ class KerasTrainer(Trainer):
         return [] if weight is None else weight.parts
 
     def check(self, tensor: Tensor, name: str) -> None:
-        if not isinstance(tensor, tf.Variable) or isinstance(tensor, tf.distribute.DistributedValues):
-            raise FrameworkError(
-                f"{name} is spread over devices by a tf.distribute strategy; make the model outside of its scope"
-            )
+        replicas.require_mirrored(tensor, name)
         if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
             raise DtypeError(f"{name} is {tensor.dtype.name}, and only floats train")
         if self._variables[id(tensor)].constraint is not None:
             raise FrameworkError(
                 f"{name} has a constraint, which rewrites all of it after every step; set its constraint to None"
             )
+
+    def agree(self, elements: Sequence[tuple[str, np.ndarray]]) -> None:
+        said = repr([(name, positions.tobytes()) for name, positions in elements])
+        replicas.require_agreed(self._strategies(), said.encode())
+
+    def once(self, work: Callable[[], None]) -> None:
+        if replicas.first(self._strategies()):
+            work()
 
     def dtype(self, given: Any) -> Any:
         try:
@@ -96,7 +102,8 @@ class KerasTrainer(Trainer):
         variable = self._variables[id(tensor)]
         taken = {part.leaf.name for part in self.training(tensor)}
         name = next(name for number in count() if (name := f"{variable.name}_elements_{number}") not in taken)
-        leaf = keras.Variable(tf.cast(now, kept), dtype=kept.name, autocast=False, name=name)
+        with replicas.scope(tensor):
+            leaf = keras.Variable(tf.cast(now, kept), dtype=kept.name, autocast=False, name=name)
         leaf._path = f"{variable.path}_elements_{name.rpartition('_')[2]}"  # optimizers leave variables out by it
         return Part(tensor, positions, held if originals is None else _of_bits(originals), leaf)
 
@@ -127,7 +134,8 @@ class KerasTrainer(Trainer):
             if not weight.parts:
                 untie(weight.tensor, weight.variable)
                 # Writing single elements has had every read of the variable copy it, which is over now.
-                tf.raw_ops.DisableCopyOnRead(resource=weight.tensor.handle)
+                for copy in replicas.copies(weight.tensor):
+                    tf.raw_ops.DisableCopyOnRead(resource=copy.handle)
         freezing.leave(self._variables.values())
         self._renew(changed)
 
@@ -136,7 +144,8 @@ class KerasTrainer(Trainer):
 
     def restore(self, part: Any) -> None:
         part.leaf.assign(tf.cast(part.originals, part.leaf._value.dtype))
-        put(part.tensor, part.index, part.originals)
+        for _, tensor in part.copies:
+            put(tensor, part.index, part.originals)
 
     def check_loss(self, loss: Tensor, of: str) -> None:
         if not tf.is_tensor(loss):
@@ -163,6 +172,9 @@ class KerasTrainer(Trainer):
 
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         return bits(take(tensor, positions))
+
+    def _strategies(self) -> list[Any]:
+        return [replicas.strategy_of(variable._value) for variable in self._variables.values()]
 
     def _renew(self, changed: Sequence[Weight]) -> None:
         """Let the layers know, and forget what was compiled before."""

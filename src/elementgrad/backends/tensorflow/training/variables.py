@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
 from elementgrad.backends.tensorflow.training.freezing import ask
+from elementgrad.backends.tensorflow.training.replicas import copies, inside
 from elementgrad.backends.tensorflow.training.weight import Part, Weight
 
 Variable = Any
@@ -29,25 +30,29 @@ AS_IT_IS = (
 
 def weight_of(tensor: Variable) -> Weight | None:
     """The weight whose variable this is, TensorFlow's or Keras's."""
-    note = getattr(tensor, "_value", tensor).__dict__.get(NOTE)
+    note = inside(tensor).__dict__.get(NOTE)
     return note if isinstance(note, Weight) else None
 
 
 def tie(weight: Weight) -> None:
-    """Let the variable and its leaves know each other."""
-    _change(weight.tensor, _written(_plain(weight.tensor), _after_weight), weight)
+    """Let the variable and its leaves know each other, on each replica: strategies write to the copies one by one."""
+    weight.tensor.__dict__[NOTE] = weight
+    for copy in copies(weight.tensor):
+        _change(copy, _written(_plain(copy), _after_weight), weight)
     _change(weight.variable, _read(_plain(weight.variable)), weight)
     for part in weight.parts:
         part.weight = weight
-        _change(part.leaf._value, _written(_plain(part.leaf._value), _after_leaf), part)
+        for copy in copies(part.leaf._value):
+            _change(copy, _written(_plain(copy), _after_leaf), part)
 
 
 def untie(*variables: Variable) -> None:
     """Plain variables again."""
     for variable in variables:
-        plain = _plain(variable)
-        variable.__dict__.pop(NOTE, None)
-        object.__setattr__(variable, "__class__", plain)
+        for each in (variable, *copies(variable)):
+            plain = _plain(each)
+            each.__dict__.pop(NOTE, None)
+            object.__setattr__(each, "__class__", plain)
 
 
 def _plain(variable: Variable) -> type:
@@ -63,13 +68,13 @@ def _change(variable: Variable, kind: type, note: Part | Weight) -> None:
 def _after_leaf(leaf: Variable, before: Any) -> None:
     part: Part = leaf.__dict__[NOTE]
     if part.weight is not None:
-        part.push()
+        part.push(leaf)
 
 
 def _after_weight(tensor: Variable, before: Any) -> None:
     weight: Weight = tensor.__dict__[NOTE]
-    weight.pull()
-    if before is not None and weight.differs(before):
+    weight.pull(tensor)
+    if before is not None and weight.differs(tensor, before):
         # Another model altogether: what its elements were is what was written.
         for part in weight.parts:
             part.rebase()

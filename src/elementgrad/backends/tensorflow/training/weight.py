@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from elementgrad.backends import training
 from elementgrad.backends.tensorflow.training.entries import Lookup
+from elementgrad.backends.tensorflow.training.replicas import copies, inside
 
 Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
 HALVES = (tf.float16, tf.bfloat16)
@@ -33,6 +34,8 @@ class Part(training.Part):
         self.leaf = leaf
         self.mark = None
         self.weight: Weight | None = None
+        self.copies = tuple(zip(copies(leaf._value), copies(tensor), strict=True))
+        """The leaf and the variable on each replica."""
         shape = tuple(tensor.shape)
         self.index = coordinates(positions, shape)
         """Where they are, one row of coordinates each."""
@@ -42,14 +45,20 @@ class Part(training.Part):
         whole = shape and np.array_equal((rows[:, None] * width + np.arange(width)).reshape(-1), positions)
         self._rows = rows if whole else None
 
-    def push(self) -> None:
-        """Write the values into the variable. By raw operations: methods of both would answer each other."""
-        values = tf.cast(_read(self.leaf._value), self.tensor.dtype)
-        if self._rows is None:
-            put(self.tensor, self.index, values)
-        else:
-            rows = tf.reshape(values, (len(self._rows), *self.tensor.shape[1:]))
-            tf.raw_ops.ResourceScatterUpdate(resource=self.tensor.handle, indices=self._rows, updates=rows)
+    def push(self, written: Tensor | None = None) -> None:
+        """Write the values into the variable, on each replica or from the copy of the leaf that was written to.
+
+        By raw operations: methods of both would answer each other.
+        """
+        for leaf, tensor in self.copies:
+            if written is not None and leaf is not written:
+                continue
+            values = tf.cast(_read(leaf), tensor.dtype)
+            if self._rows is None:
+                put(tensor, self.index, values)
+            else:
+                rows = tf.reshape(values, (len(self._rows), *tensor.shape[1:]))
+                tf.raw_ops.ResourceScatterUpdate(resource=tensor.handle, indices=self._rows, updates=rows)
 
     def rebase(self) -> None:
         """Take the values there are for those that there were: another model has been loaded."""
@@ -139,18 +148,18 @@ class Weight:
 
         return tf.custom_gradient(forward)(heard, other)
 
-    def pull(self) -> None:
-        """Read the leaves' values from the variable, where it holds others than theirs."""
+    def pull(self, written: Tensor) -> None:
+        """Read the leaves' values from a copy of the variable, where it holds others than theirs."""
         for part in self.parts:
-            found = _taken(self.tensor, part.index)
-            leaf = part.leaf._value
+            leaf = next(leaf for leaf, tensor in part.copies if tensor is written)
+            found = _taken(written, part.index)
             now = _read(leaf)
             new = tf.where(tf.cast(now, found.dtype) == found, now, tf.cast(found, now.dtype))
             tf.raw_ops.AssignVariableOp(resource=leaf.handle, value=new)
 
-    def differs(self, before: Tensor) -> bool:
-        """Whether the variable, which was something before, is now something else where nothing trains."""
-        now = _read(self.tensor)
+    def differs(self, written: Tensor, before: Tensor) -> bool:
+        """Whether a copy of the variable, which was something before, is now something else where nothing trains."""
+        now = _read(written)
         other = ((now != before) & ((now == now) | (before == before))).numpy().reshape(-1).copy()  # a NaN stays one
         other[self.positions] = False
         return bool(other.any())
@@ -175,17 +184,18 @@ def coordinates(positions: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def take(tensor: Tensor, positions: np.ndarray | None = None) -> np.ndarray:
     """Elements of a tensor, or of what holds one, by their positions in C order; a large variable is not read whole."""
-    tensor = getattr(tensor, "_value", tensor)
+    tensor = inside(tensor)
     if not isinstance(tensor, tf.Variable):
         flat = np.asarray(tensor).reshape(-1)
         return flat if positions is None else flat[positions]
+    tensor = copies(tensor)[0]
     if positions is None:
         return _read(tensor).numpy().reshape(-1)
     return _taken(tensor, coordinates(positions, tuple(tensor.shape))).numpy()
 
 
 def put(tensor: Tensor, index: np.ndarray, values: Tensor) -> None:
-    """Write elements of a variable by their coordinates."""
+    """Write elements of a plain variable by their coordinates."""
     if not index.shape[1]:
         tf.raw_ops.AssignVariableOp(resource=tensor.handle, value=tf.reshape(values, []))
     else:
