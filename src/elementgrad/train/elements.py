@@ -174,7 +174,8 @@ class Elements(Tabular, Functional):
         place         elements  shape  dtype    largest change
         weight[0, 1]  1         2x3    float32  0
         """
-        patch_of(self, full).write(path)
+        patch = patch_of(self, full)
+        self._trainer.once(lambda: patch.write(path))
 
     def undo(self) -> None:
         """Give the elements back the values that they had before, to the bit; once that is done, not again.
