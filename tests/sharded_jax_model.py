@@ -19,7 +19,6 @@ ACROSS = {"table": P("model", "data"), "w": P("data", "model"), "b": P("data"), 
 LAYOUTS: dict[str, Any] = {
     "batch over 2": ((2,), ("data",), WHOLE, P("data")),
     "batch over 4": ((4,), ("data",), WHOLE, P("data")),
-    "parameters over 2": ((2,), ("model",), ALONG, P()),
     "parameters over 4": ((4,), ("model",), ALONG, P()),
     "batch over 2, parameters over 2": ((2, 2), ("data", "model"), ALONG, P("data")),
     "parameters over 2 by 2": ((2, 2), ("data", "model"), ACROSS, P("data")),
@@ -37,8 +36,8 @@ def batch(step: int = 0) -> np.ndarray:
     return np.random.default_rng(step).permutation(np.r_[3, 3, 30, np.arange(5)])
 
 
-def loss(params: Any, tokens: Any) -> jax.Array:
-    hidden = jnp.tanh(params["table"][tokens] @ params["w"] + params["b"])
+def loss(params: Any, tokens: Any, shift: Any = 0.0) -> jax.Array:
+    hidden = jnp.tanh((params["table"][tokens] + shift) @ params["w"] + params["b"])
     return -jax.nn.log_softmax(hidden @ params["head"])[:, 0].mean()
 
 
@@ -82,7 +81,9 @@ def collectives(compiled: Any) -> list[tuple[str, int]]:
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
     for shapes, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
         sizes = [
-            int(re.sub(r"\D", "", dtype.replace("pred", "8"))) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
+            int(re.sub(r"\D", "", dtype.replace("pred", "8")))
+            // 8
+            * int(np.prod([int(n) for n in shape.split(",") if n]))
             for dtype, shape in re.findall(r"(pred|[a-z]+\d+)\[([\d,]*)\]", shapes)
         ]
         found.append((kind, sum(sizes)))
@@ -109,7 +110,7 @@ def assert_only_places(elements: Any, merged: Any, params: Any, before: dict[str
             assert shard.data.devices() == {shard.device}
             expected = before[name].copy()
             for place in places:
-                expected.reshape(-1)[place.select(array.shape).flat()] = np.asarray(elements[place])
+                expected.reshape(-1)[place.select(array.shape).flat().reshape(-1)] = np.asarray(elements[place])
             assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), (name, shard.device)
 
 

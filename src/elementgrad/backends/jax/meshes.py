@@ -87,7 +87,9 @@ def by_one(arrays: Sequence[Array], act: Callable[[], None]) -> None:
             failure = error
     mesh = Mesh(np.array(devices), ("devices",))
     failed = np.full(1, failure is not None)
-    told = jax.make_array_from_callback((len(devices),), NamedSharding(mesh, PartitionSpec("devices")), lambda _: failed)
+    told = jax.make_array_from_callback(
+        (len(devices),), NamedSharding(mesh, PartitionSpec("devices")), lambda _: failed
+    )
     heard = bool(jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))(told))
     if failure is not None:
         raise failure

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad.backends.jax.axes import automatic, taken
+from elementgrad.backends.jax.axes import automatic, taken, written
 from elementgrad.backends.jax.program import bind
 from elementgrad.backends.jax.training.patched import Patched
 
@@ -104,9 +104,7 @@ class _Block:
             flat = jnp.where(hit[..., None], new, flat)
         else:
             held = flat[..., self.columns]
-            flat = flat.at[..., self.columns].set(
-                jnp.where(hit[..., None], new, held), mode="promise_in_bounds", unique_indices=True
-            )
+            flat = written(flat, flat.ndim - 1, self.columns, jnp.where(hit[..., None], new, held))
         return flat.reshape(found.shape)
 
     def values(self) -> Array:

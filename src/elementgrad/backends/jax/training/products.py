@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad.backends.jax.axes import automatic
+from elementgrad.backends.jax.axes import automatic, written
 from elementgrad.backends.jax.program import bind
 from elementgrad.backends.jax.training.patched import Patched
 
@@ -104,10 +104,9 @@ def _added(base: Array, change: Array, where: np.ndarray, axis: int) -> Array:
     """An array with a change added at some indices of an axis, which rise."""
     if len(where) == base.shape[axis]:
         return base + change
-    index = (slice(None),) * axis + (where,)
 
     def scattered(base: Array, change: Array) -> Array:
-        return base.at[index].add(change, mode="promise_in_bounds", unique_indices=True)
+        return written(base, axis, where, change, add=True)
 
     if len(where) <= FEW:
         return scattered(base, change)
