@@ -1,6 +1,7 @@
 """A small model on one device and on meshes, its training by elements, and what goes over the wire for it."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import elementgrad as eg
 
 PLACES = ["table[3]", "table[30, 5]", "w[2, 3:9]", "head[:, 1]", "b[7]"]
-LOOKED_UP, MULTIPLIED = ["table[3]", "table[30, 5]"], ["w[2, 3:9]", "head[:, 1]"]
+APART = PLACES[:4]
+"""Those for which no parameter is made whole."""
 WHOLE: dict[str, P] = {}
 ALONG = {"table": P("model"), "w": P(None, "model"), "b": P("model"), "head": P("model")}
 ACROSS = {"table": P("model", "data"), "w": P("data", "model"), "b": P("data"), "head": P("model")}
@@ -26,10 +28,15 @@ LAYOUTS: dict[str, Any] = {
 """The shape of a mesh and the names of its axes, how parameters lie on it, and how the batch does."""
 
 
-def parameters(rows: int = 32) -> dict[str, jax.Array]:
+def numbers(rows: int = 32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     shapes = {"table": (rows, 8), "w": (8, 16), "b": (16,), "head": (16, 4)}
-    return {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def parameters() -> dict[str, jax.Array]:
+    """On one device."""
+    return {name: jnp.asarray(array) for name, array in numbers().items()}
 
 
 def batch(step: int = 0) -> np.ndarray:
@@ -41,7 +48,7 @@ def loss(params: Any, tokens: Any, shift: Any = 0.0) -> jax.Array:
     return -jax.nn.log_softmax(hidden @ params["head"])[:, 0].mean()
 
 
-def spread(params: dict[str, jax.Array], layout: str, devices: Any = None, **axes: Any) -> tuple[Any, NamedSharding]:
+def spread(params: Mapping[str, Any], layout: str, devices: Any = None, **axes: Any) -> tuple[Any, NamedSharding]:
     """Parameters on a mesh, and the sharding of a batch there."""
     shape, names, specs, tokens = LAYOUTS[layout]
     devices = np.array(jax.devices() if devices is None else devices)[: int(np.prod(shape))]
