@@ -10,6 +10,7 @@ import numpy as np
 
 from elementgrad.backends import ranks
 from elementgrad.backends.groups import grouped
+from elementgrad.backends.jax import meshes
 from elementgrad.backends.jax.linear import JaxLinear
 from elementgrad.backends.jax.model import JaxModel, copied
 from elementgrad.errors import FrameworkError
@@ -71,6 +72,10 @@ def _added(totals: list[Array], found: list[Array]) -> list[Array]:
 
 def _pieces(x: Array) -> Iterator[np.ndarray]:
     """The elements in order, as float64, a piece at a time."""
+    if len(x.sharding.device_set) > 1:  # no process need hold all of it at once
+        for start in range(0, x.size, ranks.PIECE):
+            yield meshes.read(x, np.arange(start, min(start + ranks.PIECE, x.size))).astype(np.float64)
+        return
     flat = np.asarray(x).reshape(-1)
     for start in range(0, flat.size, ranks.PIECE):
         yield flat[start : start + ranks.PIECE].astype(np.float64)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elementgrad.backends.jax.axes import automatic, taken, written
 from elementgrad.backends.jax.program import bind
-from elementgrad.backends.jax.training.patched import Patched, taken
+from elementgrad.backends.jax.training.patched import Patched
 
 Array = jax.Array
 DENSE = 2
@@ -29,12 +30,16 @@ def gathered(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     if block is None:
         return None
     (found,) = bind(equation, [table.array, indices])
-    given = [indices[..., numbers.start_index_map.index(axis)] for axis in axes]
     batch = [axis for axis in range(found.ndim) if axis not in numbers.offset_dims]
     order = (*batch, *numbers.offset_dims)
     clipped = "clip" in str(equation.params["mode"]).lower()
-    rows = block.replaced(jnp.transpose(found, order), given, clipped)
-    return [jnp.transpose(rows, [order.index(axis) for axis in range(found.ndim)])]
+
+    def replaced(found: Array, values: Array, indices: Array) -> Array:
+        given = [indices[..., numbers.start_index_map.index(axis)] for axis in axes]
+        rows = block.replaced(jnp.transpose(found, order), values, given, clipped)
+        return jnp.transpose(rows, [order.index(axis) for axis in range(found.ndim)])
+
+    return [automatic(replaced, found, block.values(), jnp.asarray(indices))]
 
 
 def sliced(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -48,7 +53,11 @@ def sliced(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     if block is None:
         return None
     (found,) = bind(equation, [table.array, *starts])
-    return [block.replaced(found, [jnp.asarray(starts[axis]) for axis in axes], clipped=True)]
+
+    def replaced(found: Array, values: Array, *given: Array) -> Array:
+        return block.replaced(found, values, given, clipped=True)
+
+    return [automatic(replaced, found, block.values(), *[jnp.asarray(starts[axis]) for axis in axes])]
 
 
 class _Block:
@@ -78,7 +87,7 @@ class _Block:
         large = len(block.rows) * len(block.columns) * DENSE > table.array.size
         return None if large or rows > np.iinfo(np.int32).max else block
 
-    def replaced(self, found: Array, given: Sequence[Array], clipped: bool) -> Array:
+    def replaced(self, found: Array, values: Array, given: Sequence[Array], clipped: bool) -> Array:
         """What was looked up, axes of rows first, with the values where rows with patched elements were hit."""
         key, valid = jnp.zeros((), jnp.int32), jnp.ones((), bool)
         for along, size in zip(given, self._sizes, strict=True):
@@ -90,17 +99,15 @@ class _Block:
         at = jnp.minimum(jnp.searchsorted(rows, key, method="scan_unrolled"), len(rows) - 1)
         hit = (jnp.asarray(rows)[at] == key) & valid
         flat = found.reshape(*key.shape, self._width)
-        new = self._values()[at]
+        new = values[at]
         if len(self.columns) == self._width:
             flat = jnp.where(hit[..., None], new, flat)
         else:
             held = flat[..., self.columns]
-            flat = flat.at[..., self.columns].set(
-                jnp.where(hit[..., None], new, held), mode="promise_in_bounds", unique_indices=True
-            )
+            flat = written(flat, flat.ndim - 1, self.columns, jnp.where(hit[..., None], new, held))
         return flat.reshape(found.shape)
 
-    def _values(self) -> Array:
+    def values(self) -> Array:
         """All elements of the block, the values among them."""
         shape = len(self.rows), len(self.columns)
         if len(self._table.positions) == math.prod(shape):

@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from elementgrad.backends.jax.axes import put, taken
 
 Array = jax.Array
 
@@ -67,23 +70,6 @@ class Patched:
         return Patched(array, values.astype(array.dtype), positions, self.name, self.steady, self.limit)
 
 
-def taken(array: Array, positions: np.ndarray) -> Array:
-    """Some elements in one row. By coordinates, since flat positions may be too large for 32 bits."""
-    if not array.shape:
-        return jnp.broadcast_to(array, positions.shape)
-    index = np.unravel_index(positions, array.shape)
-    return array.at[index].get(mode="promise_in_bounds", unique_indices=True)
-
-
-def put(array: Array, positions: np.ndarray, values: Array) -> Array:
-    """An array with some elements replaced."""
-    values = values.astype(array.dtype)
-    if not array.shape:
-        return values.reshape(()) if len(positions) else array
-    index = np.unravel_index(positions, array.shape)
-    return array.at[index].set(values, mode="promise_in_bounds", unique_indices=True)
-
-
 def _flat(coords: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     return np.ravel_multi_index(tuple(coords), shape) if shape else np.zeros(len(coords[0]) if coords else 1, np.int64)
 
@@ -106,6 +92,13 @@ def _kept(x: Patched, params: dict[str, Any], array: Array) -> Patched | None:
     return x.moved(array, x.positions) if array.size == x.array.size else None
 
 
+def _resharded(x: Patched, params: dict[str, Any], array: Array) -> Patched | None:
+    """Elsewhere, or on the same mesh with its axes typed in another way; the values go to all of it."""
+    everywhere = NamedSharding(params["dst_sharding"].mesh, PartitionSpec())
+    values = jax.sharding.reshard(x.values, everywhere)
+    return Patched(array, values, x.positions, x.name, x.steady, x.limit)
+
+
 def _sliced(x: Patched, params: dict[str, Any], array: Array) -> Patched | None:
     steps = params["strides"] or (1,) * len(x.shape)
     inside = np.ones(len(x.positions), bool)
@@ -126,6 +119,8 @@ MOVES: dict[str, Move] = {
     "convert_element_type": _kept,
     "copy": _kept,
     "copy_p": _kept,
+    "sharding_constraint": _kept,
+    "reshard": _resharded,
     "transpose": _transposed,
     "rev": _reversed,
     "slice": _sliced,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elementgrad.backends.jax.axes import automatic, written
 from elementgrad.backends.jax.program import bind
 from elementgrad.backends.jax.training.patched import Patched
 
@@ -37,24 +38,29 @@ def product(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     left = [axis for axis in range(x.ndim) if axis not in others]
     inner = [x.shape[axis] for axis in others]
     outer = [x.shape[axis] for axis in left]
-    matrix = jnp.transpose(x, (*left, *others)).reshape(*outer, math.prod(inner))
-    change, touched, where = _change(w, matrix, rows, columns, base.dtype)
-    change = _only(change, touched)
     size = math.prod(w.shape[axis] for axis in free)
-    if side == 1:
-        return [_added(base.reshape(*outer, size), change, where, len(outer)).reshape(base.shape)]
-    return [_added(base.reshape(size, *outer), jnp.moveaxis(change, -1, 0), where, 0).reshape(base.shape)]
+
+    def changed(base: Array, x: Array, changes: Array) -> Array:
+        matrix = jnp.transpose(x, (*left, *others)).reshape(*outer, math.prod(inner))
+        change, touched, where = _change(changes, matrix, rows, columns, base.dtype)
+        change = _only(change, touched)
+        if side == 1:
+            return _added(base.reshape(*outer, size), change, where, len(outer)).reshape(base.shape)
+        return _added(base.reshape(size, *outer), jnp.moveaxis(change, -1, 0), where, 0).reshape(base.shape)
+
+    return [automatic(changed, base, x, w.changes(jnp.promote_types(base.dtype, jnp.float32)))]
 
 
-def _change(w: Patched, x: Array, rows: np.ndarray, columns: np.ndarray, dtype: Any) -> tuple[Array, Array, np.ndarray]:
+def _change(
+    changes: Array, x: Array, rows: np.ndarray, columns: np.ndarray, dtype: Any
+) -> tuple[Array, Array, np.ndarray]:
     """What the changes of a matrix add to `x @ matrix`: some columns, whether anything changed there, which they are.
 
     The precision is the highest, as what is added is small and cheap.
     """
     where, column = np.unique(columns, return_inverse=True)
     used, row = np.unique(rows, return_inverse=True)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    changes = w.changes(wide)
+    wide = changes.dtype
     touched = jnp.zeros(len(where), bool).at[column].max(changes != 0)
     if len(used) * len(where) <= SPARSE * len(rows):
         block = jnp.zeros((len(used), len(where)), wide).at[row, column].set(changes, unique_indices=True)
@@ -82,23 +88,25 @@ def correlation(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return None
     (base,) = bind(equation, [x, w.array])
     coords = tuple(to if axis == out_axis else of if axis == in_axis else along for axis, along in enumerate(w.coords))
-    changes = w.changes(w.array.dtype)
-    kernel = jnp.zeros(small, changes.dtype).at[coords].set(changes, unique_indices=True)
-    touched = jnp.zeros(len(where), bool).at[to].max(changes != 0)
-    (added,) = bind(equation, [jnp.take(x, used, axis=numbers.lhs_spec[1]), kernel])
-    axis = numbers.out_spec[1]
-    shape = [len(where) if number == axis else 1 for number in range(base.ndim)]
-    return [_added(base, _only(added, touched.reshape(shape)), where, axis)]
+
+    def changed(base: Array, x: Array, changes: Array) -> Array:
+        kernel = jnp.zeros(small, changes.dtype).at[coords].set(changes, unique_indices=True)
+        touched = jnp.zeros(len(where), bool).at[to].max(changes != 0)
+        (added,) = bind(equation, [jnp.take(x, used, axis=numbers.lhs_spec[1]), kernel])
+        axis = numbers.out_spec[1]
+        shape = [len(where) if number == axis else 1 for number in range(base.ndim)]
+        return _added(base, _only(added, touched.reshape(shape)), where, axis)
+
+    return [automatic(changed, base, x, w.changes(w.array.dtype))]
 
 
 def _added(base: Array, change: Array, where: np.ndarray, axis: int) -> Array:
     """An array with a change added at some indices of an axis, which rise."""
     if len(where) == base.shape[axis]:
         return base + change
-    index = (slice(None),) * axis + (where,)
 
     def scattered(base: Array, change: Array) -> Array:
-        return base.at[index].add(change, mode="promise_in_bounds", unique_indices=True)
+        return written(base, axis, where, change, add=True)
 
     if len(where) <= FEW:
         return scattered(base, change)

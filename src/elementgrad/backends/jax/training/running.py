@@ -40,6 +40,10 @@ class _Step:
         patched = [operand for operand in operands if isinstance(operand, Patched)]
         if not patched:
             return bind(equation, operands)
+        with equation.ctx.manager:  # the mesh among others, whose axes may be typed in another way in here
+            return self._on_patched(equation, operands, patched)
+
+    def _on_patched(self, equation: Any, operands: list[Any], patched: Sequence[Patched]) -> Sequence[Any]:
         name = equation.primitive.name
         if name in REMAT:
             return self._recomputed(equation, operands)

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad import text, tree
+from elementgrad.backends.jax import meshes
+from elementgrad.backends.jax.axes import put, settled
 from elementgrad.backends.jax.model import JaxModel, copied
 from elementgrad.backends.jax.program import is_array
 from elementgrad.backends.jax.training.gradient import Loss
-from elementgrad.backends.jax.training.patched import Patched, put
+from elementgrad.backends.jax.training.patched import Patched
 from elementgrad.backends.training import FunctionalTrainer, Part, UseOf
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
 
@@ -44,7 +46,7 @@ class JaxPart(Part):
 
     def steady_in(self, array: Array) -> bool:
         """Whether adding a change to the elements of an array leaves nothing of them behind."""
-        sizes = np.abs(_wide(_read(array, self.positions)))
+        sizes = np.abs(_wide(meshes.read(array, self.positions)))
         limit = self.limit if array is self.tensor.array else _limit(array)
         return bool(np.isfinite(sizes).all() and (sizes <= limit).all())
 
@@ -116,7 +118,7 @@ class JaxTrainer(FunctionalTrainer):
                 f"{tensor.name} is being traced; call this outside of jax.jit, and in there give elements.grad and "
                 "elements.merge the traced parameters as params="
             )
-        held = _read(tensor.array, positions)
+        held = meshes.read(tensor.array, positions)
         now = held if values is None else _of_bits(values)
         kept = dtype or (_master(tensor.dtype) if values is None else now.dtype)
         if jax.dtypes.canonicalize_dtype(kept) != kept:
@@ -124,14 +126,15 @@ class JaxTrainer(FunctionalTrainer):
                 f"the patch keeps values of {tensor.name} in {kept}; give dtype=jnp.float32, or allow 64 bits by "
                 'jax.config.update("jax_enable_x64", True)'
             )
-        return JaxPart(tensor, positions, jnp.asarray(now.astype(kept)), jnp.asarray(held))
+        rows = [meshes.given_to_all(numbers, tensor.array) for numbers in (now.astype(kept), held)]
+        return JaxPart(tensor, positions, *rows)
 
     def restore(self, part: Any) -> None:
         part.leaf = part.originals.astype(part.leaf.dtype)
 
     def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         array = tensor.array if isinstance(tensor, Leaf) else tensor
-        values = np.asarray(array).reshape(-1) if positions is None else _read(array, positions)
+        values = meshes.read(array, np.arange(array.size) if positions is None else positions)
         return array.dtype.name, np.frombuffer(values.tobytes(), np.uint8).reshape(-1, array.dtype.itemsize)
 
     def lasting(self, tensor: Leaf) -> Array:
@@ -144,7 +147,7 @@ class JaxTrainer(FunctionalTrainer):
             raise FrameworkError(
                 f"the value for {place} is being traced; return it from the jitted function and assign it outside"
             )
-        return jnp.array(value)
+        return meshes.copied(value, part.tensor.array)
 
     def value(self, part: Any) -> Array:
         return jnp.array(part.leaf)  # a copy, which may be donated
@@ -157,7 +160,8 @@ class JaxTrainer(FunctionalTrainer):
                 f"the value for {place} is {value.dtype} of shape {tuple(value.shape)}; "
                 f"give {part.leaf.dtype} of shape {tuple(part.leaf.shape)}, as elements.values has"
             )
-        return jnp.asarray(value)
+        here = not isinstance(value, jax.core.Tracer | jax.Array)  # as from a file
+        return meshes.given_to_all(np.asarray(value), part.tensor.array) if here else value
 
     def merged(self, parts: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
         params, arrays = self._given(parts, params)
@@ -178,7 +182,13 @@ class JaxTrainer(FunctionalTrainer):
         wanted: Sequence[int],
         has_aux: bool,
     ) -> tuple[Any, list[Array | None]]:
-        return self._loss(loss, parts, params, has_aux).gradient(values, wanted)
+        returned, found = self._loss(loss, parts, params, has_aux).gradient(values, wanted)
+        every = zip(wanted, found, strict=True)
+        return returned, [None if each is None else settled(each, parts[number].leaf) for number, each in every]
+
+    def once(self, act: Callable[[], None]) -> None:
+        arrays = [leaf.array for leaves in self._leaves.values() for leaf in leaves]
+        meshes.by_one([array for array in arrays if not isinstance(array, jax.core.Tracer)], act)
 
     def zeros(self, like: Array) -> Array:
         return jnp.zeros_like(like)
@@ -234,14 +244,6 @@ def _master(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
 
 
-def _read(array: Array, positions: np.ndarray) -> np.ndarray:
-    index = np.unravel_index(positions, array.shape) if array.shape else np.zeros(len(positions), np.int64)
-    here = all(device.platform == "cpu" for device in array.devices()) and array.is_fully_addressable
-    if here or not array.shape:
-        return np.asarray(array)[index] if array.shape else np.asarray(array).reshape(1)[index]
-    return np.asarray(array[index])
-
-
 def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), jnp.dtype(numbers.dtype))
 
@@ -253,7 +255,7 @@ def _wide(values: np.ndarray) -> np.ndarray:
 def _limit(array: Array) -> float:
     """How large an element may be to be of the size of the others."""
     size = int(np.prod(array.shape))
-    sample = _read(array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
+    sample = meshes.read(array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
     sizes = np.abs(_wide(sample))
     sizes = sizes[np.isfinite(sizes)]
     return OUTSTANDING * float(np.median(sizes)) if len(sizes) else 0.0

@@ -1,0 +1,110 @@
+"""A few elements of arrays, taken and put, whatever mesh these are spread over and however its axes are typed."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.core import get_axis_env
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+Array = jax.Array
+IN_BOUNDS = "promise_in_bounds"
+BEYOND = np.iinfo(np.int32).max
+"""An index that no array has, at which nothing is written.
+
+It stands beside one that is alone wherever an array may be sharded. The compiler makes the writing of one element an
+update of a slice, takes that together with the slice of the array that a shard may be, and then devices that do not
+have the element write to another one.
+"""
+
+
+def taken(array: Array, positions: np.ndarray) -> Array:
+    """Some elements in one row. By coordinates, since flat positions may be too large for 32 bits."""
+    if not array.shape:
+        return jnp.broadcast_to(array, positions.shape)
+    return picked(array, np.unravel_index(positions, array.shape))
+
+
+def picked(array: Array, index: tuple[Any, ...]) -> Array:
+    """Elements by their coordinates; of a sharded array only they go from device to device."""
+    typed = explicit(array)
+    more = {} if typed is None else {"out_sharding": NamedSharding(typed.mesh, PartitionSpec())}
+    return array.at[index].get(mode=IN_BOUNDS, unique_indices=True, **more)
+
+
+def put(array: Array, positions: np.ndarray, values: Array) -> Array:
+    """An array with some elements replaced, on the devices that it was on: each device writes to its own shard."""
+    values = values.astype(array.dtype)
+    if not array.shape:
+        return values.reshape(()) if len(positions) else array
+    index, mode = np.unravel_index(positions, array.shape), IN_BOUNDS
+    if len(positions) == 1 and _several_devices():
+        index, mode = tuple([np.append(along, BEYOND) for along in index]), "drop"
+        values = jnp.concatenate([values, jnp.zeros_like(values)])
+    typed = explicit(array)
+    if typed is not None:
+        return _replaced(array, index, values, mode, out_sharding=typed)
+    if isinstance(array, jax.core.Tracer) or not _constrained(array.sharding):
+        return _replaced(array, index, values, mode)
+    return _replaced_there(array, index, values, mode, array.sharding)
+
+
+def written(array: Array, axis: int, where: np.ndarray, values: Array, add: bool = False) -> Array:
+    """An array with values at some indices of an axis, each once, or with the values added there."""
+    mode = IN_BOUNDS
+    if len(where) == 1 and _several_devices():
+        where, mode = np.append(where, BEYOND), "drop"
+        values = jnp.concatenate([values, jnp.zeros_like(values)], axis)
+    at = array.at[(slice(None),) * axis + (where,)]
+    return (at.add if add else at.set)(values, mode=mode, unique_indices=True)
+
+
+def settled(row: Array, like: Array) -> Array:
+    """A row of numbers on each device that another one is on."""
+    if not _constrained(like.sharding) or explicit(row) is not None:
+        return row
+    if not isinstance(row, jax.core.Tracer) and row.sharding.is_equivalent_to(like.sharding, row.ndim):
+        return row
+    return jax.lax.with_sharding_constraint(row, like.sharding)
+
+
+def automatic(function: Callable[..., Array], base: Array, *arrays: Array) -> Array:
+    """What a function makes of a base and other arrays, as an array of the type that the base is of.
+
+    Where the axes of a mesh are explicit, the sharding of every result has to follow from those of the operands. That
+    of some elements of an array does not, and so the compiler finds it here, as it does for all other meshes.
+    """
+    typed = explicit(base)
+    if typed is None:
+        return function(base, *arrays)
+    return jax.sharding.auto_axes(function, axes=typed.mesh.explicit_axes, out_sharding=typed)(base, *arrays)
+
+
+def explicit(array: Any) -> Any:
+    """The sharding in the type of an array, where an axis of its mesh is explicit; None elsewhere."""
+    typeof = getattr(jax, "typeof", None)
+    sharding = None if typeof is None else getattr(typeof(array), "sharding", None)
+    return sharding if getattr(getattr(sharding, "mesh", None), "explicit_axes", ()) else None
+
+
+def _constrained(sharding: Sharding) -> bool:
+    """Whether there is anything to say of devices: not for one, nor inside of a `shard_map`, which sees one each."""
+    return len(sharding.device_set) > 1 and not get_axis_env().axis_sizes
+
+
+def _replaced(array: Array, index: tuple[Any, ...], values: Array, mode: str, **more: Any) -> Array:
+    return array.at[index].set(values, mode=mode, unique_indices=True, **more)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _replaced_there(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding) -> Array:
+    return jax.lax.with_sharding_constraint(_replaced(array, index, values, mode), sharding)
+
+
+@cache
+def _several_devices() -> bool:
+    """Whether a program can be one for several devices at all."""
+    return jax.device_count() > 1 or jax.device_count("cpu") > 1
