@@ -5,6 +5,9 @@ Started by torchrun it does everything once and leaves what each rank found in a
 
 import os
 import sys
+from contextlib import redirect_stdout
+from importlib import util
+from io import StringIO
 from pathlib import Path
 
 import torch
@@ -41,6 +44,7 @@ def gpt2(seed=0, dtype=torch.float64):
     set_seed(seed)
     model = GPT2LMHeadModel(config)
     model.resize_token_embeddings(KNOWN + NEW)
+    model.loss_type = "ForCausalLM"  # or the Trainer's mean counts first tokens too, which nothing predicts
     return model.to(dtype)
 
 
@@ -189,10 +193,21 @@ def everything(folder):
     return found
 
 
+def example():
+    """What the example prints on this rank, and whether it says that something did not hold."""
+    path = Path(__file__).parent.parent / "examples" / "new_tokens_trainer.py"
+    spec = util.spec_from_file_location(path.stem, path)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with redirect_stdout(StringIO()) as printed:
+        failed = module.main(["--language-steps", "100", "--word-steps", "30"])
+    return failed, printed.getvalue()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    report = {"runs": everything(folder), "refused": refused()}
+    report = {"runs": everything(folder), "refused": refused(), "example": example()}
     torch.save(report, folder / f"rank{os.environ['RANK']}.pt")
     dist.barrier()
     dist.destroy_process_group()

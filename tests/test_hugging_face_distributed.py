@@ -14,13 +14,12 @@ import elementgrad as eg
 pytest.importorskip("transformers", reason="Hugging Face's Trainer comes with the newest set of packages")
 pytest.importorskip("accelerate", reason="Hugging Face's Accelerate comes with the newest set of packages")
 
-from tests.hugging_face_ranks import (  # noqa: E402
+from tests.hugging_face_ranks import (
     DECAY,
     KNOWN,
     NEW,
     NORM,
     RATE,
-    ROWS,
     STEPS,
     TABLE,
     TRAINER,
@@ -148,3 +147,14 @@ def test_preparing_first_is_refused(ranks):
         around, inside = rank["refused"]
         assert around.startswith("the model is wrapped in DistributedDataParallel already")
         assert inside.startswith("the model was wrapped in DistributedDataParallel before eg.trainable was called")
+
+
+def test_the_example_runs_on_two_ranks(ranks):
+    (failed, printed), (also, silent) = (rank["example"] for rank in ranks)
+    assert not failed
+    assert not also
+    assert silent == ""
+    for way in ("Trainer", "Accelerate"):
+        assert f"{way}, 2 processes\n  other elements that moved, on all processes: 0\n" in printed
+    assert printed.count("processes whose rows differ from the first's, by a bit: 0") == 2
+    assert printed.count("True; undone to the bit: True") == 2

@@ -22,6 +22,6 @@ def require_met(leaves: Iterable[torch.Tensor]) -> None:
         _met[wrapper] = met = {id(parameter) for parameter in wrapper._module_parameters}
     if any(id(leaf) not in met and leaf.requires_grad for leaf in leaves):
         raise FrameworkError(
-            "the model was wrapped in DistributedDataParallel before eg.trainable was called on what is in the wrapper, "
-            "so that the elements' gradients would not be reduced; call eg.trainable first and wrap then"
+            "the model was wrapped in DistributedDataParallel before eg.trainable was called on its inside, and the "
+            "elements' gradients would not be reduced; call eg.trainable first and wrap then"
         )
