@@ -398,3 +398,21 @@ def test_pytorch_draws_random_numbers_in_no_other_module_of_the_still_kinds():
     own = [kind for kind in kinds if kind.__module__ in STILL]
     signs = re.compile(r"dropout|self\.training|_random_samples|bernoulli|rrelu\(")
     assert {kind.__name__ for kind in own if signs.search(inspect.getsource(kind))} == DRAWING
+
+
+def test_a_wrapper_that_reduces_gradients_is_known_in_its_forward_and_keeps_the_parameters_it_met():
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Linear(2, 2)
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(DistributedDataParallel._active_ddp_module))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapper = DistributedDataParallel(model)
+        wrapper(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    finally:
+        distributed.destroy_process_group()
+    assert seen == [wrapper, None]
+    assert [id(parameter) for parameter in wrapper._module_parameters] == [id(held) for held in model.parameters()]

@@ -55,3 +55,16 @@ def test_sparse_fine_tuning_moves_the_chosen_elements_and_takes_them_back(run):
     assert chosen[0] > before[0] + 10
     assert 0 < chosen[2] <= 1835
     assert chosen[3] < table["all elements, rate 0.01"][3]
+
+
+def test_new_tokens_are_taught_by_the_trainer_and_by_accelerate_alike(run):
+    pytest.importorskip("accelerate", reason="Hugging Face's Trainer comes with the newest set of packages")
+    _, lines = run("new_tokens_trainer", "--language-steps", "100", "--word-steps", "30")
+    table = {line[:22].strip(): [float(number) for number in line[22:].split()] for line in lines[-7:-3]}
+    for way in ("Trainer", "Accelerate"):
+        for after, known in zip(table[way], table["words that it knew"], strict=True):
+            assert after < known + 0.2
+        assert table[way][1] < table["random rows"][1] - 1
+    assert lines.count("other elements that moved, on all processes: 0") == 2
+    assert lines.count("the one patch gives the trained model on every process: True; undone to the bit: True") == 2
+    assert float(lines[-2].rpartition(" ")[2]) < 1e-4

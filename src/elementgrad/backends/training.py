@@ -132,10 +132,6 @@ class Trainer(ABC):
     def names(self) -> Iterator[str]:
         """The names of all parameters."""
 
-    def once(self, act: Callable[[], None]) -> None:
-        """Do what several processes that share a model ask for together, and one of them is to do for all."""
-        act()
-
     def lasting(self, tensor: Tensor) -> Any:
         """What changes of a parameter are noted by, for as long as it lives."""
         return tensor

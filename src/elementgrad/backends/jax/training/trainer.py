@@ -186,9 +186,9 @@ class JaxTrainer(FunctionalTrainer):
         every = zip(wanted, found, strict=True)
         return returned, [None if each is None else settled(each, parts[number].leaf) for number, each in every]
 
-    def once(self, act: Callable[[], None]) -> None:
+    def once(self, work: Callable[[], None]) -> None:
         arrays = [leaf.array for leaves in self._leaves.values() for leaf in leaves]
-        meshes.by_one([array for array in arrays if not isinstance(array, jax.core.Tracer)], act)
+        meshes.by_one([array for array in arrays if not isinstance(array, jax.core.Tracer)], work)
 
     def zeros(self, like: Array) -> Array:
         return jnp.zeros_like(like)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from elementgrad.backends import training
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.sharding import Shard
+from elementgrad.backends.torch.training.wrapping import require_met
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
@@ -101,6 +102,7 @@ class Weight:
         if torch.compiler.is_compiling():
             self._write(self._values())  # versions are not known to a compiler
             return
+        require_met(self.leaves)
         versions = self._versions()
         # Writes to `.data` leave no version behind: after a step that nobody announced, values are compared.
         if versions[1:] != self._seen[1:] or (self._used and not torch.equal(self._values(), self._held)):
