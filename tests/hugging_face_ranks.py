@@ -193,6 +193,19 @@ def everything(folder):
     return found
 
 
+def written():
+    """The table of a model that each rank drew for itself and wrote rows into, after a step that moves nothing."""
+    rank = int(os.environ["RANK"])
+    model = gpt2(seed=rank)
+    elements = eg.trainable(model, ROWS)
+    with torch.no_grad():
+        model.transformer.wte.weight[KNOWN:] = 0.5 + rank
+    wrapped, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.SGD(elements.parameters(), lr=0.0))
+    wrapped(**{name: tokens[None] for name, tokens in lessons()[0].items()}).loss.backward()
+    optimizer.step()
+    return model.state_dict()[TABLE].clone()
+
+
 def example():
     """What the example prints on this rank, and whether it says that something did not hold."""
     path = Path(__file__).parent.parent / "examples" / "new_tokens_trainer.py"
@@ -207,7 +220,7 @@ def example():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    report = {"runs": everything(folder), "refused": refused(), "example": example()}
+    report = {"runs": everything(folder), "refused": refused(), "written": written(), "example": example()}
     torch.save(report, folder / f"rank{os.environ['RANK']}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -149,6 +149,13 @@ def test_preparing_first_is_refused(ranks):
         assert inside.startswith("the model was wrapped in DistributedDataParallel before eg.trainable was called")
 
 
+def test_all_ranks_have_what_the_first_wrote_to_its_parameter(ranks):
+    first, second = (rank["written"] for rank in ranks)
+    assert torch.equal(first[:KNOWN], gpt2().transformer.wte.weight[:KNOWN])
+    assert (first[KNOWN:] == 0.5).all()
+    assert torch.equal(first, second)
+
+
 def test_the_example_runs_on_two_ranks(ranks):
     (failed, printed), (also, silent) = (rank["example"] for rank in ranks)
     assert not failed

@@ -4,7 +4,7 @@ import copy
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import elementgrad as eg
 
@@ -18,6 +18,32 @@ def test_elements_step_from_what_was_written_to_the_parameter_after_the_forward(
         model.weight.fill_(5.0)
     optimizer.step()
     assert model.weight.tolist() == [[4.5, 5.0]]
+
+
+def test_elements_step_from_what_was_written_before_the_model_moved():
+    model = nn.Linear(2, 2, bias=False)
+    elements = eg.trainable(model, "weight[0]")
+    with torch.no_grad():
+        model.weight[0] = 7.0
+    model.double()
+    assert model.weight[0].tolist() == [7.0, 7.0]
+    model(torch.ones(1, 2).double()).sum().backward()
+    torch.optim.SGD(elements.parameters(), lr=1.0).step()
+    assert model.weight[0].tolist() == [6.0, 6.0]
+
+
+def test_elements_step_from_what_was_written_before_the_model_was_wrapped():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    elements = eg.trainable(model, "0.weight[0]")
+    with torch.no_grad():
+        model[0].weight[0] = 7.0
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    torch.optim.SGD(elements.parameters(), lr=1.0).step()
+    assert model[0].weight[0].tolist() == [6.0, 6.0]
 
 
 def test_half_precision_normalises_in_float32_as_the_layer_does():

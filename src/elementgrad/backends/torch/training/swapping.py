@@ -57,6 +57,20 @@ class Swapped:
             raise AttributeError(_kept(name))
         super().register_parameter(name, param)  # type: ignore[misc]
 
+    def named_parameters(self: Any, *arguments: Any, **options: Any) -> Any:
+        """As the module's own, when leaves and parameters agree.
+
+        `DistributedDataParallel` lists them before it gives all processes what the first has. If a parameter had been
+        written to by then and its leaf had not, each process would find out for itself which of them to believe.
+        """
+        if not torch.compiler.is_compiling():
+            for use in self._trained.values():
+                if (
+                    type(use.weight.tensor.data) is Tensor
+                ):  # what is spread over processes is read by all of them at once
+                    use.weight.current()
+        return super().named_parameters(*arguments, **options)  # type: ignore[misc]
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return _rebuilt, (self._plain, self._names, self._lists), self.__getstate__()
 
@@ -101,6 +115,8 @@ class Swapped:
                 "a sharded model cannot be moved or converted while elements of it train; do it before eg.trainable, "
                 "or release them first"
             )
+        for weight in weights:
+            weight.current()
         before = [(part, part.leaf.detach()) for weight in weights for part in weight.parts]
         with torch.no_grad():  # recurrent layers note their parameters then, and not aliases of them
             result = super()._apply(fn, recurse)  # type: ignore[misc]
