@@ -144,12 +144,9 @@ def bytes_of(tensor):
     return count * tensor.dtype.size
 
 
-def sent(strategy, model, elements):
+def sent(strategy, step, batch):
     """Bytes that leave a replica in a step, as its graph says: to collectives, and by the way to other devices."""
-    with strategy.scope():
-        optimizer = keras.optimizers.Adam(0.01)
-    x, y = parts_of(strategy, TOKENS[:BATCH]), parts_of(strategy, np.zeros((BATCH, model.output.shape[1]), np.float32))
-    graph = stepper(model, elements, strategy, optimizer).get_concrete_function(x, y).graph
+    graph = step.get_concrete_function(*batch).graph
     assert not graph._functions  # all of it is here
     reduced, passed = {}, {}
     for op in graph.get_operations():
@@ -171,8 +168,8 @@ class Head:
         self.variables = model.get_layer("head").trainable_variables
 
 
-def wire(strategy, width):
-    """What a step sends for a large layer, and what for four elements of a table and of that layer."""
+def wired(strategy, width):
+    """A step that trains a large layer, and one that trains four elements of a table and of that layer."""
 
     def make():
         x = keras.Input((4,), dtype="int32")
@@ -180,8 +177,17 @@ def wire(strategy, width):
         return keras.Model(x, layers.Dense(width, name="head")(y))
 
     model = spread(strategy, make)
-    whole = sent(strategy, model, Head(model))
-    return whole, sent(strategy, model, eg.trainable(model, ["table/embeddings[0, 5]", "head/kernel[3, :3]"]))
+    batch = parts_of(strategy, TOKENS[:BATCH]), parts_of(strategy, np.zeros((BATCH, width), np.float32))
+    for trained in (Head, lambda model: eg.trainable(model, ["table/embeddings[0, 5]", "head/kernel[3, :3]"])):
+        with strategy.scope():
+            optimizer = keras.optimizers.Adam(0.01)
+        elements = trained(model)
+        yield elements, stepper(model, elements, strategy, optimizer), batch
+
+
+def wire(strategy, width):
+    """What a step sends for a large layer, and what for four elements of a table and of that layer."""
+    return tuple(sent(strategy, step, batch) for _, step, batch in wired(strategy, width))
 
 
 def run(checks, strategy, folder):
