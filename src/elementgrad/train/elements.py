@@ -163,7 +163,8 @@ class Elements(Tabular, Functional):
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
 
-        The tensors are known by a sample of their other elements; with `full` by all of them.
+        The tensors are known by a sample of their other elements; with `full` by all of them. Processes that share
+        sharded parameters of JAX all call it, and the first of them writes.
 
         >>> import tempfile, torch, elementgrad as eg
         >>> path = tempfile.mkdtemp() + "/patch.safetensors"
