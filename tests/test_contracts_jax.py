@@ -153,3 +153,20 @@ def test_jax_hands_every_operation_to_the_current_trace_and_runs_it_elsewhere_me
     with core.take_current_trace() as before:
         assert type(before).__name__ == "EvalTrace"
     assert hasattr(core.Tracer, "to_concrete_value")
+
+
+def test_jax_tells_where_the_shards_of_an_array_are_and_that_axes_have_names():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(jnp.arange(4.0), sharding)
+    assert list(sharding.devices_indices_map(x.shape)) == list(mesh.devices)
+    assert [shard.index[0].indices(4) for shard in x.addressable_shards] == [(0, 4, 1)]
+    seen = []
+
+    def named(x):
+        seen.append(bool(core.get_axis_env().axis_sizes))
+        return x
+
+    jax.vmap(named, axis_name="data")(x)
+    named(x)
+    assert seen == [True, False]

@@ -19,6 +19,7 @@ ON_A_MESH = (
     "wire, batch over 2, parameters over 2",
     "gradients",
     "patches",
+    "by hand",
     "largest",
     "explicit axes",
 )
@@ -80,6 +81,10 @@ def test_on_a_mesh(mesh, check):
 
 def test_only_the_elements_go_over_the_wire(mesh):
     wire = {check: mesh[check]["found"] for check in ON_A_MESH if check.startswith("wire")}
+    elements = wire["wire, batch over 4"]["elements"]
+    by_hand, checked = mesh["by hand"]["found"]
+    assert by_hand == 4 * elements
+    assert checked <= 8 * elements
     for check, found in wire.items():
         more = found["step"] - found["frozen"]
         numbers = 2 * found["elements"] if "parameters" not in check else TOKENS * found["elements"]

@@ -120,6 +120,7 @@ MOVES: dict[str, Move] = {
     "copy": _kept,
     "copy_p": _kept,
     "sharding_constraint": _kept,
+    "pvary": _kept,
     "reshard": _resharded,
     "transpose": _transposed,
     "rev": _reversed,
