@@ -35,7 +35,7 @@ def torch_distributed() -> Iterator[Row]:
             x = torch.tanh(weight @ x)
         return x
 
-    jacobian = eg.jacobian(deep, x, weights, wrt="x", budget="8MB")
+    jacobian = eg.jacobian(deep, x, weights, wrt="x", budget="4MB")
     before = os.environ.get("OMP_NUM_THREADS")
     with ExitStack() as stack:
         pools = {processes: stack.enter_context(pool(processes)) for processes in (1, 2, 4)}
