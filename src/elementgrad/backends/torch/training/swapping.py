@@ -65,9 +65,7 @@ class Swapped:
         """
         if not torch.compiler.is_compiling():
             for use in self._trained.values():
-                if (
-                    type(use.weight.tensor.data) is Tensor
-                ):  # what is spread over processes is read by all of them at once
+                if type(use.weight.tensor.data) is Tensor:  # others are spread, and read by all processes at once
                     use.weight.current()
         return super().named_parameters(*arguments, **options)  # type: ignore[misc]
 
