@@ -31,7 +31,7 @@ def taken(array: Array, positions: np.ndarray) -> Array:
 def picked(array: Array, index: tuple[Any, ...]) -> Array:
     """Elements by their coordinates; of a sharded array only they go from device to device."""
     typed = explicit(array)
-    more = {} if typed is None else {"out_sharding": NamedSharding(typed.mesh, PartitionSpec())}
+    more: dict[str, Any] = {} if typed is None else {"out_sharding": NamedSharding(typed.mesh, PartitionSpec())}
     return array.at[index].get(mode=IN_BOUNDS, unique_indices=True, **more)
 
 
