@@ -92,7 +92,8 @@ def _within_reach(array: Array) -> bool:
     if array.is_fully_addressable or array.is_fully_replicated:
         return True
     held: dict[int, set[Any]] = {}
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
+    places: Any = array.sharding.devices_indices_map(array.shape)
+    for device, index in places.items():
         bounds = tuple([part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)])
         held.setdefault(device.process_index, set()).add(bounds)
     return len({frozenset(each) for each in held.values()}) == 1
