@@ -85,7 +85,7 @@ def _reached(function: Any, backend: Backend, seen: set[int], above: str = "") -
         found = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # no function, or one that is not complete yet
         return
-    every = sorted((found.globals | found.nonlocals).items())
+    every = sorted({**found.globals, **found.nonlocals}.items())
     for path, leaf in [leaf for name, value in every for leaf in tree.leaves(value, f"{above}{name}")]:
         if isinstance(leaf, np.ndarray) or backends.owner(leaf) is backend:
             yield f"reached {path}", leaf
