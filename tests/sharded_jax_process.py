@@ -89,6 +89,23 @@ def patches(layout: str, directory: Path) -> None:
     assert_only_places(elements, applied.merge(), params, BEFORE)
 
 
+def disagreeing(layout: str, directory: Path) -> None:
+    """Elements and patches that are not the same in both processes are refused in both."""
+    params, _ = on(layout)
+    number = jax.process_index()
+    name = eg.Place.parse(PLACES[0]).name
+    for places in (PLACES[: 1 + number], [f"{name}[{number}]"]):
+        with pytest.raises(eg.FrameworkError, match="name the same ones in each, in the same order"):
+            eg.trainable(params, places)
+    _, alone = single()
+    alone.values = {place: row + number for place, row in alone.values.items()}
+    mine = directory / f"other {number}.safetensors"
+    alone.save(mine)
+    for call in (eg.trainable, eg.apply):
+        with pytest.raises(eg.FrameworkError, match="have other values for them"):
+            call(params, mine)
+
+
 def largest(layout: str) -> None:
     params, _ = on(layout)
     found = eg.top(params, None, 9, "magnitude")
@@ -103,6 +120,7 @@ def main(number: str, port: str, directory: str) -> None:
     checks: dict[str, Any] = {f"training, {layout}": partial(training, layout) for layout in ORDERS}
     for layout in (crossing, "batch over 2, parameters over 2"):
         checks[f"patches, {layout}"] = partial(patches, layout, Path(directory))
+    checks["disagreeing"] = partial(disagreeing, crossing, Path(directory))
     checks["largest"] = partial(largest, crossing)
     told = {}
     for name, check in checks.items():

@@ -74,6 +74,8 @@ def one_process_writes_the_patch_of_all(strategy, folder):
     assert mine.exists() == chief
     if chief:
         assert mine.read_bytes() == alone.read_bytes()
+    with pytest.raises(OSError if chief else eg.PatchError):
+        elements.save(Path(folder, "nowhere", "patch.safetensors"))
     trained = model.get_weights()
     elements.undo()
     start = model.get_weights()

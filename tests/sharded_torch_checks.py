@@ -329,6 +329,12 @@ def refused(folder):
     fully_shard(recurrent)
     with pytest.raises(eg.FrameworkError, match="keeps its parameters in _flat_weights too"):
         eg.trainable(recurrent, "weight_hh_l0[0, 0]")
+    model, rank = spread(made()), world()[0]
+    for places in (f"norm.weight[{rank}]", PLACES[: 1 + rank]):  # as many elements, or not even that
+        with pytest.raises(eg.FrameworkError, match="name the same ones in each, in the same order"):
+            eg.trainable(model, places)
+    eg.trainable(model, PLACES).release()
+    assert equal(model, made())
     model, elements = prepared("fsdp")
     with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
         loss_of(model, words(0)[0]).backward(create_graph=True)

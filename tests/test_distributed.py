@@ -249,6 +249,33 @@ def test_what_is_there_is_not_read_again_and_another_jacobian_is_refused(tmp_pat
             other.dense(out=out)
 
 
+@pytest.mark.parametrize("reach", ["closure", "function", "model", "list"])
+def test_what_a_function_reads_without_being_given_it_is_known_to_the_bit(tmp_path, reach):
+    x, weight = torch.linspace(-1, 1, 40), torch.linspace(-1, 1, 80 * 40).reshape(80, 40)
+
+    def ask(weight):
+        layer = torch.nn.Linear(40, 80, bias=False)
+        layer.weight.data.copy_(weight)
+        several = [{"weight": weight}]
+
+        def inner(x):
+            return weight @ x
+
+        found = {
+            "closure": lambda x: torch.tanh(weight @ x),
+            "function": lambda x: torch.tanh(inner(x)),
+            "model": lambda x: torch.tanh(layer(x)),
+            "list": lambda x: torch.tanh(several[0]["weight"] @ x),
+        }
+        return eg.jacobian(found[reach], x, budget=5_000)
+
+    ask(weight).dense(out=tmp_path / "j.zarr")
+    ask(weight.clone()).dense(out=tmp_path / "j.zarr")
+    weight[3, 7] += 1e-6  # which no sum over all of it tells
+    with pytest.raises(eg.OptionError, match="of another function, point, plan or budget"):
+        ask(weight).dense(out=tmp_path / "j.zarr")
+
+
 def test_what_is_not_written_yet_is_no_number(tmp_path):
     import zarr
 

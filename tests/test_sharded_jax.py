@@ -29,6 +29,7 @@ IN_TWO_PROCESSES = (
     "training, parameters over 2 by 2",
     "patches, parameters over 2 by 2",
     "patches, batch over 2, parameters over 2",
+    "disagreeing",
     "largest",
 )
 TOKENS = 8

@@ -1,12 +1,13 @@
 """What a framework does for elements of a model that train, and for the files they are kept in."""
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from elementgrad.errors import FrameworkError, PlaceError
+from elementgrad.errors import FrameworkError, PatchError, PlaceError
 from elementgrad.text import listed
 
 Tensor = Any
@@ -63,9 +64,38 @@ class Trainer(ABC):
     def check(self, tensor: Tensor, name: str) -> None:
         """Refuse a parameter whose elements cannot train."""
 
-    def agree(self, elements: Sequence[tuple[str, np.ndarray]]) -> None:
-        """Refuse elements, by name and positions, that other processes which train the same model do not name too."""
-        return
+    @property
+    def several(self) -> bool:
+        """Whether the parameters are shared by several processes, which make the same calls."""
+        return False
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one of several that writes for all."""
+        raise NotImplementedError
+
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        """A row of int32 from each of several processes, all of which must ask."""
+        raise NotImplementedError
+
+    def agree(self, elements: Iterable[tuple[Any, ...]]) -> None:
+        """Refuse elements, by name, positions and new values, that other processes do not name too.
+
+        All of them get the same answer, so that none is left waiting. Else they would train, each something else.
+        """
+        if not self.several:
+            return
+        told = hashlib.sha256()
+        for name, *numbers in elements:
+            told.update(repr((name, [each.shape for each in numbers])).encode())
+            for each in numbers:
+                told.update(each.tobytes())
+        every = self.gathered(np.frombuffer(told.digest(), np.int32))
+        if (every != every[0]).any():
+            raise FrameworkError(
+                "the processes that train this model name other elements or have other values for them; name the same "
+                "ones in each, in the same order"
+            )
 
     @abstractmethod
     def dtype(self, given: Any) -> Any:
@@ -121,8 +151,21 @@ class Trainer(ABC):
         raise NotImplementedError
 
     def once(self, work: Callable[[], None]) -> None:
-        """Do what one process does for all, where several train the same model."""
-        work()
+        """Do what one process does for all, and go on when it is done; if it fails, all of them hear of it."""
+        if not self.several:
+            return work()
+        error = None
+        if self.first:
+            try:
+                work()
+            except Exception as raised:  # once the others have heard of it
+                error = raised
+        failed = self.gathered(np.array([error is not None], np.int32))
+        if error is not None:
+            raise error
+        if failed.any():
+            raise PatchError("the first process, which writes for all, could not write; its own error says why")
+        return None
 
     @abstractmethod
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:

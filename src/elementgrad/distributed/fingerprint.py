@@ -1,6 +1,7 @@
 """By what a later call knows that an array on disk is of the same Jacobian."""
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def _told(
     given = [leaf for i, arg in enumerate(args) for leaf in tree.leaves(arg, str(i))]
     given += [leaf for name in sorted(kwargs) for leaf in tree.leaves(kwargs[name], name)]
     held = [(f"{kind} {name}", tensor) for name, kind, tensor in backend.model(function).held()]
-    for name, leaf in (*given, *held):
+    for name, leaf in (*given, *held, *_reached(function, backend, set())):
         if type(leaf) in tree.SIMPLE:
             yield name, repr(leaf).encode()
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -72,6 +73,27 @@ def _told(
             yield name, head if values is None else head + np.ascontiguousarray(values).tobytes()
         else:
             yield name, type(leaf).__qualname__.encode()
+
+
+def _reached(function: Any, backend: Backend, seen: set[int], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors, arrays and parameters that a function of the user's reads without being given them.
+
+    Other things, such as the names of files, may be others in a later call of the same function.
+    """
+    seen.add(id(function))
+    try:
+        found = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # no function, or one that is not complete yet
+        return
+    every = sorted({**found.globals, **found.nonlocals}.items())
+    for path, leaf in [leaf for name, value in every for leaf in tree.leaves(value, f"{above}{name}")]:
+        if isinstance(leaf, np.ndarray) or backends.owner(leaf) is backend:
+            yield f"reached {path}", leaf
+        elif inspect.isfunction(leaf):
+            if leaf.__module__ == function.__module__ and id(leaf) not in seen:
+                yield from _reached(leaf, backend, seen, f"{path} ")
+        elif callable(leaf) and not inspect.isroutine(leaf) and not inspect.isclass(leaf) and backend.models(leaf):
+            yield from [(f"reached {path} {kind} {inner}", x) for inner, kind, x in backend.model(leaf).held()]
 
 
 def _sketch(values: np.ndarray | None) -> Iterator[float]:

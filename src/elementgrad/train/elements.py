@@ -164,7 +164,7 @@ class Elements(Tabular, Functional):
         """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
 
         The tensors are known by a sample of their other elements; with `full` by all of them. Where several
-        processes train one model, all of them call this, and the first one writes.
+        processes share its parameters, all of them call this, and the first one writes.
 
         >>> import tempfile, torch, elementgrad as eg
         >>> path = tempfile.mkdtemp() + "/patch.safetensors"

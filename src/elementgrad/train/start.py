@@ -46,8 +46,9 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
     trainer = trainer_of(model)
     kept = trainer.dtype(dtype)
     if isinstance(places, os.PathLike) or (isinstance(places, str) and places.endswith(ENDING)):
-        found = _fitting(trainer, mapped(Patch.read(places), names), resume=True)
-        _agree(trainer, [one for one, _ in found])
+        entries = mapped(Patch.read(places), names)
+        _agree_on(trainer, entries)
+        found = _fitting(trainer, entries, resume=True)
         parts = [trainer.part(one.tensor, one.positions, kept, entry.values, entry.originals) for one, entry in found]
         every = [one for one, _ in found]
     else:
@@ -56,7 +57,7 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
         every = all_named(trainer, places)
         for one in every:
             _require_idle(trainer, one)
-        _agree(trainer, every)
+        trainer.agree((one.name, one.positions) for one in every)
         parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
     trainer.start(parts)
     members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
@@ -95,8 +96,9 @@ def apply(
     if not isinstance(path, str | os.PathLike | Patch):
         raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
     patch = path if isinstance(path, Patch) else Patch.read(path)
-    found = _fitting(trainer, mapped(patch, names), overwrite)
-    _agree(trainer, [one for one, _ in found])
+    entries = mapped(patch, names)
+    _agree_on(trainer, entries)
+    found = _fitting(trainer, entries, overwrite)
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:
@@ -112,8 +114,9 @@ def _member(trainer: Trainer, one: Named, part: Any) -> Member:
     return Member(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
 
 
-def _agree(trainer: Trainer, every: Sequence[Named]) -> None:
-    trainer.agree([(one.name, one.positions) for one in every])
+def _agree_on(trainer: Trainer, entries: Sequence[Mapped]) -> None:
+    """Before anything is read that other processes may have."""
+    trainer.agree((one.entry.name, one.entry.indices, one.entry.values.bits) for one in entries)
 
 
 def _require_idle(trainer: Trainer, one: Named) -> None:

@@ -1,6 +1,6 @@
 """Arrays that are spread over the devices of a mesh, and over processes: a few elements of them, nothing gathered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elementgrad.backends.jax.axes import picked
-from elementgrad.errors import FrameworkError, PatchError
+from elementgrad.errors import FrameworkError
 
 Array = jax.Array
 
@@ -73,29 +73,18 @@ def copied(row: Array, like: Array) -> Array:
     return given_to_all(read(row, np.arange(row.size)), like)
 
 
-def by_one(arrays: Sequence[Array], act: Callable[[], None]) -> None:
-    """Do once what all processes that hold arrays ask for together: the first does, and the others wait for it."""
-    spread = next((array for array in arrays if not array.is_fully_addressable), None)
-    if spread is None:
-        return act()
+def first(spread: Array) -> bool:
+    """Whether this process is the first of those that hold an array."""
+    return bool(jax.process_index() == min([device.process_index for device in _devices(spread)]))
+
+
+def gathered(spread: Array, row: np.ndarray) -> np.ndarray:
+    """A row of numbers for each device that an array is on, from its process; all of these must ask at once."""
     devices = _devices(spread)
-    failure: Exception | None = None
-    if jax.process_index() == min(device.process_index for device in devices):
-        try:
-            act()
-        except Exception as error:  # raised once the others have heard of it
-            failure = error
     mesh = Mesh(np.array(devices), ("devices",))
-    failed = np.full(1, failure is not None)
-    told = jax.make_array_from_callback(
-        (len(devices),), NamedSharding(mesh, PartitionSpec("devices")), lambda _: failed
-    )
-    heard = bool(jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))(told))
-    if failure is not None:
-        raise failure
-    if heard:
-        raise PatchError("the process that writes for all of them could not; its own error says why")
-    return None
+    each, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("devices",), ()))
+    told = jax.make_array_from_callback((len(devices), len(row)), each, lambda _: row[None])
+    return np.asarray(jax.jit(jnp.asarray, out_shardings=whole)(told))
 
 
 def _within_reach(array: Array) -> bool:

@@ -186,9 +186,22 @@ class JaxTrainer(FunctionalTrainer):
         every = zip(wanted, found, strict=True)
         return returned, [None if each is None else settled(each, parts[number].leaf) for number, each in every]
 
-    def once(self, work: Callable[[], None]) -> None:
+    @property
+    def several(self) -> bool:
+        return bool(self._shared)
+
+    @property
+    def first(self) -> bool:
+        return meshes.first(self._shared[0])
+
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        return meshes.gathered(self._shared[0], row)
+
+    @property
+    def _shared(self) -> list[Array]:
+        """The parameters that are on devices of several processes."""
         arrays = [leaf.array for leaves in self._leaves.values() for leaf in leaves]
-        meshes.by_one([array for array in arrays if not isinstance(array, jax.core.Tracer)], work)
+        return [each for each in arrays if not isinstance(each, jax.core.Tracer) and not each.is_fully_addressable]
 
     def zeros(self, like: Array) -> Array:
         return jnp.zeros_like(like)

@@ -1,6 +1,5 @@
 """Variables under a `tf.distribute` strategy: one copy on each replica, and what all of them must agree on."""
 
-import hashlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -87,23 +86,13 @@ def _require_mirrored(strategy: Strategy | None, name: str) -> None:
         )
 
 
-def require_agreed(strategies: Iterable[Strategy | None], said: bytes) -> None:
-    """Refuse elements that the other processes of a strategy do not name too: all would train, each something else.
-
-    Every process gets the same answer, so that none is left waiting for the others.
-    """
-    for strategy in {id(strategy): strategy for strategy in strategies}.values():
-        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            digest = np.frombuffer(hashlib.sha256(said).digest(), np.int32)[None]
-            each = strategy.experimental_distribute_values_from_function(lambda _, row=digest: tf.constant(row))
-            every = strategy.gather(each, axis=0).numpy()
-            if (every != every[0]).any():
-                raise FrameworkError(
-                    "the processes of the strategy name other elements or have other values for them; name the same "
-                    "ones in each, in the same order"
-                )
+def shared(strategies: Iterable[Strategy | None]) -> Strategy | None:
+    """The strategy of several processes, if there is one."""
+    several = tf.distribute.MultiWorkerMirroredStrategy
+    return next((strategy for strategy in strategies if isinstance(strategy, several)), None)
 
 
-def first(strategies: Iterable[Strategy | None]) -> bool:
-    """Whether this process writes files for all: the chief, where there are several."""
-    return all(strategy is None or strategy.extended.should_checkpoint for strategy in strategies)
+def gathered(strategy: Strategy, row: np.ndarray) -> np.ndarray:
+    """A row of numbers from each replica of a strategy, all processes of which must ask."""
+    each = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(row[None]))
+    return np.asarray(strategy.gather(each, axis=0))

@@ -1,6 +1,6 @@
 """Training elements of a Keras model: which variables there are, freezing the others, routing losses."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -76,13 +76,16 @@ class KerasTrainer(Trainer):
                 f"{name} has a constraint, which rewrites all of it after every step; set its constraint to None"
             )
 
-    def agree(self, elements: Sequence[tuple[str, np.ndarray]]) -> None:
-        said = repr([(name, positions.tobytes()) for name, positions in elements])
-        replicas.require_agreed(self._strategies(), said.encode())
+    @property
+    def several(self) -> bool:
+        return self._shared is not None
 
-    def once(self, work: Callable[[], None]) -> None:
-        if replicas.first(self._strategies()):
-            work()
+    @property
+    def first(self) -> bool:
+        return bool(self._shared.extended.should_checkpoint)  # the chief
+
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        return replicas.gathered(self._shared, row)
 
     def dtype(self, given: Any) -> Any:
         try:
@@ -173,8 +176,10 @@ class KerasTrainer(Trainer):
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         return bits(take(tensor, positions))
 
-    def _strategies(self) -> list[Any]:
-        return [replicas.strategy_of(variable._value) for variable in self._variables.values()]
+    @property
+    def _shared(self) -> Any:
+        """The strategy of several processes, if the variables are of one."""
+        return replicas.shared(replicas.strategy_of(variable._value) for variable in self._variables.values())
 
     def _renew(self, changed: Sequence[Weight]) -> None:
         """Let the layers know, and forget what was compiled before."""

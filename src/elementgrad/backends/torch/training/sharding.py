@@ -1,13 +1,14 @@
 """Parameters that `fully_shard` spread over processes: where their elements are, and how they are read and written."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
-from elementgrad.errors import FrameworkError, PatchError
+from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
@@ -37,6 +38,11 @@ class Shard:
     def processes(self) -> Any:
         """The processes that it is spread over."""
         return self.tensor.device_mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """Which of these processes this is."""
+        return distributed.get_rank(self.processes)
 
     @property
     def synchronising(self) -> bool:
@@ -92,23 +98,14 @@ class Shard:
 
     def said(self, answer: bool) -> bool:
         """Whether any of the processes says yes, each of which must be asked."""
-        flag = torch.tensor([answer], dtype=torch.int32, device=self.tensor.device)
-        distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=self.processes)
-        return bool(flag.item())
+        return bool(self.gathered(np.array([answer], np.int32)).any())
 
-    def once(self, work: Callable[[], None]) -> None:
-        """Do what one process does for all, and go on when it is done; if it fails, all of them hear of it."""
-        error = None
-        if distributed.get_rank(self.processes) == 0:
-            try:
-                work()
-            except Exception as raised:
-                error = raised
-        failed = self.said(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise PatchError("the first process, which writes for all, could not write; its own error says why")
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        """A row of numbers from each of the processes, each of which must ask."""
+        mine = torch.tensor(row, device=self.tensor.device)
+        every = [torch.empty_like(mine) for _ in range(distributed.get_world_size(self.processes))]
+        distributed.all_gather(every, mine, group=self.processes)
+        return torch.stack(every).cpu().numpy()
 
     def _here(self, positions: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """What is here of the parameter, which of the elements are in it, and where."""

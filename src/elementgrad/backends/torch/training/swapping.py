@@ -65,7 +65,8 @@ class Swapped:
         """
         if not torch.compiler.is_compiling():
             for use in self._trained.values():
-                if type(use.weight.tensor.data) is Tensor:  # others are spread, and read by all processes at once
+                # What is spread over processes is read by all of them at once, and not here.
+                if type(use.weight.tensor.data) is Tensor:
                     use.weight.current()
         return super().named_parameters(*arguments, **options)  # type: ignore[misc]
 

@@ -1,7 +1,6 @@
 """Training elements of a PyTorch model: which parameters there are, freezing the others, routing losses."""
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -13,9 +12,10 @@ from elementgrad.backends.torch.model import TorchModel
 from elementgrad.backends.torch.training import delivery, freezing
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.reducing import Reduction
-from elementgrad.backends.torch.training.sharding import is_spread, shards
+from elementgrad.backends.torch.training.sharding import Shard, is_spread, shards
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
 from elementgrad.backends.torch.training.weight import Part, Weight, bits, put, take
+from elementgrad.backends.torch.training.wrapping import require_unwrapped
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
 
@@ -32,7 +32,7 @@ class TorchTrainer(Trainer):
     }
 
     def __init__(self, model: Module):
-        _require_plain(model)
+        require_unwrapped(model)
         self._model = model
         self._named = TorchModel(model)
         self._shards = shards(model)
@@ -225,10 +225,21 @@ class TorchTrainer(Trainer):
         every = [leaf for weight in self._weights().values() if weight.shard is None for leaf in weight.leaves]
         delivery.deliver(list(totals.values()), every, losses)
 
-    def once(self, work: Callable[[], None]) -> None:
-        for shard in self._shards.values():
-            return shard.once(work)
-        return work()
+    @property
+    def several(self) -> bool:
+        return bool(self._shared)
+
+    @property
+    def first(self) -> bool:
+        return self._shared[0].rank == 0
+
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        return self._shared[0].gathered(row)
+
+    @property
+    def _shared(self) -> list[Shard]:
+        """The parameters that are spread over one axis of processes, which all train the model."""
+        return [shard for shard in self._shards.values() if shard.tensor.device_mesh.ndim == 1]
 
     def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         return bits(tensor if positions is None else self._take(tensor, positions))
@@ -264,26 +275,6 @@ class TorchTrainer(Trainer):
         taken = {key for module, _ in owners for key in dir(module)} | set(weight.keys)
         keys = (f"{owners[0][1]}_elements_{number}" for number in count())
         return next(key for key in keys if key not in taken)
-
-
-def _require_plain(model: Module) -> None:
-    for module in model.modules():
-        kind = type(module).__name__
-        if isinstance(module, torch.jit.ScriptModule):
-            raise FrameworkError("a scripted model is closed; give the module that it was made of")
-        if kind == "DistributedDataParallel" or _replicated(module):
-            raise FrameworkError(
-                f"the model is wrapped in {kind} already, which would not reduce the elements' gradients; "
-                "call eg.trainable first and wrap then"
-            )
-        if kind == "FullyShardedDataParallel":
-            raise FrameworkError(f"the model is wrapped in {kind}, which flattens parameters; use fully_shard instead")
-
-
-def _replicated(module: Module) -> bool:
-    """Whether `replicate`, which makes other classes of modules, has wrapped one."""
-    found = sys.modules.get("torch.distributed._composable.replicate")
-    return found is not None and isinstance(module, found.DDP)
 
 
 def _of_bits(numbers: Any, like: Tensor) -> Tensor:
