@@ -171,6 +171,18 @@ def _every_batch(step, count):
     return gathered
 
 
+def compiled(folder):
+    """The graph breaks where elements are written: each of the places has its own in every later forward."""
+    model, elements = prepared("fsdp")
+    norms = train("fsdp", torch.compile(model, backend="aot_eager"), elements)
+    other, others = prepared("fsdp")
+    assert norms == pytest.approx(train("fsdp", other, others))
+    for leaf, expected in zip(elements.parameters(), others.parameters(), strict=True):
+        torch.testing.assert_close(leaf, expected)
+    elements.release(keep=False)
+    assert equal(model, made())
+
+
 def some_processes_hear_nothing(folder):
     """A loss of one process alone, while the others add none of theirs."""
     model, elements = prepared("fsdp")
@@ -329,6 +341,9 @@ def refused(folder):
     fully_shard(recurrent)
     with pytest.raises(eg.FrameworkError, match="keeps its parameters in _flat_weights too"):
         eg.trainable(recurrent, "weight_hh_l0[0, 0]")
+    for places in ([ONE, OTHER][: 1 + (world()[0] == 0)], f"table.weight[{world()[0]}]"):
+        with pytest.raises(eg.FrameworkError, match="name other elements; name the same ones in each"):
+            eg.trainable(spread(made()), places)
     model, elements = prepared("fsdp")
     with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
         loss_of(model, words(0)[0]).backward(create_graph=True)
@@ -348,6 +363,7 @@ CHECKS = [
     states,
     written_values_are_used,
     two_sets,
+    compiled,
     some_processes_hear_nothing,
     sharded_along_another_axis,
     other_layers,

@@ -109,6 +109,15 @@ class TorchTrainer(Trainer):
                     "set max_norm=None"
                 )
 
+    def agree(self, elements: Sequence[tuple[str, np.ndarray]]) -> None:
+        said = repr([(name, positions.tobytes()) for name, positions in elements]).encode()
+        for shard in self._shards.values():
+            if not shard.agreed(said):
+                raise FrameworkError(
+                    "the processes of a sharded model name other elements; name the same ones in each, in the same order"
+                )
+            return
+
     def dtype(self, given: Any) -> torch.dtype | None:
         found = getattr(torch, given, None) if isinstance(given, str) else given
         if given is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
