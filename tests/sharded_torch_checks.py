@@ -347,6 +347,10 @@ def refused(folder):
     model, elements = prepared("fsdp")
     with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
         loss_of(model, words(0)[0]).backward(create_graph=True)
+    for _ in range(2):  # sharded, and what is left gathered after a forward
+        with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread .* no derivatives are read"):
+            eg.grad(model, words(0)[0], of="output[0, 0]", wrt="norm.weight[2]", unconnected="zero")
+        model(words(0)[0])
     model, elements = prepared("fsdp")
     assert eg.at(model.norm.weight)[2] in elements
     with pytest.raises(eg.FrameworkError, match="a loss uses weight of a sharded model itself"):

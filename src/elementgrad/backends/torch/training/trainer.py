@@ -114,7 +114,7 @@ class TorchTrainer(Trainer):
         for shard in self._shards.values():
             if not shard.agreed(said):
                 raise FrameworkError(
-                    "the processes of a sharded model name other elements; name the same ones in each, in the same order"
+                    "the processes of a sharded model name other elements; name the same ones in each, in one order"
                 )
             return
 
