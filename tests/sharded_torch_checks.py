@@ -171,6 +171,18 @@ def _every_batch(step, count):
     return gathered
 
 
+def compiled(folder):
+    """The graph breaks where elements are written: each of the places has its own in every later forward."""
+    model, elements = prepared("fsdp")
+    norms = train("fsdp", torch.compile(model, backend="aot_eager"), elements)
+    other, others = prepared("fsdp")
+    assert norms == pytest.approx(train("fsdp", other, others))
+    for leaf, expected in zip(elements.parameters(), others.parameters(), strict=True):
+        torch.testing.assert_close(leaf, expected)
+    elements.release(keep=False)
+    assert equal(model, made())
+
+
 def some_processes_hear_nothing(folder):
     """A loss of one process alone, while the others add none of theirs."""
     model, elements = prepared("fsdp")
@@ -338,6 +350,10 @@ def refused(folder):
     model, elements = prepared("fsdp")
     with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
         loss_of(model, words(0)[0]).backward(create_graph=True)
+    for _ in range(2):  # sharded, and what is left gathered after a forward
+        with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread .* no derivatives are read"):
+            eg.grad(model, words(0)[0], of="output[0, 0]", wrt="norm.weight[2]", unconnected="zero")
+        model(words(0)[0])
     model, elements = prepared("fsdp")
     assert eg.at(model.norm.weight)[2] in elements
     with pytest.raises(eg.FrameworkError, match="a loss uses weight of a sharded model itself"):
@@ -354,6 +370,7 @@ CHECKS = [
     states,
     written_values_are_used,
     two_sets,
+    compiled,
     some_processes_hear_nothing,
     sharded_along_another_axis,
     other_layers,

@@ -290,8 +290,11 @@ def test_options_that_cannot_be_are_refused_before_any_work(tmp_path, threads):
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("")
+    shut = ThreadPoolExecutor(1)
+    shut.shutdown()
     refused = [
         ({"executor": 4}, "executor is int; give a concurrent.futures.Executor"),
+        ({"executor": shut}, "takes no tasks: .*; give one that is not shut down"),
         ({"executor": ProcessPoolExecutor(1, multiprocessing.get_context("fork"))}, "a pool that forks"),
         ({"out": 3}, "out=3 is no path"),
         ({"out": "s3://bucket/j.zarr"}, "is no path"),

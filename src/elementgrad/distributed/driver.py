@@ -102,6 +102,8 @@ class _Flight:
             self._pending[self._executor.submit(worker.run, ticket)] = ticket
         except BrokenExecutor as error:
             self._broken(error)
+        except RuntimeError as error:  # of every engine of Python's, and of MPI's
+            raise OptionError(f"the executor takes no tasks: {error}; give one that is not shut down") from error
 
     def _answer(self, future: Future[Answer], ticket: Ticket) -> Answer | None:
         """What came of a task; None if it was sent once more."""

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from elementgrad.backends.model import Model, Passage
+from elementgrad.backends.torch.training.sharding import require_whole
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -69,8 +70,10 @@ class TorchModel(Model):
                     hook = module.register_forward_hook(partial(_pass, passage, path))
                     stack.callback(hook.remove)
             if new:
-                held = [self.bearing(name)[0][1] for name in new]
-                stack.enter_context(self._replaced(list(zip(held, new.values(), strict=True))))
+                held = {name: self.bearing(name)[0][1] for name in new}
+                if self._root is not None:
+                    require_whole(self._root, held)
+                stack.enter_context(self._replaced(list(zip(held.values(), new.values(), strict=True))))
             yield self.function
 
     def _watched(self, passage: Passage) -> Iterator[tuple[str, Module]]:

@@ -1,7 +1,7 @@
 """Parameters that `fully_shard` spread over processes: where their elements are, and how they are read and written."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -129,13 +129,26 @@ def is_spread(tensor: Any) -> bool:
 
 def shards(model: Module) -> dict[int, Shard]:
     """The parameters of a model that `fully_shard` has spread, by their ids; its modules hold them as such again."""
-    found = {}
     for module in _spread(model):
         module.reshard()
+    return {id(shard.tensor): shard for shard in _shards(model)}
+
+
+def require_whole(model: Module, tensors: Mapping[str, Any]) -> None:
+    """Refuse to exchange parameters of a model that `fully_shard` gathers over whatever stands in for them."""
+    spread = list(_shards(model))
+    for name, tensor in tensors.items():
+        if any(shard.stands(tensor) for shard in spread):
+            raise FrameworkError(
+                f"{name} is spread over processes by fully_shard, and no derivatives are read with respect to it; read "
+                "them before the model is sharded, or with respect to an activation or an input"
+            )
+
+
+def _shards(model: Module) -> Iterator[Shard]:
+    for module in _spread(model):
         for group in module._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                found[id(parameter.sharded_param)] = Shard(parameter, group)
-    return found
+            yield from (Shard(parameter, group) for parameter in group.fsdp_params)
 
 
 def _spread(model: Module) -> Iterator[Any]:

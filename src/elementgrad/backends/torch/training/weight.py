@@ -100,7 +100,10 @@ class Weight:
     def current(self) -> None:
         """Let the parameter hold what the leaves hold, or the leaves what was written to the parameter since."""
         if torch.compiler.is_compiling():
-            self._write(self._values())  # versions are not known to a compiler
+            if self.shard is None:
+                self._write(self._values())  # versions are not known to a compiler
+            else:  # nor is what is gathered when: the graph breaks here
+                _apart(self)
             return
         require_met(self.leaves)
         versions = self._versions()
@@ -154,6 +157,11 @@ class Weight:
         self._seen = self._versions()
         self._held = self._values().clone() if self.leaves else self.positions
         self._used = False
+
+
+@torch.compiler.disable
+def _apart(weight: Weight) -> None:
+    weight.current()
 
 
 def take(tensor: Tensor, positions: Tensor) -> Tensor:
