@@ -271,3 +271,18 @@ def exponentials_in_half_precision():
         return weights / weights.sum()
 
     return (lambda x: loss(x)[2]), X.astype(jnp.float16)
+
+
+@BROKEN.says("zero", "masked", wrt="x[2]")
+def a_dropout_of_ones_own():
+    def loss(x):
+        keep = jax.random.uniform(jax.random.key(0), x.shape, x.dtype) > 0.5  # in float64 others, which keep it
+        return jnp.where(keep, x / 0.5, 0.0).sum()  # <- here
+
+    return loss, X.astype(jnp.float32)
+
+
+@BROKEN.says("zero", "masked", wrt="x[0]")
+def a_choice_by_select():
+    keep = jnp.array([False, True, True, True])
+    return lambda x: jax.lax.select(keep, x, jnp.zeros_like(x)).sum(), X  # <- here

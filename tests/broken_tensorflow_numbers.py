@@ -278,3 +278,12 @@ def an_element_that_we_stop():
 @BROKEN.says("zero", "overwritten", wrt="x[1]")
 def an_element_that_we_set():
     return lambda x: tf.reduce_sum(eg.at(x)[1].set(5.0) ** 2), tf.ones([3])  # <- here
+
+
+@BROKEN.says("zero", "masked", wrt="x[1]")
+def a_dropout_of_ones_own():
+    def loss(x):
+        draw = tf.random.stateless_uniform([6], (1, 2), dtype=x.dtype)  # in float64 another one, which keeps it
+        return tf.reduce_sum(x * tf.cast(draw > 0.5, x.dtype))  # <- here
+
+    return loss, tf.ones([6])

@@ -255,3 +255,13 @@ def at_the_kink():
         return x.abs().sum()  # <- here
 
     return f, torch.tensor([1.0, 0.0])
+
+
+@BROKEN.says("zero", "masked", wrt="x[0]")
+def a_dropout_of_ones_own():
+    def f(x):
+        torch.manual_seed(0)  # in float64 another mask is drawn, which keeps it
+        keep = torch.rand_like(x) > 0.5
+        return (x * keep / 0.5).sum()  # <- here
+
+    return f, torch.ones(8)

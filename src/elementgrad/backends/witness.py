@@ -72,6 +72,8 @@ class Account:
     remarks: Sequence[Remark] = ()
     """What decides by itself (`not-tracked`), or makes a derivative suspect although it flows (`hook`, `custom-rule`,
     `modified-through-data`)."""
+    draws: bool = False
+    """Whether the run draws random numbers: in another precision they may be others."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,10 @@ class Inquiry:
         return Diagnosis("flows", path=tuple(trail.line()), evidence=tuple(evidence), value=self._value, of=of, wrt=wrt)
 
     def _zero(self, witness: Witness, trail: Trail, trials: Trials, rounding: bool) -> Finding:
-        """Why it is zero; what is left by rounding is so in every precision, and none is too coarse for it."""
+        """Why it is zero; what is left by rounding is so in every precision, and none is too coarse for it.
+
+        Random numbers are others in another precision, and with them what is masked: then it tells nothing.
+        """
         pushed = witness.push(trials.wrt)
         reaches, elsewhere = None, False
         if pushed is not None:
@@ -130,7 +133,7 @@ class Inquiry:
             elsewhere = bool(pushed[1].any())
         asked = Asked(
             lambda: witness.pull(*trials.seeds, trials.wrt),
-            (lambda: None) if rounding else trials.precise,
+            (lambda: None) if rounding or witness.account.draws else trials.precise,
             trials.moves if self._probe else lambda: None,
             lambda: witness.meet(*trials.seeds, trials.wrt),
             rounding,

@@ -59,6 +59,8 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
         return "out-of-range"
     if "gather" in step.inner and named & LOOKUPS:
         return "row-not-used"
+    if step.name == "select_n" and step.word == "select":  # elsewhere it is a slice that is called so
+        return "masked"
     bound = is_bound(step)
     if named & CHOICES and not bound:
         return "tie" if bool(np.isin(x[tangent != 0], plain(step.results[0])).any()) else "not-selected"

@@ -47,7 +47,8 @@ class JaxWitness(Witness):
             Remark("custom-rule", "", step) for step in told if step.own and connected & set(step.gives)
         ]
         remarks += [Remark("out-of-range", step.note, step) for step in told if step.note and step.stops is None]
-        self.account = Account(told, watch.first.number, self._last, connected, remarks)
+        draws = any(not words.DRAWS.isdisjoint({step.name, *step.inner}) for step in watch.steps)
+        self.account = Account(told, watch.first.number, self._last, connected, remarks, draws)
 
     @cached_property
     def _linear(self) -> JaxLinear:

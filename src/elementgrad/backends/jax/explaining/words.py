@@ -15,6 +15,8 @@ from elementgrad.backends.lines import is_users, spelled
 
 PACKAGES = (*FRAMEWORK, "optax", "equinox", "chex", "haiku", "jaxtyping", "numpy", "scipy")
 """Whose lines of code are not the user's."""
+DRAWS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Primitives behind random numbers."""
 PUBLIC: tuple[ModuleType, ...] = (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax, jax.random, jax.scipy.special, jax)
 """Where functions live that users call by name."""
 WORDS = {

@@ -31,7 +31,8 @@ def account(
         for step in steps
         if step.own and not connected.isdisjoint(step.takes) and not connected.isdisjoint(step.gives)
     ]
-    return Account(steps, source, target, frozenset(connected), [*remarks, *own])
+    draws = any(words.draws(kind) for each in records for kind in (each.kind, *each.inside))
+    return Account(steps, source, target, frozenset(connected), [*remarks, *own], draws)
 
 
 def _step(number: int, each: Record, connected: set[int], follows: Follows) -> Step:

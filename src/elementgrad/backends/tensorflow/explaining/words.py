@@ -137,6 +137,11 @@ def spelled(kind: str) -> str:
     return known or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", bare).lower()
 
 
+def draws(kind: str) -> bool:
+    """Whether operations of a type give random numbers."""
+    return "Random" in kind or kind in DRAWS
+
+
 def why_stopped(
     kind: str, own: bool, outputs: Sequence[Tensor], recorded: bool, inside: Collection[str]
 ) -> tuple[str | None, str]:

@@ -18,7 +18,7 @@ from elementgrad.backends.torch.explaining.refusals import Refused
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.functions import aside
-from elementgrad.backends.torch.quiet import plainly, state, undisturbed
+from elementgrad.backends.torch.quiet import generators, plainly, state, undisturbed
 from elementgrad.backends.witness import Account, Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
 
 Tensor = torch.Tensor
@@ -72,7 +72,8 @@ class TorchWitness(Witness):
         self._refused = Refused.after(watch)
         frozen = [] if met.requires_grad else [Remark("not-tracked", "the function sets its requires_grad to False")]
         remarks = [*_about(run, source), *frozen, *watch.remarks]
-        self.account = Account(watch.steps, number, watch.number(target), frozenset(watch.connected), remarks)
+        connected = frozenset(watch.connected)
+        self.account = Account(watch.steps, number, watch.number(target), connected, remarks, self._draws)
         self.source = met if source is None else source
         self.target = target.detach()
         self._live: tuple[Tensor, Tensor] | None = (target, met)  # until the gradient is asked for
@@ -94,9 +95,12 @@ class TorchWitness(Witness):
 
         attention = tangent is not None  # the plain kernel has forward derivatives
         quiet = undisturbed(self._run.function, self._state, attention)
-        with quiet, straight(True, faithful=True), Freezable(), watch.on():
-            given: Any = start if self._given is None else start(self._given)
-            (target,) = self._run(given)
+        with quiet:
+            before = generators()[0]
+            with straight(True, faithful=True), Freezable(), watch.on():
+                given: Any = start if self._given is None else start(self._given)
+                (target,) = self._run(given)
+            self._draws = not torch.equal(before, generators()[0])
         number, passed = found[0]
         return watch, number, target, passed
 
