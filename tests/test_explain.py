@@ -174,6 +174,7 @@ def test_nothing_is_disturbed(fault):
         (lambda: eg.explain(lambda: X.sum()), eg.PlaceError, "did not call backward"),
         (lambda: eg.explain(lambda: X.sum(), wrt="x"), eg.PlaceError, "names no live tensor"),
         (lambda: eg.explain(3, X), eg.FrameworkError, "cannot be called"),
+        (lambda: eg.explain(X), eg.FrameworkError, "Tensor cannot be called"),
     ],
 )
 def test_bad_input_is_told(given, error, says):

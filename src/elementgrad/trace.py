@@ -25,12 +25,17 @@ MET = ("activation", "output")
 OUTPUT = re.compile(r"output([.:]|$)")
 
 
+def require_callable(function: Any) -> None:
+    """Refuse what is no function."""
+    if not callable(function):
+        raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
+
+
 class Call:
     """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
-        if not callable(function):
-            raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
+        require_callable(function)
         if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow question
             raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
         self._bound = bind(function, args, kwargs)

@@ -16,7 +16,7 @@ from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.vanishing import APART, Asked, why_zero
 from elementgrad.place import Place
 from elementgrad.read import NOTHING, parsed, parsed_target
-from elementgrad.trace import Call
+from elementgrad.trace import Call, require_callable
 
 Tensor = Any
 
@@ -49,6 +49,7 @@ def explain(
         raise OptionError(f"probe={probe!r} is neither True nor False; give one of them")
     if f is None:
         return _live(of, wrt)
+    require_callable(f)
     if not args and not kwargs and of is None and backends.holder(f) is None:
         return _step(f, wrt)
     place, target_place = parsed(wrt), parsed_target(of)
