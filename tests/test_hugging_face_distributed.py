@@ -28,6 +28,7 @@ from tests.hugging_face_ranks import (
     gpt2,
     lessons,
 )
+from tests.shared import once
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ["accelerate", "accelerate accumulated"]
@@ -36,14 +37,8 @@ EXACT = ["trainer", "accumulated", "checkpointed", "resumed", *ACCELERATE, "acce
 """The runs in float64, which all come to the same."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder):
-    """What each of two ranks found."""
+def launch(folder: Path) -> None:
+    """Leave what each of two ranks found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *[path for path in sys.path if path]])
     done = subprocess.run(
@@ -54,13 +49,24 @@ def ranks(folder):
         timeout=300,
     )
     assert not done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return once(tmp_path_factory, "ranks", launch)
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What each of two ranks found."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process finds."""
-    return everything(tmp_path_factory.mktemp("alone"))
+    found = once(tmp_path_factory, "alone", lambda folder: torch.save(everything(folder), folder / "found.pt"))
+    return torch.load(found / "found.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,17 @@ import torch
 
 import elementgrad as eg
 from tests import sharded_torch
+from tests.shared import once
 
 ROOT = Path(__file__).parent.parent
 COUNTS = (2, 4)
 CHECKS = [check.__name__ for check in sharded_torch.EVERYWHERE]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("sharded")
-
-
-@pytest.fixture(scope="module")
-def facts(folder):
-    """What every process of every launch saw, and what one alone sees."""
-    found = {(1, 0): {f"single {check.__name__}": check("single", folder) for check in sharded_torch.EVERYWHERE}}
+def launch(folder: Path) -> None:
+    """Leave what every process of every launch saw, and what one alone sees."""
+    alone = {f"single {check.__name__}": check("single", folder) for check in sharded_torch.EVERYWHERE}
+    (folder / "facts-1-0.json").write_text(json.dumps(alone))
     for count in COUNTS:
         launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         run = subprocess.run(
@@ -37,9 +33,18 @@ def facts(folder):
             text=True,
         )
         assert run.returncode == 0, run.stderr[-6000:]
-        for rank in range(count):
-            found[count, rank] = json.loads((folder / f"facts-{count}-{rank}.json").read_text())
-    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return once(tmp_path_factory, "sharded", launch)
+
+
+@pytest.fixture(scope="module")
+def facts(folder):
+    """What each process saw, by how many there were and its number."""
+    every = [(count, rank) for count in (1, *COUNTS) for rank in range(count)]
+    return {(count, rank): json.loads((folder / f"facts-{count}-{rank}.json").read_text()) for count, rank in every}
 
 
 @pytest.mark.parametrize("check", CHECKS)
