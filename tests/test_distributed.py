@@ -331,10 +331,23 @@ def test_a_direction_without_a_rule_is_found_out_before_the_blocks_are_cut(threa
     J = eg.jacobian(f, jnp.arange(3.0), budget=200)
     assert J.blocks().plan.mode == "reverse"
     np.testing.assert_array_equal(assembled(J, threads), J.dense())
-    cube = jax.custom_vjp(lambda x: x**3)
-    cube.defvjp(lambda x: (x**3, x), lambda x, t: (3 * x**2 * t,))
-    with pytest.raises(eg.OptionError, match=r"cannot be read in another process: .* make what does not"):
-        eg.jacobian(lambda x: cube(x), jnp.arange(3.0)).dense(executor=threads)
+
+
+class Unreadable:
+    """Something that can be pickled, and not be read again."""
+
+    def __reduce__(self):
+        return unreadable, ()
+
+
+def unreadable():
+    raise ValueError("not in this process")
+
+
+def test_what_cannot_be_read_by_a_worker_is_told(threads):
+    there = Unreadable()
+    with pytest.raises(eg.OptionError, match=r"cannot be read in another process: not in .* make what does not"):
+        eg.jacobian(lambda x: x**2 if there else x, torch.arange(3.0)).dense(executor=threads)
 
 
 class Elsewhere(ThreadPoolExecutor):
