@@ -49,8 +49,8 @@ class Whole:
 
         >>> import torch, elementgrad as eg
         >>> J = eg.jacobian(lambda x: x**2, torch.tensor([1.0, 2.0, 3.0]))
-        >>> max(abs(block.values).max() for block in J.blocks())
-        np.float32(6.0)
+        >>> float(max(abs(block.values).max() for block in J.blocks()))
+        6.0
         """
         from elementgrad.distributed.blocks import Blocks
 

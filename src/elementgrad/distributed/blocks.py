@@ -35,8 +35,8 @@ class Blocks:
     >>> blocks = eg.jacobian(torch.sin, torch.zeros(1000)).blocks()
     >>> blocks
     <Blocks of the Jacobian of shape (1000, 1000): 63 blocks of 16 rows, 64 KB each>
-    >>> sum(block.values.trace() for block in blocks if block.rows.start == 0)
-    np.float32(16.0)
+    >>> float(sum(block.values.trace() for block in blocks if block.rows.start == 0))
+    16.0
     """
 
     def __init__(self, jacobian: Jacobian, executor: Any = None):
