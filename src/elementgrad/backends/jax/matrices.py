@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import sparse
 
 from elementgrad.backends.matrices import Layout, Matrices, Read
 from elementgrad.sparsity.pattern import Pattern
@@ -50,6 +49,8 @@ class JaxMatrices(Matrices):
 
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Array) -> Callable[[Array], Any]:
         """A `BCOO` unless told, or a `BCSR`."""
+        from jax.experimental import sparse  # which imports SciPy, a third of what JAX itself takes to import
+
         promises: Any = {"shape": pattern.shape, "indices_sorted": True, "unique_indices": True}
         with jax.ensure_compile_time_eval():  # numbers, not a part of a program that is being traced
             zeros = jnp.zeros(pattern.size, like.dtype)
