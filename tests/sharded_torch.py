@@ -14,61 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elementgrad as eg
-
-WIDTH, WORDS, BATCH = 6, 10, 8
-PLACES = [
-    "table.weight[3]",
-    "table.weight[9, 2]",
-    "blocks.0.linear.weight[1, [0, 4]]",
-    "blocks.1.linear.bias[5]",
-    "norm.weight[2]",
-    "shift[[0, 5]]",
-]
-ONE, OTHER, SILENT = PLACES[0], PLACES[2], PLACES[4]
-SIZE = 6 + 1 + 2 + 1 + 1 + 2
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + nn.functional.gelu(self.linear(x))
-
-
-class Model(nn.Module):
-    """A table that is the head too, blocks, a norm and a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.table.weight
-        self.blocks, self.norm = nn.ModuleList([Block(), Block()]), nn.LayerNorm(WIDTH)
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, words):
-        x = self.table(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x) + self.shift)
-
-
-class Whole(nn.Module):
-    """A model whose arithmetic is exact, in whole numbers and halves of halves: sums are the same in any order."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.table.weight
-        with torch.no_grad():
-            for tensor in self.parameters():
-                tensor.copy_(
-                    torch.randint(-2, 3, tensor.shape, generator=torch.Generator().manual_seed(tensor.numel()))
-                )
-
-    def forward(self, words):
-        return self.head(nn.functional.relu(self.table(words)))
+from tests.sharded_torch_models import BATCH, ONE, OTHER, PLACES, SILENT, WIDTH, WORDS, Model, Whole, made
 
 
 class Wire(TorchDispatchMode):
@@ -84,11 +30,6 @@ class Wire(TorchDispatchMode):
             tensors = [each for each in torch.utils._pytree.tree_leaves(args[0]) if isinstance(each, torch.Tensor)]
             self.bytes[name] = self.bytes.get(name, 0) + sum(each.nbytes for each in tensors)
         return function(*args, **(kwargs or {}))
-
-
-def made(kind=Model, dtype=torch.float32):
-    torch.manual_seed(0)
-    return kind().to(dtype)
 
 
 def world():
@@ -155,6 +96,17 @@ def full(model):
     model = model.module if isinstance(model, DistributedDataParallel) else model
     state = model.state_dict()
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+
+
+def equal(model, other):
+    one, another = full(model), full(other)
+    return list(one) == list(another) and all(torch.equal(one[name], another[name]) for name in one)
+
+
+def same_everywhere(numbers):
+    first = numbers.detach().clone()
+    distributed.broadcast(first, 0)
+    return torch.equal(numbers, first) and bool(numbers.any())
 
 
 def outside_is_as_before(model, kind=Model, places=PLACES, dtype=torch.float32):
@@ -301,13 +253,14 @@ EVERYWHERE = [
 
 def engines(folder):
     from tests.sharded_torch_checks import CHECKS
+    from tests.sharded_torch_wrapping import WRAPPINGS
 
     facts = {
         f"{engine} {check.__name__}": check(engine, folder)
         for engine in ("ddp", "fsdp")
         for check in [*EVERYWHERE, counting]
     }
-    for check in CHECKS:
+    for check in [*CHECKS, *WRAPPINGS]:
         facts[check.__name__] = check(folder)
     return facts
 

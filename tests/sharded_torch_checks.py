@@ -3,74 +3,12 @@
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import elementgrad as eg
-from tests.sharded_torch import (
-    ONE,
-    OTHER,
-    PLACES,
-    SILENT,
-    WIDTH,
-    full,
-    loss_of,
-    made,
-    prepared,
-    spread,
-    told,
-    train,
-    words,
-    world,
-)
-
-
-def equal(model, other):
-    one, another = full(model), full(other)
-    return list(one) == list(another) and all(torch.equal(one[name], another[name]) for name in one)
-
-
-WRAPPED = [
-    {"find_unused_parameters": True},
-    {"gradient_as_bucket_view": True},
-    {"bucket_cap_mb": 1e-6},
-]
-
-
-def wrapped_in_other_ways(folder):
-    """Routed losses under the options of `DistributedDataParallel`; a leaf of no loss; a hook of a leaf, once."""
-    rates = []
-    for options in WRAPPED:
-        model, elements = prepared("ddp", wrapped=options)
-        heard = []
-        elements[ONE].register_hook(lambda gradient, heard=heard: heard.append(1))
-        norms = train("ddp", model, elements, routed=True)
-        assert len(heard) == 3
-        assert elements[SILENT].grad is None
-        rates.append([norms, [leaf.tolist() for leaf in elements.parameters()]])
-    assert all(rate == rates[0] for rate in rates)
-    model, elements = prepared("ddp", wrapped={"static_graph": True})
-    with pytest.raises(eg.FrameworkError, match="leave static_graph out"):
-        train("ddp", model, elements, routed=True)
-    model, elements = prepared("ddp", wrapped={"static_graph": True})
-    train("ddp", model, elements)
-    train("ddp", model, elements, routed=True)
-    assert _same_everywhere(torch.cat(list(elements.parameters())))
-    partly, elements = prepared("ddp", wrapped={"find_unused_parameters": True})
-    partly.module.forward = lambda words: partly.module.table(words)  # nothing else is used
-    for _ in range(2):
-        elements.backward({ONE: partly(words(0)[0]).square().mean()})
-    assert _same_everywhere(elements[ONE].grad)
-    assert elements[OTHER].grad is None
-
-
-def _same_everywhere(numbers):
-    first = numbers.detach().clone()
-    distributed.broadcast(first, 0)
-    return torch.equal(numbers, first) and bool(numbers.any())
+from tests.sharded_torch import equal, full, loss_of, prepared, same_everywhere, spread, told, train, words, world
+from tests.sharded_torch_models import ONE, OTHER, PLACES, Layers, made
 
 
 def undoing_and_releasing(folder):
@@ -192,7 +130,7 @@ def some_processes_hear_nothing(folder):
     alone.backward()
     assert all(leaf.grad is not None for leaf in elements.parameters())
     grads = torch.cat([leaf.grad for leaf in elements.parameters()])
-    assert _same_everywhere(grads)
+    assert same_everywhere(grads)
 
 
 def sharded_along_another_axis(folder):
@@ -222,20 +160,6 @@ def sharded_along_another_axis(folder):
     for name, each in full(model).items():
         assert torch.allclose(each, plain.state_dict()[name]), name
     assert model.linear.weight.placements == (Shard(1),)
-
-
-class Layers(nn.Module):
-    """Layers with kernels of their own, one of them computed again going back."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.attention = nn.Conv2d(1, WIDTH, 3, padding=1), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.again, self.norm = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)
-
-    def forward(self, images):
-        x = self.conv(images).flatten(2).mT
-        x = x + self.attention(x, x, x)[0]
-        return self.norm(checkpoint(self.again, x, use_reentrant=False))
 
 
 def other_layers(folder):
@@ -315,57 +239,7 @@ def resumed(folder):
     return told("fsdp", model, elements, norms)
 
 
-def refused(folder):
-    plain = made()
-    with pytest.raises(eg.FrameworkError, match="wrapped in DistributedDataParallel already"):
-        eg.trainable(DistributedDataParallel(made()), ONE)
-    with pytest.raises(eg.FrameworkError, match="wrapped in FullyShardedDataParallel, which flattens"):
-        eg.trainable(FullyShardedDataParallel(made(), device_id=torch.device("cpu")), ONE)
-    eg.trainable(plain, PLACES)
-    with pytest.raises(eg.FrameworkError, match=r"call fully_shard on the plain model first, and eg.trainable then"):
-        spread(plain)
-    mesh = init_device_mesh("cpu", (world()[1],))
-    parallel = made()
-    parallel.norm.weight = nn.Parameter(distribute_tensor(parallel.norm.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread over processes as .* and not by fully_shard"):
-        eg.trainable(parallel, "norm.weight[0]")
-    partly = made()
-    fully_shard(partly.blocks[0])
-    with pytest.raises(eg.FrameworkError, match=r"norm.weight is not sharded as other parameters of the model are"):
-        eg.trainable(partly, "norm.weight[0]")
-    both = made()
-    fully_shard(both, mesh=init_device_mesh("cpu", (2, world()[1] // 2), mesh_dim_names=("copies", "shards")))
-    with pytest.raises(eg.FrameworkError, match="over a mesh of 2 axes; elements train in models that"):
-        eg.trainable(both, "norm.weight[0]")
-    recurrent = nn.LSTM(WIDTH, WIDTH)
-    fully_shard(recurrent)
-    with pytest.raises(eg.FrameworkError, match="keeps its parameters in _flat_weights too"):
-        eg.trainable(recurrent, "weight_hh_l0[0, 0]")
-    model, rank = spread(made()), world()[0]
-    for places in (f"norm.weight[{rank}]", PLACES[: 1 + rank]):  # as many elements, or not even that
-        with pytest.raises(eg.FrameworkError, match="name the same ones in each, in the same order"):
-            eg.trainable(model, places)
-    eg.trainable(model, PLACES).release()
-    assert equal(model, made())
-    model, elements = prepared("fsdp")
-    with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
-        loss_of(model, words(0)[0]).backward(create_graph=True)
-    for _ in range(2):  # sharded, and what is left gathered after a forward
-        with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread .* no derivatives are read"):
-            eg.grad(model, words(0)[0], of="output[0, 0]", wrt="norm.weight[2]", unconnected="zero")
-        model(words(0)[0])
-    model, elements = prepared("fsdp")
-    assert eg.at(model.norm.weight)[2] in elements
-    with pytest.raises(eg.FrameworkError, match="a loss uses weight of a sharded model itself"):
-        model.norm.weight.full_tensor().square().sum().backward()
-    with pytest.raises(eg.FrameworkError, match="a sharded model cannot be moved or converted"):
-        model.norm.double()
-    with pytest.raises(AttributeError, match="cannot be replaced"):
-        model.norm.weight = nn.Parameter(torch.zeros(WIDTH))
-
-
 CHECKS = [
-    wrapped_in_other_ways,
     undoing_and_releasing,
     states,
     written_values_are_used,
@@ -376,5 +250,4 @@ CHECKS = [
     other_layers,
     patches,
     resumed,
-    refused,
 ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import elementgrad as eg
-from tests import sharded_torch
+from tests import sharded_torch, sharded_torch_models
 from tests.shared import once
 
 ROOT = Path(__file__).parent.parent
@@ -67,18 +67,20 @@ def test_training_is_that_of_one_process(facts, count, engine, check):
 @pytest.mark.parametrize("count", COUNTS)
 def test_gradients_on_the_wire_are_as_many_as_the_elements(facts, count):
     ddp, fsdp = facts[count, 0]["ddp counting"], facts[count, 0]["fsdp counting"]
-    assert ddp["gradients"] == 4 * sharded_torch.SIZE
-    assert fsdp["gradients"] == 4 * (sharded_torch.SIZE + len(sharded_torch.PLACES))  # and whether each place heard
+    assert ddp["gradients"] == 4 * sharded_torch_models.SIZE
+    assert fsdp["gradients"] == 4 * (
+        sharded_torch_models.SIZE + len(sharded_torch_models.PLACES)
+    )  # and whether each place heard
     assert fsdp["gathered"] == fsdp["frozen"]  # parameters, as in a model that does not train
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_patches_fit_the_model_of_one_process(facts, folder, engine, count):
-    plain = sharded_torch.made()
+    plain = sharded_torch_models.made()
     eg.apply(plain, folder / f"{engine}-{count}.safetensors")
     values = facts[count, 0][f"{engine} plainly"]["values"]
-    for place, expected in zip(sharded_torch.PLACES, values, strict=True):
+    for place, expected in zip(sharded_torch_models.PLACES, values, strict=True):
         parsed = eg.Place.parse(place)
         held = dict(plain.named_parameters())[parsed.name].detach()
         assert eg.at(held)[parsed.index].get().reshape(-1).tolist() == expected
@@ -96,7 +98,7 @@ def test_training_goes_on_with_more_processes_and_with_one(facts, folder):
         np.testing.assert_allclose(ranks[0]["norms"], norms[steps], rtol=1e-4)
     for mine, expected in zip(ranks[0]["values"], elements.parameters(), strict=True):
         np.testing.assert_allclose(mine, expected.detach().numpy(), rtol=0, atol=2e-5)
-    last = eg.trainable(sharded_torch.made(), folder / "resume-4.safetensors")
+    last = eg.trainable(sharded_torch_models.made(), folder / "resume-4.safetensors")
     assert [leaf.tolist() for leaf in last.parameters()] == ranks[0]["values"]
 
 

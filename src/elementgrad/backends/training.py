@@ -13,6 +13,16 @@ from elementgrad.text import listed
 Tensor = Any
 
 
+def digest(elements: Iterable[tuple[Any, ...]]) -> bytes:
+    """What processes compare to know whether they mean the same elements, each a name and its arrays of numbers."""
+    told = hashlib.sha256()
+    for name, *numbers in elements:
+        told.update(repr((name, [each.shape for each in numbers])).encode())
+        for each in numbers:
+            told.update(each.tobytes())
+    return told.digest()
+
+
 class Part:
     """The elements of one place: each framework has a subclass of its own."""
 
@@ -85,12 +95,7 @@ class Trainer(ABC):
         """
         if not self.several:
             return
-        told = hashlib.sha256()
-        for name, *numbers in elements:
-            told.update(repr((name, [each.shape for each in numbers])).encode())
-            for each in numbers:
-                told.update(each.tobytes())
-        every = self.gathered(np.frombuffer(told.digest(), np.int32))
+        every = self.gathered(np.frombuffer(digest(elements), np.int32))
         if (every != every[0]).any():
             raise FrameworkError(
                 "the processes that train this model name other elements or have other values for them; name the same "

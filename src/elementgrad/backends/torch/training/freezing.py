@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from elementgrad.backends.torch.training.weight import part_of
+from elementgrad.backends.torch.training.part import part_of
 
 Module = torch.nn.Module
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from elementgrad.backends.torch.training.weight import Part
+from elementgrad.backends.torch.training.part import Part
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor

@@ -8,8 +8,9 @@ import torch
 
 from elementgrad import text, tree
 from elementgrad.backends.torch.training.layers import Layer, Use, aliased, elsewhere, layer_of
+from elementgrad.backends.torch.training.part import part_of
 from elementgrad.backends.torch.training.sharding import is_spread
-from elementgrad.backends.torch.training.weight import Weight, part_of
+from elementgrad.backends.torch.training.weight import Weight
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor

@@ -10,11 +10,12 @@ import torch
 from elementgrad import text
 from elementgrad.backends.torch.model import TorchModel
 from elementgrad.backends.torch.training import delivery, freezing
+from elementgrad.backends.torch.training.part import Part, bits
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.reducing import Reduction
 from elementgrad.backends.torch.training.sharding import Shard, is_spread, shards
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
-from elementgrad.backends.torch.training.weight import Part, Weight, bits, put, take
+from elementgrad.backends.torch.training.weight import Weight, put, take
 from elementgrad.backends.torch.training.wrapping import require_unwrapped
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError

@@ -2,62 +2,21 @@
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from elementgrad.backends import training
+from elementgrad.backends.torch.training.part import Part, part_of
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.sharding import Shard
 from elementgrad.backends.torch.training.wrapping import require_met
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
-HALVES = (torch.float16, torch.bfloat16)
-_leaves: WeakValueDictionary[int, "Part"] = WeakValueDictionary()
 _moving: WeakKeyDictionary[torch.optim.Optimizer, "list[Weight]"] = WeakKeyDictionary()
 """For each optimizer in the middle of a step, the parameters whose elements it moves."""
-
-
-class Part(training.Part):
-    """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
-
-    def __init__(
-        self, tensor: Tensor, positions: np.ndarray, leaf: Tensor, originals: Tensor, dtype: torch.dtype | None = None
-    ):
-        self.tensor = tensor
-        self.positions = positions
-        self.originals = originals
-        self.dtype = dtype
-        self.mark = None
-        self.key = ""
-        self.weight: Weight | None = None
-        self.become(leaf)
-
-    def become(self, leaf: Tensor) -> None:
-        """Have other values."""
-        self.leaf = leaf
-        _leaves[id(leaf)] = self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # a copy of a model, or one from a file: its leaves are others
-        _leaves[id(self.leaf)] = self
-
-    def rebase(self) -> None:
-        """Take the values there are for those that there were: another model has been loaded."""
-        self.begin_from(self.leaf.detach().to(self.tensor.dtype, copy=True))
-
-    def begin_from(self, originals: Tensor) -> None:
-        """Have other originals, as of another model or in another dtype."""
-        self.originals = originals
-        if self.mark is not None:
-            self.mark.bits = bits(originals)[1]
-
-    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the leaf for a parameter of a dtype: small steps are lost in half precision."""
-        return self.dtype or (torch.float32 if dtype in HALVES else dtype)
 
 
 class Weight:
@@ -180,19 +139,6 @@ def put(tensor: Tensor, positions: Tensor, values: Tensor) -> None:
         tensor.index_put_(torch.unravel_index(positions, tensor.shape), values)
 
 
-def bits(tensor: Tensor) -> tuple[str, np.ndarray]:
-    """The dtype of a tensor, and the bytes of its elements."""
-    held = tensor.detach().cpu().contiguous().view(-1)
-    bytes_ = held.view(torch.uint8).numpy().reshape(len(held), held.element_size())
-    return str(tensor.dtype).removeprefix("torch."), bytes_
-
-
-def part_of(leaf: Tensor) -> Part | None:
-    """The part whose leaf this is."""
-    part = _leaves.get(id(leaf))
-    return part if part is not None and part.leaf is leaf else None
-
-
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """What was written to a parameter since the last forward is where its elements step from."""
     _moving[optimizer] = weights = _moved(optimizer)
@@ -213,8 +159,8 @@ def _moved(optimizer: torch.optim.Optimizer) -> list[Weight]:
     weights = {}
     for group in optimizer.param_groups:
         for leaf in group["params"]:
-            part = _leaves.get(id(leaf))
-            if part is not None and part.leaf is leaf and part.weight is not None and part in part.weight.parts:
+            part = part_of(leaf)
+            if part is not None and part.weight is not None and part in part.weight.parts:
                 weights[id(part.weight)] = part.weight
     return list(weights.values())
 

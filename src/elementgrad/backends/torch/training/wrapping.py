@@ -1,17 +1,57 @@
 """Wrappers that reduce gradients between processes reduce those of the parameters that they have met."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from elementgrad.backends.torch.training.part import bits, part_of
+from elementgrad.backends.training import digest
 from elementgrad.errors import FrameworkError
 
 Module = torch.nn.Module
-_met: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
-"""For each wrapper the parameters that it met when it was made, by their ids: it keeps them, so that these stay."""
+_met: WeakKeyDictionary[DistributedDataParallel, "_Meeting"] = WeakKeyDictionary()
+_wrappers: Counter[str] = Counter()
+"""How many wrappers were met around each kind of model: their numbers are the same in all processes."""
+
+
+class _Meeting:
+    """What is known of a wrapper since elements were first computed with under it."""
+
+    def __init__(self, wrapper: DistributedDataParallel):
+        self.ids = {id(parameter) for parameter in wrapper._module_parameters}
+        """Of the parameters that it met when it was made. It keeps them, so that these stay."""
+        named = [
+            (f"{path}.{name}", tensor, part_of(tensor))
+            for path, module in wrapper.module.named_modules()
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        ]
+        model = digest([(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in named if part is None])
+        kind = f"elementgrad/{wrapper.process_group.group_name}/{model.hex()}"
+        _wrappers[kind] += 1
+        self._note = f"{kind}/{_wrappers[kind]}"
+        parts = [(name, part.positions, bits(part.originals)[1]) for name, _, part in named if part is not None]
+        self._elements = digest(parts).hex()
+        self._alike = False
+
+    def require_alike(self) -> None:
+        """Refuse elements that are not those of the other processes: the wrapper compares nothing but their number.
+
+        Whoever comes first leaves a note where processes find each other, and the others compare. Nobody waits: others
+        may come later, or never if their data does not lead here.
+        """
+        store = None if self._alike else distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+        if store is not None and store.compare_set(self._note, "", self._elements).decode() != self._elements:
+            raise FrameworkError(
+                "the processes that train this model name other elements or have other weights there; name the same "
+                "ones in each, in the same order, and let all start from the same weights, from a file or by one seed"
+            )
+        self._alike = True
 
 
 def require_met(leaves: Iterable[torch.Tensor]) -> None:
@@ -19,14 +59,15 @@ def require_met(leaves: Iterable[torch.Tensor]) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or not torch.is_grad_enabled():
         return
-    met = _met.get(wrapper)
-    if met is None:
-        _met[wrapper] = met = {id(parameter) for parameter in wrapper._module_parameters}
-    if any(id(leaf) not in met and leaf.requires_grad for leaf in leaves):
+    meeting = _met.get(wrapper)
+    if meeting is None:
+        _met[wrapper] = meeting = _Meeting(wrapper)
+    if any(id(leaf) not in meeting.ids and leaf.requires_grad for leaf in leaves):
         raise FrameworkError(
             "the model was wrapped in DistributedDataParallel before eg.trainable was called on its inside, and the "
             "elements' gradients would not be reduced; call eg.trainable first and wrap then"
         )
+    meeting.require_alike()
 
 
 def require_unwrapped(model: Module) -> None:

@@ -1,0 +1,132 @@
+"""Wrappers of models and their options; what is refused, in every process."""
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import elementgrad as eg
+from tests.sharded_torch import equal, loss_of, prepared, same_everywhere, spread, train, words, world
+from tests.sharded_torch_models import ONE, OTHER, PLACES, SILENT, WIDTH, made
+
+WRAPPED = [
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 1e-6},
+]
+
+
+def wrapped_in_other_ways(folder):
+    """Routed losses under the options of `DistributedDataParallel`; a leaf of no loss; a hook of a leaf, once."""
+    rates = []
+    for options in WRAPPED:
+        model, elements = prepared("ddp", wrapped=options)
+        heard = []
+        elements[ONE].register_hook(lambda gradient, heard=heard: heard.append(1))
+        norms = train("ddp", model, elements, routed=True)
+        assert len(heard) == 3
+        assert elements[SILENT].grad is None
+        rates.append([norms, [leaf.tolist() for leaf in elements.parameters()]])
+    assert all(rate == rates[0] for rate in rates)
+    model, elements = prepared("ddp", wrapped={"static_graph": True})
+    with pytest.raises(eg.FrameworkError, match="leave static_graph out"):
+        train("ddp", model, elements, routed=True)
+    model, elements = prepared("ddp", wrapped={"static_graph": True})
+    train("ddp", model, elements)
+    train("ddp", model, elements, routed=True)
+    assert same_everywhere(torch.cat(list(elements.parameters())))
+    partly, elements = prepared("ddp", wrapped={"find_unused_parameters": True})
+    partly.module.forward = lambda words: partly.module.table(words)  # nothing else is used
+    for _ in range(2):
+        elements.backward({ONE: partly(words(0)[0]).square().mean()})
+    assert same_everywhere(elements[ONE].grad)
+    assert elements[OTHER].grad is None
+
+
+UNLIKE = (
+    "the processes that train this model name other elements or have other weights there; name the same ones in each, "
+    "in the same order, and let all start from the same weights, from a file or by one seed"
+)
+
+
+def _told(model):
+    try:
+        model(words(0)[0])
+    except eg.FrameworkError as error:
+        return str(error)
+
+
+def unlike(folder):
+    """Elements or weights that are not the same in all processes: those that do not come first are told."""
+    rank, count = world()
+    for places, weight in [(f"norm.weight[{rank}]", 1), (f"blocks.{rank % 2}.linear.bias[0]", 1), (ONE, rank)]:
+        model = made()
+        with torch.no_grad():
+            model.table.weight[3] *= weight
+        eg.trainable(model, places)
+        wrapped = DistributedDataParallel(model)
+        with torch.no_grad():
+            wrapped(words(0)[0])  # of no gradients, which nobody would have to agree on
+        told = [_told(wrapped), _told(wrapped)]
+        every = [None] * count
+        distributed.all_gather_object(every, (rank % 2 if "blocks" in places else rank, told))
+        assert all(one == other for _, (one, other) in every)
+        assert len({number for number, (error, _) in every if error is None}) == 1
+        assert {error for _, (error, _) in every if error is not None} == {UNLIKE}
+    model, elements = prepared("ddp", places="norm.weight[1]")  # other places than those before, and alike
+    train("ddp", model, elements)
+
+
+def refused(folder):
+    plain = made()
+    with pytest.raises(eg.FrameworkError, match="wrapped in DistributedDataParallel already"):
+        eg.trainable(DistributedDataParallel(made()), ONE)
+    with pytest.raises(eg.FrameworkError, match="wrapped in FullyShardedDataParallel, which flattens"):
+        eg.trainable(FullyShardedDataParallel(made(), device_id=torch.device("cpu")), ONE)
+    eg.trainable(plain, PLACES)
+    with pytest.raises(eg.FrameworkError, match=r"call fully_shard on the plain model first, and eg.trainable then"):
+        spread(plain)
+    mesh = init_device_mesh("cpu", (world()[1],))
+    parallel = made()
+    parallel.norm.weight = nn.Parameter(distribute_tensor(parallel.norm.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread over processes as .* and not by fully_shard"):
+        eg.trainable(parallel, "norm.weight[0]")
+    partly = made()
+    fully_shard(partly.blocks[0])
+    with pytest.raises(eg.FrameworkError, match=r"norm.weight is not sharded as other parameters of the model are"):
+        eg.trainable(partly, "norm.weight[0]")
+    both = made()
+    fully_shard(both, mesh=init_device_mesh("cpu", (2, world()[1] // 2), mesh_dim_names=("copies", "shards")))
+    with pytest.raises(eg.FrameworkError, match="over a mesh of 2 axes; elements train in models that"):
+        eg.trainable(both, "norm.weight[0]")
+    recurrent = nn.LSTM(WIDTH, WIDTH)
+    fully_shard(recurrent)
+    with pytest.raises(eg.FrameworkError, match="keeps its parameters in _flat_weights too"):
+        eg.trainable(recurrent, "weight_hh_l0[0, 0]")
+    model, rank = spread(made()), world()[0]
+    for places in (f"norm.weight[{rank}]", PLACES[: 1 + rank]):  # as many elements, or not even that
+        with pytest.raises(eg.FrameworkError, match="name the same ones in each, in the same order"):
+            eg.trainable(model, places)
+    eg.trainable(model, PLACES).release()
+    assert equal(model, made())
+    model, elements = prepared("fsdp")
+    with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
+        loss_of(model, words(0)[0]).backward(create_graph=True)
+    for _ in range(2):  # sharded, and what is left gathered after a forward
+        with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread .* no derivatives are read"):
+            eg.grad(model, words(0)[0], of="output[0, 0]", wrt="norm.weight[2]", unconnected="zero")
+        model(words(0)[0])
+    model, elements = prepared("fsdp")
+    assert eg.at(model.norm.weight)[2] in elements
+    with pytest.raises(eg.FrameworkError, match="a loss uses weight of a sharded model itself"):
+        model.norm.weight.full_tensor().square().sum().backward()
+    with pytest.raises(eg.FrameworkError, match="a sharded model cannot be moved or converted"):
+        model.norm.double()
+    with pytest.raises(AttributeError, match="cannot be replaced"):
+        model.norm.weight = nn.Parameter(torch.zeros(WIDTH))
+
+
+WRAPPINGS = [wrapped_in_other_ways, unlike, refused]
