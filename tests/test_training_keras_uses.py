@@ -225,7 +225,7 @@ def test_regularizers_count_once_and_for_the_whole_variable():
 
 
 REFUSED = {
-    "no such name": ("head/kernl[0]", eg.PlaceError, "no variable named 'head/kernl'; nearest: head/kernel"),
+    "no such name": ("head/kernl[0]", eg.PlaceError, "no trainable variable named 'head/kernl'; nearest: head/kernel"),
     "a layer": ("head", eg.PlaceError, "'head' is a layer and only trainable variables train; it has "),
     "out of range": ("head/bias[10]", eg.SelectionError, "out of range"),
     "twice": (["head/bias[1]", "head/bias"], eg.DuplicateError, "name each element once"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
-from elementgrad.text import listed
+from elementgrad.text import listed, nearest
 
 Tensor = Any
 
@@ -45,6 +45,10 @@ class Trainer(ABC):
     """Words of `Elements` that belong to other frameworks, and what to write here instead."""
     kind = "parameter"
     """What the framework calls a tensor that trains."""
+    others: Mapping[str, str] = {}
+    """What else bears a name, by its kind, in words."""
+    separator = "."
+    """What stands between the parts of a name."""
 
     @abstractmethod
     def parameter(self, name: str) -> Tensor:
@@ -60,6 +64,15 @@ class Trainer(ABC):
         if len(names) != 1:
             raise PlaceError(f"there are {len(names)} {self.kind}s; name one: {listed(names)}")
         return names[0]
+
+    def misnamed(self, name: str, kind: str | None) -> PlaceError:
+        """The error about a name that no parameter bears, but maybe something of another kind."""
+        names = list(self.names())
+        if kind is None:
+            return PlaceError(f"no {self.kind} named {name!r}; {nearest(name, names)}")
+        inside = [other for other in names if other.startswith(name + self.separator)]
+        hint = f"it has {listed(inside)}" if inside else nearest(name, names)
+        return PlaceError(f"{name!r} is {self.others[kind]} and only {self.kind}s train; {hint}")
 
     def stranger(self, tensor: Tensor) -> PlaceError:
         """The error about a tensor that is none of the parameters."""

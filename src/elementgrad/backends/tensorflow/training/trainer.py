@@ -8,14 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad import text
 from elementgrad.backends.tensorflow.model import KerasModel, root
 from elementgrad.backends.tensorflow.training import freezing, replicas
 from elementgrad.backends.tensorflow.training.layers import dress
 from elementgrad.backends.tensorflow.training.variables import tie, untie, weight_of
 from elementgrad.backends.tensorflow.training.weight import HALVES, Part, Weight, bits, put, take
 from elementgrad.backends.training import Trainer
-from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError
+from elementgrad.errors import DtypeError, FrameworkError, OptionError
 
 Tensor = Any
 
@@ -28,6 +27,8 @@ class KerasTrainer(Trainer):
         "backward": "elements.gradients(tape, {place: loss})",
     }
     kind = "trainable variable"
+    others: Mapping[str, str] = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
+    separator = "/"
 
     def __init__(self, model: Any):
         if not tf.executing_eagerly():
@@ -45,17 +46,9 @@ class KerasTrainer(Trainer):
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
                 return tensor
-        names = list(self.names())
-        if not names:
+        if not any(self.names()):
             raise FrameworkError("the model has no variables yet; call it once, or model.build(...), before")
-        if not bearing:
-            raise PlaceError(f"no variable named {name!r}; {text.nearest(name, names)}")
-        kinds = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
-        inside = [other for other in names if other.startswith(f"{name}/")]
-        raise PlaceError(
-            f"{name!r} is {kinds[bearing[0][0]]} and only trainable variables train; "
-            + (f"it has {text.listed(inside)}" if inside else text.nearest(name, names))
-        )
+        raise self.misnamed(name, bearing[0][0] if bearing else None)
 
     def named(self, tensor: Tensor) -> str:
         for name, kind, held in self._named.held():

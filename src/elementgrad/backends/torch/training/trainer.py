@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from elementgrad import text
 from elementgrad.backends.torch.model import TorchModel
 from elementgrad.backends.torch.training import delivery, freezing
 from elementgrad.backends.torch.training.part import Part, bits
@@ -18,7 +17,7 @@ from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
 from elementgrad.backends.torch.training.weight import Weight, put, take
 from elementgrad.backends.torch.training.wrapping import require_unwrapped
 from elementgrad.backends.training import Trainer
-from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
@@ -31,6 +30,7 @@ class TorchTrainer(Trainer):
         "variables": "elements.parameters()",
         "gradients": "elements.backward({place: loss})",
     }
+    others: Mapping[str, str] = {"activation": "a layer", "buffer": "a buffer"}
 
     def __init__(self, model: Module):
         require_unwrapped(model)
@@ -52,15 +52,7 @@ class TorchTrainer(Trainer):
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
                 return self._lasting(tensor)
-        names = list(self.names())
-        if not bearing:
-            raise PlaceError(f"no parameter named {name!r}; {text.nearest(name, names)}")
-        kinds = {"activation": "a layer", "buffer": "a buffer"}
-        inside = [other for other in names if other.startswith(f"{name}.")]
-        raise PlaceError(
-            f"{name!r} is {kinds[bearing[0][0]]} and only parameters train; "
-            + (f"it has {text.listed(inside)}" if inside else text.nearest(name, names))
-        )
+        raise self.misnamed(name, bearing[0][0] if bearing else None)
 
     def named(self, tensor: Tensor) -> str:
         tensor = getattr(tensor, "_elements_of", tensor)  # what a module hands out of a sharded one
