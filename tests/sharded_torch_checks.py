@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -133,6 +135,72 @@ def some_processes_hear_nothing(folder):
     assert same_everywhere(grads)
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        a, b = self.a(x), self.b(x)
+        return b + 10 * (a if both else a.detach())
+
+
+def some_processes_hear_of_one_set_alone(folder):
+    """Elements of two calls, on a whole model or on parts of it, the first of which one process alone reaches."""
+    rank, count = world()
+    for inside in (False, True):
+        model = Branches()
+        if inside:
+            for branch in (model.a, model.b):
+                fully_shard(branch, reshard_after_forward=False)  # or who goes back alone waits to gather it
+        fully_shard(model)
+        elements = [
+            eg.trainable(getattr(model, name), "weight[0]") if inside else eg.trainable(model, f"{name}.weight[0]")
+            for name in "ab"
+        ]
+        leaves = [leaf for each in elements for leaf in each.parameters()]
+        for step in (1, 2):
+            model(torch.ones(2, 4) * (1 + rank), both=rank == 0).sum().backward()
+            for leaf, total in zip(leaves, (20, count * (count + 1)), strict=True):
+                assert torch.allclose(leaf.grad, torch.full((4,), step * total / count))
+
+
+def _refused(optimizer):
+    try:
+        optimizer.step()
+    except eg.FrameworkError as error:
+        return str(error)
+
+
+def checkpoints(folder):
+    """What PyTorch's own checkpoints load: by `load_state_dict` in any way; in place alone it would be lost."""
+    model, elements = prepared("fsdp")
+    train("fsdp", model, elements)
+    path, whole = folder / f"checkpoint-{world()[1]}", full(model)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+    for load in ("state", "set", "full"):
+        other, others = prepared("fsdp")
+        optimizer = torch.optim.AdamW(others.parameters(), lr=0)
+        state = {"model": other.state_dict()}
+        checkpoint.load(state, checkpoint_id=path)
+        if load == "state":
+            every = [None] * world()[1]
+            distributed.all_gather_object(every, _refused(optimizer))
+            assert any(every)  # by who has elements in its shards
+            assert all("call model.load_state_dict with what was loaded" in error for error in every if error)
+            other.load_state_dict(state["model"])
+        elif load == "set":
+            set_model_state_dict(other, state["model"])
+        else:
+            set_model_state_dict(other, whole, options=StateDictOptions(full_state_dict=True))
+        for leaf in others.parameters():
+            leaf.grad = torch.ones_like(leaf)
+        optimizer.step()
+        assert equal(other, model)
+        for one, another in zip(elements.parameters(), others.parameters(), strict=True):
+            assert torch.equal(one, another)
+
+
 def sharded_along_another_axis(folder):
     class Even(nn.Module):
         def __init__(self):
@@ -246,6 +314,8 @@ CHECKS = [
     two_sets,
     compiled,
     some_processes_hear_nothing,
+    some_processes_hear_of_one_set_alone,
+    checkpoints,
     sharded_along_another_axis,
     other_layers,
     patches,

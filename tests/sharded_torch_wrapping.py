@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,8 +47,8 @@ def wrapped_in_other_ways(folder):
 
 
 UNLIKE = (
-    "the processes that train this model name other elements or have other weights there; name the same ones in each, "
-    "in the same order, and let all start from the same weights, from a file or by one seed"
+    ", and another that trains the model has others, or other values for them; name the same ones in each, in the same "
+    "order, and let all start from the same values, from a file or by one seed"
 )
 
 
@@ -75,13 +75,36 @@ def unlike(folder):
         distributed.all_gather_object(every, (rank % 2 if "blocks" in places else rank, told))
         assert all(one == other for _, (one, other) in every)
         assert len({number for number, (error, _) in every if error is None}) == 1
-        assert {error for _, (error, _) in every if error is not None} == {UNLIKE}
+        assert all(error.startswith("this process has ") for _, (error, _) in every if error is not None)
+        assert {error[error.index(", and") :] for _, (error, _) in every if error is not None} == {UNLIKE}
     model, elements = prepared("ddp", places="norm.weight[1]")  # other places than those before, and alike
     train("ddp", model, elements)
 
 
+class Own(DistributedDataParallel):
+    """Of a user's."""
+
+
+def routed_apart(folder):
+    """A loss for a place in some of the processes alone."""
+    model, elements = prepared("ddp")
+    rank = world()[0]
+    for step in range(2):
+        logits = model(words(0)[0])
+        losses = {ONE: logits[:, 0].square().mean(), OTHER: logits[:, 1].square().mean()}
+        if rank == 0 or not step:
+            elements.backward(losses)
+        else:
+            with pytest.raises(eg.FrameworkError, match="give losses for the same places in each"):
+                elements.backward({ONE: losses[ONE]})
+        for leaf in elements.parameters():
+            leaf.grad = None
+
+
 def refused(folder):
     plain = made()
+    with pytest.raises(eg.FrameworkError, match="wrapped in Own already"):
+        eg.trainable(nn.Sequential(Own(made())), "0.module.norm.weight[0]")
     with pytest.raises(eg.FrameworkError, match="wrapped in DistributedDataParallel already"):
         eg.trainable(DistributedDataParallel(made()), ONE)
     with pytest.raises(eg.FrameworkError, match="wrapped in FullyShardedDataParallel, which flattens"):
@@ -115,6 +138,18 @@ def refused(folder):
     model, elements = prepared("fsdp")
     with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
         loss_of(model, words(0)[0]).backward(create_graph=True)
+    hook = elements[ONE].register_post_accumulate_grad_hook(lambda leaf: None)
+    with pytest.raises(eg.FrameworkError, match="would see that of this process alone; use the gradient after"):
+        loss_of(model, words(0)[0]).backward()
+    hook.remove()
+    model, elements = prepared("fsdp")
+    model.norm.bias.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(3.5)
+    with pytest.raises(eg.FrameworkError, match="leave set_gradient_divide_factor out, and scale the loss"):
+        loss_of(model, words(0)[0]).backward()
+    model, elements = prepared("fsdp")
     for _ in range(2):  # sharded, and what is left gathered after a forward
         with pytest.raises(eg.FrameworkError, match=r"norm.weight is spread .* no derivatives are read"):
             eg.grad(model, words(0)[0], of="output[0, 0]", wrt="norm.weight[2]", unconnected="zero")
@@ -129,4 +164,4 @@ def refused(folder):
         model.norm.weight = nn.Parameter(torch.zeros(WIDTH))
 
 
-WRAPPINGS = [wrapped_in_other_ways, unlike, refused]
+WRAPPINGS = [wrapped_in_other_ways, unlike, routed_apart, refused]

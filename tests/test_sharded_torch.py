@@ -31,6 +31,7 @@ def launch(folder: Path) -> None:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
+            timeout=600,
         )
         assert run.returncode == 0, run.stderr[-6000:]
 
@@ -58,10 +59,11 @@ def test_training_is_that_of_one_process(facts, count, engine, check):
         assert ranks[0] == alone
         return
     assert ranks[0]["outside"]
-    rounding = {"in_bfloat16": 2e-2, "of_bfloat16": 2e-2}.get(check, 2e-5)
+    halves = check in ("in_bfloat16", "of_bfloat16")
+    rounding = 2e-2 if halves else 2e-5
     for mine, expected in zip(ranks[0]["values"], alone["values"], strict=True):
         np.testing.assert_allclose(mine, expected, rtol=0, atol=rounding)
-    np.testing.assert_allclose(ranks[0]["norms"], alone["norms"], rtol=100 * rounding if rounding > 1e-3 else 1e-4)
+    np.testing.assert_allclose(ranks[0]["norms"], alone["norms"], rtol=5e-2 if halves else 1e-4)
 
 
 @pytest.mark.parametrize("count", COUNTS)

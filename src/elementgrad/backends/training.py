@@ -23,6 +23,16 @@ def digest(elements: Iterable[tuple[Any, ...]]) -> bytes:
     return told.digest()
 
 
+def unlike(elements: Sequence[tuple[Any, ...]]) -> FrameworkError:
+    """The error about elements of this process that are not those of the others."""
+    names = listed(list(dict.fromkeys(name for name, *_ in elements)))
+    return FrameworkError(
+        f"this process has {sum(len(numbers[0]) for _, *numbers in elements)} elements in {names}, and another that "
+        "trains the model has others, or other values for them; name the same ones in each, in the same order, and let "
+        "all start from the same values, from a file or by one seed"
+    )
+
+
 class Part:
     """The elements of one place: each framework has a subclass of its own."""
 
@@ -108,12 +118,10 @@ class Trainer(ABC):
         """
         if not self.several:
             return
+        elements = list(elements)
         every = self.gathered(np.frombuffer(digest(elements), np.int32))
         if (every != every[0]).any():
-            raise FrameworkError(
-                "the processes that train this model name other elements or have other values for them; name the same "
-                "ones in each, in the same order"
-            )
+            raise unlike(elements)
 
     @abstractmethod
     def dtype(self, given: Any) -> Any:

@@ -79,6 +79,8 @@ class Functional:
         self._require_training()
         given = zip(self._members, self._checked(values), strict=True)
         kept = [trainer.keepable(member.part, value, str(member.place)) for member, value in given]
+        places = [str(member.place) for member in self._members]
+        trainer.agree((place, np.asarray(value)) for place, value in zip(places, kept, strict=True))
         for member, value in zip(self._members, kept, strict=True):
             member.part.leaf = value
 

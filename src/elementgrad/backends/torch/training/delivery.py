@@ -40,6 +40,11 @@ def deliver(gradients: Sequence[tuple[Tensor, Tensor]], every: Sequence[Tensor],
     empty = [leaf for leaf in silent if leaf.grad is None]
     leaves = [leaf for leaf, _ in gradients] + silent
     torch.autograd.backward(leaves, [each for _, each in gradients] + [torch.zeros_like(leaf) for leaf in silent])
+    if any(leaf.grad is not None and leaf.grad.any() for leaf in empty):
+        raise FrameworkError(
+            "another process has a loss for a place that this one has none for, and they would train apart; give "
+            "losses for the same places in each"
+        )
     for leaf in empty:
         leaf.grad = None
 

@@ -13,6 +13,7 @@ from elementgrad.backends.torch.training.attention import Projections
 from elementgrad.backends.torch.training.bags import bag
 from elementgrad.backends.torch.training.correlations import Correlation, Grid
 from elementgrad.backends.torch.training.functions import Alias, ByLookup, Unheard, by_kernel
+from elementgrad.backends.torch.training.home import Home
 from elementgrad.backends.torch.training.lookups import Lookup
 from elementgrad.backends.torch.training.operations import Convolution, LayerNorm, Linear, RMSNorm
 from elementgrad.backends.torch.training.products import Product
@@ -30,7 +31,7 @@ class Use:
         self.kernel: Any = None
 
 
-NOBODY = Use(Weight(torch.empty(0)))
+NOBODY = Use(Weight(Home(torch.empty(0))))
 
 
 def found(module: Any, name: str) -> tuple[Any, Use | None]:
@@ -49,12 +50,12 @@ def found(module: Any, name: str) -> tuple[Any, Use | None]:
     else:
         leaves = tuple([held[key] for key in weight.keys])
         own = all([leaf is other for leaf, other in zip(leaves, weight.leaves)])  # noqa: B905, C419
-    if not weight.holds(tensor):  # somebody's own, as functional_call puts there: it counts as it is given
+    if not weight.home.stands(tensor):  # somebody's own, as functional_call puts there: it counts as it is given
         return tensor if own else weight.with_values(tensor, leaves), None
     if not own:
         return weight.with_values(tensor, leaves), None
     weight.current()
-    if not torch.is_grad_enabled() or (weight.shard is not None and tensor is weight.tensor):
+    if not torch.is_grad_enabled() or (weight.home.spread and tensor is weight.tensor):
         return tensor, None  # as it is; of a sharded one, nothing can be computed before it is gathered
     if not torch.compiler.is_compiling() and transforming():
         return weight.with_values(tensor, leaves), None
@@ -70,7 +71,7 @@ def aliased(module: Any, name: str) -> Any:
     """The parameter for whatever use of it."""
     tensor, use = found(module, name)
     weight = module._trained[name].weight
-    if weight.shard is not None and tensor is weight.tensor and torch.is_grad_enabled():
+    if weight.home.spread and tensor is weight.tensor and torch.is_grad_enabled():
         return looked_at(name, weight, sys._getframe(1).f_globals.get("__name__", ""))
     return tensor if use is None else alias(use.weight)
 

@@ -25,6 +25,7 @@ class Part(training.Part):
         self.dtype = dtype
         self.mark = None
         self.key = ""
+        self.number, self.hook = 0, None  # of those whose gradients processes exchange
         self.weight: Any = None
         """The parameter with all of its parts, while they train."""
         self.become(leaf)

@@ -2,26 +2,29 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import distributed
 
+from elementgrad.backends.torch.training.home import Home
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
 
 
-class Shard:
+class Shard(Home):
     """One parameter of a sharded model: some of it is here, the rest in other processes.
 
     Outside of a computation its modules hold the sharded tensor; during one they hold the whole, gathered from all.
     """
 
-    def __init__(self, parameter: Any, group: Any):
-        self._parameter, self._group = parameter, group
+    spread: ClassVar[bool] = True
+
+    def __init__(self, parameter: Any, group: Any, state: Any):
+        self._parameter, self._group, self._state = parameter, group, state
 
     @property
     def tensor(self) -> Any:
@@ -30,7 +33,7 @@ class Shard:
 
     @property
     def whole(self) -> Tensor | None:
-        """All of it, while it is gathered."""
+        """All of it, while it is gathered; else nothing can be computed."""
         gathered = self._parameter.sharded_state.name == "UNSHARDED"
         return self._parameter.unsharded_param if gathered else None
 
@@ -43,6 +46,16 @@ class Shard:
     def rank(self) -> int:
         """Which of these processes this is."""
         return distributed.get_rank(self.processes)
+
+    @property
+    def together(self) -> Any:
+        """By what parameters of one model are known, whichever of its modules they are in, once it has run."""
+        return self._state._state_ctx
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients are to be something else than a mean, which `set_gradient_divide_factor` says."""
+        return self._group.gradient_divide_factor not in (None, distributed.get_world_size(self.processes))
 
     @property
     def synchronising(self) -> bool:
@@ -68,7 +81,7 @@ class Shard:
             raise FrameworkError(f"{name} is offloaded to the CPU between steps; leave out offload_policy")
 
     def take(self, positions: Tensor) -> Tensor:
-        """Elements by their positions in C order, the same in all processes, each of which must ask for them."""
+        """Elements, the same in all processes, each of which must ask for them."""
         local, here, coords = self._here(positions)
         found = torch.zeros(len(positions), dtype=local.dtype, device=local.device)
         found[here] = local[coords]
@@ -77,7 +90,7 @@ class Shard:
         return found
 
     def put(self, positions: Tensor, values: Tensor) -> None:
-        """Write elements by their positions, each process those that it has; and into the whole while it is there."""
+        """Write elements, each process those that it has; and into the whole while it is there."""
         if self._parameter.sharded_state.name == "SHARDED_POST_FORWARD":
             self._group.reshard()  # or the next computation would gather what was left over from the last
         local, here, coords = self._here(positions)
@@ -87,8 +100,14 @@ class Shard:
             whole = self.whole.detach()
             whole.view(-1).index_copy_(0, positions, values.to(whole.dtype))
 
+    def kept(self, positions: Tensor, values: Tensor) -> bool:
+        """Whether those that are here are still those that were written last."""
+        local, here, coords = self._here(positions)
+        found, last = local[coords], values[here].to(local.dtype)
+        return bool(((found == last) | (found.isnan() & last.isnan())).all())
+
     def differs(self, loaded: Any, positions: Tensor) -> bool:
-        """Whether another tensor, spread alike, differs outside of some positions, in any of the processes."""
+        """Whether another one, spread alike, differs in any of the processes."""
         if not is_spread(loaded) or loaded.placements != self.tensor.placements:
             return False  # which nothing loads
         local, _, coords = self._here(positions)
@@ -127,28 +146,29 @@ def is_spread(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def shards(model: Module) -> dict[int, Shard]:
-    """The parameters of a model that `fully_shard` has spread, by their ids; its modules hold them as such again."""
+def reshard(model: Module) -> None:
+    """Let modules hold the shards of their parameters again, which some leave gathered after a computation."""
     for module in _spread(model):
         module.reshard()
-    return {id(shard.tensor): shard for shard in _shards(model)}
+
+
+def shards(model: Module) -> Iterator[Shard]:
+    """The parameters of a model that `fully_shard` has spread."""
+    for module in _spread(model):
+        state = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            yield from (Shard(parameter, group, state) for parameter in group.fsdp_params)
 
 
 def require_whole(model: Module, tensors: Mapping[str, Any]) -> None:
     """Refuse to exchange parameters of a model that `fully_shard` gathers over whatever stands in for them."""
-    spread = list(_shards(model))
+    spread = list(shards(model))
     for name, tensor in tensors.items():
         if any(shard.stands(tensor) for shard in spread):
             raise FrameworkError(
                 f"{name} is spread over processes by fully_shard, and no derivatives are read with respect to it; read "
                 "them before the model is sharded, or with respect to an activation or an input"
             )
-
-
-def _shards(model: Module) -> Iterator[Shard]:
-    for module in _spread(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            yield from (Shard(parameter, group) for parameter in group.fsdp_params)
 
 
 def _spread(model: Module) -> Iterator[Any]:

@@ -35,10 +35,10 @@ class Swapped:
         use = self.__dict__.get("_trained", {}).get(name)
         if use is None:
             return super().__setattr__(name, value)
-        if use.weight.shard is not None and use.weight.holds(value):  # gathered for a computation, or given back
+        if use.weight.home.spread and use.weight.home.stands(value):  # gathered for a computation, or given back
             self._parameters[name] = value
             return None
-        if is_spread(value) and use.weight.shard is None:
+        if is_spread(value) and not use.weight.home.spread:
             raise FrameworkError(
                 f"{name} has elements that train, and would be spread over processes without them; call fully_shard "
                 "on the plain model first, and eg.trainable then"
@@ -102,6 +102,7 @@ class Swapped:
             super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
         finally:
             held.update(leaves)
+        unexpected[:] = [key for key in unexpected if key.removeprefix(prefix) not in leaves]
         for name, use in self._trained.items():
             use.weight.pull()
             if other[name]:  # another model altogether: what its elements were is what was loaded
@@ -110,7 +111,7 @@ class Swapped:
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         weights = [use.weight for use in self._trained.values()]
-        if any(weight.shard is not None for weight in weights):
+        if any(weight.home.spread for weight in weights):
             raise FrameworkError(
                 "a sharded model cannot be moved or converted while elements of it train; do it before eg.trainable, "
                 "or release them first"
@@ -146,7 +147,7 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
         kept = {
             name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))
         }
-        if any(known[key].shard is not None for found in kept.values() for key in found):
+        if any(known[key].home.spread for found in kept.values() for key in found):
             raise FrameworkError(
                 f"a {type(module).__name__} keeps its parameters in {text.listed(list(kept))} too, where sharded ones "
                 "are not gathered; leave its elements out"
@@ -265,8 +266,4 @@ def _differs(weight: Weight, loaded: Any) -> bool:
     """Whether what is loaded differs where nothing trains."""
     if not isinstance(loaded, Tensor) or loaded.shape != weight.tensor.shape:
         return False
-    if weight.shard is not None:
-        return weight.shard.differs(loaded, weight.positions)
-    other = (loaded.to(weight.tensor) != weight.tensor).reshape(-1)
-    other[weight.positions] = False
-    return bool(other.any())
+    return weight.home.differs(loaded, weight.positions)

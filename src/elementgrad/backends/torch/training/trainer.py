@@ -9,12 +9,13 @@ import torch
 
 from elementgrad.backends.torch.model import TorchModel
 from elementgrad.backends.torch.training import delivery, freezing
+from elementgrad.backends.torch.training.home import Home
 from elementgrad.backends.torch.training.part import Part, bits
 from elementgrad.backends.torch.training.products import index
-from elementgrad.backends.torch.training.reducing import Reduction
-from elementgrad.backends.torch.training.sharding import Shard, is_spread, shards
+from elementgrad.backends.torch.training.reducing import hear, unhear
+from elementgrad.backends.torch.training.sharding import Shard, is_spread, reshard, shards
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
-from elementgrad.backends.torch.training.weight import Weight, put, take
+from elementgrad.backends.torch.training.weight import Weight
 from elementgrad.backends.torch.training.wrapping import require_unwrapped
 from elementgrad.backends.training import Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
@@ -36,8 +37,8 @@ class TorchTrainer(Trainer):
         require_unwrapped(model)
         self._model = model
         self._named = TorchModel(model)
-        self._shards = shards(model)
-        self._reductions: dict[Any, Reduction] = {}
+        reshard(model)
+        self._shards = {id(shard.tensor): shard for shard in shards(model)}
         self._frozen: list[tuple[torch.nn.Parameter, bool]] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,8 +76,8 @@ class TorchTrainer(Trainer):
             shard.check(name)
         elif is_spread(tensor):
             raise FrameworkError(
-                f"{name} is spread over processes as {tensor.placements}, and not by fully_shard; elements train in "  # type: ignore[attr-defined]
-                "models that fully_shard spread over one axis of processes"
+                f"{name} is spread over processes as {tensor.placements}, and not by fully_shard of this model or of "  # type: ignore[attr-defined]
+                "modules in it; give the model that fully_shard was called on"
             )
         elif self._shards:
             raise FrameworkError(
@@ -131,12 +132,10 @@ class TorchTrainer(Trainer):
         return part
 
     def start(self, parts: Sequence[Any]) -> None:
-        if any(type(module).__name__ == "DataParallel" for module in self._model.modules()):
-            raise FrameworkError("DataParallel copies the model in every forward; use DistributedDataParallel instead")
         weights = self._weights()
         try:
             for part in parts:
-                weight = weights.setdefault(id(part.tensor), Weight(part.tensor, self._shards.get(id(part.tensor))))
+                weight = weights.setdefault(id(part.tensor), Weight(self._home(part.tensor)))
                 part.key = self._key(weight)
                 weight.parts.append(part)
                 weight.arrange()
@@ -149,16 +148,13 @@ class TorchTrainer(Trainer):
         for weight in changed:
             weight.push()
         for part in parts:
-            if part.weight.shard is not None:
-                processes = part.weight.shard.processes
-                self._reductions.setdefault(processes, Reduction(processes)).add(part)
+            hear(part)
 
     def stop(self, parts: Sequence[Any]) -> None:
-        shards(self._model)
+        reshard(self._model)
         for part in parts:
             self.settle(part)
-            for reduction in self._reductions.values():
-                reduction.remove(part)
+            unhear(part)
         self._forget(parts)
         freezing.leave(self._model)
         self._frozen = []
@@ -175,6 +171,7 @@ class TorchTrainer(Trainer):
     def settle(self, part: Any) -> None:
         if part.weight is not None:
             part.weight.current()
+            part.weight.require_kept()
 
     def write(self, part: Any) -> None:
         self._put(part, part.leaf)
@@ -215,7 +212,7 @@ class TorchTrainer(Trainer):
                 gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
             before = totals.get(id(part))
             totals[id(part)] = part.leaf, gradient if before is None else before[1] + gradient
-        every = [leaf for weight in self._weights().values() if weight.shard is None for leaf in weight.leaves]
+        every = [leaf for weight in self._weights().values() if not weight.home.spread for leaf in weight.leaves]
         delivery.deliver(list(totals.values()), every, losses)
 
     @property
@@ -238,14 +235,15 @@ class TorchTrainer(Trainer):
         return bits(tensor if positions is None else self._take(tensor, positions))
 
     def _take(self, tensor: Tensor, positions: np.ndarray) -> Tensor:
-        shard, where = self._shards.get(id(tensor)), index(positions, tensor.device)
-        return take(tensor, where) if shard is None else shard.take(where)
+        return self._home(tensor).take(index(positions, tensor.device))
 
     def _put(self, part: Part, values: Tensor) -> None:
-        tensor, where = part.tensor, index(part.positions, part.tensor.device)
-        shard, values = self._shards.get(id(tensor)), values.detach().to(tensor.device, tensor.dtype)
+        device = part.tensor.device
         with torch.no_grad():
-            put(tensor, where, values) if shard is None else shard.put(where, values)
+            self._home(part.tensor).put(index(part.positions, device), values.detach().to(device))
+
+    def _home(self, tensor: Tensor) -> Home:
+        return self._shards.get(id(tensor)) or Home(tensor)
 
     def _lasting(self, tensor: Tensor) -> Tensor:
         """The parameter, where a module holds what stands for it during a computation."""

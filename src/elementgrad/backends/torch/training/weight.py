@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from elementgrad.backends.torch.training.home import Home
 from elementgrad.backends.torch.training.part import Part, part_of
 from elementgrad.backends.torch.training.products import index
-from elementgrad.backends.torch.training.sharding import Shard
 from elementgrad.backends.torch.training.wrapping import require_met
-from elementgrad.errors import OptionError
+from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = torch.Tensor
 _moving: WeakKeyDictionary[torch.optim.Optimizer, "list[Weight]"] = WeakKeyDictionary()
@@ -22,9 +22,9 @@ _moving: WeakKeyDictionary[torch.optim.Optimizer, "list[Weight]"] = WeakKeyDicti
 class Weight:
     """A parameter and the parts of it that train."""
 
-    def __init__(self, tensor: Tensor, shard: Shard | None = None):
-        self.tensor = tensor
-        self.shard = shard
+    def __init__(self, home: Home):
+        self.home = home
+        self.tensor = home.tensor
         self.parts: list[Part] = []
         self._used = False
         self.arrange()
@@ -44,25 +44,16 @@ class Weight:
     @property
     def live(self) -> Tensor:
         """The parameter to compute with: itself, or all of it where some is in other processes."""
-        whole = None if self.shard is None else self.shard.whole
+        whole = self.home.whole
         return self.tensor if whole is None else whole
-
-    @property
-    def synchronising(self) -> bool:
-        """Whether processes share their gradients now."""
-        return self.shard is not None and self.shard.synchronising
-
-    def holds(self, tensor: Any) -> bool:
-        """Whether a tensor stands for the parameter."""
-        return tensor is self.tensor or (self.shard is not None and self.shard.stands(tensor))
 
     def current(self) -> None:
         """Let the parameter hold what the leaves hold, or the leaves what was written to the parameter since."""
         if torch.compiler.is_compiling():
-            if self.shard is None:
-                self._write(self._values())  # versions are not known to a compiler
-            else:  # nor is what is gathered when: the graph breaks here
+            if self.home.spread:  # what is gathered when is not known to a compiler: the graph breaks here
                 _apart(self)
+            else:  # nor are versions
+                self.home.put(self.positions, self._values())
             return
         require_met(self.leaves)
         versions = self._versions()
@@ -78,18 +69,26 @@ class Weight:
         versions = self._versions()
         if versions[0] != self._seen[0] and versions[1:] == self._seen[1:]:
             self.pull()
+        self.require_kept()
+
+    def require_kept(self) -> None:
+        """Refuse to go on where a parameter was written to without a trace, and what was written would be lost."""
+        if not self.home.kept(self.positions, self._held):
+            raise FrameworkError(
+                "shards of the model were written to in place, as torch.distributed.checkpoint does, and elements that "
+                "train do not know of it; call model.load_state_dict with what was loaded"
+            )
 
     def push(self) -> None:
         """Write the leaves' values into the parameter."""
         self._note()
-        self._write(self._held)
+        self.home.put(self.positions, self._held)
         self._seen[0] = self.tensor._version
 
     def pull(self) -> None:
         """Read the leaves' values from the parameter, where it holds others than theirs."""
         with torch.no_grad():
-            shard, where = self.shard, self.positions
-            held = take(self.tensor, where) if shard is None else shard.take(where)
+            held = self.home.take(self.positions)
             for leaf, found in zip(self.leaves, held.split(self.sizes), strict=True):
                 leaf.copy_(torch.where(leaf.to(found.dtype) == found, leaf, found.to(leaf.dtype)))
         self._note()
@@ -101,13 +100,6 @@ class Weight:
 
     def _values(self) -> Tensor:
         return self.leaves[0].detach() if len(self.leaves) == 1 else torch.cat([leaf.detach() for leaf in self.leaves])
-
-    def _write(self, values: Tensor) -> None:
-        if self.shard is not None:
-            self.shard.put(self.positions, values)
-            return
-        tensor = self.tensor.detach()  # of the same version: whoever kept the parameter to go back hears of the write
-        put(tensor, self.positions, values if values.dtype is tensor.dtype else values.to(tensor.dtype))
 
     def _versions(self) -> list[int]:
         return [self.tensor._version, *[leaf._version for leaf in self.leaves]]
@@ -121,22 +113,6 @@ class Weight:
 @torch.compiler.disable
 def _apart(weight: Weight) -> None:
     weight.current()
-
-
-def take(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Elements of a tensor by their positions in C order, however it lies in memory."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1).index_select(0, positions)
-    return tensor[torch.unravel_index(positions, tensor.shape)]
-
-
-def put(tensor: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Write elements of a tensor by their positions in C order."""
-    if tensor.is_contiguous():
-        tensor.view(-1).index_copy_(0, positions, values)
-    else:
-        tensor.index_put_(torch.unravel_index(positions, tensor.shape), values)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from elementgrad.backends.torch.training.part import bits, part_of
-from elementgrad.backends.training import digest
+from elementgrad.backends.training import digest, unlike
 from elementgrad.errors import FrameworkError
 
 Module = torch.nn.Module
@@ -35,8 +35,9 @@ class _Meeting:
         kind = f"elementgrad/{wrapper.process_group.group_name}/{model.hex()}"
         _wrappers[kind] += 1
         self._note = f"{kind}/{_wrappers[kind]}"
-        parts = [(name, part.positions, bits(part.originals)[1]) for name, _, part in named if part is not None]
-        self._elements = digest(parts).hex()
+        self._elements = [
+            (name, part.positions, bits(part.originals)[1]) for name, _, part in named if part is not None
+        ]
         self._alike = False
 
     def require_alike(self) -> None:
@@ -45,12 +46,11 @@ class _Meeting:
         Whoever comes first leaves a note where processes find each other, and the others compare. Nobody waits: others
         may come later, or never if their data does not lead here.
         """
-        store = None if self._alike else distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
-        if store is not None and store.compare_set(self._note, "", self._elements).decode() != self._elements:
-            raise FrameworkError(
-                "the processes that train this model name other elements or have other weights there; name the same "
-                "ones in each, in the same order, and let all start from the same weights, from a file or by one seed"
-            )
+        if self._alike:
+            return
+        store, mine = distributed_c10d._get_default_store(), digest(self._elements).hex()  # type: ignore[no-untyped-call]
+        if store is not None and store.compare_set(self._note, "", mine).decode() != mine:
+            raise unlike(self._elements)
         self._alike = True
 
 
@@ -73,19 +73,21 @@ def require_met(leaves: Iterable[torch.Tensor]) -> None:
 def require_unwrapped(model: Module) -> None:
     """Refuse a model that is closed, or that has a wrapper around it or inside which knows nothing of elements."""
     for module in model.modules():
-        kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise FrameworkError("a scripted model is closed; give the module that it was made of")
-        if kind == "DistributedDataParallel" or _replicated(module):
+        if isinstance(module, torch.nn.DataParallel):
+            raise FrameworkError("DataParallel copies the model in every forward; use DistributedDataParallel instead")
+        kind = type(module).__name__
+        if isinstance(module, DistributedDataParallel) or _is(module, "torch.distributed._composable.replicate", "DDP"):
             raise FrameworkError(
                 f"the model is wrapped in {kind} already, which would not reduce the elements' gradients; "
                 "call eg.trainable first and wrap then"
             )
-        if kind == "FullyShardedDataParallel":
+        if _is(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise FrameworkError(f"the model is wrapped in {kind}, which flattens parameters; use fully_shard instead")
 
 
-def _replicated(module: Module) -> bool:
-    """Whether `replicate`, which makes other classes of modules, has wrapped one."""
-    found = sys.modules.get("torch.distributed._composable.replicate")
-    return found is not None and isinstance(module, found.DDP)
+def _is(module: Module, home: str, kind: str) -> bool:
+    """Whether a module is of a class in a home of PyTorch's that takes long to import: if nobody has, it is not."""
+    found = sys.modules.get(home)
+    return found is not None and isinstance(module, getattr(found, kind))
