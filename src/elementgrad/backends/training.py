@@ -28,8 +28,7 @@ def unlike(elements: Sequence[tuple[Any, ...]]) -> FrameworkError:
     names = listed(list(dict.fromkeys(name for name, *_ in elements)))
     return FrameworkError(
         f"this process has {sum(len(numbers[0]) for _, *numbers in elements)} elements in {names}, and another that "
-        "trains the model has others, or other values for them; name the same ones in each, in the same order, and let "
-        "all start from the same values, from a file or by one seed"
+        "trains the model has others, or other values for them; name the same ones in each, in the same order"
     )
 
 

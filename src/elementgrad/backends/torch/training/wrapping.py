@@ -1,8 +1,10 @@
 """Wrappers that reduce gradients between processes reduce those of the parameters that they have met."""
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,9 +37,9 @@ class _Meeting:
         kind = f"elementgrad/{wrapper.process_group.group_name}/{model.hex()}"
         _wrappers[kind] += 1
         self._note = f"{kind}/{_wrappers[kind]}"
-        self._elements = [
-            (name, part.positions, bits(part.originals)[1]) for name, _, part in named if part is not None
-        ]
+        parts = [(name, part) for name, _, part in named if part is not None]
+        self._elements = [(name, part.positions) for name, part in parts]
+        self._began = [(name, bits(part.originals)[1]) for name, part in parts]
         self._alike = False
 
     def require_alike(self) -> None:
@@ -48,10 +50,21 @@ class _Meeting:
         """
         if self._alike:
             return
-        store, mine = distributed_c10d._get_default_store(), digest(self._elements).hex()  # type: ignore[no-untyped-call]
-        if store is not None and store.compare_set(self._note, "", mine).decode() != mine:
+        if not self._noted("elements", self._elements):
             raise unlike(self._elements)
+        if not self._noted("originals", self._began):
+            warnings.warn(
+                "the elements of this process had other values than those of another one before the wrapper gave all "
+                "those of the first; let all start from the same weights, from a file or by one seed, or save and "
+                "undo in the first alone",
+                stacklevel=2,
+            )
         self._alike = True
+
+    def _noted(self, what: str, numbers: list[tuple[Any, ...]]) -> bool:
+        """Whether a note about some numbers is that of this process, which leaves one if there is none."""
+        store, mine = distributed_c10d._get_default_store(), digest(numbers).hex()  # type: ignore[no-untyped-call]
+        return store is None or store.compare_set(f"{self._note}/{what}", "", mine).decode() == mine
 
 
 def require_met(leaves: Iterable[torch.Tensor]) -> None:
