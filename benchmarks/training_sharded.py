@@ -27,6 +27,7 @@ class Processes:
         path = str(Path(self._folder.name) / "store")
         pairs = [context.Pipe() for _ in range(count)]
         self._ends = [own for own, _ in pairs]
+        self._others = [other for _, other in pairs]
         self._running = [
             context.Process(target=_serve, args=(rank, count, path, other)) for rank, (_, other) in enumerate(pairs)
         ]
@@ -34,12 +35,16 @@ class Processes:
     def __enter__(self) -> "Processes":
         for process in self._running:
             process.start()
+        for other in self._others:
+            other.close()  # so that the end of a process ends the wait for its answer
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for end in self._ends:
-            end.send(None)
-        for process in self._running:
+    def __exit__(self, raised: object, *_: object) -> None:
+        for end, process in zip(self._ends, self._running, strict=True):
+            if raised is None:
+                end.send(None)
+            else:
+                process.terminate()
             process.join()
         self._folder.cleanup()
 

@@ -102,8 +102,13 @@ def disagreeing(layout: str, directory: Path) -> None:
     mine = directory / f"other {number}.safetensors"
     alone.save(mine)
     for call in (eg.trainable, eg.apply):
-        with pytest.raises(eg.FrameworkError, match="have other values for them"):
+        with pytest.raises(eg.FrameworkError, match="or other values for them"):
             call(params, mine)
+    elements = eg.trainable(params, PLACES)
+    before = {place: np.asarray(row) for place, row in elements.values.items()}
+    with pytest.raises(eg.FrameworkError, match="or other values for them"):
+        elements.values = {place: row + number for place, row in before.items()}
+    assert all((np.asarray(row) == before[place]).all() for place, row in elements.values.items())
 
 
 def largest(layout: str) -> None:

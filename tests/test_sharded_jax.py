@@ -69,7 +69,11 @@ def launch_two(folder: Path) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     both = [launched("sharded_jax_process", 2, number, port, folder) for number in range(2)]
-    (folder / "told.json").write_text(json.dumps([told(process) for process in both]))
+    try:
+        (folder / "told.json").write_text(json.dumps([told(process) for process in both]))
+    finally:
+        for process in both:  # the other waits for one that failed
+            process.kill()
 
 
 @pytest.fixture(scope="module")
