@@ -87,6 +87,11 @@ def unlike(folder):
     every = [None] * count
     distributed.all_gather_object(every, sum(told))
     assert sorted(every) == [0] + [1] * (count - 1)  # who comes first cannot know
+    one, other = (DistributedDataParallel(prepared("single", places=f"norm.weight[{i}]")[0]) for i in range(2))
+    if rank == 0:
+        other(words(0)[0])  # of one process alone, as to log it
+    for each in (one, other):
+        loss_of(each, words(0)[0]).backward()
     model, elements = prepared("ddp", places="norm.weight[1]")  # other places than those before, and alike
     train("ddp", model, elements)
 

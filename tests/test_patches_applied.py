@@ -91,6 +91,16 @@ def test_a_patch_made_beside_another_fits_the_model_without_it(model, tmp_path):
     assert_same(model, other)
 
 
+def test_a_patch_may_come_where_elements_were_given_back_what_they_were(model, tmp_path):
+    path = tmp_path / "patch.safetensors"
+    elements = trained(model, "0.weight[3]", path)
+    elements.undo()
+    elements.release()
+    eg.apply(model, path)
+    with pytest.raises(eg.PatchError, match=r"0.weight\[3\] overlaps 0.weight\[3\], which was changed before"):
+        eg.apply(model, path)
+
+
 def test_overlapping_patches_need_a_word(model, tmp_path):
     first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
     before = copy.deepcopy(model)

@@ -23,6 +23,11 @@ class Mark:
     written: np.ndarray | None = None
     """The bytes that were written; None while they train, and change."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether what was written is what stood there."""
+        return self.written is not None and np.array_equal(self.written, self.bits)
+
 
 class Ledger:
     """The changes of one tensor, the earliest first, without those that somebody has since written over.
@@ -69,7 +74,7 @@ class Ledger:
         """A change of some of these elements, among all or among those after another."""
         held = self._live()
         later = held if after is None else held[held.index(after) + 1 :] if after in held else []
-        return next((mark for mark in later if np.isin(positions, mark.positions).any()), None)
+        return next((mark for mark in later if not mark.idle and np.isin(positions, mark.positions).any()), None)
 
     def changed(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Where the tensor was changed, each position once, and the bytes that stood there first."""

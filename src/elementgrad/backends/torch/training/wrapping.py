@@ -9,16 +9,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from elementgrad.backends.torch.training.part import bits, part_of
+from elementgrad.backends.torch.training.part import Part, bits, part_of
 from elementgrad.backends.training import digest, unlike
 from elementgrad.errors import FrameworkError
 
 Module = torch.nn.Module
 _met: WeakKeyDictionary[DistributedDataParallel, "_Meeting"] = WeakKeyDictionary()
-_wrappers: Counter[str] = Counter()
-"""How many wrappers were met around each kind of model: their numbers are the same in all processes."""
+_notes: WeakKeyDictionary[DistributedDataParallel, str] = WeakKeyDictionary()
+"""What a wrapper is called between processes: its model, and how many were made around models like it before."""
+_made: Counter[str] = Counter()
 
 
 class _Meeting:
@@ -27,17 +29,8 @@ class _Meeting:
     def __init__(self, wrapper: DistributedDataParallel):
         self.ids = {id(parameter) for parameter in wrapper._module_parameters}
         """Of the parameters that it met when it was made. It keeps them, so that these stay."""
-        named = [
-            (f"{path}.{name}", tensor, part_of(tensor))
-            for path, module in wrapper.module.named_modules()
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        ]
-        model = digest([(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in named if part is None])
-        kind = f"elementgrad/{wrapper.process_group.group_name}/{model.hex()}"
-        _wrappers[kind] += 1
-        self._note = f"{kind}/{_wrappers[kind]}"
-        parts = [(name, part) for name, _, part in named if part is not None]
+        self._note = f"elementgrad/{wrapper.process_group.group_name}/{_notes.get(wrapper)}"
+        parts = [(name, part) for name, _, part in _named(wrapper.module) if part is not None]
         self._elements = [(name, part.positions) for name, part in parts]
         self._began = [(name, bits(part.originals)[1]) for name, part in parts]
         self._alike = False
@@ -65,6 +58,28 @@ class _Meeting:
         """Whether a note about some numbers is that of this process, which leaves one if there is none."""
         store, mine = distributed_c10d._get_default_store(), digest(numbers).hex()  # type: ignore[no-untyped-call]
         return store is None or store.compare_set(f"{self._note}/{what}", "", mine).decode() == mine
+
+
+def _wrap(wrapper: Module, name: str, module: Module | None) -> None:
+    """Give a wrapper its name as it takes its model in: all processes make them together, and so in the same order."""
+    if isinstance(wrapper, DistributedDataParallel) and name == "module" and module is not None:
+        plain = [(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in _named(module) if part is None]
+        kind = digest(plain).hex()
+        _made[kind] += 1
+        _notes[wrapper] = f"{kind}/{_made[kind]}"
+
+
+def _named(model: Module) -> list[tuple[str, torch.Tensor, Part | None]]:
+    """The parameters of a model and the leaves of its elements, with which elements those are."""
+    return [
+        (f"{path}.{name}", tensor, part_of(tensor))
+        for path, module in model.named_modules()
+        for name, tensor in module._parameters.items()
+        if tensor is not None
+    ]
+
+
+register_module_module_registration_hook(_wrap)
 
 
 def require_met(leaves: Iterable[torch.Tensor]) -> None:
