@@ -164,7 +164,7 @@ def _tidy() -> None:
     """Let go of what nobody asks for any more, until nothing is kept."""
     global _tidying
     while _tidying:
-        time.sleep(IDLE / 10)
+        time.sleep(min(1.0, IDLE))
         with _lock:
             now = time.monotonic()
             for digest in [digest for digest, evaluated in _kept.items() if now - evaluated.used >= IDLE]:
