@@ -123,7 +123,7 @@ def test_what_a_function_reads_without_being_given_it_is_known_to_the_bit(tmp_pa
     ask(data)
     ask(data.clone())
     for another in ((other,), (data, 1 + 1e-9)):
-        with pytest.raises(eg.OptionError, match="of another function, .*: what differs is (?!numbers)"):
+        with pytest.raises(eg.OptionError, match=r"of another function, .*: what differs is (?!numbers)"):
             ask(*another)
 
 
