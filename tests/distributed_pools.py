@@ -69,6 +69,10 @@ class Gated(ThreadPoolExecutor):
         assert not waits or self.gate.wait(60)
         return function(ticket)
 
+    def shutdown(self, *options, **more):
+        self.gate.set()  # also where a test fails
+        super().shutdown(*options, **more)
+
 
 class Counted(ThreadPoolExecutor):
     """An engine that notes how many tasks it has at once; from a certain one on its workers do not see the disk."""
