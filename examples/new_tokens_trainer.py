@@ -195,10 +195,12 @@ def shared_folder() -> Iterator[Path]:
     here = PartialState(cpu=True)
     made = [tempfile.TemporaryDirectory()] if here.is_main_process else []
     (name,) = broadcast_object_list([made[0].name if made else ""])
-    yield Path(name)
-    here.wait_for_everyone()
-    for folder in made:
-        folder.cleanup()
+    try:
+        yield Path(name)
+        here.wait_for_everyone()
+    finally:
+        for folder in made:
+            folder.cleanup()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,5 +1,7 @@
 """Functions whose Jacobians are read by workers. Made inside of functions: so cloudpickle sends them as they are."""
 
+import functools
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -14,7 +16,6 @@ def import_torch() -> None:
 
 def watched(log: str | None = None, pause: float = 0.0, dies: str | None = None):
     """A function that notes each stack of reverse sweeps in a file and takes its time; a file ends its worker."""
-    here = os.getpid()
 
     class Watched(torch.autograd.Function):
         @staticmethod
@@ -27,7 +28,7 @@ def watched(log: str | None = None, pause: float = 0.0, dies: str | None = None)
                 with open(log, "a") as file:
                     file.write("sweep\n")
             time.sleep(pause)
-            if dies is not None and os.getpid() != here and Path(dies).exists():
+            if dies is not None and multiprocessing.parent_process() is not None and Path(dies).exists():
                 os._exit(1)
             return gradient.clone()
 
@@ -35,6 +36,25 @@ def watched(log: str | None = None, pause: float = 0.0, dies: str | None = None)
         return torch.tanh(Watched.apply(torch.tanh(weight @ x)))
 
     return f
+
+
+class Fit:
+    """A function as an object, which holds all kinds of things; some of them are in another order in each process."""
+
+    known = frozenset({"tanh", "sine", "cube"})
+
+    def __init__(self, inner, data=None, scale=1.0):
+        self.inner = functools.partial(inner)
+        self.data = data
+        self.settings = {name: len(name) for name in {"rate", "decay", "seeds", "kind"}} | {"scale": scale}
+        self.itself = self
+        self.nothing = object()
+
+    def __call__(self, x, *more):
+        return self.inner(x, *more) * self.settings["scale"] if "sine" in self.known else None
+
+    def method(self, x):
+        return self.inner(self.data @ x) * self.settings["scale"]
 
 
 def arguments(rows: int = 40, columns: int = 60):

@@ -11,7 +11,7 @@ if __name__ == "__main__":
     import torch
 
     import elementgrad as eg
-    from tests.distributed_functions import arguments, net, watched
+    from tests.distributed_functions import Fit, arguments, net, watched
 
     torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ def killed(out: str, log: str) -> None:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    J = eg.jacobian(watched(log, pause=0.02), *arguments(), wrt="x", budget=5_000)
+    J = eg.jacobian(Fit(watched(log, pause=0.02)), *arguments(), wrt="x", budget=5_000)
     threading.Thread(target=watch, daemon=True).start()
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         J.dense(executor=pool, out=out)

@@ -1,38 +1,16 @@
-"""A whole Jacobian by blocks: here, on three engines, to disk; workers and drivers that are killed in the middle."""
+"""A whole Jacobian by blocks: here and on workers it is the same, for every framework and kind of function."""
 
-import json
-import multiprocessing
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.distributed import driver
 from tests.distributed_functions import arguments, import_torch, net, watched
+from tests.distributed_pools import QUIET, SPAWN
 from tests.frameworks import JAX, TENSORFLOW, TORCH, Framework
-
-ROOT = Path(__file__).parent.parent
-QUIET = {
-    "OMP_NUM_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-"""As it is here: one thread, and JAX's programs from the same cache."""
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(scope="module")
@@ -206,119 +184,6 @@ def test_an_exception_of_the_function_comes_through_at_once(pool, tmp_path):
     assert len(log.read_text().splitlines()) <= 3  # once for each block that was on its way, and none again
 
 
-def test_out_is_a_zarr_array_of_the_whole(tmp_path, pool):
-    import zarr
-
-    J = eg.jacobian(lambda x: x[:, None] * x.sum(1)[:, None, None], torch.randn(4, 5), budget=500)
-    here, there = J.dense(out=tmp_path / "here.zarr"), J.dense(executor=pool, out=str(tmp_path / "there.zarr"))
-    for array in (here, there):
-        assert isinstance(array, zarr.Array)
-        assert (array.shape, array.dtype, array.metadata.zarr_format) == (J.shape, np.float32, 3)
-        assert array.attrs["elementgrad"]["complete"]
-        np.testing.assert_array_equal(array[:], J.dense().numpy())
-    assert here.chunks == J.blocks().layout.chunks
-    single = eg.jacobian(lambda x: x.sum(), torch.ones(()))
-    assert single.dense(out=tmp_path / "single.zarr")[()] == 1
-
-
-def test_what_is_there_is_not_read_again_and_another_jacobian_is_refused(tmp_path):
-    log, out = tmp_path / "log", tmp_path / "j.zarr"
-    x, weight = arguments()
-
-    def ask(x=x, weight=weight, budget=5_000, more=1.0):
-        inner = watched(str(log))
-        return eg.jacobian(lambda x, weight: more * inner(x, weight), x, weight, wrt="x", budget=budget)
-
-    whole = ask().dense(out=out)[:]
-    chunks = sorted(out.glob("c/*/0"))
-    assert len(chunks) == len(ask().blocks()) > 5
-    for chunk in chunks[2:4]:
-        chunk.unlink()
-    Path(f"{chunks[2]}.0123.partial").write_bytes(b"half of it")
-    metadata = json.loads((out / "zarr.json").read_text())
-    metadata["attributes"]["elementgrad"]["complete"] = False
-    (out / "zarr.json").write_text(json.dumps(metadata))
-    log.unlink()
-    np.testing.assert_array_equal(ask().dense(out=out)[:], whole)
-    assert len(log.read_text().splitlines()) == 1 + 2  # one to find out what can be done, one for each block
-    assert sorted(out.glob("c/*/*")) == chunks
-    nudged = weight.clone()
-    nudged[3, 7] += 1e-15
-    for other in (ask(x=x + 1), ask(weight=nudged), ask(budget=40_000), ask(more=1 + 1e-9)):
-        with pytest.raises(eg.OptionError, match="of another function, point, plan or budget; give another name"):
-            other.dense(out=out)
-
-
-@pytest.mark.parametrize("reach", ["closure", "function", "model", "list"])
-def test_what_a_function_reads_without_being_given_it_is_known_to_the_bit(tmp_path, reach):
-    x, weight = torch.linspace(-1, 1, 40), torch.linspace(-1, 1, 80 * 40).reshape(80, 40)
-
-    def ask(weight):
-        layer = torch.nn.Linear(40, 80, bias=False)
-        layer.weight.data.copy_(weight)
-        several = [{"weight": weight}]
-
-        def inner(x):
-            return weight @ x
-
-        found = {
-            "closure": lambda x: torch.tanh(weight @ x),
-            "function": lambda x: torch.tanh(inner(x)),
-            "model": lambda x: torch.tanh(layer(x)),
-            "list": lambda x: torch.tanh(several[0]["weight"] @ x),
-        }
-        return eg.jacobian(found[reach], x, budget=5_000)
-
-    ask(weight).dense(out=tmp_path / "j.zarr")
-    ask(weight.clone()).dense(out=tmp_path / "j.zarr")
-    weight[3, 7] += 1e-6  # which no sum over all of it tells
-    with pytest.raises(eg.OptionError, match="of another function, point, plan or budget"):
-        ask(weight).dense(out=tmp_path / "j.zarr")
-
-
-def test_what_is_not_written_yet_is_no_number(tmp_path):
-    import zarr
-
-    J = eg.jacobian(lambda x: x**2, torch.ones(8), budget=100)
-    J.dense(out=tmp_path / "j.zarr")
-    next((tmp_path / "j.zarr").glob("c/0/0")).unlink()
-    assert np.isnan(zarr.open_array(tmp_path / "j.zarr")[0]).all()
-
-
-def test_options_that_cannot_be_are_refused_before_any_work(tmp_path, threads):
-    J = eg.jacobian(lambda x: x**2, torch.ones(3))
-    (tmp_path / "file").write_text("")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("")
-    shut = ThreadPoolExecutor(1)
-    shut.shutdown()
-    refused = [
-        ({"executor": 4}, "executor is int; give a concurrent.futures.Executor"),
-        ({"executor": shut}, "takes no tasks: .*; give one that is not shut down"),
-        ({"executor": ProcessPoolExecutor(1, multiprocessing.get_context("fork"))}, "a pool that forks"),
-        ({"out": 3}, "out=3 is no path"),
-        ({"out": "s3://bucket/j.zarr"}, "is no path"),
-        ({"out": tmp_path / "file"}, "is a file"),
-        ({"out": tmp_path / "none" / "j.zarr"}, "there is no directory"),
-        ({"out": tmp_path / "full"}, "holds something else"),
-    ]
-    for options, why in refused:
-        with pytest.raises(eg.OptionError, match=why):
-            J.dense(**options)
-    x = torch.ones(3)
-    with eg.record(x) as rec:
-        y = x * 2
-    with pytest.raises(eg.OptionError, match="recorded runs in no other process"):
-        rec.jacobian(y, x).dense(executor=threads)
-    with pytest.raises(eg.OptionError, match="stay in a graph"):
-        eg.jacobian(lambda x: x**2, x, create_graph=True).blocks(threads)
-    lock = threading.Lock()
-    with pytest.raises(eg.OptionError, match=r"cannot be sent to another process: .* lock"):
-        eg.jacobian(lambda x: x**2 if lock else x, x).dense(executor=threads)
-    with pytest.raises(eg.UnconnectedError):
-        eg.jacobian(lambda x: x.detach() * 2, x).blocks()
-
-
 def test_a_direction_without_a_rule_is_found_out_before_the_blocks_are_cut(threads):
     import jax
     import jax.numpy as jnp
@@ -333,142 +198,16 @@ def test_a_direction_without_a_rule_is_found_out_before_the_blocks_are_cut(threa
     np.testing.assert_array_equal(assembled(J, threads), J.dense())
 
 
-class Unreadable:
-    """Something that can be pickled, and not be read again."""
+def test_out_is_a_zarr_array_of_the_whole(tmp_path, pool):
+    import zarr
 
-    def __reduce__(self):
-        return unreadable, ()
-
-
-def unreadable():
-    raise ValueError("not in this process")
-
-
-def test_what_cannot_be_read_by_a_worker_is_told(threads):
-    there = Unreadable()
-    with pytest.raises(eg.OptionError, match=r"cannot be read in another process: not in .* make what does not"):
-        eg.jacobian(lambda x: x**2 if there else x, torch.arange(3.0)).dense(executor=threads)
-
-
-class Elsewhere(ThreadPoolExecutor):
-    """An engine whose workers see no file of the driver's."""
-
-    def submit(self, function, ticket):
-        return super().submit(function, replace(ticket, file=ticket.file and "/elsewhere", out="/elsewhere"))
-
-
-class Losing(ThreadPoolExecutor):
-    """An engine that loses every task so often."""
-
-    def __init__(self, times: int):
-        super().__init__(1)
-        self.times = times
-
-    def submit(self, function, ticket):
-        if ticket.attempt < self.times:
-            future: Future = Future()
-            future.set_exception(OSError("the connection was closed"))
-            return future
-        return super().submit(function, ticket)
-
-
-def test_workers_that_share_no_disk_get_what_they_need_and_give_back_what_they_read(tmp_path):
-    x, weight = arguments(rows=30, columns=2000)
-    assert weight.nbytes > driver.INLINE
-    J = eg.jacobian(watched(), x, weight, wrt="x", budget=200_000)
-    with Elsewhere(2) as pool:
-        np.testing.assert_array_equal(J.dense(executor=pool, out=tmp_path / "j.zarr")[:], J.dense().numpy())
-
-
-def test_what_is_lost_is_tried_again_and_not_for_ever():
-    J = eg.jacobian(lambda x: x**2, torch.arange(4.0))
-    with Losing(driver.TRIES) as pool:
-        assert torch.equal(J.dense(executor=pool), J.dense())
-    with Losing(driver.TRIES + 1) as pool, pytest.raises(eg.WorkerError, match="lost with its worker 4 times"):
-        J.dense(executor=pool)
-
-
-def test_leaving_early_cancels_what_is_on_its_way(threads):
-    J = eg.jacobian(watched(pause=0.01), *arguments(), wrt="x", budget=5_000)
-    for _ in J.blocks(threads):
-        break
-    assert threads.submit(int).result() == 0
-
-
-def test_a_pool_that_lost_a_worker_says_so_and_a_new_call_goes_on(tmp_path):
-    deadly, out = tmp_path / "deadly", tmp_path / "j.zarr"
-    J = eg.jacobian(watched(dies=str(deadly)), *arguments(), wrt="x", budget=5_000)
-    deadly.touch()
-    lost = r"a worker died .* and the same call goes on from there"
-    with ProcessPoolExecutor(1, SPAWN) as pool, pytest.raises(eg.WorkerError, match=lost):
-        J.dense(executor=pool, out=out)
-    np.testing.assert_array_equal(J.dense(out=out)[:], J.dense().numpy())
-
-
-def kill_at(process: int, out: Path) -> None:
-    """Kill a process once some of an array is there."""
-    while sum(1 for _ in out.glob("c/*/0")) < 3:
-        time.sleep(0.005)
-    os.kill(process, signal.SIGKILL)
-
-
-def test_dask_completes_though_a_worker_is_killed_in_the_middle(tmp_path):
-    import dask
-    from distributed import Client, LocalCluster
-
-    options = {"distributed.scheduler.allowed-failures": 0, "distributed.worker.daemon": True}
-    with (
-        dask.config.set(options),
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
-        executor = client.get_executor()
-        J = eg.jacobian(watched(pause=0.02), *arguments(), wrt="x", budget=5_000)
-        assert torch.equal(J.dense(executor=executor), J.dense())
-        model, x = net()
-        K = eg.jacobian(model, x, of="output", wrt="0.weight", budget=30_000)
-        assert torch.equal(K.dense(executor=executor), K.dense())
-        victim, *_ = client.run(os.getpid).values()
-        matrix = np.full(J.shape, np.nan)
-        for number, block in enumerate(J.blocks(executor)):
-            if number == 2:
-                os.kill(victim, signal.SIGKILL)
-            matrix[block.rows, block.columns] = block.values
-        np.testing.assert_array_equal(matrix, J.dense().numpy())
-        client.wait_for_workers(2)
-        victim, *_ = client.run(os.getpid).values()
-        threading.Thread(target=kill_at, args=(victim, tmp_path / "j.zarr"), daemon=True).start()
-        np.testing.assert_array_equal(J.dense(executor=executor, out=tmp_path / "j.zarr")[:], J.dense().numpy())
-        assert not Path(f"/proc/{victim}").exists() or sys.platform != "linux"
-
-
-def test_a_driver_that_is_killed_leaves_what_is_done_and_the_next_goes_on(tmp_path):
-    log, out = tmp_path / "log", tmp_path / "j.zarr"
-    command = [sys.executable, "-m", "tests.distributed_run", "killed", str(out), str(log)]
-    driven = subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, start_new_session=True)
-    try:
-        assert driven.wait(timeout=120) == -signal.SIGKILL
-    finally:
-        os.killpg(driven.pid, signal.SIGKILL)  # its workers, who wait for tasks that nobody sends
-    done = {chunk: chunk.stat().st_ino for chunk in out.glob("c/*/0")}
-    J = eg.jacobian(watched(str(log)), *arguments(), wrt="x", budget=5_000)
-    blocks = J.blocks()
-    assert 5 <= len(done) < len(blocks)
-    log.unlink()
-    array = J.dense(out=out)
-    left = sum(1 for number in range(len(blocks)) if out / f"c/{number}/0" not in done)
-    assert len(log.read_text().splitlines()) == 1 + left
-    assert {chunk: chunk.stat().st_ino for chunk in done} == done
-    np.testing.assert_array_equal(array[:], J.dense().numpy())
-
-
-@pytest.mark.skipif(shutil.which("mpiexec") is None, reason="needs MPI: apt-get install openmpi-bin")
-def test_mpi_gives_the_same(tmp_path):
-    command = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-m", "mpi4py.futures"]
-    command += ["-m", "tests.distributed_run", "mpi", str(tmp_path / "j.zarr")]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found == {"function": True, "model": True, "stored": True, "processes": 3}
+    J = eg.jacobian(lambda x: x[:, None] * x.sum(1)[:, None, None], torch.randn(4, 5), budget=500)
+    here, there = J.dense(out=tmp_path / "here.zarr"), J.dense(executor=pool, out=str(tmp_path / "there.zarr"))
+    for array in (here, there):
+        assert isinstance(array, zarr.Array)
+        assert (array.shape, array.dtype, array.metadata.zarr_format) == (J.shape, np.float32, 3)
+        assert array.attrs["elementgrad"]["complete"]
+        np.testing.assert_array_equal(array[:], J.dense().numpy())
+    assert here.chunks == J.blocks().layout.chunks
+    single = eg.jacobian(lambda x: x.sum(), torch.ones(()))
+    assert single.dense(out=tmp_path / "single.zarr")[()] == 1

@@ -46,6 +46,10 @@ class Model:
         """The names of all layers."""
         return iter(())
 
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Name and object of all that it is made of, itself by an empty name."""
+        return iter(())
+
     def inputs(self) -> Mapping[str, Sequence[str]]:
         """Names of its own that a model has for inputs, and what each may be called among the arguments."""
         return {}

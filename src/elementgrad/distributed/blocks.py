@@ -80,9 +80,10 @@ class Blocks:
         path, jacobian = checked(out), self._jacobian
         asked = fingerprint(jacobian, self.layout, self._swept)
         store = Store.at(path, self.layout, self._dtype, repr(jacobian)[1:].partition(":")[0], asked)
-        for number, values in self.read(store.missing(), store):
-            if values is not None:
-                store.write(number, values)
+        for workers in (store, None):  # who may have written to a copy on a disk of their own: then values come back
+            for number, values in self.read(store.missing(), workers):
+                if values is not None:
+                    store.write(number, values)
         return store.finish()
 
     def gathered(self) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import secrets
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,9 @@ INLINE = 2**18
 TRIES = 3
 """How often a block that was lost with its worker is tried again."""
 FEWEST, MOST = 4, 1024
-"""Tasks in flight: as many as fit into memory if all came back at once, and any number if workers write themselves."""
+"""Tasks in flight: as many as fit into memory if all came back at once, and more while workers write themselves."""
+
+GUARD = 'in a script put what starts workers below if __name__ == "__main__":, since they import it'
 
 
 def checked(executor: Any, jacobian: Jacobian) -> Executor | None:
@@ -75,27 +78,34 @@ class _Flight:
         self._pending: dict[Future[Answer], Ticket] = {}
         self._lost: Counter[int] = Counter()
         self._done = 0
+        self._given = False
+        """Whether a block came back with its values."""
         digest, inline = hashlib.sha256(payload).hexdigest(), payload if file is None else None
         out, mark = (None, "") if store is None else (str(store.path), store.mark)
-        self._blank = Ticket(digest, 0, 0, inline, file, out, mark)
+        self._blank = Ticket(digest, secrets.token_hex(8), 0, 0, inline, file, out, mark)
 
     def results(self, which: Sequence[int]) -> Iterator[tuple[int, np.ndarray | None]]:
-        left, room = deque(which), self._fitting
+        left = deque(which)
         try:
             while left or self._pending:
-                while left and len(self._pending) < room:
+                while left and len(self._pending) < self._room:
                     self._submit(replace(self._blank, number=left.popleft()))
                 for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
                     ticket = self._pending.pop(future)
                     answer = self._answer(future, ticket)
                     if answer is not None:
                         self._done += 1
-                        room = MOST if answer.written else self._fitting
+                        self._given |= not answer.written
                         yield ticket.number, answer.values
         finally:
             for future in self._pending:
                 future.cancel()
-            worker.forget(self._blank.digest)
+            worker.forget(self._blank.digest, self._blank.flight)
+
+    @property
+    def _room(self) -> int:
+        """How many may be in flight: with each that was written one more, until one was not."""
+        return self._fitting if self._given else min(MOST, self._fitting + self._done)
 
     def _submit(self, ticket: Ticket) -> None:
         try:
@@ -103,6 +113,8 @@ class _Flight:
         except BrokenExecutor as error:
             self._broken(error)
         except RuntimeError as error:  # of every engine of Python's, and of MPI's
+            if "bootstrapping" in str(error):  # Python's word where a worker starts workers as it imports the script
+                raise OptionError(f"a worker cannot start a pool while it imports the script; {GUARD}") from error
             raise OptionError(f"the executor takes no tasks: {error}; give one that is not shut down") from error
 
     def _answer(self, future: Future[Answer], ticket: Ticket) -> Answer | None:
@@ -117,7 +129,7 @@ class _Flight:
             if self._lost[ticket.number] > TRIES:
                 raise WorkerError(
                     f"a block was lost with its worker {TRIES + 1} times, at last by {type(error).__name__}: {error}; "
-                    "give workers more memory, or a smaller budget"
+                    f"{_remedy(error)}"
                 ) from error
             self._submit(again)
             return None
@@ -135,9 +147,19 @@ class _Flight:
         if self._store is not None:
             kept = f"what was done is in {self._store.path}, and the same call goes on from there"
         raise WorkerError(
-            f"a worker died after {self._done} blocks, and its pool takes no more tasks; make a new pool and call "
-            f"again: {kept}"
+            f"a worker died after {self._done} blocks, and its pool takes no more tasks; "
+            f"{'' if self._done else f'if it never began, which it tells on stderr, {GUARD}; else '}"
+            f"make a new pool and call again: {kept}"
         ) from error
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about workers that do not come to an answer."""
+    if isinstance(error, (ImportError, AttributeError, pickle.UnpicklingError)):
+        return "install where workers run what is installed here: elementgrad[distributed], and the framework"
+    if isinstance(error, CancelledError):
+        return "leave the executor open, and its tasks alone, until all is read"
+    return "give workers more memory, or a smaller budget"
 
 
 def _payload(jacobian: Jacobian, plan: Plan, layout: Layout) -> bytes:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from elementgrad.distributed.fingerprint import Fingerprint
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, WorkerError
 from elementgrad.extras import require
 from elementgrad.plan.layout import Layout
 
 KEY = "elementgrad"
 """Where in the attributes of an array it says which Jacobian it holds."""
+MOST = 4
+"""So many names of what differs are told."""
 
 
 def checked(out: Any) -> Path:
@@ -53,7 +55,7 @@ class Store:
 
         if not (path / "zarr.json").exists():
             told: Any = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
-            told |= {"question": asked.digest, "sketch": list(asked.sketch)}
+            told |= asked.to_attributes()
             fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
             options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
             zarr.create_array(store=str(path), attributes={KEY: told}, **options)
@@ -62,10 +64,12 @@ class Store:
             told = store.array.attrs[KEY]
         except (KeyError, OSError, ValueError):  # a group, or an array of somebody else's
             raise OptionError(f"{path} holds something else; give another name") from None
-        if not asked.fits(told["question"], told["sketch"]):
+        differing = asked.differing(told)
+        if differing is not None:
+            what = f": what differs is {', '.join(differing[:MOST])}" if differing else ""
             raise OptionError(
                 f"{path} holds {told['jacobian']} of another function, point, plan or budget; give another name, or "
-                "remove it"
+                f"remove it{what}"
             )
         return store
 
@@ -87,9 +91,15 @@ class Store:
         self.array[self._layout.region(number)] = values.reshape(self._layout.sizes(number))
 
     def finish(self) -> Any:
-        """Say that all is there, clear away what killed processes left, and give the array to read."""
+        """Say that all is there, if it is, clear away what killed processes left, and give the array to read."""
         import zarr
 
+        missing = len(self.missing())
+        if missing:
+            raise WorkerError(
+                f"{missing} blocks were written and are not in {self.path}; see whether somebody else clears it, and "
+                "call again"
+            )
         if not self.array.attrs[KEY]["complete"]:
             for left in self._partial():
                 left.unlink(missing_ok=True)

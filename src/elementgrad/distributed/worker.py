@@ -4,8 +4,9 @@ import hashlib
 import os
 import pickle
 import threading
+import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,8 @@ from elementgrad.plan.sweep import PRECISION
 
 KEPT = 2
 """So many evaluated functions are kept in a process; the oldest goes first."""
+IDLE = 300.0
+"""So many seconds without a block, and a function is kept no longer: a cluster is there for others too."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Ticket:
     """One block to read. The payload comes with it, or in a file, or is known by its digest from before."""
 
     digest: str
+    flight: str
+    """The read that it is part of."""
     number: int
     attempt: int
     payload: bytes | None
@@ -58,7 +63,10 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a ticket. An exception that is raised instead is not the function's: a worker was lost."""
+    """What came of a ticket. An exception that is raised instead is not the function's: a worker was lost.
+
+    Without anything it is for a read that was left, where nobody looks at it.
+    """
 
     values: np.ndarray | None = None
     written: bool = False
@@ -80,12 +88,15 @@ class Evaluated:
             self._told = replace(told, asked=b"")
             self._jacobian: Jacobian = question.ask(budget, pattern)
         self._require_same()
+        self.used = time.monotonic()
+        """When it was last asked for a block."""
 
     def read(self, ticket: Ticket) -> Answer:
         """One block: written, if this process sees where to, and given otherwise."""
         told = self._told
         with self._backend.within(told.surroundings):
             values = part(self._jacobian, told.plan, told.layout, ticket.number)
+        self.used = time.monotonic()
         store = None if ticket.out is None else Store.shared(Path(ticket.out), told.layout, ticket.mark)
         if store is None:
             return Answer(values=np.ascontiguousarray(values))
@@ -107,6 +118,9 @@ class Evaluated:
 
 
 _kept: OrderedDict[str, Evaluated] = OrderedDict()
+_left: deque[str] = deque(maxlen=1000)
+"""Reads that were left early in this process, whose threads may still come with tickets of theirs."""
+_tidying = False
 _lock = threading.Lock()
 """One block at a time: what a Jacobian learns of itself in a read is not made for several threads."""
 
@@ -114,24 +128,48 @@ _lock = threading.Lock()
 def run(ticket: Ticket) -> Answer:
     """Read a block; what the function raises is given back, so that it is told from a worker that was lost."""
     with hushed(), _lock:
+        if ticket.flight in _left:
+            return Answer()
         try:
             evaluated = _kept.get(ticket.digest)
             if evaluated is None:
                 payload = _payload(ticket)
                 if payload is None:
                     return Answer(unknown=True)
-                evaluated = _kept[ticket.digest] = Evaluated(payload)
-                while len(_kept) > KEPT:
-                    _kept.popitem(last=False)
+                evaluated = _keep(ticket.digest, Evaluated(payload))
             return evaluated.read(ticket)
         except Exception as error:
             return Answer(error=_pickled(error), trace="".join(traceback.format_exception(error)))
 
 
-def forget(digest: str) -> None:
-    """Keep nothing of a Jacobian in this process, where its blocks were read by threads."""
+def forget(digest: str, flight: str) -> None:
+    """Keep nothing of a Jacobian in this process, where its blocks were read by threads, nor read more for it."""
     with _lock:
+        _left.append(flight)
         _kept.pop(digest, None)
+
+
+def _keep(digest: str, evaluated: Evaluated) -> Evaluated:
+    global _tidying
+    _kept[digest] = evaluated
+    if not _tidying:
+        _tidying = True
+        threading.Thread(target=_tidy, name="elementgrad-tidy", daemon=True).start()
+    while len(_kept) > KEPT:
+        _kept.popitem(last=False)
+    return evaluated
+
+
+def _tidy() -> None:
+    """Let go of what nobody asks for any more, until nothing is kept."""
+    global _tidying
+    while _tidying:
+        time.sleep(min(1.0, IDLE))
+        with _lock:
+            now = time.monotonic()
+            for digest in [digest for digest, evaluated in _kept.items() if now - evaluated.used >= IDLE]:
+                del _kept[digest]
+            _tidying = bool(_kept)
 
 
 def _payload(ticket: Ticket) -> bytes | None:

@@ -71,6 +71,9 @@ class KerasModel(TensorflowModel):
     def layers(self) -> Iterator[str]:
         return (path for path, layer in self._layers() if path and not _is_input(layer))
 
+    def parts(self) -> Iterator[tuple[str, Layer]]:
+        return self._layers()
+
     def inputs(self) -> Mapping[str, Sequence[str]]:
         functional: Any = getattr(self._root, "_functional", None) or self._root
         structure = getattr(functional, "_inputs_struct", None)

@@ -49,6 +49,9 @@ class TorchModel(Model):
     def layers(self) -> Iterator[str]:
         return (path for path, _ in self._modules() if path)
 
+    def parts(self) -> Iterator[tuple[str, Module]]:
+        return self._modules()
+
     def bearing(self, name: str) -> list[tuple[str, Tensor | None]]:
         found: list[tuple[str, Tensor | None]] = []
         if self._root is None:

@@ -1,0 +1,218 @@
+"""A Jacobian on disk: what is there is kept, what is missing is read, and what is of another function is refused."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import elementgrad as eg
+from elementgrad.distributed import driver
+from elementgrad.distributed.store import Store
+from tests.distributed_functions import Fit, arguments, watched
+from tests.distributed_pools import QUIET, ROOT, Copied, Elsewhere
+
+
+def test_what_is_there_is_not_read_again_and_another_jacobian_is_refused(tmp_path):
+    log, out = tmp_path / "log", tmp_path / "j.zarr"
+    x, weight = arguments()
+
+    def ask(x=x, weight=weight, budget=5_000, more=1.0):
+        inner = watched(str(log))
+        return eg.jacobian(lambda x, weight: more * inner(x, weight), x, weight, wrt="x", budget=budget)
+
+    whole = ask().dense(out=out)[:]
+    chunks = sorted(out.glob("c/*/0"))
+    assert len(chunks) == len(ask().blocks()) > 5
+    for chunk in chunks[2:4]:
+        chunk.unlink()
+    Path(f"{chunks[2]}.0123.partial").write_bytes(b"half of it")
+    metadata = json.loads((out / "zarr.json").read_text())
+    metadata["attributes"]["elementgrad"]["complete"] = False
+    (out / "zarr.json").write_text(json.dumps(metadata))
+    log.unlink()
+    np.testing.assert_array_equal(ask().dense(out=out)[:], whole)
+    assert len(log.read_text().splitlines()) == 1 + 2  # one to find out what can be done, one for each block
+    assert sorted(out.glob("c/*/*")) == chunks
+    nudged = weight.clone()
+    nudged[3, 7] += 1e-15
+    for other in (ask(x=x + 1), ask(weight=nudged), ask(budget=40_000), ask(more=1 + 1e-9)):
+        with pytest.raises(eg.OptionError, match="of another function, point, plan or budget; give another name"):
+            other.dense(out=out)
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data):
+        self.data = data
+
+
+def residuals(data, x):
+    return torch.tanh(data @ x)
+
+
+def reaching(reach: str, data: torch.Tensor, scale: float):
+    """A function of one argument that reads a tensor and a number in some way."""
+    layer = torch.nn.Linear(40, 80, bias=False)
+    layer.weight.data.copy_(data)
+    several, slotted, space = [{"data": data}], Slotted(data), SimpleNamespace(data=data, scale=scale)
+    fit = Fit(torch.tanh, data, scale)
+
+    def inner(x):
+        return data @ x
+
+    found = {
+        "closure": lambda x: torch.tanh(data @ x) * scale,
+        "function": lambda x: torch.tanh(inner(x)) * scale,
+        "model": lambda x: torch.tanh(layer(x)) * scale,
+        "list": lambda x: torch.tanh(several[0]["data"] @ x) * scale,
+        "slots": lambda x: torch.tanh(slotted.data @ x) * scale,
+        "namespace": lambda x: torch.tanh(space.data @ x) * space.scale,
+        "object": lambda x: fit.method(x),
+        "method": fit.method,
+        "callable": Fit(functools.partial(residuals, data), scale=scale),
+        "partial": functools.partial(lambda data, scale, x: torch.tanh(data @ x) * scale, data, scale),
+        "default": lambda x, data=data, scale=scale: torch.tanh(data @ x) * scale,
+        "array": (lambda array: lambda x: residuals(torch.from_numpy(array), x) * scale)(data.numpy()),
+        "wrapped": torch.func.vmap(lambda row, x: torch.tanh(row @ x) * scale, (0, None)),
+    }
+    return (lambda x: found["wrapped"](data, x)) if reach == "wrapped" else found[reach]
+
+
+REACHES = [
+    "closure",
+    "function",
+    "model",
+    "list",
+    "slots",
+    "namespace",
+    "object",
+    "method",
+    "callable",
+    "partial",
+    "default",
+    "array",
+    "wrapped",
+]
+
+
+WAYS = ("closure", "function", "model", "list", "slots", "namespace", "object", "method", "callable", "partial")
+
+
+@pytest.mark.parametrize("reach", [*WAYS, "default", "array", "wrapped"])
+def test_what_a_function_reads_without_being_given_it_is_known_to_the_bit(tmp_path, reach):
+    x, data = torch.linspace(-1, 1, 40), torch.linspace(-1, 1, 80 * 40).reshape(80, 40)
+    other = data.clone()
+    other[3, 7] += 1e-6  # which no sum over all of it tells
+
+    def ask(data, scale=1.0):
+        eg.jacobian(reaching(reach, data, scale), x, budget=5_000).dense(out=tmp_path / "j.zarr")
+
+    ask(data)
+    ask(data.clone())
+    for another in ((other,), (data, 1 + 1e-9)):
+        with pytest.raises(eg.OptionError, match=r"of another function, .*: what differs is (?!numbers)"):
+            ask(*another)
+
+
+def test_what_a_function_does_and_the_globals_that_it_loads_are_known(tmp_path):
+    x = torch.zeros(3)
+
+    def ask(code):
+        space = {"torch": torch, "__name__": "users"}
+        exec(code, space)
+        return eg.jacobian(space["f"], x).dense(out=tmp_path / "j.zarr")
+
+    same = "LOW, HIGH = 1e-9, 2\ndef f(x):\n    return torch.stack([LOW + each for each in torch.sin(x)])"
+    ask(same)
+    ask("# moved by some lines\n\nTHIRD = 3\n" + same.replace("HIGH = 1e-9, 2", "HIGH = 1e-9, 4"))
+    for other, what in ((same.replace("sin", "tanh"), "code"), (same.replace("1e-9", "2e-9"), "LOW")):
+        with pytest.raises(eg.OptionError, match=f"what differs is {what}$"):
+            ask(other)
+
+
+def test_one_row_of_many_is_seen_where_a_function_cannot_be_looked_into(tmp_path):
+    x = torch.tensor([0.1, 0.2])
+
+    def ask(rows):
+        hidden = array("f", rows)  # an object without attributes
+        return eg.jacobian(lambda x: torch.tanh(torch.tensor(hidden)[:, None] * x).sum(1), x).dense(
+            out=tmp_path / "j.zarr"
+        )
+
+    rows = np.random.default_rng(0).normal(size=200_000)
+    ask(rows)
+    ask(rows * (1 + 1e-8))  # as other threads may sum
+    rows[-7] *= 1.01
+    with pytest.raises(eg.OptionError, match="what differs is numbers that the function leads to"):
+        ask(rows)
+
+
+def test_what_is_not_written_yet_is_no_number(tmp_path):
+    import zarr
+
+    J = eg.jacobian(lambda x: x**2, torch.ones(8), budget=100)
+    J.dense(out=tmp_path / "j.zarr")
+    next((tmp_path / "j.zarr").glob("c/0/0")).unlink()
+    assert np.isnan(zarr.open_array(tmp_path / "j.zarr")[0]).all()
+
+
+def test_workers_that_share_no_disk_get_what_they_need_and_give_back_what_they_read(tmp_path):
+    x, weight = arguments(rows=30, columns=2000)
+    assert weight.nbytes > driver.INLINE
+    J = eg.jacobian(watched(), x, weight, wrt="x", budget=200_000)
+    with Elsewhere(2) as pool:
+        np.testing.assert_array_equal(J.dense(executor=pool, out=tmp_path / "j.zarr")[:], J.dense().numpy())
+
+
+def test_a_driver_that_is_killed_leaves_what_is_done_and_the_next_goes_on(tmp_path):
+    log, out = tmp_path / "log", tmp_path / "j.zarr"
+    command = [sys.executable, "-m", "tests.distributed_run", "killed", str(out), str(log)]
+    driven = subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, start_new_session=True)
+    try:
+        assert driven.wait(timeout=120) == -signal.SIGKILL
+    finally:
+        os.killpg(driven.pid, signal.SIGKILL)  # its workers, who wait for tasks that nobody sends
+    done = {chunk: chunk.stat().st_ino for chunk in out.glob("c/*/0")}
+    J = eg.jacobian(Fit(watched(str(log), pause=0.02)), *arguments(), wrt="x", budget=5_000)
+    blocks = J.blocks()
+    assert 5 <= len(done) < len(blocks)
+    log.unlink()
+    array = J.dense(out=out)
+    left = sum(1 for number in range(len(blocks)) if out / f"c/{number}/0" not in done)
+    assert len(log.read_text().splitlines()) == 1 + left
+    assert {chunk: chunk.stat().st_ino for chunk in done} == done
+    np.testing.assert_array_equal(array[:], J.dense().numpy())
+
+
+def test_what_workers_wrote_to_a_copy_of_their_own_is_read_again(tmp_path):
+    out, copy = tmp_path / "j.zarr", tmp_path / "copy.zarr"
+    J = eg.jacobian(torch.tanh, torch.ones(64), budget=2000)
+    J.dense(out=out)
+    for chunk in sorted(out.glob("c/*/0"))[5:9]:
+        chunk.unlink()
+    shutil.copytree(out, copy)
+    with Copied(copy) as pool:
+        array = J.dense(executor=pool, out=out)
+    np.testing.assert_array_equal(array[:], J.dense().numpy())
+
+
+def test_an_array_is_not_called_complete_while_blocks_are_missing(tmp_path):
+    J = eg.jacobian(torch.tanh, torch.ones(64), budget=2000)
+    mark = J.dense(out=tmp_path / "j.zarr").attrs["elementgrad"]["mark"]
+    next((tmp_path / "j.zarr").glob("c/3/0")).unlink()
+    store = Store.shared(tmp_path / "j.zarr", J.blocks().layout, mark)
+    with pytest.raises(eg.WorkerError, match="1 blocks were written and are not in"):
+        store.finish()
