@@ -137,6 +137,10 @@ def test_keras_models_and_seeded_operations_are_the_same_on_workers(pool):
     np.testing.assert_array_equal(K.dense(executor=pool), K.dense())
     D = eg.jacobian(lambda x: tf.nn.dropout(x, 0.5) * x, x)
     np.testing.assert_array_equal(D.dense(executor=pool), D.dense())
+    compiled = tf.function(lambda x: tf.sin(x) * x, input_signature=[tf.TensorSpec([None, 4])])
+    for function in (compiled, lambda x: compiled(x) + 1):
+        C = eg.jacobian(function, x, of="output")
+        np.testing.assert_allclose(C.dense(executor=pool), C.dense(), rtol=1e-6)
     with pytest.raises(eg.FrameworkError, match="the function is random in a way that cannot be carried over"):
         eg.jacobian(lambda x: model(x, training=True), x).dense(executor=pool)  # Keras pickles no state of a dropout
 

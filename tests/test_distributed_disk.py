@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 
 import elementgrad as eg
 from elementgrad.distributed import driver
+from elementgrad.distributed.fingerprint import fingerprint
 from elementgrad.distributed.store import Store
 from tests.distributed_functions import Fit, arguments, watched
 from tests.distributed_pools import QUIET, ROOT, Copied, Elsewhere
@@ -207,6 +209,24 @@ def test_what_workers_wrote_to_a_copy_of_their_own_is_read_again(tmp_path):
     with Copied(copy) as pool:
         array = J.dense(executor=pool, out=out)
     np.testing.assert_array_equal(array[:], J.dense().numpy())
+
+
+def test_calls_that_begin_at_once_share_one_array(tmp_path):
+    J = eg.jacobian(torch.sin, torch.ones(30))
+    blocks = J.blocks()
+    asked = fingerprint(J, blocks.layout, blocks._swept)
+    with ThreadPoolExecutor(8) as calls:
+        stores = calls.map(
+            lambda _: Store.at(tmp_path / "j.zarr", blocks.layout, np.dtype("float32"), "J", asked), range(8)
+        )
+    assert len({store.mark for store in stores}) == 1
+
+
+def test_an_empty_chunk_is_not_done(tmp_path):
+    J, out = eg.jacobian(torch.sin, torch.ones(30)), tmp_path / "j.zarr"
+    J.dense(out=out)
+    next(chunk for chunk in sorted(out.glob("c/*/0"))).write_bytes(b"")
+    np.testing.assert_array_equal(J.dense(out=out)[:], J.dense())
 
 
 def test_an_array_is_not_called_complete_while_blocks_are_missing(tmp_path):

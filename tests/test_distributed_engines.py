@@ -37,6 +37,8 @@ def test_options_that_cannot_be_are_refused_before_any_work(tmp_path):
         ({"executor": shut}, "takes no tasks: .*; give one that is not shut down"),
         ({"executor": ProcessPoolExecutor(1, multiprocessing.get_context("fork"))}, "a pool that forks"),
         ({"out": 3}, "out=3 is no path"),
+        ({"out": ""}, "out='' is no path"),
+        ({"out": "/proc/j.zarr"}, "/proc/j.zarr cannot be made"),
         ({"out": "s3://bucket/j.zarr"}, "is no path"),
         ({"out": tmp_path / "file"}, "is a file"),
         ({"out": tmp_path / "none" / "j.zarr"}, "there is no directory"),

@@ -303,6 +303,10 @@ class Backend(Matrices):
         """Run from the same surroundings, here or in another process."""
         return nullcontext()
 
+    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+        """How to pickle what the framework makes of functions, where it cannot be pickled itself."""
+        return {}
+
     def staged(self, x: Tensor, name: str) -> Tensor:
         """A tensor that is being traced, with a name that stays in the program; any other as it is."""
         return x

@@ -1,11 +1,12 @@
 """Blocks from workers: few tasks in flight, what was lost tried again, what the function raises passed on."""
 
 import hashlib
+import io
 import os
 import pickle
 import secrets
 import tempfile
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
@@ -166,18 +167,22 @@ def _payload(jacobian: Jacobian, plan: Plan, layout: Layout) -> bytes:
     """All that a worker needs, as bytes."""
     import cloudpickle
 
-    backend = jacobian._backend
+    backend, asked = jacobian._backend, io.BytesIO()
     value = numbers(jacobian.value, backend)
     pattern = None if jacobian._known is None else jacobian._within(jacobian._known)
+    table = ChainMap(dict(backend.reducers()), cloudpickle.CloudPickler.dispatch_table)
+    pickler = type(
+        "Pickler", (cloudpickle.CloudPickler,), {"dispatch_table": table}
+    )  # which is read once, off the class
     try:
-        asked = cloudpickle.dumps((jacobian._question, jacobian._reader.budget, pattern))
+        pickler(asked).dump((jacobian._question, jacobian._reader.budget, pattern))
     except Exception as error:
         raise OptionError(
             f"the function or its arguments cannot be sent to another process: {error}; leave out what is no data, "
             "such as files, locks and handles"
         ) from error
     surroundings = backend.surroundings(jacobian._reader.linear)
-    return pickle.dumps(Payload(backend.name, surroundings, asked, plan, layout, value), protocol=5)
+    return pickle.dumps(Payload(backend.name, surroundings, asked.getvalue(), plan, layout, value), protocol=5)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ MOST = 4
 
 def checked(out: Any) -> Path:
     """A path at which an array can be made or gone on with, before anything is computed for it."""
-    if not isinstance(out, (str, os.PathLike)) or "://" in str(out):
+    if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
         raise OptionError(f'out={out!r} is no path; give the name of a directory, such as "j.zarr"')
     require("zarr", "out=", "distributed")
     path = Path(os.path.abspath(out))
@@ -58,7 +58,12 @@ class Store:
             told |= asked.to_attributes()
             fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
             options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
-            zarr.create_array(store=str(path), attributes={KEY: told}, **options)
+            try:
+                zarr.create_array(store=str(path), attributes={KEY: told}, **options)
+            except zarr.errors.ContainsArrayError:  # another call was faster, and both go on with one array
+                pass
+            except OSError as error:
+                raise OptionError(f"{path} cannot be made: {error}; give another name") from error
         try:
             store = cls(path, layout, _opened(path))
             told = store.array.attrs[KEY]
@@ -84,11 +89,16 @@ class Store:
 
     def missing(self) -> list[int]:
         """The blocks that are not there yet."""
-        return [number for number in range(len(self._layout)) if not self._chunk(number).exists()]
+        return [number for number in range(len(self._layout)) if not self._done(self._chunk(number))]
 
     def write(self, number: int, values: np.ndarray) -> None:
         """Put a block where it belongs."""
-        self.array[self._layout.region(number)] = values.reshape(self._layout.sizes(number))
+        try:
+            self.array[self._layout.region(number)] = values.reshape(self._layout.sizes(number))
+        except OSError as error:
+            raise WorkerError(
+                f"a block cannot be written to {self.path}: {error}; mend that, and the same call goes on"
+            ) from error
 
     def finish(self) -> Any:
         """Say that all is there, if it is, clear away what killed processes left, and give the array to read."""
@@ -105,6 +115,14 @@ class Store:
                 left.unlink(missing_ok=True)
             self.array.update_attributes({KEY: dict(self.array.attrs[KEY]) | {"complete": True}})
         return zarr.open_array(str(self.path), mode="r")
+
+    @staticmethod
+    def _done(chunk: Path) -> bool:
+        """Whether a chunk is there; a machine that lost power may have left an empty one."""
+        try:
+            return chunk.stat().st_size > 0
+        except FileNotFoundError:
+            return False
 
     def _chunk(self, number: int) -> Path:
         return self.path / self.array.metadata.encode_chunk_key(self._layout.coordinates(number))

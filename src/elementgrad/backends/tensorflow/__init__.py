@@ -178,6 +178,13 @@ class TensorflowBackend(TensorflowMatrices, Backend):
     def within(self, surroundings: Any) -> AbstractContextManager[Any]:
         return seeded(surroundings)
 
+    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+        def compiled(f: Any) -> tuple[Any, ...]:
+            options = f.input_signature, f._autograph, f._jit_compile, f._reduce_retracing
+            return tf.function, (f.python_function, *options)
+
+        return {type(tf.function(lambda: None)): compiled}
+
     def linearize(self, run: Run, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linear:
         return TensorflowLinear.of(run, inputs, create_graph, order)
 
