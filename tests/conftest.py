@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from tests.frameworks import FRAMEWORKS, Framework
 
 torch.set_num_threads(1)
+if jax.__version_info__ >= (0, 10):  # others may not know the flag, and end the process for it
+    emitters = "--xla_cpu_use_fusion_emitters=false"  # these take twice as long to compile a small program
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}".strip()
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # so no program is compiled by two workers
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -51,7 +51,7 @@ def number_of_uses(steps):
 def test_made_expressions_are_split_by_their_uses(fw):
     o = OPS[fw.name]
 
-    @settings(max_examples=counts(40 if fw is JAX else 80))
+    @settings(max_examples=counts(25 if fw is JAX else 50))
     @given(expressions())
     def assert_split(steps):
         shares = eg.contributions(lambda x: evaluated(fw, steps, x, lambda _, x: x), fw.tensor(X), wrt="x")

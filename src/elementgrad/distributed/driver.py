@@ -171,9 +171,7 @@ def _payload(jacobian: Jacobian, plan: Plan, layout: Layout) -> bytes:
     value = numbers(jacobian.value, backend)
     pattern = None if jacobian._known is None else jacobian._within(jacobian._known)
     table = ChainMap(dict(backend.reducers()), cloudpickle.CloudPickler.dispatch_table)
-    pickler = type(
-        "Pickler", (cloudpickle.CloudPickler,), {"dispatch_table": table}
-    )  # which is read once, off the class
+    pickler = type("Pickler", (cloudpickle.CloudPickler,), {"dispatch_table": table})  # which is read off the class
     try:
         pickler(asked).dump((jacobian._question, jacobian._reader.budget, pattern))
     except Exception as error:
