@@ -16,10 +16,10 @@ tour: $(VENV)/tour.stamp
 
 # K selects tests by expression, as in `make test K=selection`.
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 $(if $(K),-k "$(K)")
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(if $(K),-k "$(K)")
 
 test-oldest: .venv-oldest/stamp
-	.venv-oldest/bin/python -m pytest -n 2 $(if $(K),-k "$(K)")
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadgroup $(if $(K),-k "$(K)")
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -30,6 +30,8 @@ from tests.hugging_face_ranks import (
 )
 from tests.shared import once
 
+pytestmark = pytest.mark.xdist_group("hugging_face_distributed")  # or a worker waits for what another launches
+
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ["accelerate", "accelerate accumulated"]
 RUNS = [*TRAINER, "resumed", "bfloat16", "bfloat16 resumed", *ACCELERATE, "accelerate resumed"]

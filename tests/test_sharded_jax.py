@@ -11,6 +11,8 @@ import pytest
 
 from tests.shared import once
 
+pytestmark = pytest.mark.xdist_group("sharded_jax")  # or a worker waits for what another launches
+
 ROOT = Path(__file__).parent.parent
 ON_A_MESH = (
     "training, batch over 2",
@@ -41,7 +43,7 @@ def launched(module: str, devices: int, *arguments: object) -> subprocess.Popen:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
     }

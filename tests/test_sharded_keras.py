@@ -13,6 +13,8 @@ import elementgrad
 from tests import sharded_keras_mirrored, sharded_keras_workers
 from tests.shared import once
 
+pytestmark = pytest.mark.xdist_group("sharded_keras")  # or a worker waits for what another launches
+
 HERE = Path(__file__).parent.parent
 SOURCE = Path(elementgrad.__file__).parent.parent
 

@@ -14,6 +14,8 @@ import elementgrad as eg
 from tests import sharded_torch, sharded_torch_models
 from tests.shared import once
 
+pytestmark = pytest.mark.xdist_group("sharded_torch")  # or a worker waits for what another launches
+
 ROOT = Path(__file__).parent.parent
 COUNTS = (2, 4)
 CHECKS = [check.__name__ for check in sharded_torch.EVERYWHERE]

@@ -23,7 +23,7 @@ def assert_holds(pattern, program, points):
 
 
 @pytest.mark.parametrize("fw", [JAX, TENSORFLOW], ids=lambda fw: fw.name)
-@settings(max_examples=500 if LONG else 40)
+@settings(max_examples=500 if LONG else 25)
 @given(program=programs, seed=st.integers(0, 10**6))
 def test_no_entry_of_a_made_program_is_missed(fw, program, seed):
     J = eg.jacobian(lambda x: run(program, OPS[fw.name], x), fw.tensor(POINT), unconnected="zero")

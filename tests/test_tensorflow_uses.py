@@ -68,7 +68,7 @@ def evaluated(steps: list[tuple[str, int, int]], use: Callable[[], Any]) -> Any:
 
 
 @given(expressions())
-@settings(max_examples=counts(50))
+@settings(max_examples=counts(30))
 def test_made_expressions_split_into_their_uses(steps):
     uses, found, total = shares(lambda x: evaluated(steps, lambda: x), X, "x")
     expected = []

@@ -25,28 +25,39 @@ INDICES = [
     (X % 2 == 0,),
     (np.array([True, False, True]), 1),
 ]
-CASES = [(verb, index) for verb in ("get", "set", "add", "multiply", "apply", "only", "stop") for index in INDICES]
+VERBS = ("get", "set", "add", "multiply", "apply", "only", "stop")
+CASES = [(verb, index) for verb in VERBS for index in INDICES]
 
 
 def needs_value(verb):
     return verb in ("set", "add", "multiply")
 
 
-@pytest.mark.parametrize(("verb", "index"), CASES, ids=str)
-def test_compiled_edits_give_the_same_values_and_gradients(fw, verb, index):
-    def edit(x, value):
-        return run(fw, verb, x, index, value if needs_value(verb) else None)
+def edits(fw, verbs, index):
+    """Several edits of one tensor, as one function: it takes as long to compile as each of them alone."""
+    return lambda x, value: [run(fw, verb, x, index, value if needs_value(verb) else None) for verb in verbs]
 
-    def loss(edit):
-        return lambda x, value: fw.sum(edit(x, value) ** 3)
 
-    x, value = fw.tensor(X), fw.tensor(2.0)
+def loss(fw, edit):
+    """Each of several results counts in its own way, so that no error hides another."""
+    return lambda x, value: sum((i + 1) * fw.sum(each**3) for i, each in enumerate(edit(x, value)))
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_compiled_edits_give_the_same_values_and_gradients(fw, index):
     # PyTorch traces NumPy masks too, and where it must count their elements it cannot keep to one graph.
-    counted = fw is TORCH and isinstance(index[0], np.ndarray) and (len(index) > 1 or verb in ("get", "apply"))
-    compiled = torch.compile(edit, backend="aot_eager") if counted else fw.jit(edit)
-    np.testing.assert_allclose(fw.numpy(compiled(x, value)), numpy_edit(verb, X, index, 2.0))
-    for got, want in zip(fw.grad(loss(compiled), x, value), fw.grad(loss(edit), x, value), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-12)
+    masked = fw is TORCH and isinstance(index[0], np.ndarray)
+    counted = [verb for verb in VERBS if masked and (len(index) > 1 or verb in ("get", "apply"))]
+    whole = [verb for verb in VERBS if verb not in counted]
+    x, value = fw.tensor(X), fw.tensor(2.0)
+    for verbs in [verbs for verbs in (counted, whole) if verbs]:
+        edit = edits(fw, verbs, index)
+        compiled = torch.compile(edit, backend="aot_eager") if verbs is counted else fw.jit(edit)
+        for verb, found in zip(verbs, compiled(x, value), strict=True):
+            np.testing.assert_allclose(fw.numpy(found), numpy_edit(verb, X, index, 2.0), err_msg=verb)
+        gradients = [fw.grad(loss(fw, each), x, value) for each in (compiled, edit)]
+        for got, want in zip(*gradients, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("verb", "index"), CASES, ids=str)
@@ -164,7 +175,6 @@ def test_static_indices_are_checked_while_compiling(fw):
         fw.jit(lambda x: eg.at(x)[[0, 0]].set(1.0))(fw.tensor(X))
 
 
-@pytest.mark.parametrize("verb", ["get", "set", "add", "multiply", "apply", "only", "stop"])
 @pytest.mark.parametrize("spec", [(None, 4), (None, None), (3, None)], ids=str)
 @pytest.mark.parametrize(
     "index",
@@ -182,17 +192,15 @@ def test_static_indices_are_checked_while_compiling(fw):
     ],
     ids=str,
 )
-def test_tensorflow_axes_of_unknown_size(verb, spec, index):
-    @tf.function(input_signature=[tf.TensorSpec(spec, tf.float64), tf.TensorSpec((), tf.float64)])
-    def edit(x, value):
-        return run(TENSORFLOW, verb, x, index, value if needs_value(verb) else None)
-
+def test_tensorflow_axes_of_unknown_size(spec, index):
+    eager = edits(TENSORFLOW, VERBS, index)
+    signature = [tf.TensorSpec(spec, tf.float64), tf.TensorSpec((), tf.float64)]
+    traced = tf.function(eager, input_signature=signature)
     x, value = tf.constant(X), tf.constant(2.0, tf.float64)
-    np.testing.assert_allclose(edit(x, value), numpy_edit(verb, X, index, 2.0))
-    gradients = TENSORFLOW.grad(lambda x, value: tf.reduce_sum(edit(x, value) ** 3), x, value)
-    eager = lambda x, value: run(TENSORFLOW, verb, x, index, value if needs_value(verb) else None)  # noqa: E731
-    wanted = TENSORFLOW.grad(lambda x, value: tf.reduce_sum(eager(x, value) ** 3), x, value)
-    for got, want in zip(gradients, wanted, strict=True):
+    for verb, found in zip(VERBS, traced(x, value), strict=True):
+        np.testing.assert_allclose(found, numpy_edit(verb, X, index, 2.0), err_msg=verb)
+    gradients = [TENSORFLOW.grad(loss(TENSORFLOW, each), x, value) for each in (traced, eager)]
+    for got, want in zip(*gradients, strict=True):
         np.testing.assert_allclose(got, want)
 
 
