@@ -28,9 +28,8 @@ from tests.hugging_face_ranks import (
     gpt2,
     lessons,
 )
-from tests.shared import once
 
-pytestmark = pytest.mark.xdist_group("hugging_face_distributed")  # or a worker waits for what another launches
+pytestmark = pytest.mark.xdist_group("hugging_face_distributed")  # one worker launches them, once
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ["accelerate", "accelerate accumulated"]
@@ -55,7 +54,8 @@ def launch(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return once(tmp_path_factory, "ranks", launch)
+    launch(folder := tmp_path_factory.mktemp("ranks"))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,7 @@ def ranks(folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process finds."""
-    found = once(tmp_path_factory, "alone", lambda folder: torch.save(everything(folder), folder / "found.pt"))
-    return torch.load(found / "found.pt", weights_only=False)
+    return everything(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import pytest
 
 import elementgrad
 from tests import sharded_keras_mirrored, sharded_keras_workers
-from tests.shared import once
 
-pytestmark = pytest.mark.xdist_group("sharded_keras")  # or a worker waits for what another launches
+pytestmark = pytest.mark.xdist_group("sharded_keras")  # one worker launches them, once
 
 HERE = Path(__file__).parent.parent
 SOURCE = Path(elementgrad.__file__).parent.parent
@@ -38,15 +37,16 @@ def outcomes(processes):
     return [json.loads(output.splitlines()[-1]) for output, _ in told]
 
 
-def told(folder):
-    return json.loads((folder / "told.json").read_text())
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    """One process with two virtual devices."""
+    return outcomes([launched(sharded_keras_mirrored, tmp_path_factory.mktemp("mirrored"))])
 
 
-def launch_mirrored(folder):
-    (folder / "told.json").write_text(json.dumps(outcomes([launched(sharded_keras_mirrored, folder)])))
-
-
-def launch_workers(folder):
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Two processes."""
+    folder = tmp_path_factory.mktemp("workers")
     held = [socket.socket() for _ in range(2)]
     for each in held:
         each.bind(("localhost", 0))
@@ -55,19 +55,7 @@ def launch_workers(folder):
         each.close()
     tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in range(2)]
     both = [launched(sharded_keras_workers, folder, TF_CONFIG=json.dumps(task)) for task in tasks]
-    (folder / "told.json").write_text(json.dumps(outcomes(both)))
-
-
-@pytest.fixture(scope="module")
-def mirrored(tmp_path_factory):
-    """One process with two virtual devices."""
-    return told(once(tmp_path_factory, "mirrored", launch_mirrored))
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    """Two processes."""
-    return told(once(tmp_path_factory, "workers", launch_workers))
+    return outcomes(both)
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in sharded_keras_mirrored.CHECKS])

@@ -12,9 +12,8 @@ import torch
 
 import elementgrad as eg
 from tests import sharded_torch, sharded_torch_models
-from tests.shared import once
 
-pytestmark = pytest.mark.xdist_group("sharded_torch")  # or a worker waits for what another launches
+pytestmark = pytest.mark.xdist_group("sharded_torch")  # one worker launches them, once
 
 ROOT = Path(__file__).parent.parent
 COUNTS = (2, 4)
@@ -40,7 +39,8 @@ def launch(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return once(tmp_path_factory, "sharded", launch)
+    launch(folder := tmp_path_factory.mktemp("sharded"))
+    return folder
 
 
 @pytest.fixture(scope="module")
