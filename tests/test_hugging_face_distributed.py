@@ -29,8 +29,6 @@ from tests.hugging_face_ranks import (
     lessons,
 )
 
-pytestmark = pytest.mark.xdist_group("hugging_face_distributed")  # one worker launches them, once
-
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ["accelerate", "accelerate accumulated"]
 RUNS = [*TRAINER, "resumed", "bfloat16", "bfloat16 resumed", *ACCELERATE, "accelerate resumed"]

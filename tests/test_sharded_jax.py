@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("sharded_jax")  # one worker launches them, once
-
 ROOT = Path(__file__).parent.parent
 ON_A_MESH = (
     "training, batch over 2",

@@ -12,8 +12,6 @@ import pytest
 import elementgrad
 from tests import sharded_keras_mirrored, sharded_keras_workers
 
-pytestmark = pytest.mark.xdist_group("sharded_keras")  # one worker launches them, once
-
 HERE = Path(__file__).parent.parent
 SOURCE = Path(elementgrad.__file__).parent.parent
 

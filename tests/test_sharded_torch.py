@@ -13,8 +13,6 @@ import torch
 import elementgrad as eg
 from tests import sharded_torch, sharded_torch_models
 
-pytestmark = pytest.mark.xdist_group("sharded_torch")  # one worker launches them, once
-
 ROOT = Path(__file__).parent.parent
 COUNTS = (2, 4)
 CHECKS = [check.__name__ for check in sharded_torch.EVERYWHERE]
