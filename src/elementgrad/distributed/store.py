@@ -2,7 +2,9 @@
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +53,13 @@ class Store:
     @classmethod
     def at(cls, path: Path, layout: Layout, dtype: np.dtype, name: str, asked: Fingerprint) -> "Store":
         """The array of a Jacobian: a new one, or the one there if it is of the same Jacobian."""
-        import zarr
-
         if not (path / "zarr.json").exists():
             told: Any = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
             told |= asked.to_attributes()
             fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
             options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
             try:
-                zarr.create_array(store=str(path), attributes={KEY: told}, **options)
-            except zarr.errors.ContainsArrayError:  # another call was faster, and both go on with one array
-                pass
+                _make(path, attributes={KEY: told}, **options)
             except OSError as error:
                 raise OptionError(f"{path} cannot be made: {error}; give another name") from error
         try:
@@ -129,6 +127,17 @@ class Store:
 
     def _partial(self) -> Iterator[Path]:
         return self.path.glob("c/**/*.partial")
+
+
+def _make(path: Path, **options: Any) -> None:
+    """An array without chunks. Of several calls at once one makes it: a file is linked to a name that is free."""
+    import zarr
+
+    path.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path, suffix=".partial") as beside:
+        zarr.create_array(store=beside, **options)
+        with suppress(FileExistsError):
+            os.link(Path(beside, "zarr.json"), path / "zarr.json")
 
 
 def _opened(path: Path) -> Any:
