@@ -14,12 +14,12 @@ export ONEDNN_MAX_CPU_ISA ?= AVX2
 tour: $(VENV)/tour.stamp
 	@$(BIN)/elementgrad tour
 
-# K selects tests by expression, as in `make test K=selection`. A file is run by one worker: what it launches, it launches once.
+# K selects tests by expression, as in `make test K=selection`.
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(if $(K),-k "$(K)")
+	$(BIN)/python -m pytest -n 2 $(if $(K),-k "$(K)")
 
 test-oldest: .venv-oldest/stamp
-	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile $(if $(K),-k "$(K)")
+	.venv-oldest/bin/python -m pytest -n 2 $(if $(K),-k "$(K)")
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

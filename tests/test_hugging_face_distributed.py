@@ -28,6 +28,7 @@ from tests.hugging_face_ranks import (
     gpt2,
     lessons,
 )
+from tests.shared import once
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ["accelerate", "accelerate accumulated"]
@@ -52,8 +53,7 @@ def launch(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    launch(folder := tmp_path_factory.mktemp("ranks"))
-    return folder
+    return once(tmp_path_factory, "ranks", launch)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,8 @@ def ranks(folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process finds."""
-    return everything(tmp_path_factory.mktemp("alone"))
+    found = once(tmp_path_factory, "alone", lambda folder: torch.save(everything(folder), folder / "found.pt"))
+    return torch.load(found / "found.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import once
+
 ROOT = Path(__file__).parent.parent
 ON_A_MESH = (
     "training, batch over 2",
@@ -58,23 +60,30 @@ def told(process: subprocess.Popen) -> dict[str, dict]:
     return json.loads(printed.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    return told(launched("sharded_jax", 4, tmp_path_factory.mktemp("mesh")))
+def launch_one(folder: Path) -> None:
+    (folder / "told.json").write_text(json.dumps(told(launched("sharded_jax", 4, folder))))
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
+def launch_two(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     both = [launched("sharded_jax_process", 2, number, port, folder) for number in range(2)]
     try:
-        return [told(process) for process in both]
+        (folder / "told.json").write_text(json.dumps([told(process) for process in both]))
     finally:
         for process in both:  # the other waits for one that failed
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    return json.loads((once(tmp_path_factory, "mesh", launch_one) / "told.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    return json.loads((once(tmp_path_factory, "processes", launch_two) / "told.json").read_text())
 
 
 @pytest.mark.parametrize("check", ON_A_MESH)

@@ -11,6 +11,7 @@ import pytest
 
 import elementgrad
 from tests import sharded_keras_mirrored, sharded_keras_workers
+from tests.shared import once
 
 HERE = Path(__file__).parent.parent
 SOURCE = Path(elementgrad.__file__).parent.parent
@@ -35,16 +36,15 @@ def outcomes(processes):
     return [json.loads(output.splitlines()[-1]) for output, _ in told]
 
 
-@pytest.fixture(scope="module")
-def mirrored(tmp_path_factory):
-    """One process with two virtual devices."""
-    return outcomes([launched(sharded_keras_mirrored, tmp_path_factory.mktemp("mirrored"))])
+def told(folder):
+    return json.loads((folder / "told.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    """Two processes."""
-    folder = tmp_path_factory.mktemp("workers")
+def launch_mirrored(folder):
+    (folder / "told.json").write_text(json.dumps(outcomes([launched(sharded_keras_mirrored, folder)])))
+
+
+def launch_workers(folder):
     held = [socket.socket() for _ in range(2)]
     for each in held:
         each.bind(("localhost", 0))
@@ -53,7 +53,19 @@ def workers(tmp_path_factory):
         each.close()
     tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in range(2)]
     both = [launched(sharded_keras_workers, folder, TF_CONFIG=json.dumps(task)) for task in tasks]
-    return outcomes(both)
+    (folder / "told.json").write_text(json.dumps(outcomes(both)))
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    """One process with two virtual devices."""
+    return told(once(tmp_path_factory, "mirrored", launch_mirrored))
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Two processes."""
+    return told(once(tmp_path_factory, "workers", launch_workers))
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in sharded_keras_mirrored.CHECKS])

@@ -12,6 +12,7 @@ import torch
 
 import elementgrad as eg
 from tests import sharded_torch, sharded_torch_models
+from tests.shared import once
 
 ROOT = Path(__file__).parent.parent
 COUNTS = (2, 4)
@@ -37,8 +38,7 @@ def launch(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    launch(folder := tmp_path_factory.mktemp("sharded"))
-    return folder
+    return once(tmp_path_factory, "sharded", launch)
 
 
 @pytest.fixture(scope="module")
