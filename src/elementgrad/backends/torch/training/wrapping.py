@@ -62,9 +62,11 @@ class _Meeting:
 
 def _wrap(wrapper: Module, name: str, module: Module | None) -> None:
     """Give a wrapper its name as it takes its model in: all processes make them together, and so in the same order."""
-    if isinstance(wrapper, DistributedDataParallel) and name == "module" and module is not None:
-        plain = [(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in _named(module) if part is None]
-        kind = digest(plain).hex()
+    if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
+        return
+    named = _named(module)
+    if any(part is not None for _, _, part in named):  # models of others are left alone, those without shapes too
+        kind = digest([(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in named if part is None]).hex()
         _made[kind] += 1
         _notes[wrapper] = f"{kind}/{_made[kind]}"
 
