@@ -6,8 +6,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
-from elementgrad.errors import ElementgradError
+from elementgrad.errors import ElementgradError, shortened
 
 FINDING, USAGE, THEIRS, INTERRUPTED, PIPE = 1, 2, 3, 130, 141
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "equinox", "optax", "numpy", "safetensors")
@@ -25,25 +26,42 @@ def answered(command: Callable[[], int | None], debug: bool) -> int:
         code = command() or 0
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return failed(error, debug)
+
+
+def failed(error: BaseException, debug: bool = False) -> int:
+    """Say what went wrong, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads has seen enough; nothing more is to be written, not at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+        silence()
         return PIPE
-    except (Exception, SystemExit) as error:
-        theirs = their_traceback(error)
-        if debug:
-            traceback.print_exception(error)
-        elif theirs is not None:
-            sys.stderr.write(theirs)
-        else:
-            say(_in_a_line(error))
-        return USAGE if theirs is None else THEIRS
+    theirs = their_traceback(error)
+    if debug:
+        traceback.print_exception(error)
+    elif theirs is not None:
+        sys.stderr.write(theirs)
+    else:
+        say(_in_a_line(error))
+    try:
+        sys.stdout.flush()
+    except OSError:  # such as a disk that is full
+        silence()
+    return USAGE if theirs is None else THEIRS
+
+
+def silence() -> None:
+    """Have nothing more written to standard output, not at exit either, where Python would complain."""
+    with suppress(OSError, ValueError, AttributeError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def say(text: str) -> None:
     """A message, which is no result."""
-    print(f"elementgrad: {text}", file=sys.stderr)
+    print(f"elementgrad: {shortened(text)}", file=sys.stderr)
 
 
 def their_traceback(error: BaseException) -> str | None:
@@ -72,16 +90,18 @@ def _from_theirs(frames: traceback.StackSummary) -> list[traceback.FrameSummary]
 
 
 def _is_ours(filename: str) -> bool:
-    return os.path.abspath(filename).startswith(os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+    from elementgrad.backends.lines import OURS, normal
+
+    return normal(filename).startswith(OURS + os.sep)
 
 
 def _is_theirs(filename: str) -> bool:
     """Whether a file is neither ours, nor of a framework, nor of Python itself."""
-    from elementgrad.backends.lines import is_users
+    from elementgrad.backends.lines import is_users, normal
 
-    path = os.path.abspath(filename)
-    installed = any(path.startswith(sysconfig.get_path(kind) + os.sep) for kind in ("purelib", "platlib"))
-    python = path.startswith(sysconfig.get_path("stdlib") + os.sep) and not installed
+    path = normal(filename)
+    library, *others = [normal(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")]
+    python = path.startswith(library) and not path.startswith(tuple(others))
     return not python and is_users(filename, FRAMEWORKS) and not filename.startswith("<")
 
 
@@ -98,5 +118,7 @@ def _in_a_line(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, ImportError):
         return text
+    if isinstance(error, RecursionError):
+        return "something that was given is nested too deep; give it with fewer brackets (--debug shows where)"
     first = text.splitlines()[0] if text else "no message"
     return f"{type(error).__name__}: {first} (--debug shows where)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad import tree
+from elementgrad import archive, tree
 from elementgrad.cli.failures import InputError
 from elementgrad.cli.loading import is_reference, load
 from elementgrad.cli.results import ARRAYS
@@ -84,6 +84,8 @@ def _value(text: str) -> Any:
         return tree.mapped(load(text)[0], lambda leaf: _wrapped(leaf, text))
     try:
         return _of_json(json.loads(text), text)
+    except RecursionError:
+        raise InputError(f"{text!r} has too many brackets inside one another; give a list of numbers") from None
     except ValueError as error:
         if isinstance(error, InputError):
             raise
@@ -114,25 +116,21 @@ def _from_file(path: str) -> Any:
         with open(path, encoding="utf-8") as file:
             try:
                 return _of_json(json.load(file), path)
-            except (ValueError, RecursionError) as error:
+            except RecursionError:
+                raise InputError(f"{path} has too many brackets inside one another; give a list of numbers") from None
+            except ValueError as error:
                 raise error if isinstance(error, InputError) else InputError(f"{path} is no JSON: {error}") from None
     if path.endswith(".safetensors"):
         return _of_safetensors(path)
+    with open(path, "rb") as file:
+        zipped = file.read(2) == b"PK"
     try:
-        held = np.load(path, allow_pickle=False)
+        if not zipped:
+            return _wrapped(np.load(path, allow_pickle=False), path)
+        arrays = archive.read(path)
     except (ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-    if isinstance(held, np.ndarray):
-        return _wrapped(held, path)
-    with held:
-        return _Several({name: _wrapped(_member(held, name, path), f"{path}:{name}") for name in held.files})
-
-
-def _member(held: Any, name: str, path: str) -> np.ndarray:
-    try:
-        return held[name]  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise InputError(f"{path}:{name} cannot be read: {str(error).splitlines()[0]}") from None
+    return _Several({name: _wrapped(array, f"{path}:{name}") for name, array in arrays.items()})
 
 
 def _of_safetensors(path: str) -> "_Several":

@@ -106,14 +106,15 @@ _loaded: dict[str, str] = {}
 def _from_file(path: str) -> ModuleType:
     """A file as a module of its own name, loaded once, with its folder in `sys.path` as for `python file.py`."""
     file = os.path.realpath(path)
+    key = os.path.normcase(file)
     if not os.path.isfile(file):
         raise InputError(f"{path} is no file; {FITS}")
-    if file in _loaded:
-        return sys.modules[_loaded[file]]
+    if key in _loaded:
+        return sys.modules[_loaded[key]]
     sys.path.insert(0, os.path.dirname(file))
     name = os.path.basename(file).removesuffix(".py")
     there = sys.modules.get(name)
-    if there is not None and os.path.realpath(getattr(there, "__file__", None) or "") == file:
+    if there is not None and _same(getattr(there, "__file__", None), key):
         return there
     if there is not None:
         name = f"{name}_{len(_loaded)}"  # a module of that name is imported already, from elsewhere
@@ -122,13 +123,17 @@ def _from_file(path: str) -> ModuleType:
         raise InputError(f"{path} cannot be loaded as Python; {FITS}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickles look themselves up there
-    _loaded[file] = name
+    _loaded[key] = name
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name], _loaded[file]
+        del sys.modules[name], _loaded[key]
         raise
     return module
+
+
+def _same(one: str | None, other: str) -> bool:
+    return one is not None and os.path.normcase(os.path.realpath(one)) == other
 
 
 def _imported(home: str, text: str) -> ModuleType:

@@ -1,9 +1,11 @@
 """What can be typed: the commands, their options and their help. Nothing is imported for it that takes time."""
 
 import argparse
+import sys
 from typing import Any, NoReturn
 
 from elementgrad import __version__
+from elementgrad.errors import shortened
 
 FRAMEWORKS = ("torch", "tensorflow", "jax")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -43,9 +45,14 @@ class Mixed(argparse.ArgumentParser):
         finally:
             self._taken = False
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write the help. The base passes over an output that is closed or full, and ends as if all were well."""
+        if message:
+            (file or sys.stderr).write(message)
+
     def error(self, message: str) -> NoReturn:
         """One line, without all that could have been typed."""
-        self.exit(2, f"elementgrad: {message}; '{self.prog} --help' has the options\n")
+        self.exit(2, f"elementgrad: {shortened(message)}; '{self.prog} --help' has the options\n")
 
 
 def parser() -> argparse.ArgumentParser:

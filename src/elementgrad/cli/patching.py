@@ -1,6 +1,8 @@
 """`elementgrad patch inspect`, `apply` and `undo`."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import elementgrad as eg
@@ -9,6 +11,7 @@ from elementgrad.cli.failures import InputError, say
 from elementgrad.cli.loading import is_reference, load, workplace
 from elementgrad.cli.results import require_writable, show
 from elementgrad.train.named import trainer_of
+from elementgrad.train.replacement import replace
 from elementgrad.train.reversal import reversal
 from elementgrad.train.weights import ENDINGS, Held, Weights
 
@@ -74,7 +77,10 @@ def _save(model: Any, out: str) -> None:
             raise InputError(
                 f"{out} is written by Keras models, and this is {type(model).__name__}; write .safetensors"
             )
-        write(out)
+        with TemporaryDirectory() as folder:
+            beside = Path(folder, f"model{next(ending for ending in OF_KERAS if out.endswith(ending))}")
+            write(str(beside))
+            replace(out, beside.read_bytes())  # as a whole or not at all, like all other files
         return
     if isinstance(model, Weights):
         model.write(out)

@@ -13,6 +13,7 @@ import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.cli.failures import InputError
+from elementgrad.cli.streams import is_unicode
 from elementgrad.train.replacement import replace, writable
 from elementgrad.train.weights import ENDINGS, Held, Weights
 
@@ -23,8 +24,6 @@ ARRAYS = (".npy", ".npz", ".safetensors", ".json")
 PICTURES = (".png", ".svg", ".pdf")
 MOST = 1000
 """More numbers than these are shortened in text; files and JSON have all."""
-KNOWN = ("float64", "float32", "float16", "complex128", "complex64")
-"""The dtypes of derivatives that NumPy has."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,9 @@ class Gradient:
     @classmethod
     def of(cls, wrt: str, tensor: Any, backend: Backend) -> "Gradient":
         """A tensor as numbers."""
-        dtype = backend.dtype(tensor)
-        values = backend.read(tensor) if dtype in KNOWN else None
-        if values is None:
-            values = backend.floats(tensor)
-            assert values is not None
-            values = values.astype(np.float32)
-        return cls(wrt, np.asarray(values), dtype)
+        values = backend.array(tensor)
+        assert values is not None
+        return cls(wrt, values, backend.dtype(tensor))
 
     def described(self) -> dict[str, Any]:
         """As an object of JSON."""
@@ -66,7 +61,7 @@ def write(path: str, gradients: list[Gradient], told: Mapping[str, Any]) -> None
     if path.endswith(ENDINGS):
         Weights({one.wrt: Held.of(one.values) for one in gradients}).write(path)
     elif path.endswith(".json"):
-        replace(path, (to_json(told) + "\n").encode())
+        replace(path, (to_json(told) + "\n").encode("utf-8", "backslashreplace"))
     else:
         file = io.BytesIO()
         np.save(file, gradients[0].values)
@@ -96,11 +91,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def to_json(told: Mapping[str, Any]) -> str:
-    """The text of an object."""
-    return json.dumps(plain({"format": FORMAT, **told}), allow_nan=False, ensure_ascii=False)
+def to_json(told: Mapping[str, Any], ascii: bool = False) -> str:
+    """The text of an object, with all characters or by their numbers."""
+    return json.dumps(plain({"format": FORMAT, **told}), allow_nan=False, ensure_ascii=ascii)
 
 
 def show(text: str, told: Mapping[str, Any], as_json: bool) -> None:
     """Print a result: the text, or the object."""
-    print(to_json(told) if as_json else text)
+    print(to_json(told, ascii=not is_unicode()) if as_json else text)

@@ -24,6 +24,8 @@ ROWS = 20
 """Rows of the table of numbers: all of so few, or the largest of more."""
 CARRIED = 1_200_000
 """Bytes of numbers that one page carries for downloading."""
+FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+"""With what a formula begins in some spreadsheet, the wide signs included."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Table:
     def of(cls, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int, name: str) -> "Table":
         """The first rows of a table, and a file of all."""
         file = io.StringIO()
-        csv.writer(file, lineterminator="\n").writerows([heads, *rows])
+        csv.writer(file).writerows([[_harmless(cell) for cell in row] for row in (heads, *rows)])
         note = f"The first {most} of {len(rows)} rows; the file has them all." if len(rows) > most else ""
         return cls(heads, rows[:most], note, _stem(name), base64.b64encode(file.getvalue().encode()).decode())
 
@@ -213,6 +215,17 @@ class Page:
         """Write the file as a whole or not at all."""
         replace(writable(path), self.html().encode("utf-8", "replace"))
         return Path(path)
+
+
+def _harmless(cell: str) -> str:
+    """Return a cell that no spreadsheet takes for a formula: a name may come from a file of anybody's."""
+    if not cell.startswith(FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"  # how spreadsheets mark a text
+    return cell
 
 
 def _stem(name: str) -> str:

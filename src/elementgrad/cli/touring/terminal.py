@@ -16,7 +16,11 @@ class Terminal:
     def __init__(self) -> None:
         from rich.console import Console
 
-        self.console = Console(highlight=False)
+        class Plain(Console):
+            def on_broken_pipe(self) -> None:
+                raise BrokenPipeError  # as everywhere; rich would end the process
+
+        self.console = Plain(highlight=False)
 
     def head(self, title: str, text: str) -> None:
         """The first lines."""
