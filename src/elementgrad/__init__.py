@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import DtypeError as DtypeError
     from elementgrad.errors import DuplicateError as DuplicateError
     from elementgrad.errors import ElementgradError as ElementgradError
+    from elementgrad.errors import ElementgradWarning as ElementgradWarning
     from elementgrad.errors import FrameworkError as FrameworkError
     from elementgrad.errors import OptionError as OptionError
     from elementgrad.errors import ParseError as ParseError
@@ -94,6 +95,7 @@ _HOMES = {
     "Elements": "train.elements",
     "Uses": "train.functional",
     "ElementgradError": "errors",
+    "ElementgradWarning": "errors",
     "BatchError": "errors",
     "BroadcastError": "errors",
     "DtypeError": "errors",

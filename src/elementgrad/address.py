@@ -4,7 +4,7 @@ from typing import Any
 
 from elementgrad import backends, text
 from elementgrad.backends import Backend
-from elementgrad.errors import PlaceError
+from elementgrad.errors import PlaceError, quoted
 from elementgrad.index import normalize
 from elementgrad.place import Place
 
@@ -40,7 +40,7 @@ class At:
         (tensor(17.), tensor(1.))
         """
         if kind is not None and kind not in text.KINDS:
-            raise PlaceError(f"kind {kind!r} is none of {', '.join(text.KINDS)}")
+            raise PlaceError(f"kind {quoted(kind)} is none of {', '.join(text.KINDS)}")
         backend = backends.owner(target)
         if write is not None:
             _require_write(write, backend)
@@ -51,10 +51,10 @@ class At:
         if not isinstance(target, Place):
             backends.find(target)
             raise PlaceError(
-                f"kind {kind!r} tells two tensors of one name apart and this one was given itself; leave it out"
+                f"kind {quoted(kind)} tells two tensors of one name apart and this one was given itself; leave it out"
             )
         if kind not in (None, target.kind) and target.kind is not None:
-            raise PlaceError(f"{target} is a place of kind {target.kind!r} and not {kind!r}; give one kind")
+            raise PlaceError(f"{target} is a place of kind {target.kind!r} and not {quoted(kind)}; give one kind")
         kind = kind or target.kind
         return Place(
             target.tensor, target.name, target.index, kind, target._backend, target.pointwise, write=target.write

@@ -3,6 +3,7 @@
 Untouched elements are copied and never computed with, so a NaN or inf among them reaches neither result nor gradient.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from elementgrad import backends
 from elementgrad.backends import Backend
+from elementgrad.backends.limits import Limits
 from elementgrad.errors import BroadcastError, DtypeError, DuplicateError, FrameworkError
 from elementgrad.index import holds_tensors
 from elementgrad.selection import Selection, Shape
@@ -110,6 +112,7 @@ def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
         shape = backend.shape(value)
         if value.dtype != x.dtype:
             _require_kind(backend, x, backend.kind(value))
+            _require_narrower(backend, x, value)
             value = backend.cast(value, x)
         return _broadcastable(backend, value, shape, selection) if shape else value
     if owner is not None:
@@ -120,23 +123,32 @@ def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
     if kind is not None:
         return _number(backend, x, value, kind)
     array = _array(value)
-    _require_kind(backend, x, "i" if array.dtype.kind == "u" else array.dtype.kind)
-    if array.dtype.kind in "iu" and array.size:
-        _require_range(x, array.min(), array.max())
+    _require_kind(backend, x, "i" if array.dtype.kind in "uO" else array.dtype.kind)
+    _require_range(backend, x, array)
+    if array.dtype.kind == "O":  # ints that only a float can hold, if x is not refused
+        array = array.astype(np.float64)
     return _broadcastable(backend, backend.cast(array, x), array.shape, selection)
 
 
 def _number(backend: Backend, x: Tensor, value: Any, kind: str) -> Any:
     _require_kind(backend, x, kind)
-    if type(value) is not int:
+    if type(value) not in (int, float, complex):  # a boolean, or a compiler's stand-in for a number
         return value
-    if backend.kind(x) == "i":
-        _require_range(x, value, value)
+    limits = backend.limits(x)
+    if limits is not None:
+        value = _within(x, limits, value)
+    return float(value) if type(value) is int and backend.kind(x) != "i" else value
+
+
+def _within(x: Tensor, limits: Limits, value: Any) -> Any:
+    """Return a number as the dtype of x rounds it at the ends of its range, where frameworks do not agree."""
+    if type(value) is complex:
+        return complex(_within(x, limits, value.real), _within(x, limits, value.imag))
+    if type(value) is float and not math.isfinite(value):
         return value
-    try:
-        return float(value)
-    except OverflowError:
-        raise DtypeError(f"an int of {value.bit_length()} bits does not fit a tensor of {x.dtype}") from None
+    if not limits.hold(value):
+        raise _beyond(x, limits, value)
+    return min(max(value, limits.low), limits.high)
 
 
 def _require_kind(backend: Backend, x: Tensor, kind: str) -> None:
@@ -146,17 +158,38 @@ def _require_kind(backend: Backend, x: Tensor, kind: str) -> None:
         raise DtypeError(f"{given} value does not fit a tensor of {x.dtype}; cast one of them first")
 
 
-def _require_range(x: Tensor, low: Any, high: Any) -> None:
-    """Frameworks let an integer that does not fit wrap around, or not, each in its own way."""
-    try:
-        limits = np.iinfo(str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2])
-    except (TypeError, ValueError):  # no integers, or none that NumPy knows
+def _require_narrower(backend: Backend, x: Tensor, value: Tensor) -> None:
+    """Refuse a tensor with a number that x cannot hold.
+
+    Its values are read only if its dtype has such numbers, since that waits for the device. Traced ones cannot be read.
+    """
+    ours, theirs = backend.limits(x), backend.limits(value)
+    if ours is None or theirs is None or ours.contain(theirs):
         return
-    if not limits.min <= low <= high <= limits.max:
-        culprit = high if high > limits.max else low
-        raise DtypeError(
-            f"{culprit} does not fit {limits.dtype}, which holds {limits.min} to {limits.max}; cast x first"
-        )
+    values = backend.floats(value) if backend.kind(value) == "f" else backend.read(value)
+    if values is not None:
+        _require_range(backend, x, values)
+
+
+def _require_range(backend: Backend, x: Tensor, values: np.ndarray) -> None:
+    """Refuse numbers that x cannot hold: frameworks let them wrap around, become infinite or raise, each in its way."""
+    limits = backend.limits(x)
+    if limits is None or values.dtype.kind == "b":
+        return
+    for part in (values.real, values.imag) if values.dtype.kind == "c" else (values,):
+        finite = part[np.isfinite(part)] if part.dtype.kind == "f" else part
+        if finite.size:
+            low, high = finite.min(), finite.max()
+            for number in (high, low):
+                number = number.item() if isinstance(number, np.generic) else number
+                if not limits.hold(number):
+                    raise _beyond(x, limits, number)
+
+
+def _beyond(x: Tensor, limits: Limits, number: Any) -> DtypeError:
+    dtype = str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2]
+    shown = number if abs(number) < 2**128 or isinstance(number, float) else f"an int of {number.bit_length()} bits"
+    return DtypeError(f"{shown} does not fit {dtype}, which holds {limits.low} to {limits.high}; cast x first")
 
 
 def _array(value: Any) -> np.ndarray:
@@ -165,8 +198,10 @@ def _array(value: Any) -> np.ndarray:
         raise FrameworkError("a list of tensors is not one value; stack them into a tensor first")
     try:
         array = np.array(value, order="C")
-        if array.dtype.kind == "V" or array.dtype == np.longdouble:  # bfloat16 and the like, which NumPy only stores
+        if array.dtype.kind == "V":  # bfloat16 and the like, which NumPy only stores
             return array.astype(np.float64)
+        if array.dtype.kind == "O" and array.size and all(type(number) is int for number in array.flat):
+            return array  # ints of more than 64 bits
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
     except Exception:
         array = np.array(None)
@@ -174,7 +209,17 @@ def _array(value: Any) -> np.ndarray:
         raise FrameworkError(
             f"{type(value).__name__} is not a value to put into a tensor; give a number, array or tensor"
         )
-    return array
+    return _narrowed(array) if array.dtype.char in "gG" else array
+
+
+def _narrowed(array: np.ndarray) -> np.ndarray:
+    """Return an array of long doubles in the widest dtype that frameworks have."""
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    lost = array[np.isfinite(array) & ~np.isfinite(narrow)]
+    if lost.size:
+        raise DtypeError(f"{lost.flat[0]!s} does not fit {narrow.dtype}, and no tensor holds more; scale it first")
+    return narrow
 
 
 def _broadcastable(backend: Backend, value: Any, shape: Shape, selection: Selection) -> Any:

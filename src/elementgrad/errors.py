@@ -1,6 +1,40 @@
 """What elementgrad raises: one base class, and each message says what was given, what fits and what to try."""
 
+import re
+import sys
+import warnings
+from reprlib import repr as brief
 from typing import Any
+
+LONGEST = 1000
+"""Characters of a message. It may quote what was given, such as the text of a place, which may be of any length."""
+WORD = re.compile(r"\S{250,}")
+"""A word that is too long: somebody's text, since no word of ours is."""
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """Return a text without the middle of its long words, and of itself: a message begins and ends with what it says.
+
+    >>> from elementgrad.errors import shortened
+    >>> shortened(f"no tensor is named {'w' * 10**6}; nearest: weight").count("w")
+    160
+    """
+    if len(text) <= min(longest, 250):
+        return text
+    text = WORD.sub(lambda word: _without_middle(word[0], 80, 80), text)
+    return text if len(text) <= longest else _without_middle(text, longest // 4, longest // 2)
+
+
+def _without_middle(text: str, start: int, end: int) -> str:
+    return f"{text[:start]} ... ({len(text) - start - end} left out) ... {text[-end:]}"
+
+
+def quoted(value: Any) -> str:
+    """Return what was given as a message quotes it, also where Python has no text for it: too deep, too many digits."""
+    try:
+        return repr(value)
+    except (RecursionError, ValueError):
+        return f"an int of {value.bit_length()} bits" if isinstance(value, int) else brief(value)
 
 
 class ElementgradError(Exception):
@@ -15,6 +49,32 @@ class ElementgradError(Exception):
     """
 
     __init__ = Exception.__init__  # by this sign tf.function knows that it may raise the same type again
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+class ElementgradWarning(UserWarning):
+    """A call did what was asked, and something beside that is easily missed.
+
+    >>> import warnings, torch, elementgrad as eg
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     elements = eg.trainable(model, "0.weight[0, 1]")
+    >>> print(caught[0].category.__name__, str(caught[0].message)[:31])
+    ElementgradWarning 1.weight, 1.bias trained before
+    """
+
+
+def warn(message: str) -> None:
+    """Warn the caller of elementgrad: at the line that is not our own."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "elementgrad":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, ElementgradWarning, stacklevel=level)
 
 
 class SelectionError(ElementgradError, IndexError):

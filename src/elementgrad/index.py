@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elementgrad import backends
-from elementgrad.errors import FrameworkError, SelectionError
+from elementgrad.errors import FrameworkError, SelectionError, quoted
 
 FITS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
+
+DEEPEST = 64
+"""Axes of an array of NumPy."""
 
 
 class Span(NamedTuple):
@@ -145,21 +148,24 @@ def _item(item: Any, home: backends.Backend | None) -> Item:
     try:
         return as_int(item)
     except TypeError:
-        raise SelectionError(f"{item!r} of type {type(item).__name__} is not an index; {FITS}") from None
+        raise SelectionError(f"{quoted(item)} of type {type(item).__name__} is not an index; {FITS}") from None
 
 
 def _bound(bound: Any) -> int:
     try:
         return as_int(bound)
     except TypeError:
-        raise SelectionError(f"slice bound {bound!r} is not an int; {FITS}") from None
+        raise SelectionError(f"slice bound {quoted(bound)} is not an int; {FITS}") from None
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether a list has tensors in it: NumPy would read their values, and lose what they belong to."""
-    if not isinstance(value, (list, tuple)):
+def holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether a list has tensors in it: NumPy would read their values, and lose what they belong to.
+
+    Lists that are deeper than the axes of any array are not looked into: NumPy refuses them.
+    """
+    if not isinstance(value, (list, tuple)) or depth > DEEPEST:
         return False
-    return any(type(entry) is not int and (backends.owner(entry) or holds_tensors(entry)) for entry in value)
+    return any(type(entry) is not int and (backends.owner(entry) or holds_tensors(entry, depth + 1)) for entry in value)
 
 
 def _from_array(item: Any) -> Item:
@@ -171,9 +177,9 @@ def _from_array(item: Any) -> Item:
             # An empty list says nothing of its dtype; ints of a compiler's own are ints as well.
             array = np.array([as_int(entry) for entry in array.flat], dtype=np.int64).reshape(array.shape)
     except OverflowError:
-        raise SelectionError(f"{item!r} holds an int that is out of range for any axis") from None
+        raise SelectionError(f"{quoted(item)} holds an int that is out of range for any axis") from None
     except TypeError:
-        raise SelectionError(f"{item!r} holds what is not an int; {FITS}") from None
+        raise SelectionError(f"{quoted(item)} holds what is not an int; {FITS}") from None
     except Exception:
         raise SelectionError(f"{type(item).__name__} does not make one array; its rows must be of one length") from None
     if array.dtype.kind not in "biu":

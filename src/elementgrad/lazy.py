@@ -92,7 +92,7 @@ class Jacobian(Whole, Sparse):
     @property
     def value(self) -> Tensor:
         """What the function gave: the tensor that is differentiated."""
-        return self._picked(self._of.tensor[None], self._of)[0]
+        return self._backend.fresh(self._picked(self._of.tensor[None], self._of)[0])
 
     @plain
     def __getitem__(self, sides: Any) -> Tensor:
@@ -205,7 +205,9 @@ class Jacobian(Whole, Sparse):
             return self._backend.zeros(shape, self._wrt.tensor)
         if block.dtype != self._wrt.tensor.dtype:  # a forward sweep gives it in that of the output
             block = self._backend.cast(block, self._wrt.tensor)
-        return block if tuple(self._backend.shape(block)) == shape else self._backend.reshape(block, shape)
+        if tuple(self._backend.shape(block)) != shape:
+            block = self._backend.reshape(block, shape)
+        return self._backend.materialize(block)
 
     def _require_zero(self) -> None:
         if not self._zero:
@@ -242,17 +244,15 @@ class Jacobian(Whole, Sparse):
             axes = (*range(len(mine), len(shape)), *range(len(mine)))
             other = backend.transpose(other, axes)
         seeds = self._embedded(backend.reshape(other, (math.prod(more), *mine)), this)
-        product = self._reader.product(seeds, forward) if math.prod(more) else self._reader.nothing((0,))
+        product = self._reader.product(seeds, forward)
         if product is None:
             self._require_zero()
             product = backend.zeros((math.prod(more), *backend.shape(that.tensor)), this.tensor)
         rest = (*self._examples, *that.shape)
-        if math.prod(more):
-            product = self._picked(product, that)
-        product = backend.reshape(backend.cast(product, that.tensor), (*more, *rest))
-        if not forward or not count:
-            return product
-        return backend.transpose(product, (*range(count, count + len(rest)), *range(count)))
+        product = backend.reshape(backend.cast(self._picked(product, that), that.tensor), (*more, *rest))
+        if forward and count:
+            product = backend.transpose(product, (*range(count, count + len(rest)), *range(count)))
+        return backend.materialize(product)
 
     def _embedded(self, seeds: Tensor, side: Side) -> Tensor:
         """Seeds for some elements of a tensor, as seeds for all of it."""

@@ -136,7 +136,7 @@ def _taken(backend: Backend, stack: Tensor, side: Side, shape: tuple[int, ...]) 
     if side.base is not None:
         where = side.base.stacked((count,))
         stack = backend.take(backend.reshape(stack, where.of), where)
-    return backend.reshape(stack, shape)
+    return backend.materialize(backend.reshape(stack, shape))
 
 
 def _require_one(**sides: Any) -> None:

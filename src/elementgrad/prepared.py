@@ -8,7 +8,7 @@ import numpy as np
 
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
-from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError
+from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError, TracedError
 from elementgrad.plan.compressed import Asked, Compressed
 from elementgrad.plan.plan import Plan
 from elementgrad.plan.sweep import PRECISION
@@ -120,9 +120,20 @@ class Prepared:
         backend, pattern = self._jacobian._backend, self.pattern
         if self._format == "scipy":
             csr_array = scipy_sparse().csr_array
-            return lambda values: csr_array(
-                (backend.read(values), pattern.columns, pattern.starts), shape=pattern.shape
-            )
+
+            def by_rows(values: Tensor) -> Any:
+                numbers = backend.array(values)
+                if numbers is None:
+                    raise TracedError(
+                        "a matrix of SciPy holds numbers, and these are traced; leave format out, or read it outside "
+                        "of what is compiled"
+                    )
+                if numbers.dtype == np.float16:  # which SciPy lacks
+                    numbers = numbers.astype(np.float32)
+                # Copied, since SciPy may write to the places of the entries as well, which are the pattern's own.
+                return csr_array((numbers, pattern.columns, pattern.starts), shape=pattern.shape, copy=True)
+
+            return by_rows
         return backend.sparse(pattern, self._format, self._jacobian._wrt.tensor)
 
     def _error(self) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 from elementgrad import tree
 from elementgrad.backends import Backend, owner, plain
 from elementgrad.backends.linear import Linear
-from elementgrad.errors import OptionError, PlaceError, SelectionError
+from elementgrad.errors import OptionError, PlaceError, SelectionError, quoted
 from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
@@ -174,7 +174,7 @@ class _Reading:
         zero = asks_for_zeros(unconnected)
         for name, flag in {"batch": batch, "create_graph": create_graph}.items():
             if not isinstance(flag, bool):
-                raise OptionError(f"{name}={flag!r} is neither True nor False; give one of them")
+                raise OptionError(f"{name}={quoted(flag)} is neither True nor False; give one of them")
         limit = bytes_of.parse(budget)
         of, wrt = tree.mapped(of, parsed_target), tree.mapped(wrt, parsed)
         call = Call(f, args, kwargs)
@@ -220,9 +220,7 @@ class _Reading:
         question = partial(Question, f, args, dict(kwargs), zero, batch, create_graph)
         reading = cls(call.backend, linear, *filled, zero, limit, batch, again, question, why)
         reading._examples()
-        if "c" in [call.backend.kind(side.tensor) for side in (*outs, *ins)]:
-            for side in outs:
-                linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
+        forbid_forward(linear, call.backend, outs, ins)
         return reading
 
     def jacobian(self, of: Side, wrt: Side, pattern: Any = None, symmetric: bool = False) -> Jacobian:
@@ -258,6 +256,8 @@ class _Reading:
             return self.again(number, x).gradient(of.number, seeds[0])
 
         linear = self.linear.gradient(of.number, seeds[0])
+        inputs = tree.flat(self.wrt)
+        forbid_forward(linear, self.backend, inputs, [of, *inputs])  # its outputs are numbered as the inputs are
         return replace(self, linear=linear, again=again, why=None, element=of.place)
 
     def gradient_side(self, of: Side, wrt: Side) -> Side:
@@ -278,10 +278,17 @@ def _distinct(sources: list[Source]) -> list[Source]:
     return list(dict.fromkeys(sources)) if len(sources) > 1 else sources
 
 
+def forbid_forward(linear: Linear, backend: Backend, outputs: Sequence[Side], others: Sequence[Side]) -> None:
+    """Allow reverse sweeps alone where a number is complex, since the two directions mean different derivatives."""
+    if any(backend.kind(side.tensor) == "c" for side in (*outputs, *others)):
+        for side in outputs:
+            linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
+
+
 def asks_for_zeros(unconnected: str) -> bool:
     """Whether zeros will do where there is no path."""
     if unconnected not in ("error", "zero"):
-        raise OptionError(f'unconnected={unconnected!r} is neither "error" nor "zero"; give one of them')
+        raise OptionError(f'unconnected={quoted(unconnected)} is neither "error" nor "zero"; give one of them')
     return unconnected == "zero"
 
 
@@ -293,7 +300,9 @@ def parsed(wanted: Named) -> Place:
     if isinstance(place, Place):
         return place
     if owner(place) is None:
-        raise PlaceError(f'{place!r} names no tensor; give a name such as "x" or "output[0]", a place or a tensor')
+        raise PlaceError(
+            f'{quoted(place)} names no tensor; give a name such as "x" or "output[0]", a place or a tensor'
+        )
     return Place(place)
 
 

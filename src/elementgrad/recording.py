@@ -1,6 +1,7 @@
 """`record`: derivatives of eager code, asked for during or after it runs."""
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -11,11 +12,12 @@ import numpy as np
 from elementgrad import backends, tree
 from elementgrad.backends import Backend, plain
 from elementgrad.backends.recorder import Asked, Recorder
+from elementgrad.cleanup import committed
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
 from elementgrad.plan import budget as bytes_of
-from elementgrad.read import asks_for_zeros
+from elementgrad.read import asks_for_zeros, forbid_forward
 from elementgrad.reasons import unconnected as no_path
 from elementgrad.shares import Share, Shares
 from elementgrad.side import Side
@@ -62,19 +64,29 @@ class Recording:
             _require_gradient(self._backend, x)
         self._recorder: Recorder = self._backend.recorder(tensors)
         self._state = "new"
+        self._thread = threading.get_ident()
 
+    @committed
     def __enter__(self) -> "Recording":
         if self._state != "new":
             raise OptionError("a recording is of one block; call eg.record again for another")
-        self._recorder.start()
         self._state = "open"
+        self._recorder.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._state = "closed"
-        self._recorder.stop()
+        try:
+            self._recorder.stop()
+        finally:  # once more, as an interrupt may have come first; what is done already is not done again
+            self._recorder.stop()
+            self._state = "closed"
+
+    def __del__(self) -> None:
+        # An interrupt on the way into `__exit__` leaves the recording on, until the block that was left lets go of it.
+        if self.__dict__.get("_state") == "open" and self._thread == threading.get_ident():
+            self._recorder.stop()
 
     @plain
     def grad(self, of: Tree, wrt: Tree, unconnected: str = "error") -> Tree:
@@ -159,9 +171,7 @@ class _Reading:
         ends = iter([*outputs, *inputs])
         self.of = _sides(of, ends, "of", self.linear.value, backend)
         self.wrt = _sides(wrt, ends, "wrt", self.linear.inputs.__getitem__, backend)
-        if any(backend.kind(side.tensor) == "c" for side in [*tree.flat(self.of), *tree.flat(self.wrt)]):
-            for side in tree.flat(self.of):
-                self.linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
+        forbid_forward(self.linear, backend, tree.flat(self.of), tree.flat(self.wrt))
 
     def jacobian(self, of: Side, wrt: Side) -> Jacobian:
         """The lazy Jacobian of two sides."""
@@ -194,7 +204,8 @@ class _Reading:
             shares = [(flow.use.operation, flow.use.where, flow.value) for flow in rows[0] or ()]
         else:
             shares = self._joined(rows)
-        return Shares([Share(name, line, backend.reshape(value, shape)) for name, line, value in shares], nothing)
+        values = [(name, line, backend.fresh(backend.reshape(value, shape))) for name, line, value in shares]
+        return Shares([Share(*share) for share in values], nothing)
 
     def _joined(self, rows: Sequence[Any]) -> list[tuple[str, str | None, Tensor]]:
         """The same use for several output elements is one share."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.errors import SelectionError, TracedError
+from elementgrad.errors import SelectionError, TracedError, quoted
 from elementgrad.index import IndexArray, Span, normalize, to_text
 
 Shape = tuple[Any, ...]
@@ -62,7 +62,7 @@ class Selection:
         except TypeError:
             fits = False
         if not fits:
-            raise SelectionError(f"{shape!r} is not a shape; give a tuple of sizes, such as (3, 4)")
+            raise SelectionError(f"{quoted(shape)} is not a shape; give a tuple of sizes, such as (3, 4)")
         index = normalize(index)
         try:
             return resolve(index, tuple(shape))
@@ -139,8 +139,12 @@ class Selection:
     @cached_property
     def whole(self) -> bool:
         """Whether every element is named, once and in order, as by `x[...]`."""
-        return self.mask is None and all(
-            isinstance(part, range) and part == range(size) for part, size in zip(self.parts, self.of, strict=True)
+        return (
+            self.mask is None
+            and self.broadcast is None
+            and all(
+                isinstance(part, range) and part == range(size) for part, size in zip(self.parts, self.of, strict=True)
+            )
         )
 
     def flat(self) -> np.ndarray:
@@ -248,8 +252,11 @@ class Selection:
 
     @classmethod
     def at_flat(cls, positions: np.ndarray, of: Shape) -> "Selection":
-        """The elements at these positions of the flattened tensor."""
-        return cls(of, tuple(np.unravel_index(positions, of)) if of else (), block=0, broadcast=positions.shape)
+        """Return the elements at these positions of the flattened tensor; a single position is named by ints."""
+        parts = np.unravel_index(positions, of) if of else ()
+        if not positions.shape:
+            return cls(of, tuple(map(int, parts)))
+        return cls(of, tuple(parts), block=0, broadcast=positions.shape)
 
     def __repr__(self) -> str:
         named = "traced elements" if self.traced else f"{self.size} of {math.prod(self.of)} elements"

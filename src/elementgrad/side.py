@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from elementgrad import tree
 from elementgrad.backends import Backend
 from elementgrad.errors import DtypeError, OptionError, PlaceError, SelectionError, TracedError
@@ -76,4 +78,5 @@ class Side(tree.Leaf):
             raise TracedError(f"{self.name}: the index is traced, so sweeps cannot be planned; use a concrete one")
         if self.base is None:
             return chosen
-        return Selection.at_flat(self.base.flat().reshape(-1)[chosen.flat()], self.of)
+        positions = np.asarray(self.base.flat().reshape(-1)[chosen.flat()])
+        return Selection.at_flat(positions, self.of or (1,))  # an index array needs an axis, and there may be none

@@ -7,7 +7,7 @@ import numpy as np
 
 from elementgrad.backends import Backend, plain
 from elementgrad.backends.linear import UnsupportedError
-from elementgrad.errors import OptionError, PatternError
+from elementgrad.errors import OptionError, PatternError, quoted
 from elementgrad.plan.compressed import Asked, Compressed
 from elementgrad.plan.run import Reader
 from elementgrad.prepared import Again, Format, Prepared
@@ -52,7 +52,7 @@ class Sparse:
         """
         self._require_one()
         if not isinstance(local, bool):
-            raise OptionError(f"local={local!r} is neither True nor False; give one of them")
+            raise OptionError(f"local={quoted(local)} is neither True nor False; give one of them")
         if local or self._local:
             self._known, self._local = self._found(local), local
         return self._within(self._whole())
@@ -106,7 +106,7 @@ class Sparse:
         self._require_one()
         if format not in (None, "csr", "coo", "scipy"):
             raise OptionError(
-                f'format={format!r} is none of "csr", "coo" and "scipy"; give one of them or leave it out'
+                f'format={quoted(format)} is none of "csr", "coo" and "scipy"; give one of them or leave it out'
             )
         return Prepared(self, self._within(self._whole()), format)
 
@@ -121,6 +121,9 @@ class Sparse:
 
     def _found(self, local: bool) -> Pattern:
         """The pattern of the whole tensors, from the derivative program."""
+        shape = self._reader.of_size, self._reader.wrt_sizes[0]
+        if 0 in shape:
+            return Pattern.from_entries([], [], shape)
         try:
             found = self._reader.linear.pattern(self._of.number, self._wrt.number, local)
         except UnsupportedError as error:
@@ -131,7 +134,7 @@ class Sparse:
             ) from error
         if found is None:
             self._require_zero()
-            return Pattern.from_entries([], [], (self._reader.of_size, self._reader.wrt_sizes[0]))
+            return Pattern.from_entries([], [], shape)
         return found
 
     def _given(self, pattern: Any) -> Pattern:

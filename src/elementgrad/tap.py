@@ -9,6 +9,7 @@ from typing import Any
 
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
+from elementgrad.cleanup import Lock, defer, push, scope
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -17,11 +18,18 @@ Value = Any
 Transform = Callable[[Tensor], Tensor]
 MARKS = frozenset("#:[]()\n")
 """What no name of a tag may hold: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
-_local = threading.local()
-_lock = threading.Lock()
-_nothing_to_do: set[tuple[type, str]] = set()  # types of tensors and good names: so a tag costs next to nothing
+
+
+class _Local(threading.local):
+    passages: tuple[tuple["Passage | None", Callable[[str], bool]], ...] = ()
+
+
+_local = _Local()
+_lock = Lock()
+_nothing_to_do: set[type] = set()  # types of tensors that no framework stages: so a tag costs next to nothing
 _nothing = nullcontext()
-_open = 0  # passages open in any thread: a plain number, which a compiler of Python code can look at for nothing
+_entries: set[object] = set()  # passages open in any thread
+_open = 0  # how many: a plain number, which a compiler of Python code can look at for nothing
 
 
 def tag(value: Value, name: str) -> Value:
@@ -40,10 +48,10 @@ def tag(value: Value, name: str) -> Value:
     >>> eg.grad(f, torch.tensor([1.0, 2.0]), of="hidden[1]")
     tensor([0., 4.])
     """
-    if not _open and (type(value), name) in _nothing_to_do:
-        return value
     if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
         raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
+    if not _open and type(value) in _nothing_to_do:
+        return value
     if _open:
         passage, here = _current()
         if passage is not None and here(name):
@@ -52,7 +60,7 @@ def tag(value: Value, name: str) -> Value:
     if backend is None:
         return _staged(value, name)
     if type(backend).staged is Backend.staged and backend.remembers(type(value)):  # it stages nothing, ever
-        _nothing_to_do.add((type(value), name))
+        _nothing_to_do.add(type(value))
     return backend.staged(value, name)
 
 
@@ -181,22 +189,30 @@ def apart() -> AbstractContextManager[None]:
 
 @contextmanager
 def _entered(passage: Passage | None, here: Callable[[str], bool]) -> Iterator[None]:
-    global _open
-    passages = _local.__dict__.setdefault("passages", [])
-    passages.append((passage, here))
-    with _lock:
-        _open += 1
-    try:
+    with scope():
+        me = object()
+        defer(_close, me)
+        push(_local, "passages", (passage, here))
+        _note_open(me)
         yield
-    finally:
-        with _lock:
-            _open -= 1
-        passages.pop()
+
+
+def _note_open(me: object) -> None:
+    global _open
+    with _lock.taken():
+        _entries.add(me)
+        _open = len(_entries)
+
+
+def _close(me: object) -> None:
+    global _open
+    with _lock.taken():
+        _entries.discard(me)
+        _open = len(_entries)
 
 
 def _current() -> tuple[Passage | None, Callable[[str], bool]]:
-    passages = _local.__dict__.get("passages")
-    return passages[-1] if passages else (None, bool)
+    return _local.passages[-1] if _local.passages else (None, bool)
 
 
 def _staged(value: Value, name: str) -> Value:

@@ -20,6 +20,8 @@ from elementgrad.index import Index, IndexArray, Item, Span
 
 LONGEST = 40
 """Digits of an int: more would name nothing and take long to read."""
+SHOWN = 100
+"""Characters that are shown before and behind one that does not fit."""
 KINDS = ("input", "output", "activation", "parameter", "buffer")
 _NAME = re.compile(r"[^\[\]()\n]*")
 _INT = re.compile(r"[+-]?\d+")
@@ -158,13 +160,16 @@ class _Parser:
 
     def error(self, fits: str) -> ParseError:
         given = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-        shown = re.sub(r"\s", " ", self.text)
-        return ParseError(f"expected {fits} at character {self.at + 1}, found {given}\n  {shown}\n  {' ' * self.at}^")
+        start, end = max(0, self.at - SHOWN), self.at + SHOWN
+        before, after = "... " if start else "", " ..." if end < len(self.text) else ""
+        shown = before + re.sub(r"\s", " ", self.text[start:end]) + after
+        mark = " " * (len(before) + self.at - start)
+        return ParseError(f"expected {fits} at character {self.at + 1}, found {given}\n  {shown}\n  {mark}^")
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
     """Which of the names somebody may have meant, as the end of a sentence."""
-    inside = [other for other in names if re.match(re.escape(name) + "[.:/#]", other)]
+    inside = [other for other in names if other.startswith(name) and other[len(name) :][:1] in tuple(".:/#")]
     near = inside or get_close_matches(name, names, n=3)
     return f"nearest: {listed(near)}" if near else f"there are: {listed(names)}"
 

@@ -11,7 +11,7 @@ from typing import Any
 from elementgrad import backends, tree
 from elementgrad.backends import Backend
 from elementgrad.backends.model import Model
-from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, quoted
 from elementgrad.place import Place
 from elementgrad.side import Side
 from elementgrad.signature import bind
@@ -37,7 +37,9 @@ class Call:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         require_callable(function)
         if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow question
-            raise OptionError(f"kwargs={kwargs!r} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
+            raise OptionError(
+                f"kwargs={quoted(kwargs)} is no dict; give arguments by name, as in kwargs={{'mask': mask}}"
+            )
         self._bound = bind(function, args, kwargs)
         self._homes: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
         self.inputs: list[Source] = []

@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any
 
 from elementgrad import backends
+from elementgrad.errors import OptionError
 
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 """The keys of what is inside (None in a box, whose content bears its name), what is inside, how to put others in."""
@@ -15,6 +16,8 @@ Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
 _closed: set[type] = set()
 """Types that were found to be never opened."""
+DEEPEST = 200
+"""Containers inside of one another; Python itself counts calls, and has room for about a thousand."""
 
 
 class Leaf:
@@ -67,6 +70,8 @@ def filled(tree: Any, new: Sequence[Any]) -> Any:
 
 
 def _opened(tree: Any, above: tuple[Any, ...]) -> Node | None:
+    if len(above) > DEEPEST:
+        raise OptionError(f"containers are nested more than {DEEPEST} deep; give tensors in fewer of them")
     return None if any(tree is other for other in above) else opened(tree)
 
 

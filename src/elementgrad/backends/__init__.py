@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from elementgrad.backends.protocol import Backend
+from elementgrad.cleanup import guarded
 from elementgrad.errors import FrameworkError
 
 __all__ = ["Backend", "eager", "find", "holder", "on_whole", "opened", "owner", "plain", "whole"]
@@ -34,7 +35,12 @@ def on_whole(keep: Callable[..., Any]) -> None:
 
 
 def plain(function: Function) -> Function:
-    """Mark a function that compilers of Python code must not look into: it runs as it stands."""
+    """Mark a verb that compilers of Python code must not look into: it runs as it stands, and leaves nothing behind."""
+    return uncompiled(guarded(function))
+
+
+def uncompiled(function: Function) -> Function:
+    """Mark a function that compilers of Python code must not look into."""
 
     @wraps(function)
     def outer(*arguments: Any, **options: Any) -> Any:
@@ -70,7 +76,12 @@ def opened(value: Any) -> tuple[Any, Any, Any] | None:
 
 
 def holder(function: Any) -> Backend | None:
-    """The backend of which a function is a model."""
+    """The backend of which a function is a model; a Keras model that computes with another one is refused."""
+    _require_keras_on_tensorflow(function)
+    return _holder(function)
+
+
+def _holder(function: Any) -> Backend | None:
     for backend in _imported():
         if backend.models(function):
             return backend
@@ -91,7 +102,7 @@ def eager(function: Any, wrt: Any = None) -> Backend:
         package = value.__name__.partition(".")[0] if isinstance(value, ModuleType) else None
         named = "tensorflow" if package == "keras" else package
         for backend in able:
-            if named == backend.name or owner(value) is backend or holder(value) is backend:
+            if named == backend.name or owner(value) is backend or _holder(value) is backend:
                 return backend
     return able[0]
 
@@ -136,6 +147,25 @@ def _imported() -> Iterator[Backend]:
         import elementgrad.backends.jax
 
         yield elementgrad.backends.jax.backend
+
+
+def _require_keras_on_tensorflow(function: Any) -> None:
+    """Refuse a Keras model on another backend, whose layers do not read their variables from where they are kept.
+
+    On PyTorch such a model is a module whose parameters bear other names and are not those that it computes with, so
+    that derivatives by them would be missing, and elements of them would not train.
+    """
+    keras = sys.modules.get("keras")
+    layer = getattr(keras, "Layer", None)
+    if keras is None or layer is None:
+        return
+    model = function if isinstance(function, layer) else getattr(function, "__self__", None)
+    if isinstance(model, layer) and (backend := keras.backend.backend()) != "tensorflow":
+        raise FrameworkError(
+            f"{type(model).__name__} is a Keras model on the {backend} backend, and only Keras on TensorFlow is "
+            "supported; set KERAS_BACKEND=tensorflow before Keras is imported, or read derivatives with respect to its "
+            "inputs by giving a function, such as lambda x: model(x)"
+        )
 
 
 def _not_a_tensor(value: Any) -> str:

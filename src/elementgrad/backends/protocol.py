@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
+from elementgrad.backends.limits import Limits
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.matrices import Matrices
 from elementgrad.backends.model import Model
@@ -23,6 +24,8 @@ Picked = tuple[Tensor, np.ndarray | None]
 """A live tensor, and the flat positions of some of its elements; None for all."""
 Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
+NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
+"""The dtypes of derivatives that NumPy has."""
 
 
 class Backend(Matrices):
@@ -51,6 +54,22 @@ class Backend(Matrices):
     @abstractmethod
     def read(self, x: Tensor) -> np.ndarray | None:
         """The values, or None if they are traced and nobody can know them."""
+
+    def array(self, x: Tensor) -> np.ndarray | None:
+        """Return the values as an array that can be written to, or None if they are traced.
+
+        A dtype that NumPy lacks comes as float32, which holds it exactly.
+        """
+        native = self.dtype(x) in NATIVE
+        values = self.read(x) if native else self.floats(x)
+        if values is None:
+            return None
+        values = np.asarray(values if native else values.astype(np.float32))
+        return values if values.flags.writeable else values.copy()
+
+    @abstractmethod
+    def limits(self, x: Tensor) -> Limits | None:
+        """Return the range of the dtype, or None if the framework does not tell it."""
 
     @abstractmethod
     def cast(self, value: Any, like: Tensor) -> Tensor:
@@ -221,6 +240,10 @@ class Backend(Matrices):
 
     def fresh(self, x: Tensor) -> Tensor:
         """A tensor that may be written to without changing another; a framework without writes has no others."""
+        return x
+
+    def materialize(self, x: Tensor) -> Tensor:
+        """Return a result as an ordinary tensor that holds every number itself, and no others; x if it is one."""
         return x
 
     def kept(self, x: Tensor) -> Tensor:

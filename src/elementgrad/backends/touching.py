@@ -41,6 +41,37 @@ def touched(
     return found if tried else guessed(masks, shapes)
 
 
+def ties(again: Again, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], coarse: Sequence[bool]) -> bool:
+    """Whether some elements are level with what a choice took instead of them: the least move shows in what it gives.
+
+    So no rule is needed for which elements stand against each other: those of a window, of an axis or of a segment.
+    `coarse` says which numbers are bfloat16, held in float32.
+    """
+    try:
+        here = again(taken)
+        for way in (1.0, -1.0):
+            moved = [
+                x if mask is None or x.dtype.kind != "f" else _nudged(x, mask, way * (1 << 16 if rough else 1))
+                for x, mask, rough in zip(taken, masks, coarse, strict=True)
+            ]
+            pairs = zip(here, again(moved), strict=True)
+            if any(a.dtype.kind in "fc" and _differ(a, b).any() for a, b in pairs):
+                return True
+    except Exception:  # it cannot be run again
+        pass
+    return False
+
+
+def _nudged(x: np.ndarray, mask: np.ndarray, units: float) -> np.ndarray:
+    """Elements moved by so many units of their last place; zeros by the least number that no processor flushes."""
+    moved = np.array(x)
+    least = np.finfo(x.dtype).tiny
+    flat = np.where(np.abs(x) < least, np.copysign(least, units), x + units * np.abs(np.spacing(x)))
+    chosen = mask & np.isfinite(x)
+    moved[chosen] = flat[chosen].astype(x.dtype)
+    return moved
+
+
 def guessed(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """Masks for what is not run again, as it calls the user's code or may never end.
 

@@ -43,8 +43,23 @@ class Part:
     """Their values, in one row: what an optimizer moves."""
     originals: Tensor
     """What they were, in the parameter's dtype."""
+    found: Tensor
+    """What they were when this was made, which may be what they had become by an earlier training."""
     mark: Any
     """Where their change is noted, with `bits` of the originals: to be told if these change."""
+
+
+class Standing(NamedTuple):
+    """Whether a parameter trains as a whole."""
+
+    trained: bool
+    """Whether it did before any elements of the model."""
+    claimed: bool = False
+    """Whether elements that train have frozen it, or have spared it."""
+    kept: bool = False
+    """Whether they were told to spare it."""
+    able: bool = True
+    """Whether its dtype can train at all."""
 
 
 class Trainer(ABC):
@@ -58,6 +73,8 @@ class Trainer(ABC):
     """What else bears a name, by its kind, in words."""
     separator = "."
     """What stands between the parts of a name."""
+    freezes = True
+    """Whether parameters hold still while elements train."""
 
     @abstractmethod
     def parameter(self, name: str) -> Tensor:
@@ -133,8 +150,12 @@ class Trainer(ABC):
         """Elements at some positions, with their values now or with values and originals from a file."""
 
     @abstractmethod
-    def start(self, parts: Sequence[Part]) -> None:
-        """Let parts train: freeze all else, and let the layers know."""
+    def start(self, parts: Sequence[Part], kept: Sequence[Tensor] = ()) -> None:
+        """Let parts train: freeze all else but the parameters that are kept, and let the layers know."""
+
+    @abstractmethod
+    def cancel(self, parts: Sequence[Part]) -> None:
+        """Undo `start`, as far as it has come, and `write`: parameters hold what they held. Idempotent."""
 
     @abstractmethod
     def stop(self, parts: Sequence[Part]) -> None:
@@ -200,6 +221,18 @@ class Trainer(ABC):
     def names(self) -> Iterator[str]:
         """The names of all parameters."""
 
+    def spelled(self) -> Iterator[tuple[str, Tensor]]:
+        """Every name of every parameter: one that is tied has several."""
+        return ((name, self.parameter(name)) for name in self.names())
+
+    def standing(self, tensor: Tensor) -> Standing:
+        """Return whether a parameter trains as a whole, where training elements freezes the others."""
+        raise NotImplementedError
+
+    def hooked(self, tensor: Tensor) -> bool:
+        """Return whether somebody wants to see the gradient of a parameter, which its elements do not make."""
+        return False
+
     def lasting(self, tensor: Tensor) -> Any:
         """What changes of a parameter are noted by, for as long as it lives."""
         return tensor
@@ -217,6 +250,7 @@ class UseOf(NamedTuple):
 class FunctionalTrainer(Trainer):
     """Parameters that are never written to: values are optimised apart from them, and merged where needed."""
 
+    freezes = False
     elsewhere: Mapping[str, str] = {
         "parameters": "elements.values, to optimise with optax",
         "variables": "elements.values, to optimise with optax",
@@ -269,8 +303,11 @@ class FunctionalTrainer(Trainer):
         """None that anybody else would have to mind."""
         return ()
 
-    def start(self, parts: Sequence[Part]) -> None:
+    def start(self, parts: Sequence[Part], kept: Sequence[Tensor] = ()) -> None:
         """Nothing needs to know."""
+
+    def cancel(self, parts: Sequence[Part]) -> None:
+        """Nothing was written."""
 
     def write(self, part: Part) -> None:
         """Nothing is written to."""

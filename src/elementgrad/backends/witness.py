@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from elementgrad.backends.linear import reason
+
 Tensor = Any
 Verdict = Literal["flows", "unconnected", "zero", "nonfinite", "mismatch"]
 
@@ -94,6 +96,8 @@ class Pulled:
     leaves: float
     there: float
     """The largest that arrives at those elements where what leaves is not finite; `arrives` if nobody can tell."""
+    dead: bool = False
+    """Whether nothing but zeros arrives, also at other elements than those asked for."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +192,38 @@ TO_A_LEAF = "a write in place to a leaf"
 """An operation that PyTorch refuses to run."""
 
 
+LOW = -1e4
+"""What is added to a score to mask it, or less."""
+STATISTIC = "a moving statistic"
+"""What stands for an operation where the source is a statistic that a layer moves by itself, as a batch norm does."""
+
+
 def weights(count: int) -> np.ndarray:
     """A weight for each of several elements asked about: uneven, so that they do not cancel; 1 for one."""
     return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]
+
+
+def unfollowed(error: BaseException) -> str:
+    """That a run could not be followed, and why, as something that was seen."""
+    told = f"{type(error).__name__}: {reason(error)}"
+    return f"the run could not be followed, so that cause and path are not known: {told}"
+
+
+def counts_for_nothing(x: np.ndarray, moved: np.ndarray) -> bool:
+    """Whether elements of what a softmax takes are as low as masks make them, and others are not."""
+    return bool((x[moved] <= LOW).all() and (x[~moved] > LOW).any())
+
+
+def arriving(came: np.ndarray, bad: np.ndarray) -> float | None:
+    """The largest gradient that arrives where some that leave are bad, for shapes that stretch to each other.
+
+    None if they do not, as for a product of matrices: then nobody can tell which belongs to which.
+    """
+    try:
+        came, bad = np.broadcast_arrays(came, bad)
+    except ValueError:
+        return None
+    return float(np.abs(came[bad]).max(initial=0.0))
 
 
 def bounded(lower: bool, bound: np.ndarray) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad.backends.linear import UnsupportedError
+from elementgrad.cleanup import contained
 from elementgrad.distributed import driver
 from elementgrad.distributed.fingerprint import fingerprint
 from elementgrad.distributed.part import numbers, part
@@ -76,10 +77,11 @@ class Blocks:
                 yield result
 
     def stored(self, out: Any) -> Any:
-        """All of them in a Zarr array on disk; those that are there already are not read again."""
+        """All of them in a Zarr array on disk; those that are there already, and sound, are not computed again."""
         path, jacobian = checked(out), self._jacobian
         asked = fingerprint(jacobian, self.layout, self._swept)
         store = Store.at(path, self.layout, self._dtype, repr(jacobian)[1:].partition(":")[0], asked)
+        store.remove_damaged()
         for workers in (store, None):  # who may have written to a copy on a disk of their own: then values come back
             for number, values in self.read(store.missing(), workers):
                 if values is not None:
@@ -101,9 +103,12 @@ class Blocks:
             yield from driver.results(self._jacobian, self.plan, self.layout, self._executor, which, store)
             return
         for number in which:
-            with hushed():
-                values = part(self._jacobian, self.plan, self.layout, number)
-            yield number, values
+            yield number, self._part(number)
+
+    @contained
+    def _part(self, number: int) -> np.ndarray:
+        with hushed():
+            return part(self._jacobian, self.plan, self.layout, number)
 
     @property
     def _dtype(self) -> np.dtype:

@@ -12,7 +12,6 @@ from elementgrad.plan.plan import Plan
 from elementgrad.selection import Selection
 
 Tensor = Any
-NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 
 
 def part(jacobian: Jacobian, plan: Plan, layout: Layout, number: int) -> np.ndarray:
@@ -30,10 +29,9 @@ def part(jacobian: Jacobian, plan: Plan, layout: Layout, number: int) -> np.ndar
 
 def numbers(x: Tensor, backend: Backend) -> np.ndarray:
     """The values of a tensor; a dtype that NumPy lacks comes as float32, which holds it exactly."""
-    native = backend.dtype(x) in NATIVE
-    values = backend.read(x) if native else backend.floats(x)
+    values = backend.array(x)
     if values is None:
         raise TracedError(
             "blocks are numbers, and these are traced, so nobody knows them; read blocks outside of what is compiled"
         )
-    return values if native else values.astype(np.float32)
+    return values

@@ -8,6 +8,7 @@ taken, since the rest (names, counters, caches) may be another in the next proce
 import argparse
 import functools
 import inspect
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ class _Walk:
         if package in FOREIGN:
             return False
         file = content.attribute(sys.modules.get(module or ""), "__file__") or ""
-        return package in ("__main__", self._package) or not INSTALLED & set(Path(file).parts)
+        return package in ("__main__", self._package) or not INSTALLED & set(Path(os.path.normcase(file)).parts)
 
 
 def _word(value: Any) -> bytes | None:

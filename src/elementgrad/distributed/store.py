@@ -1,8 +1,13 @@
-"""A Jacobian on disk as a Zarr array, written block by block: a chunk that is there is done."""
+"""A Jacobian on disk as a Zarr array, written block by block: a chunk that is there, and sound, is done.
+
+Each chunk ends with a checksum of Zarr's crc32c codec. A call that goes on with an array reads the chunks that are
+there once, removes those that do not decode, and computes them again with the missing ones.
+"""
 
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad.distributed.fingerprint import Fingerprint
-from elementgrad.errors import OptionError, WorkerError
+from elementgrad.errors import OptionError, WorkerError, quoted
 from elementgrad.extras import require
 from elementgrad.plan.layout import Layout
 
@@ -19,12 +24,14 @@ KEY = "elementgrad"
 """Where in the attributes of an array it says which Jacobian it holds."""
 MOST = 4
 """So many names of what differs are told."""
+PATIENCE = 10.0
+"""Seconds in which another process makes an array that it has begun to make."""
 
 
 def checked(out: Any) -> Path:
     """A path at which an array can be made or gone on with, before anything is computed for it."""
     if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
-        raise OptionError(f'out={out!r} is no path; give the name of a directory, such as "j.zarr"')
+        raise OptionError(f'out={quoted(out)} is no path; give the name of a directory, such as "j.zarr"')
     require("zarr", "out=", "distributed")
     path = Path(os.path.abspath(out))
     if path.is_file():
@@ -56,10 +63,8 @@ class Store:
         if not (path / "zarr.json").exists():
             told: Any = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
             told |= asked.to_attributes()
-            fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
-            options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
             try:
-                _make(path, attributes={KEY: told}, **options)
+                _make(path, layout, dtype, {KEY: told})
             except OSError as error:
                 raise OptionError(f"{path} cannot be made: {error}; give another name") from error
         try:
@@ -74,6 +79,8 @@ class Store:
                 f"{path} holds {told['jacobian']} of another function, point, plan or budget; give another name, or "
                 f"remove it{what}"
             )
+        if (store.array.shape, store.array.chunks, store.array.dtype) != (layout.shape, layout.chunks, dtype):
+            raise OptionError(f"{path} is damaged: its zarr.json describes another array; remove it")
         return store
 
     @classmethod
@@ -84,6 +91,14 @@ class Store:
             return store if store.mark == mark else None
         except (ImportError, KeyError, OSError, ValueError):
             return None
+
+    def remove_damaged(self) -> None:
+        """Remove the chunks that do not decode, so that they count as missing from now on."""
+        damaged = [number for number in range(len(self._layout)) if not self._sound(number)]
+        for number in damaged:
+            self._chunk(number).unlink(missing_ok=True)
+        if self.missing():  # a process that is killed before they are there again leaves an array that says so
+            self._tell(complete=False)
 
     def missing(self) -> list[int]:
         """The blocks that are not there yet."""
@@ -111,8 +126,25 @@ class Store:
         if not self.array.attrs[KEY]["complete"]:
             for left in self._partial():
                 left.unlink(missing_ok=True)
-            self.array.update_attributes({KEY: dict(self.array.attrs[KEY]) | {"complete": True}})
+            self._tell(complete=True)
         return zarr.open_array(str(self.path), mode="r")
+
+    def _tell(self, complete: bool) -> None:
+        told: Any = self.array.attrs[KEY]
+        if told["complete"] != complete:
+            self.array = self.array.update_attributes({KEY: dict(told) | {"complete": complete}})
+
+    def _sound(self, number: int) -> bool:
+        """Return whether a chunk decodes, or is not there at all."""
+        if not self._done(self._chunk(number)):
+            return True
+        try:
+            self.array[self._layout.region(number)]
+        except OSError as error:
+            raise OptionError(f"{self._chunk(number)} cannot be read: {error}; mend that, or remove it") from error
+        except Exception:  # each codec raises what it likes
+            return False
+        return True
 
     @staticmethod
     def _done(chunk: Path) -> bool:
@@ -129,15 +161,44 @@ class Store:
         return self.path.glob("c/**/*.partial")
 
 
-def _make(path: Path, **options: Any) -> None:
-    """An array without chunks. Of several calls at once one makes it: a file is linked to a name that is free."""
+def _make(path: Path, layout: Layout, dtype: np.dtype, attributes: dict[str, Any]) -> None:
+    """Make an array without chunks, unless another call that begins at once is the one to make it."""
     import zarr
+    from zarr.codecs import Crc32cCodec, ZstdCodec
 
     path.mkdir(exist_ok=True)
+    fill: Any = np.array(np.nan, dtype)[()]  # what is not there yet is no number
+    options: Any = {"shape": layout.shape, "chunks": layout.chunks, "dtype": dtype, "fill_value": fill}
     with tempfile.TemporaryDirectory(dir=path, suffix=".partial") as beside:
-        zarr.create_array(store=beside, **options)
+        codecs = [ZstdCodec(), Crc32cCodec()]  # the checksum last, so that nothing damaged is decompressed
+        zarr.create_array(store=beside, compressors=codecs, attributes=attributes, **options)
+        made, target = Path(beside, "zarr.json"), path / "zarr.json"
         with suppress(FileExistsError):
-            os.link(Path(beside, "zarr.json"), path / "zarr.json")
+            try:
+                os.link(made, target)  # only to a name that is free
+            except FileExistsError:
+                raise
+            except (OSError, AttributeError):  # a disk or system without hard links
+                _move(made, target)
+
+
+def _move(made: Path, target: Path) -> None:
+    """Rename a file to a name that is free. Of several processes the one that makes a file beside it does so."""
+    claim = target.with_name(f"{target.name}.partial")
+    until = time.monotonic() + PATIENCE
+    while not target.exists():
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"a process that was to make it has left {claim.name} behind; remove it") from None
+            time.sleep(0.01)
+            continue
+        try:
+            if not target.exists():
+                os.replace(made, target)
+        finally:
+            claim.unlink()
 
 
 def _opened(path: Path) -> Any:

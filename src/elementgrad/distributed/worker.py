@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad.backends import Backend
+from elementgrad.cleanup import contained
 from elementgrad.distributed.part import numbers, part
 from elementgrad.distributed.store import Store
 from elementgrad.errors import FrameworkError, OptionError, WorkerError
@@ -125,6 +126,7 @@ _lock = threading.Lock()
 """One block at a time: what a Jacobian learns of itself in a read is not made for several threads."""
 
 
+@contained
 def run(ticket: Ticket) -> Answer:
     """Read a block; what the function raises is given back, so that it is told from a worker that was lost."""
     with hushed(), _lock:

@@ -27,7 +27,8 @@ CAUSES: Mapping[str, Cause] = {
         "nothing tracks {wrt}",
         {
             "torch": "call requires_grad_(True) on it before it is used",
-            "tensorflow": "set layer.trainable = True, or trainable of the variable; a plain tensor needs tape.watch",
+            "tensorflow": "call tape.watch(x) before it is used, if it is a plain tensor; otherwise set "
+            "layer.trainable = True, or trainable of the variable",
             "jax": "make it an argument of the function and name it in argnums",
         },
     ),
@@ -50,7 +51,13 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "resliced": Cause(
         "{wrt} is another slice of the tensor than the one that was used",
-        "keep the slice in a variable, use that one and ask about it, or ask about the elements of the whole tensor",
+        {
+            "torch": "keep the slice in a variable, use that one and ask about it, or ask about the elements of the "
+            "whole tensor",
+            "tensorflow": "take the slice once, inside of the tape, use that one and ask about it, or ask for the "
+            "gradient of the whole tensor and slice that",
+            "jax": "ask about the elements of the whole array, as in wrt='x[0]'",
+        },
     ),
     "detached": Cause(
         "{operation} cuts it off",
@@ -140,7 +147,8 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "dead-relu": Cause(
         "{operation} is flat at its input, which is not above zero",
-        "check the input of {operation} and its bias, lower the learning rate, or use leaky_relu or gelu",
+        "check the input of {operation} and its bias, lower the learning rate, or use leaky_relu or gelu; weights that "
+        "are all zero need random numbers at the start",
     ),
     "saturated": Cause(
         "{operation} is so far out that its slope is zero in this precision",
@@ -184,7 +192,8 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "modified-through-data": Cause(
         "{operation} writes behind autograd's back, so that the gradient is one for other numbers",
-        "leave .data out, and write inside torch.no_grad() before the tensor is used",
+        "compute a new tensor where autograd sees it, as in h = h * 2; writing through .data or detach(), or inside of "
+        "torch.no_grad(), is for leaves between two steps",
     ),
     "cancelled": Cause(
         "its contributions cancel in {operation}",
@@ -205,7 +214,7 @@ CAUSES: Mapping[str, Cause] = {
         "compute it in a wider dtype, or scale or clamp its input",
     ),
     "masked-branch": Cause(
-        "{operation} has no finite slope there, and that it is masked afterwards does not help",
+        "{operation} has no finite value or slope there, and that it is masked afterwards does not help",
         {
             "torch": "make the input safe: {operation}(torch.where(ok, x, 1.0)), and mask the result too",
             "tensorflow": "make the input safe: {operation}(tf.where(ok, x, 1.0)), and mask the result too",

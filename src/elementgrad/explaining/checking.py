@@ -10,13 +10,23 @@ from typing import Any, Literal
 import numpy as np
 
 from elementgrad.backends import Backend, plain
+from elementgrad.backends.linear import UnsupportedError
 from elementgrad.backends.witness import weights
-from elementgrad.errors import OptionError
+from elementgrad.errors import FrameworkError, OptionError
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import FLAT, why_unconnected
 from elementgrad.explaining.inquiry import Inquiry, blamed, suspected
-from elementgrad.explaining.precision import EPSILON, SIZES, Sampled, moved, parts, positions_in_parts, precision_of
-from elementgrad.explaining.slopes import UNSTEADY, verdicts
+from elementgrad.explaining.precision import (
+    EPSILON,
+    SIZES,
+    Sampled,
+    moved,
+    parts,
+    positions_in_parts,
+    precision_of,
+    unit,
+)
+from elementgrad.explaining.slopes import UNSTEADY, Line, verdicts
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.place import Place
 from elementgrad.read import NOTHING, Named, parsed, parsed_target
@@ -157,22 +167,20 @@ def _entries(
         raise OptionError(
             f"{len(rows)} x {len(columns)} entries are more than {MOST}; name some of {to.name} and of {since.name}"
         )
-    pulled = [_row(linear, backend, to, int(row)) for row in rows]
+    pulled = _rows(linear, backend, to, rows, since, columns)
     base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.met else sampled.tensors[0]
-    numbers = parts(backend, base)
+    numbers = sampled.numbers()
     middle, steady = sampled.steady(base, RUNS * len(columns))
-    beside = moved(
-        sampled, base, list(columns), SIZES[dtype] * weights(len(columns))
-    )  # noise may be nothing in the middle
-    first = parts(backend, sampled(beside))
-    steady &= sampled.same(first, beside)
+    other, first = _elsewhere(sampled, base, columns, numbers, dtype) or (base, middle)
+    steady &= sampled.same(first, other)
     largest = [0.0 if row is None else float(np.abs(row).max(initial=0.0)) for row in pulled]
     judged = []
     for column in columns:
         at = partial(_at, sampled, base, rows, int(column))
         slopes = [0.0 if row is None else float(row[column]) for row in pulled]
-        judged.append(verdicts(at, middle[rows], slopes, largest, float(numbers[column]), dtype))
-    steady &= sampled.same(first, beside)
+        line = Line(at, middle[rows], float(numbers[column]), dtype, unit(middle, numbers, max(largest, default=0.0)))
+        judged.append(verdicts(line, slopes, largest))
+    steady &= sampled.same(first, other)
     entries = []
     for number, (column, row) in enumerate(product(columns, rows)):
         found, derivatives = judged[number // len(rows)][number % len(rows)], pulled[number % len(rows)]
@@ -184,8 +192,21 @@ def _entries(
     return entries
 
 
+def _elsewhere(
+    sampled: Sampled, base: Tensor, columns: np.ndarray, numbers: np.ndarray, dtype: str
+) -> tuple[Tensor, np.ndarray] | None:
+    """Move all that is asked about, since noise may be nothing at the point itself; None if the function refuses it."""
+    sizes = np.abs(numbers[columns])
+    by = SIZES[dtype] * weights(len(columns)) * np.where(np.isfinite(sizes), np.fmax(sizes, 1.0), 0.0)
+    other = moved(sampled, base, list(columns), by)
+    try:
+        return other, parts(sampled.backend, sampled(other))
+    except Exception:  # it is the user's function, at numbers that are not theirs
+        return None
+
+
 def _at(sampled: Sampled, base: Tensor, rows: np.ndarray, column: int, by: float) -> np.ndarray:
-    return sampled.read(moved(sampled, base, [column], by), rows)
+    return sampled.beside(moved(sampled, base, [column], by), rows)
 
 
 def _evaluated(call: Call, source: Source, target: Source) -> tuple[Sampled, str, Any]:
@@ -208,6 +229,28 @@ def _evaluated(call: Call, source: Source, target: Source) -> tuple[Sampled, str
 def _positions(side: Side, backend: Backend) -> np.ndarray:
     chosen = np.asarray(side.select(..., backend).flat()).reshape(-1)
     return positions_in_parts(backend, side.tensor, chosen)
+
+
+def _rows(
+    linear: Any, backend: Backend, to: Side, rows: np.ndarray, since: Side, columns: np.ndarray
+) -> list[np.ndarray | None]:
+    """Derivatives of some parts of the target: by reverse sweeps, or by forward ones where those have no rule."""
+    try:
+        return [_row(linear, backend, to, int(row)) for row in rows]
+    except UnsupportedError as error:
+        if "c" in (backend.kind(to.tensor), backend.kind(since.tensor)):
+            raise FrameworkError(f"{backend.name} has no reverse rule for these complex numbers: {error}") from error
+    found = np.zeros((len(rows), math.prod(backend.shape(since.tensor))))
+    try:
+        for column in columns:
+            seed = backend.units(since.tensor, np.array([column]), 1)
+            (pushed,) = linear.push(0, [0], seed)
+            if pushed is None:
+                return [None] * len(rows)
+            found[:, column] = parts(backend, pushed)[rows]
+    except UnsupportedError as error:
+        raise FrameworkError(f"{backend.name} can differentiate this in no direction: {error}") from error
+    return list(found)
 
 
 def _row(linear: Any, backend: Backend, to: Side, row: int) -> np.ndarray | None:

@@ -1,7 +1,7 @@
 """What explain finds: a verdict, its cause, the line, and what to do about it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elementgrad.backends.witness import Verdict
@@ -53,6 +53,8 @@ class Diagnosis:
     """The gradient, if there is one."""
     of: str = "output"
     wrt: str = "the input"
+    variant: str | None = field(default=None, repr=False)
+    """What the words are chosen by besides the cause: the operation, mostly."""
 
     @classmethod
     def made(
@@ -71,9 +73,10 @@ class Diagnosis:
             step.path if step is not None else "",
             tuple(trail.line(step)) if trail is not None else (),
             tuple(dict.fromkeys(evidence)),
-            known(cause, operation).remedy(framework).format(**words),
+            known(cause, finding.variant or operation).remedy(framework).format(**words),
             of=of,
             wrt=wrt,
+            variant=finding.variant,
             **more,
         )
 
@@ -82,7 +85,7 @@ class Diagnosis:
         """What is wrong, as a part of a sentence."""
         if self.fix is None:
             return None
-        said = known(self.cause, self.operation).says
+        said = known(self.cause, self.variant or self.operation).says
         return said.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
 
     @property
@@ -118,7 +121,7 @@ class Diagnosis:
         lines = [self.sentence]
         if self.fix is not None and self.place is not None:
             lines.append(f"where: {self.place}")
-        if self.cause is None and self.fix is not None:
+        if self.cause is None:
             lines += [f"seen: {fact}" for fact in self.evidence]
         if self.fix is not None:
             lines.append(f"fix: {self.fix}")

@@ -1,15 +1,19 @@
 """Where a derivative was lost, from the account of a run: no framework, only steps, values and what flows through."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
 from elementgrad.backends.witness import Pulled, Pushed, Seen, Step
-from elementgrad.explaining.operations import GROWS, KILLS, SINGULAR
+from elementgrad.explaining.operations import GROWS, KILLS, MATRICES, QUOTIENTS, SELECT, SINGULAR
 from elementgrad.explaining.trail import Finding, Trail
+from elementgrad.explaining.variants import ELSEWHERE
 
 DECISIVE = ("not-tracked", "integer", "freed-graph")
 """Remarks after which nobody need look for a step."""
+MASKS = frozenset("masked unused not-selected overwritten dropped clamped dead-relu row-not-used step-function".split())  # noqa: SIM905
+"""What takes elements out of a value, so that no gradient comes back to them."""
 FLAT = ("discrete", "step-function")
 """Ends of a path at which no slope is lost, since there is none."""
 
@@ -18,7 +22,7 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     """Why the framework's derivative has no path. `moves` says whether the target moves with the element, if known."""
     account = trail.account
     for remark in account.remarks:
-        if remark.cause in DECISIVE:
+        if remark.cause in DECISIVE or (remark.cause == "no-rule" and not account.steps):
             finding = Finding.of_remark(remark)
             finding.step = finding.step or next((step for step in account.steps if account.source in step.takes), None)
             return finding
@@ -49,7 +53,7 @@ def why_unconnected(trail: Trail, moves: bool | None) -> Finding:
     if not used:
         return Finding("unused", None, ["no step takes it"])
     evidence = [f"what it goes into, {spelled(used[0])}, is not used for it"]
-    return Finding("unused", None, evidence)
+    return Finding("unused", None, evidence, variant=ELSEWHERE)
 
 
 def decision(trail: Trail, exits: Sequence[Step]) -> Step | None:
@@ -105,7 +109,7 @@ def why_nonfinite(
     """
     steps = trail.account.steps
     if not finite and seen is not None:
-        step = _first_bad(trail, seen)
+        step = _first_bad(trail, seen, {trail.account.target})
         if step is not None:
             grows = step.operation in GROWS and any(
                 look is not None and look.grows for other, look in zip(steps, seen, strict=True) if other is step
@@ -129,21 +133,64 @@ def why_nonfinite(
         return Finding(None, None, ["no step was seen at which it stops being finite"])
     born.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
     step, flow = born[-1]
+    if seen is not None and any(other is step and it is not None and not it.takes for other, it in _pairs(steps, seen)):
+        return _met(step, _first_bad(trail, seen, set(step.takes)))
     if flow.there == 0:
-        return Finding(
-            "masked-branch", step, ["the gradient that arrives there is zero, and zero times infinity is NaN"]
-        )
+        masks = _masks(trail, step, flow, pulled or ())
+        cause = "masked-branch" if masks else "singular" if step.operation in SINGULAR else "overflow"
+        return Finding(cause, step, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
     singular = step.operation in SINGULAR and not overflows()
     why = "singular" if singular else "overflow" if step.operation in (*SINGULAR, *KILLS) else None
     return Finding(why, step, [f"a gradient of {flow.arrives:.3g} arrives, and what leaves is {flow.leaves}"])
 
 
-def _first_bad(trail: Trail, seen: Sequence[Seen | None]) -> Step | None:
-    """Back from the target along values that are not finite, to the step that made the first of them."""
+def _met(step: Step, maker: Step | None) -> Finding:
+    """A step meets numbers that are not finite, which a mask takes out of the value and not out of the gradient."""
+    if maker is None:
+        return Finding("masked-branch", step, ["numbers that were given are not finite"])
+    return Finding(
+        "masked-branch", maker, [f"what it gives is not finite, and the gradient meets it in {spelled(step)}"]
+    )
+
+
+def _masks(trail: Trail, step: Step, flow: Pulled, pulled: Sequence[Pulled | None]) -> bool:
+    """Whether what a step gives is masked afterwards, and not just multiplied by what is zero there, as in a square.
+
+    If no gradient arrives at all, that is for the step behind it to say into which one flows; of some elements, for
+    any step on their way.
+    """
+    behind: set[int] = set(step.gives)
+    found = []
+    for other, came in zip(trail.account.steps, pulled, strict=False):
+        if other is step or behind.isdisjoint(other.takes):
+            continue
+        alive = came is not None and not came.dead
+        found += [other] if alive else []
+        if not (flow.dead and alive):
+            behind.update(other.gives)
+    return any(_is_mask(trail, other, behind) for other in found)
+
+
+def _is_mask(trail: Trail, step: Step, behind: AbstractSet[int]) -> bool:
+    """Whether a step takes elements out, by its name; a product does unless its other factor moves as well."""
+    if step.operation in QUOTIENTS:
+        return False
+    cause = "masked" if step.operation in MATRICES else KILLS.get(step.operation)
+    if cause == "masked" and step.operation not in SELECT:
+        others = [value for value in step.takes if value not in behind]
+        return not any(value in trail.account.connected for value in others) and len(set(step.takes) & behind) < 2
+    return cause in MASKS
+
+
+def _pairs(steps: Sequence[Step], seen: Sequence[Seen | None]) -> Iterator[tuple[Step, Seen | None]]:
+    return zip(steps, seen, strict=True)
+
+
+def _first_bad(trail: Trail, seen: Sequence[Seen | None], wanted: set[int]) -> Step | None:
+    """Back from values along those that are not finite, to the step that made the first of them."""
     account = trail.account
-    wanted = {account.target}
     found = None
-    for step, look in reversed(list(zip(account.steps, seen, strict=True))):
+    for step, look in reversed(list(_pairs(account.steps, seen))):
         if look is not None and not look.gives and not wanted.isdisjoint(step.gives):
             found = step
             if look.takes:

@@ -5,14 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.backends.witness import Account, Remark, Verdict, Witness
-from elementgrad.errors import DtypeError, SelectionError
+from elementgrad.backends import holder
+from elementgrad.backends.witness import Account, Remark, Verdict, Witness, unfollowed
+from elementgrad.errors import DtypeError, ElementgradError, SelectionError
+from elementgrad.explaining.blind import UNSEEN, Blind, Guarded
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import spelled, why_nonfinite, why_unconnected
 from elementgrad.explaining.precision import EPSILON
 from elementgrad.explaining.trail import Finding, Trail
 from elementgrad.explaining.trials import Trials
 from elementgrad.explaining.vanishing import Asked, why_zero
+from elementgrad.explaining.variants import CONSTANT
 from elementgrad.place import Place
 from elementgrad.source import ONLY_OUTPUT, Source
 from elementgrad.trace import Call, Run
@@ -47,6 +50,8 @@ class Inquiry:
         self._probe = probe
         self._target = call.target(target_place)
         self._value: Tensor = None
+        self._failures: list[str] = []
+        """Why the run could not be followed, if it could not."""
         self._names = _indexed(target_place.name or "output", target_place), ""
 
     def diagnosis(self) -> Diagnosis:
@@ -64,7 +69,8 @@ class Inquiry:
         trail = Trail(witness.account)
         since = self._call.side(self._place, source, 0, witness.source, batch=False)
         if self._backend.kind(witness.target) not in "fc":
-            return self._made("unconnected", why_unconnected(trail, None), trail)
+            finding = Finding(None) if isinstance(witness, Blind) else why_unconnected(trail, None)
+            return self._made("unconnected", finding, trail)
         to = self._call.side(self._target_place, self._target, 0, witness.target, batch=False)
         self._refuse_complex(since.name, witness.source)
         self._refuse_complex(to.name, witness.target)
@@ -90,6 +96,8 @@ class Inquiry:
     def _judged(
         self, witness: Witness, trail: Trail, trials: Trials, gradient: np.ndarray | None, largest: float
     ) -> Diagnosis:
+        if isinstance(witness, Blind):
+            return self._unexplained(trail, gradient)
         decided = any(remark.cause == "not-tracked" for remark in witness.account.remarks)
         if gradient is None or decided:
             open_ = gradient is None and not trail.cuts() and not decided and self._probe
@@ -97,10 +105,9 @@ class Inquiry:
         value = self._floats(witness.target)[trials.of]
         if not np.isfinite(gradient).all():
             finite = bool(np.isfinite(value).all())
-            seen = None if finite else witness.values()
             pulled = witness.pull(*trials.seeds, trials.wrt) if finite else None
             push = lambda: (witness.push(trials.wrt) or (None,))[0]  # noqa: E731
-            finding = why_nonfinite(trail, seen, pulled, finite, push, trials.overflows)
+            finding = why_nonfinite(trail, witness.values(), pulled, finite, push, trials.overflows)
             return self._made("nonfinite", finding, trail)
         suspects = suspected(witness.account)
         if suspects and self._probe and trials.mismatches(gradient):
@@ -111,6 +118,14 @@ class Inquiry:
             return self._made("zero", self._zero(witness, trail, trials, rounding), trail)
         return self._flowing(trail, gradient)
 
+    def _unexplained(self, trail: Trail, gradient: np.ndarray | None) -> Diagnosis:
+        """The verdict by the derivative alone."""
+        if gradient is None:
+            return self._made("unconnected", Finding(None), trail)
+        if not np.isfinite(gradient).all():
+            return self._made("nonfinite", Finding(None), trail)
+        return self._flowing(trail, gradient) if gradient.any() else self._made("zero", Finding(None), trail)
+
     def _flowing(self, trail: Trail, gradient: np.ndarray) -> Diagnosis:
         evidence = []
         dead = int((gradient == 0).sum())
@@ -118,6 +133,9 @@ class Inquiry:
             evidence.append(f"{dead} of {gradient.size} elements have a gradient of zero")
         evidence += dict.fromkeys([f"one path of several is cut by {spelled(step)}" for step in trail.cuts()])
         evidence += [remark.evidence for remark in trail.account.remarks if remark.cause == "out-of-range"]
+        if not trail.joined and not self._failures and trail.closed() is None:
+            evidence.append(UNSEEN)
+        evidence += dict.fromkeys(self._failures)
         of, wrt = self._names
         return Diagnosis("flows", path=tuple(trail.line()), evidence=tuple(evidence), value=self._value, of=of, wrt=wrt)
 
@@ -159,12 +177,29 @@ class Inquiry:
     def _witness(self, source: Source) -> Witness:
         """Run the function under the eyes of the backend; an output without gradients is one too."""
         try:
-            return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor, self._probe)
+            return self._followed(source)
         except DtypeError:
             if self._target is not ONLY_OUTPUT:
                 raise
         self._target = Source("output", "output")
-        return self._backend.witness(Run(self._call, [source], [self._target]), source.tensor, self._probe)
+        return self._followed(source)
+
+    def _followed(self, source: Source) -> Witness:
+        """The run, step by step; if the function runs and cannot be followed, its derivative alone."""
+        run = Run(self._call, [source], [self._target])
+        try:
+            witness = Guarded(self._backend.witness(run, source.tensor, self._probe))
+        except ElementgradError:
+            raise
+        except Exception as error:
+            try:
+                blind = Blind(self._backend, run, source.tensor)
+            except Exception:  # it is the function that raises
+                raise error from None
+            self._failures.append(unfollowed(error))
+            return blind
+        self._failures = witness.failures
+        return witness
 
     def _gradient(self, witness: Witness, trials: Trials) -> tuple[np.ndarray | None, float]:
         """The gradient of what was asked for, as float64, and the largest of the whole; None if there is no path."""
@@ -185,9 +220,16 @@ class Inquiry:
         return values.reshape(-1)
 
     def _made(self, verdict: Verdict, finding: Finding, trail: Trail | None = None) -> Diagnosis:
+        if finding.cause == "unused" and verdict == "unconnected" and self._lone():
+            finding.variant = CONSTANT
         if finding.cause is None and trail is not None:
             finding.evidence += [remark.evidence for remark in trail.account.remarks if remark.cause is None]
+        finding.evidence += self._failures
         return Diagnosis.made(verdict, finding, trail, self._backend.name, *self._names, value=self._value)
+
+    def _lone(self) -> bool:
+        """Whether nothing else is given that the target could be computed from."""
+        return len(self._call.inputs) == 1 and holder(self._call.function) is None
 
 
 def _indexed(name: str, place: Place) -> str:

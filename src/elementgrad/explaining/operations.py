@@ -6,17 +6,19 @@ _KILLERS = {
     "dead-relu": "relu relu_ relu6 threshold rrelu",
     "clamped": """
         clamp clamp_ clip clip_ clip_by_value clamp_min clamp_max hardtanh hardtanh_ hardsigmoid hardswish
-        hard_sigmoid hard_tanh hard_silu hard_swish""",
+        hard_sigmoid hard_tanh hard_silu hard_swish interp""",
     "masked": """
         where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
-        nan_to_num prod reduce_prod cumprod scaled_dot_product_attention attention boolean_mask
+        nan_to_num nansum nanmean prod reduce_prod cumprod scaled_dot_product_attention attention boolean_mask
         multiply_no_nan divide_no_nan matrix_band_part band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
     "not-selected": """
         max min amax amin topk sort kthvalue median mode maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d
-        adaptive_max_pool1d adaptive_max_pool2d reduce_max reduce_min cummax cummin maxpool top_k nanmax nanmin
-        segment_max segment_min unsorted_segment_max unsorted_segment_min""",
+        adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
+        scatter_reduce index_reduce reduce_max reduce_min cummax cummin maxpool max_pool top_k nanmax nanmin nanmedian
+        segment_max segment_min unsorted_segment_max unsorted_segment_min reduce_window reduce_window_max
+        reduce_window_min scatter_max scatter_min .at[].max .at[].min""",
     "unused": """
         indexing getitem select slice narrow index_select gather take take_along_dim masked_select split chunk unbind
         tensor_split strided_slice gather_nd dynamic_slice index diagonal diag trace
@@ -34,7 +36,7 @@ _KILLERS = {
     "cancelled": """
         sum mean add sub rsub sub_ add_ matmul mm bmm mv dot linear einsum conv1d conv2d conv3d layer_norm batch_norm
         group_norm instance_norm normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum
-        bilinear dense subtract average vdot inner tensordot""",
+        bilinear dense subtract average vdot inner tensordot segment_sum""",
     "stationary": "var pow power square sin cos mse_loss smooth_l1_loss huber_loss cosh sinc",
     "underflow": "exp exp2",
     "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std atan2 arctan2",
@@ -64,8 +66,12 @@ MATRICES = frozenset(
     "matmul mm bmm mv dot linear einsum baddbmm addmm dot_general dense vdot inner tensordot bilinear".split()  # noqa: SIM905
 )
 """Sums of products: what is lost for some rows alone was multiplied by zero."""
+QUOTIENTS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
+"""Divisions, which multiply by zero only where their other part is zero or infinite."""
 SELECT = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
 """Operations that put other numbers in the place of some."""
+SUMMANDS = frozenset(["add", "add_", "sub", "sub_", "rsub", "subtract"])
+"""Operations that add two numbers."""
 NORMALISE = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
 """Operations in which a masked element counts for nothing."""
 BANDS = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])

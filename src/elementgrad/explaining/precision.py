@@ -1,5 +1,6 @@
 """The same function in another precision and at other numbers, to hold a gradient against."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 from elementgrad.backends import Backend
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.witness import weights
+from elementgrad.errors import TracedError
 from elementgrad.source import Source
 from elementgrad.trace import Call, Run
 
@@ -21,9 +23,9 @@ ROUNDING = 64.0
 """So many units of rounding may be of no meaning."""
 LARGEST = {"float64": 1.79e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
 """About the largest numbers that there are."""
-SLACK = {"float64": 1e-6, "float32": 1e-2, "float16": 1e-1, "bfloat16": 2e-1}
+SLACK = {"float64": 1e-6, "float32": 1e-3, "float16": 1e-1, "bfloat16": 2e-1}
 """By how much of its size a difference may be off beyond its own bound."""
-REAL = {"complex64": "float32", "complex128": "float64"}
+REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 """The precision of a complex number."""
 COMPLEX = {real: name for name, real in REAL.items()}
 PAYS = 1.0
@@ -38,8 +40,12 @@ def precision_of(backend: Backend, x: Tensor) -> str:
 
 def parts(backend: Backend, x: Tensor) -> np.ndarray:
     """The values as float64 in one row, of a complex number its real and imaginary part in turn."""
-    values = backend.read(x) if backend.kind(x) == "c" else backend.floats(x)
-    assert values is not None
+    values = backend.read(backend.convert(x, "complex128")) if backend.kind(x) == "c" else backend.floats(x)
+    if values is None:
+        raise TracedError(
+            "numbers of what is checked cannot be read, since they are sparse or being traced; give dense tensors, and "
+            "check outside of jit, vmap and tf.function"
+        )
     if values.dtype.kind == "c":
         values = np.ascontiguousarray(values, np.complex128).view(np.float64)
     return values.reshape(-1)
@@ -115,6 +121,32 @@ class Sampled:
     def read(self, x: Tensor, of: np.ndarray) -> np.ndarray:
         """Some of the target's parts."""
         return parts(self.backend, self(x))[of]
+
+    def beside(self, x: Tensor, of: np.ndarray) -> np.ndarray:
+        """Return some of the target's parts at numbers that are not the user's, NaN where the function refuses them."""
+        try:
+            return self.read(x, of)
+        except Exception:  # as a distribution refuses a probability above one
+            return np.full(len(of), np.nan)
+
+    def numbers(self) -> np.ndarray:
+        """Return the source's parts: those that it was given, or that the run computes."""
+        if not self._source.met:
+            return parts(self.backend, self.tensors[0])
+        run = Run(self._run.call, self._run.sources, [self._source])
+        with self.backend.precision(self.dtype):
+            (value,) = self.backend.sample(run, self.tensors)
+        return parts(self.backend, value)
+
+
+def unit(values: np.ndarray, numbers: np.ndarray, gradient: float) -> float:
+    """Return about how large the slopes of a function are, by the sizes of its values, numbers and gradient.
+
+    Numbers that are far below one are not taken at their word: what they are added to may not be.
+    """
+    y, x = (float(np.max(np.abs(each[np.isfinite(each)]), initial=0.0)) for each in (values, numbers))
+    slope = min(y / x if x else math.inf, max(1.0, y / max(1.0, x)))
+    return max(slope if y else 1.0, gradient if math.isfinite(gradient) else 0.0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from elementgrad import backends
 from elementgrad.backends import plain
 from elementgrad.backends.witness import Told
-from elementgrad.errors import OptionError, PlaceError
+from elementgrad.errors import OptionError, PlaceError, quoted
 from elementgrad.explaining.diagnosis import Diagnosis
 from elementgrad.explaining.following import spelled, why_nonfinite, why_unconnected
 from elementgrad.explaining.inquiry import Inquiry
@@ -46,7 +46,7 @@ def explain(
     'flows'
     """
     if not isinstance(probe, bool):
-        raise OptionError(f"probe={probe!r} is neither True nor False; give one of them")
+        raise OptionError(f"probe={quoted(probe)} is neither True nor False; give one of them")
     if f is None:
         return _live(of, wrt)
     require_callable(f)
@@ -60,7 +60,9 @@ def explain(
 def _step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
     tensor = None if wrt is None else parsed(wrt).tensor
     if wrt is not None and tensor is None:
-        raise PlaceError(f"wrt={wrt!r} names no live tensor; a step without arguments is asked about a tensor itself")
+        raise PlaceError(
+            f"wrt={quoted(wrt)} names no live tensor; a step without arguments is asked about a tensor itself"
+        )
     backend = backends.eager(f, tensor)
     return _from_told(backend.step(f, tensor), backend.name)
 
@@ -86,6 +88,8 @@ def _from_told(told: Told, framework: str) -> Diagnosis:
     names = {"of": told.of, "wrt": told.wrt}
     if told.remark is None and told.verdict == "flows":
         return Diagnosis("flows", value=told.value, **names)
+    if told.remark is not None and told.remark.cause is None and told.verdict == "flows":
+        return Diagnosis("flows", value=told.value, evidence=(told.remark.evidence,), **names)
     if told.remark is not None:
         finding = Finding.of_remark(told.remark)
     elif trail is None:

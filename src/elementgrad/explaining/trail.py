@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from elementgrad.backends.witness import Account, Remark, Step
+from elementgrad.backends.witness import STATISTIC, Account, Remark, Step
 
 
 @dataclass
@@ -15,11 +15,16 @@ class Finding:
     evidence: list[str] = field(default_factory=list)
     others: list[Step] = field(default_factory=list)
     """Further steps at which other paths end."""
+    variant: str | None = None
+    """What tells more of the cause than the operation does, if something does."""
 
     @classmethod
     def of_remark(cls, remark: Remark) -> "Finding":
         """What a backend knew at once."""
-        return cls(remark.cause, remark.step, [remark.evidence] if remark.evidence else [])
+        evidence = [remark.evidence] if remark.evidence else []
+        if remark.step is not None and remark.step.operation == STATISTIC:
+            return cls(remark.cause, None, evidence, variant=STATISTIC)
+        return cls(remark.cause, remark.step, evidence)
 
 
 class Trail:

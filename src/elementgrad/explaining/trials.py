@@ -8,8 +8,8 @@ import numpy as np
 
 from elementgrad.backends import Backend
 from elementgrad.backends.witness import weights
-from elementgrad.explaining.precision import EPSILON, LARGEST, Sampled, moved, moves, parts
-from elementgrad.explaining.slopes import verdicts
+from elementgrad.explaining.precision import EPSILON, LARGEST, Sampled, moved, moves, parts, unit
+from elementgrad.explaining.slopes import Line, verdicts
 from elementgrad.side import Side
 from elementgrad.source import Source
 from elementgrad.trace import Call
@@ -83,9 +83,9 @@ class Trials:
         def at(by: float) -> np.ndarray:
             return share[None] @ sampled.read(moved(sampled, base, [place], by), positions)
 
-        here = 0.0 if self.source.met else float(parts(self.backend, base)[place])
-        held = float(gradient[number])
-        (found,) = verdicts(at, share[None] @ middle[positions], [held], [abs(held)], here, dtype)
+        numbers, held = sampled.numbers(), float(gradient[number])
+        line = Line(at, share[None] @ middle[positions], float(numbers[place]), dtype, unit(middle, numbers, abs(held)))
+        (found,) = verdicts(line, [held], [abs(held)])
         apart = abs(found.difference - held) > APART * max(abs(found.difference), abs(held))
         return found.agrees is False and apart and bool(steady[positions].all())
 

@@ -4,12 +4,13 @@ Forwards go the elements that can move with those asked for, whatever the number
 what was asked for. A step that gives elements where both meet, and takes none, is where the derivative was lost.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elementgrad.backends.witness import Met, Pulled, Pushed, Step
 from elementgrad.explaining.following import FLAT, cut_by, decision, left, spelled
-from elementgrad.explaining.operations import BANDS, KILLS, MATRICES, NORMALISE, SATURATE, SELECT
+from elementgrad.explaining.operations import BANDS, KILLS, MATRICES, NORMALISE, SATURATE, SELECT, SUMMANDS
 from elementgrad.explaining.trail import Finding, Trail
 
 DOUBTFUL = (None, "masked", "cancelled")
@@ -128,7 +129,7 @@ class _Zero:
 
     def _made_before(self, step: Step, lost: Step) -> bool:
         """Whether a zero that a step made may be why another loses the gradient."""
-        told = not self._trail.cut(step) and self._cause(step) not in APART
+        told = not self._trail.cut(step) and self._cause(step) not in (*APART, "kink")  # a kink is not flat
         return told and self._cause(lost) in FOLLOWS and not self._trail.before(lost).isdisjoint(step.gives)
 
     def _is_rounding(self, flow: Pushed) -> bool:
@@ -145,20 +146,44 @@ class _Zero:
         stops = step.stops if self._trail.cut(step) else None
         known = flow.cause if flow is not None else None
         cause = known or stops or _kills(step)
+        if known is None and cause == "masked" and self._squares(step):
+            return "stationary"
         return "masked" if known is None and cause == "cancelled" and step.operation in MATRICES else cause
+
+    def _squares(self, step: Step) -> bool:
+        """Whether a step multiplies what comes from a kink by another number that moves: at a kink no slope is seen."""
+        if self._met is None or step.operation in (*SELECT, *BANDS):
+            return False
+        moving = self._met.touched & set(self._trail.account.connected)
+        kinks = [
+            other for other, flow in self._flows if flow.arrives > 0 and flow.leaves == 0 and _kills(other) == "kink"
+        ]
+        behind = self._trail.before(step)
+        return set(step.takes) <= moving and any(not behind.isdisjoint(kink.gives) for kink in kinks)
 
     def _ended(self, step: Step, ended: Sequence[Step]) -> Finding:
         cause = self._cause(step)
+        if cause == "masked" and step.operation in NORMALISE:
+            seen = f"it is so low that {step.operation} gives it no weight"
+            return Finding("masked", self._lowering(step) or step, [seen])
         if cause in (*SELECTS, "masked") or self._only_by_cut(step):
             finding = self._by_cut(step)
             if finding is not None:
                 return finding
-        if cause in DOUBTFUL and step.operation not in SATURATE and self._asked.precise():
-            cause = "underflow"
+        if cause in DOUBTFUL and step.operation not in SATURATE:
+            scale = max([flow.leaves for _, flow in self._flows], default=0.0)
+            cause = "underflow" if _is_left(self._asked.precise(), cause, scale) else cause
         stops = step.stops if self._trail.cut(step) else None
         evidence = [step.note] if step.note and (stops or not step.stops) else []
         finding = Finding(cause, step, evidence, [other for other in ended if other is not step])
         return _checked(self._trail, finding, self._asked, self._met) if cause in APART else finding
+
+    def _lowering(self, step: Step) -> Step | None:
+        """The step that adds a mask to what a softmax takes."""
+        makers = [other for other in self._trail.account.steps if not set(other.gives).isdisjoint(step.takes)]
+        connected = self._trail.account.connected
+        added = [other for other in makers if other.operation in SUMMANDS and not set(other.takes) <= set(connected)]
+        return added[-1] if added else None
 
     def _only_by_cut(self, step: Step) -> bool:
         """Whether all that can move comes to a step by ways that are cut."""
@@ -197,6 +222,9 @@ def _checked(trail: Trail, finding: Finding, asked: Asked, met: Met | None) -> F
         return Finding(None, None, [f"it ends in {spelled(step)}" for step in ends])
     if not moved:
         return finding
+    step = finding.step
+    if step is not None and cuts and all(_is_mask_of(cut, step) for cut in cuts):
+        return Finding("masked", step, ["a mask takes other elements"])
     if cuts:
         return cut_by(cuts, exits)
     decided = decision(trail, exits)
@@ -207,6 +235,34 @@ def _checked(trail: Trail, finding: Finding, asked: Asked, met: Met | None) -> F
     return Finding(
         None, None, [*finding.evidence, "the value moves with it, though no step was seen that takes it there"]
     )
+
+
+def _meeting(trail: Trail, pulled: Sequence[Pulled | None]) -> Step | None:
+    """The first step to which all those lead that bring a gradient to the source, if they are several."""
+    account = trail.account
+    firsts = [
+        step
+        for step, flow in zip(account.steps, pulled, strict=False)
+        if flow is not None and account.source in step.takes and trail.between(step) and 0 < flow.leaves < float("inf")
+    ]
+    for step in account.steps if len(firsts) > 1 else ():
+        if not trail.between(step):
+            continue
+        before = trail.before(step)
+        if all(first is step or not before.isdisjoint(first.gives) for first in firsts):
+            return step
+    return None
+
+
+def _is_left(precise: float | None, cause: str | None, scale: float) -> bool:
+    """Whether a gradient is there in float64; of a sum that cancels there may be the rounding of its parts."""
+    least = ROUNDING * sys.float_info.epsilon * scale if cause == "cancelled" else 0.0
+    return precise is not None and precise > least
+
+
+def _is_mask_of(cut: Step, step: Step) -> bool:
+    """Whether a step takes elements by truths that another gives."""
+    return cut.stops == "discrete" and cut.note.startswith("bool") and not set(cut.gives).isdisjoint(step.takes)
 
 
 def _kills(step: Step) -> str | None:
@@ -233,10 +289,14 @@ def _by_gradient(trail: Trail, pulled: Sequence[Pulled | None] | None, precise: 
         hooks = [remark for remark in trail.account.remarks if remark.cause in ("hook", "out-of-range")]
         if hooks:
             return Finding.of_remark(hooks[0])
+        meeting = _meeting(trail, pulled or ())
+        if meeting is not None:
+            return Finding("cancelled", meeting, ["gradients come back by several ways, and add up to zero"])
         return Finding("underflow" if precise() else None, None, [])
     step = ended[-1][0]
     for remark in trail.account.remarks:
         if remark.cause == "out-of-range" and remark.step is step:
             return Finding.of_remark(remark)
     cause = _kills(step)
-    return Finding("underflow" if cause in DOUBTFUL and precise() else cause, step)
+    left = cause in DOUBTFUL and _is_left(precise(), cause, 1.0)
+    return Finding("underflow" if left else cause, step)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from elementgrad.backends.witness import TO_A_LEAF
+from elementgrad.backends.witness import STATISTIC, TO_A_LEAF
 from elementgrad.explaining.causes import CAUSES, UNDECIDED, Cause
-from elementgrad.explaining.operations import BANDS, MATRICES
+from elementgrad.explaining.operations import BANDS, MATRICES, NORMALISE, SUMMANDS
 
 Fix = str | Mapping[str, str]
 _ROOTS = """
@@ -17,7 +17,11 @@ _PRODUCTS = "mul mul_ multiply div true_divide divide prod reduce_prod cumprod m
 _ARCS = "acos asin atanh arccos arcsin arctanh"
 _POWERS = "pow pow_ power float_power"
 _COPIES = "tensor as_tensor asarray from_numpy new_tensor"
-PHRASES = ("item assignment", TO_A_LEAF)
+ELSEWHERE = "another result"
+"""In place of an operation: what it goes into is used for other results."""
+CONSTANT = "a constant"
+"""In place of an operation: the result is computed from plain numbers alone."""
+PHRASES = ("item assignment", TO_A_LEAF, STATISTIC, ELSEWHERE, CONSTANT)
 """Operations of several words."""
 _AUGMENTED = "add_ sub_ mul_ div_ pow_"
 
@@ -41,7 +45,8 @@ def _safe(call: str, value: str = "1.0", x: str = "x") -> dict[str, str]:
 
 def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     """A cause, its operations, what is said of them if it is something else, and what to do."""
-    yield "singular", _ROOTS, None, "keep what is under the root above zero, as in sqrt(x + 1e-12)"
+    root = "keep what is under the root above zero, as in sqrt(x + 1e-12); of a square take the sum of squares itself"
+    yield "singular", _ROOTS, None, root
     variance = "give it several numbers that differ, or keep the variance above zero, as in sqrt(var + 1e-12)"
     yield "singular", "std var", None, variance
     yield "singular", _LOGS, None, "keep its input above zero, as in log(x + 1e-12), or clamp it before"
@@ -58,10 +63,37 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     yield "masked-branch", _QUOTIENTS, None, _safe("x / {}", x="y")
     yield "masked-branch", _ARCS, None, _safe("{{operation}}({})", "0.0")
     yield "masked-branch", _POWERS, None, _safe("pow({}, p)")
-    factor = "look at what {operation} multiplies it by: a mask, or weights that are zero at the start"
-    yield "masked", _PRODUCTS, "{operation} multiplies it by zero", factor
-    yield "masked", " ".join(MATRICES), "{operation} multiplies it by zero", factor
+    for words in ("mul mul_ multiply", " ".join(MATRICES)):
+        yield (
+            "masked-branch",
+            words,
+            "{operation} takes a number that is not finite, and masking the result does not help",
+            {
+                "torch": "replace it before {operation}, as in torch.nan_to_num(x), and mask the result too",
+                "tensorflow": "replace it before {operation}, as in tf.where(tf.math.is_finite(x), x, 0.0), and mask "
+                "the result too",
+                "jax": "replace it before {operation}, as in jnp.nan_to_num(x), and mask the result too",
+            },
+        )
+    factor = "look at what {operation} multiplies it by: a mask, or weights that are zero at the start; behind such "
+    factor += "weights nothing learns, so that others need random numbers"
+    for words in (_PRODUCTS, " ".join(MATRICES)):
+        yield (
+            "masked",
+            words,
+            "{operation} multiplies it by zero",
+            {
+                "torch": f"{factor}, as with torch.nn.init.xavier_uniform_(weight)",
+                "tensorflow": f"{factor}, as with kernel_initializer='glorot_uniform'",
+                "jax": f"{factor}, as with jax.nn.initializers.glorot_uniform()",
+            },
+        )
     yield "masked", " ".join(BANDS), "{operation} leaves it out by its mask", CAUSES["masked"].fix
+    lowered = "{operation} adds a number to it that is so low that it counts for nothing"
+    yield "masked", " ".join(SUMMANDS), lowered, CAUSES["masked"].fix
+    yield "masked", " ".join(NORMALISE), "{operation} gives it no weight, as its number is so low", CAUSES["masked"].fix
+    alone = "normalise over several numbers: of one nothing is left once the mean is taken away"
+    yield "cancelled", "layer_norm group_norm instance_norm batch_norm", None, alone
     hinge = "nothing, if it is a hinge or a bound that is meant; otherwise check what goes in, or use softplus"
     yield "dead-relu", "maximum fmax clamp clamp_min clip max", None, hinge
     item = "write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where"
@@ -88,6 +120,42 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
         "Parameter",
         "a new {operation} takes its numbers and not where they came from",
         ("use the tensor itself, as with torch.nn.functional or torch.func.functional_call, and not a new Parameter"),
+    )
+    yield (
+        "not-tracked",
+        STATISTIC,
+        "{wrt} is a statistic that its layer moves by itself, and no gradient trains it",
+        {
+            "torch": "train the weight and the bias of the layer, or ask about those; its statistics follow the data "
+            "while model.train() is on",
+            "tensorflow": "train gamma and beta of the layer, or ask about those; its statistics follow the data where "
+            "it is called with training=True",
+            "jax": "train the scale and the bias of the layer, or ask about those; its statistics follow the data",
+        },
+    )
+    classes = "it takes differences between classes alone: give it two or more, and what moves them apart"
+    yield "cancelled", "cross_entropy softmax_cross_entropy_with_logits", None, classes
+    yield "cancelled", "sparse_softmax_cross_entropy_with_logits", None, classes
+    pools = "max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
+    pools += " fractional_max_pool2d fractional_max_pool3d reduce_window"
+    first = (
+        "nothing, if those that tie may stand for each other, as zeros behind a rectifier do; ask about the one taken"
+    )
+    yield "tie", f"{pools} topk top_k sort kthvalue median nanmedian mode cummax cummin", None, first
+    yield (
+        "unused",
+        ELSEWHERE,
+        None,
+        (
+            "ask about the result that {wrt} leads to, or add that one to the loss; leave {wrt} out of what is trained "
+            "if neither is meant"
+        ),
+    )
+    yield (
+        "unused",
+        CONSTANT,
+        "it is a constant, and nothing that is given goes into it",
+        "compute {of} from {wrt}, or ask about another result: this one is made of plain numbers alone",
     )
     yield (
         "row-not-used",

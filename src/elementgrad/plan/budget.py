@@ -5,7 +5,7 @@ import re
 import time
 from functools import lru_cache
 
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, quoted
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SHARE = 8
@@ -21,10 +21,10 @@ def parse(budget: int | str | None) -> int | None:
     if isinstance(budget, str):
         match = _TEXT.fullmatch(budget)
         if match is None or match[2].upper() not in UNITS:
-            raise OptionError(f"budget {budget!r} is no amount of memory; {FITS}")
+            raise OptionError(f"budget {quoted(budget)} is no amount of memory; {FITS}")
         budget = int(float(match[1]) * UNITS[match[2].upper()])
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
-        raise OptionError(f"budget {budget!r} is no amount of memory; {FITS}")
+        raise OptionError(f"budget {quoted(budget)} is no amount of memory; {FITS}")
     return budget
 
 

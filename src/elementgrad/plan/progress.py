@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from elementgrad.cleanup import assign, scope
+
 PATIENCE = 2.0
 """Seconds before anything is shown."""
 _local = threading.local()
@@ -15,12 +17,9 @@ _local = threading.local()
 @contextmanager
 def hushed() -> Iterator[None]:
     """For work that is a part of other work, whose bar counts it, here or in another process."""
-    before = getattr(_local, "hushed", False)
-    _local.hushed = True
-    try:
+    with scope():
+        assign(_local, "hushed", True)
         yield
-    finally:
-        _local.hushed = before
 
 
 class Progress:

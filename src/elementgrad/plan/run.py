@@ -115,13 +115,14 @@ class Reader(Sweeper):
         if not rows.shape and rows.basic and rows.of == tuple(self.backend.shape(y)):
             swept = self.linear.row(self.output, self.inputs, rows.parts)
         if swept is None:
-            stacks = self.linear.pull(self.output, self.inputs, self.backend.units(y, rows.flat().reshape(-1), 1))
-            pairs = zip(stacks, columns, strict=True)
-            swept = [None if stack is None else self._reshaped(stack, selection.of) for stack, selection in pairs]
+            swept = self.linear.pull(self.output, self.inputs, self.backend.units(y, rows.flat().reshape(-1), 1))
         return [
-            x if x is None or selection.whole else self.backend.take(x, selection)
+            None if x is None else self._taken(self._reshaped(x, selection.of), selection)
             for x, selection in zip(swept, columns, strict=True)
         ]
+
+    def _taken(self, x: Tensor, selection: Selection) -> Tensor:
+        return x if selection.whole else self.backend.take(x, selection)
 
     def pairs(self, outs: np.ndarray, ins: np.ndarray) -> Tensor | None:
         """The derivative of one element with respect to one, for each pair of positions: (batch, pairs)."""
@@ -157,6 +158,9 @@ class Reader(Sweeper):
         count, (wrt_size,) = backend.shape(seeds)[0], self.wrt_sizes
         direct: Mode = "forward" if forward else "reverse"
         source, target = (wrt_size, self.of_size) if forward else (self.of_size, wrt_size)
+        like = linear.outputs[self.output] if forward else linear.inputs[number]
+        if not count * self.batch * source * target:  # a sum of nothing
+            return backend.zeros((count, *backend.shape(like)), like)
 
         def plan() -> Plan:
             numbers = count * self.batch * target
@@ -177,7 +181,6 @@ class Reader(Sweeper):
             else:
                 parts = self._forward(plan, number, np.arange(target), contract)
             swept = self._arranged(parts, None, (2, 1, 0))
-            like = linear.outputs[self.output] if forward else linear.inputs[number]
             return None if swept is None else backend.reshape(swept, (count, *backend.shape(like)))
 
         return self._run(plan, read)

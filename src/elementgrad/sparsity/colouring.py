@@ -80,14 +80,15 @@ def colouring(
     without = set(without)
     ways = [_by_rows] if "reverse" not in without else []
     ways += [_by_columns] if "forward" not in without else []
-    tried = [_by_stars(pattern, "reverse" not in without)] if symmetric and asked.all() else []
+    mirrored = symmetric and pattern.size > 0 and asked.all()  # without entries no sweep is left that could show it
+    tried = [_by_stars(pattern, "reverse" not in without)] if mirrored else []
     if tried:  # then rows and columns are the same, and rarely better
         ways = ways[: pattern.size <= PATIENT]
     for way in ways:
         if not tried or tried[0].sweeps > _least(pattern, asked, way):
             tried.append(way(pattern, asked, shapes))
     best = min(tried, key=lambda found: found.sweeps)
-    return best if without else _parted(pattern, asked, best)
+    return best if without or not best.sweeps else _parted(pattern, asked, best)
 
 
 def _least(pattern: Pattern, asked: np.ndarray, way: Callable[..., Colouring]) -> int:

@@ -2,13 +2,13 @@
 
 import html
 import os
-import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from elementgrad import archive
 from elementgrad.errors import OptionError, SelectionError, SizeError
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -128,7 +128,8 @@ class Pattern:
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.csr_array` of ones; needs SciPy (the extra `sparse`)."""
-        return scipy_sparse().csr_array((np.ones(self.size), self.columns, self.starts), shape=self.shape)
+        places = np.ones(self.size), self.columns, self.starts
+        return scipy_sparse().csr_array(places, shape=self.shape, copy=True)  # SciPy may write to what it is given
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the pattern to a file (`.npz`, nothing in it is executed when it is read)."""
@@ -139,12 +140,12 @@ class Pattern:
     def load(cls, path: str | os.PathLike[str]) -> "Pattern":
         """Read what `save` wrote."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                shape, starts, columns = (file[name] for name in ("shape", "starts", "columns"))
-        except (KeyError, ValueError, zipfile.BadZipFile, AttributeError) as error:
+            held = archive.read(path)
+            shape, starts, columns = (held[name] for name in ("shape", "starts", "columns"))
+        except (KeyError, archive.ArchiveError) as error:
             where = os.fspath(path)
             raise OptionError(f"{where!r} holds no pattern ({error}); give a file that Pattern.save wrote") from None
-        return cls(tuple(shape.tolist()), starts, columns)
+        return cls(tuple(np.atleast_1d(shape).tolist()), starts, columns)
 
     def positions(self, rows: Any, columns: Any) -> np.ndarray:
         """Which entry each place is, counted along `columns`; -1 for one outside the pattern."""

@@ -52,7 +52,7 @@ def convolution(
     for group in range(groups):
         part = ids[:, group * each : (group + 1) * each]
         kernels = mask[group * per_group : (group + 1) * per_group]
-        distinct, which = np.unique(kernels.reshape(per_group, -1), axis=0, return_inverse=True)
+        distinct, which = np.unique(kernels.reshape(per_group, prod(mask.shape[1:])), axis=0, return_inverse=True)
         if len(distinct) > MASKS:
             distinct, which = np.any(distinct, axis=0, keepdims=True), np.zeros(per_group, dtype=np.int64)
         seen = [

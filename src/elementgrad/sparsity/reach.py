@@ -84,7 +84,7 @@ class Reach:
         kept = [axis for axis in range(ids.ndim) if axis not in axes]
         shape = [1 if axis in axes else size for axis, size in enumerate(ids.shape) if axis in kept or keepdims]
         count = int(np.prod([ids.shape[axis] for axis in kept]))
-        flat = ids.transpose([*kept, *axes]).reshape(count, -1)
+        flat = ids.transpose([*kept, *axes]).reshape(count, int(np.prod([ids.shape[axis] for axis in axes])))
         if flat.shape[1] == 1:
             return flat.reshape(shape)
         same = (flat[:, :1] == flat).all(1) if flat.shape[1] else np.zeros(count, dtype=bool)
@@ -123,6 +123,8 @@ class Reach:
         Negative padding cuts off. `mask`, of shape `size`, says which elements of a window count.
         """
         dims, lead = len(size), ids.ndim - len(size)
+        if not dims:
+            return ids
         dilation, spacing = dilation or [1] * dims, spacing or [1] * dims
         if any(step > 1 for step in spacing):
             shape = [(n - 1) * step + 1 if n else 0 for n, step in zip(ids.shape[lead:], spacing, strict=True)]
@@ -134,6 +136,11 @@ class Reach:
         ids = ids[tuple([slice(None)] * lead + cut)]
         spans = [(n - 1) * step + 1 for n, step in zip(size, dilation, strict=True)]
         axes = tuple(range(lead, ids.ndim))
+        if any(n < span for n, span in zip(ids.shape[lead:], spans, strict=True)):  # no window fits in
+            counts = [
+                max(0, (n - span) // step + 1) for n, span, step in zip(ids.shape[lead:], spans, stride, strict=True)
+            ]
+            return np.zeros((*ids.shape[:lead], *counts), dtype=np.int64)
         views = np.lib.stride_tricks.sliding_window_view(ids, spans, axes)
         views = views[_steps([*[1] * lead, *stride, *dilation])]
         if mask is not None:
@@ -146,7 +153,7 @@ class Reach:
             whole = self.over(ids, [-1], keepdims=True)
             return np.broadcast_to(whole, (*whole.shape[:-1], mask.shape[1])).copy()
         into, out = np.nonzero(mask)
-        flat = ids.reshape(-1, ids.shape[-1])
+        flat = ids.reshape(int(np.prod(ids.shape[:-1])), ids.shape[-1])
         owners = np.arange(len(flat))[:, None] * mask.shape[1] + out
         unions = self.gathered(owners.reshape(-1), flat[:, into].reshape(-1), len(flat) * mask.shape[1])
         return unions.reshape(*ids.shape[:-1], mask.shape[1])

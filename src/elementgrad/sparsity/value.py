@@ -30,6 +30,9 @@ class Reached:
 
     ids: Ids
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", np.asarray(self.ids))  # NumPy makes a number of an element, and not an array
+
 
 def reached(values: Iterable[Value]) -> list[Ids]:
     """The sets of those of some values that may depend on the seed."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from elementgrad.backends import plain
 from elementgrad.backends.training import FunctionalTrainer, Part, Trainer
+from elementgrad.cleanup import defer, guarded
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 from elementgrad.markup import Rows, Tabular
 from elementgrad.place import Place
@@ -119,6 +120,7 @@ class Elements(Tabular, Functional):
             return False
         return True
 
+    @guarded
     def backward(self, losses: Mapping[Any, Tensor] | Tensor, *, retain_graph: bool = False) -> None:
         """Let each place hear its own loss: `{place: loss}`, or `{(place, place): loss}` for several of one loss.
 
@@ -178,6 +180,7 @@ class Elements(Tabular, Functional):
         patch = patch_of(self, full)
         self._trainer.once(lambda: patch.write(path))
 
+    @guarded
     def undo(self) -> None:
         """Give the elements back the values that they had before, to the bit; once that is done, not again.
 
@@ -193,18 +196,26 @@ class Elements(Tabular, Functional):
         """
         if self._taken_back:
             return  # whatever is there now is not theirs
+        self._require_undoable()
+        defer(self._undo)  # so that it is done to its end, whatever interrupts it
+
+    def _undo(self) -> None:
+        for member in self._members:
+            self._trainer.restore(member.part)
+        if not self._training:
+            for member in self._members:
+                self._ledger(member).remove(member.mark)
+            self._taken_back = True
+
+    def _require_undoable(self) -> None:
         self._settle()
         self._require_there("undo")
         for member in self._members:
             over = self._ledger(member).overlapping(member.positions, after=member.mark)
             if over is not None:
                 raise PatchError(f"{over.place} was changed after {member.place} and is over it; undo that one first")
-        for member in self._members:
-            self._trainer.restore(member.part)
-            if not self._training:
-                self._ledger(member).remove(member.mark)
-        self._taken_back = not self._training
 
+    @guarded
     def release(self, *, keep: bool = True) -> None:
         """Give the plain model back, with the values that the elements have now or, without `keep`, had before.
 
@@ -219,13 +230,16 @@ class Elements(Tabular, Functional):
         if not keep:
             self.undo()
         if self._training:
-            self._training = False
-            self._taken_back = not keep
-            self._trainer.stop([member.part for member in self._members])
-            for member in self._members:
-                member.mark.written = self._trainer.bits(member.tensor, member.positions)[1]
-                if not keep:
-                    self._ledger(member).remove(member.mark)
+            defer(self._stop, keep)  # so that it is done to its end, whatever interrupts it
+
+    def _stop(self, keep: bool) -> None:
+        self._trainer.stop([member.part for member in self._members])
+        for member in self._members:
+            member.mark.written = self._trainer.bits(member.tensor, member.positions)[1]
+            if not keep:
+                self._ledger(member).remove(member.mark)
+        self._taken_back = not keep
+        self._training = False
 
     def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype")]
@@ -244,7 +258,11 @@ class Elements(Tabular, Functional):
         )
         values = Numbers(*self._trainer.bits(member.part.leaf))
         originals = Numbers(dtype, ledger.before(member.positions))
-        return Entry(str(member.place), member.name, member.shape, dtype, member.positions, values, originals, known)
+        every = self._trainer.spelled()
+        tied = tuple([name for name, tensor in every if tensor is member.tensor and name != member.name])
+        return Entry(
+            str(member.place), member.name, member.shape, dtype, member.positions, values, originals, known, tied
+        )
 
     def _find(self, place: Place | str) -> Member:
         asked = named(self._trainer, place)

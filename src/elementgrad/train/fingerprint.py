@@ -76,10 +76,15 @@ def fits(
     bits: np.ndarray | None = None,
 ) -> bool:
     """Whether a fingerprint, sampled or full, is that of this tensor."""
-    if not re.fullmatch("(sample|full):[0-9a-f]{64}", text):
-        raise PatchError(f"{text!r} is no fingerprint; one reads sample: or full: and 64 hexadecimal digits")
+    require_fingerprint(text)
     full = text.startswith("full:")
     return text == fingerprint(shape, dtype, bits_at, positions=positions, bits=bits, full=full)
+
+
+def require_fingerprint(text: str) -> None:
+    """Raise a `PatchError` for a text that is no fingerprint, so that no tensor has it."""
+    if not re.fullmatch("(sample|full):[0-9a-f]{64}", text):
+        raise PatchError(f"{text!r} is no fingerprint; one reads sample: or full: and 64 hexadecimal digits")
 
 
 def _sample(size: int) -> np.ndarray:

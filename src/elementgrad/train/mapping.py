@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, quoted
 from elementgrad.index import Index, IndexArray, Span
 from elementgrad.place import Place
 from elementgrad.text import nearest
@@ -59,7 +59,7 @@ def mapped(patch: Patch, names: Names | None) -> list[Mapped]:
     """
     given = {} if names is None else names
     if not isinstance(given, Mapping):
-        raise OptionError(f"names={names!r} is no map; give a dict from names in the patch to names in the model")
+        raise OptionError(f"names={quoted(names)} is no map; give a dict from names in the patch to names in the model")
     known = {name: entry for entry in patch.entries for name in (entry.name, _called(entry))}
     for name in given:
         if name not in known:
@@ -109,7 +109,7 @@ def _parts(entry: Entry, to: Any) -> tuple[str, tuple[int, ...]]:
     except (TypeError, ValueError):
         name, axes = None, ()
     if not isinstance(name, str):
-        raise OptionError(f"names= maps {entry.name!r} to {to!r}; {FITS}")
+        raise OptionError(f"names= maps {entry.name!r} to {quoted(to)}; {FITS}")
     if sorted(axes) != list(range(len(entry.shape))):
         raise OptionError(
             f"names= gives {entry.name} the axes {axes}, and it has {len(entry.shape)}; name each of them once, from 0"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elementgrad.backends.casting import cast_array, nan_bits
 from elementgrad.errors import DtypeError, PatchError
 
 VIEWS = {
@@ -17,6 +18,11 @@ VIEWS = {
     "bool": "|b1",
 }
 """The dtypes that are understood, and how NumPy sees their bits."""
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether a dtype holds floats or complex numbers, by its name; those that NumPy lacks included."""
+    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,13 +96,16 @@ class Numbers:
             return self
         if not {dtype, self.dtype} <= VIEWS.keys():
             raise DtypeError(f"{self.dtype} cannot be rounded to {dtype} here")
-        with np.errstate(over="ignore", invalid="ignore"):
-            if dtype != "bfloat16":
-                return Numbers.of(self.floats().astype(VIEWS[dtype]))
-            wide = self.floats().astype(np.float32)
-            bits = wide.view(np.uint32)
-            even = ((bits >> 16) & 1) + 0x7FFF
-            upper = np.where(np.isnan(wide), 0x7FC0, (bits + even) >> 16).astype("<u2")
+        seen = self.bits.reshape(-1).view(VIEWS[self.dtype])
+        if "bfloat16" not in (self.dtype, dtype):
+            return Numbers.of(cast_array(seen, VIEWS[dtype]))
+        wide = (seen.astype("<u4") << 16).view("<f4") if self.dtype == "bfloat16" else cast_array(seen, "<f4")
+        if dtype != "bfloat16":
+            return Numbers.of(cast_array(wide, VIEWS[dtype]))
+        bits = wide.view("<u4")
+        even = ((bits >> 16) & 1) + 0x7FFF
+        nans = nan_bits(wide.view("<i4"), "float32", dtype, np.where)
+        upper = np.where(np.isnan(wide), nans & 0xFFFF, (bits + even) >> 16).astype("<u2")
         return Numbers(dtype, np.frombuffer(upper.tobytes(), np.uint8).reshape(len(upper), 2))
 
     def __len__(self) -> int:

@@ -15,7 +15,8 @@ from elementgrad.errors import DuplicateError, ElementgradError, PatchError
 from elementgrad.markup import Rows, Tabular
 from elementgrad.place import Place
 from elementgrad.train.apart import repeated, require_apart
-from elementgrad.train.numbers import VIEWS, Numbers
+from elementgrad.train.fingerprint import require_fingerprint
+from elementgrad.train.numbers import VIEWS, Numbers, is_floating
 from elementgrad.train.replacement import replace
 from elementgrad.train.storage import Stored, pack, unpack
 
@@ -61,6 +62,8 @@ class Entry:
     """What they were, in the tensor's dtype."""
     fingerprint: str
     """By what the tensor is known."""
+    tied: tuple[str, ...] | None = None
+    """What else the tensor was called where the patch was made; None where that is not known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.place, self.shape))
@@ -97,6 +100,23 @@ class Entry:
                 f"{len(indices)} indices are not theirs"
             )
 
+    def require_applicable(self) -> None:
+        """Raise a `PatchError` for an entry that fits no model whatever, which `inspect` and `apply` both refuse."""
+        kind = Place.parse(self.place).kind
+        if kind not in (None, "parameter"):
+            raise PatchError(f"{self.place}: the place is of kind {kind!r}, and only parameters are patched")
+        if not len(self.indices):
+            raise PatchError(f"{self.place}: the place names no element of a tensor of shape {self.shape}")
+        if not is_floating(self.dtype):
+            raise PatchError(f"{self.place}: the tensor is {self.dtype}, and only floats are patched")
+        alike = self.values.dtype.startswith("complex") == self.dtype.startswith("complex")
+        if not (alike and is_floating(self.values.dtype)):
+            raise PatchError(f"{self.place}: values of {self.values.dtype} do not fit a tensor of {self.dtype}")
+        try:
+            require_fingerprint(self.fingerprint)
+        except PatchError as error:
+            raise PatchError(f"{self.place}: {error}") from None
+
     @property
     def largest_change(self) -> float | None:
         """The largest distance between a value and its original; None without elements or for unknown dtypes."""
@@ -108,7 +128,7 @@ class Entry:
             return float(np.where(same, 0.0, np.abs(new - old)).max())
 
     def _key(self) -> tuple[Any, ...]:
-        described = (self.place, self.name, self.shape, self.dtype, self.fingerprint)
+        described = (self.place, self.name, self.shape, self.dtype, self.fingerprint, self.tied)
         return (*described, self.indices.tobytes(), self.values, self.originals)
 
     def __eq__(self, other: object) -> bool:
@@ -171,6 +191,7 @@ class Patch(Tabular):
                 "dtype": entry.dtype,
                 "values": entry.values.dtype,
                 "fingerprint": entry.fingerprint,
+                **({} if entry.tied is None else {"tied": entry.tied}),
             }
             for entry in self.entries
         ]
@@ -225,6 +246,9 @@ def _check_apart(entries: list[Entry]) -> None:
                 f"{entry.name} is {entry.dtype} of shape {entry.shape} for {entry.place} and {first.dtype} of shape "
                 f"{first.shape} for {first.place}; one tensor has one"
             )
+        alike = entry.fingerprint.partition(":")[0] == first.fingerprint.partition(":")[0]
+        if alike and entry.fingerprint != first.fingerprint:
+            raise PatchError(f"{entry.place} and {first.place} are of two tensors that were called {entry.name}")
     require_apart(first.name, first.shape, [(entry.place, entry.indices) for entry in entries])
 
 
@@ -250,7 +274,9 @@ def _entries(text: dict[str, str], tensors: dict[str, Stored]) -> Iterable[Entry
             raise PatchError(f"{len(described)} entries are described, and the tensors are {', '.join(tensors)}")
         for number, entry in enumerate(described):
             parts = [tensors[f"{number}.{part}"] for part in _PARTS]
-            yield _entry(entry, *parts)
+            made = _entry(entry, *parts)
+            made.require_applicable()
+            yield made
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         if isinstance(error, ElementgradError):
             raise
@@ -264,11 +290,16 @@ def _entry(described: dict[str, Any], indices: Stored, values: Stored, originals
     place, name, dtype, wide, mark = [described[key] for key in ("place", "name", "dtype", "values", "fingerprint")]
     if not all(isinstance(text, str) for text in (place, name, dtype, wide, mark)):
         raise PatchError("the entries are not described as in a patch, by texts")
+    tied = described.get("tied")
+    if tied is not None and not (isinstance(tied, list) and all(isinstance(other, str) for other in tied)):
+        raise PatchError(f"{place}: what else the tensor is called is {tied!r}, and not a list of names")
     if indices.dtype != "I64" or len(indices.shape) != 1:
         raise PatchError(f"{place}: indices are {indices.dtype} of shape {indices.shape}, not I64 in one row")
     positions = np.frombuffer(indices.data, "<i8")
     new, old = _numbers(place, wide, values), _numbers(place, dtype, originals)
-    return Entry(place, name, described["shape"], dtype, positions, new, old, mark)
+    return Entry(
+        place, name, described["shape"], dtype, positions, new, old, mark, None if tied is None else tuple(tied)
+    )
 
 
 def _numbers(place: str, dtype: str, stored: Stored) -> Numbers:

@@ -1,16 +1,27 @@
-"""Writing a file so that whoever looks sees the old content or the new, even if the power fails in between."""
+"""Writing a file so that whoever looks sees the old content or the new, even if the power fails in between.
+
+What is no file, such as a pipe, a terminal or another device, is written into and stays what it is.
+"""
 
 import os
+import re
 import secrets
 import stat
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from elementgrad.errors import OptionError
+from elementgrad.errors import OptionError, quoted
 
 STALE = 3600.0
 """Seconds after which a temporary file is one that a killed process left behind."""
+PATIENCE = 1.0
+"""Seconds in which other programs let go of a file, where the system does not rename over one that is open."""
+DESCRIPTOR = re.compile(r"/proc/(self|thread-self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
+"""Names of what a process has open, such as its output: /dev/stdout leads to one."""
+LINKS = 40
+"""Links that are followed, as by Linux."""
 
 
 def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path:
@@ -18,7 +29,7 @@ def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path
     try:
         path = Path(path)
     except TypeError:
-        raise OptionError(f"{path!r} is no path; give the name of a file, such as {such_as!r}") from None
+        raise OptionError(f"{quoted(path)} is no path; give the name of a file, such as {such_as!r}") from None
     if path.is_dir():
         raise OptionError(f"{path} is a directory; give the name of a file, such as '{path / such_as}'")
     if not path.resolve().parent.is_dir():
@@ -30,8 +41,13 @@ def replace(path: str | os.PathLike[str], content: bytes) -> None:
     """Put content where path says, as a whole or not at all.
 
     It is written beside the file, as `.<name>.<16 hex digits>.tmp`, brought to the disk and renamed. A process that is
-    killed while writing leaves that file behind; the first write to the same path an hour later removes it.
+    killed while writing leaves that file behind; the first write to the same path an hour later removes it. A pipe or
+    device is written into.
     """
+    descriptor = _descriptor(path)
+    if descriptor is not None or _is_special(path):
+        _pour(path if descriptor is None else descriptor, content)
+        return
     target = os.path.realpath(path)  # a link stays a link, as with open()
     directory, name = os.path.split(target)
     mode = None
@@ -49,7 +65,7 @@ def replace(path: str | os.PathLike[str], content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        _rename(temporary, target, path)
     except BaseException as error:
         with suppress(OSError):
             os.unlink(temporary)
@@ -57,6 +73,56 @@ def replace(path: str | os.PathLike[str], content: bytes) -> None:
             error.filename = os.fspath(path)  # the name that the caller knows
         raise
     _bring_to_disk(directory)
+
+
+def _descriptor(path: str | os.PathLike[str]) -> int | None:
+    """Return which open descriptor of this process a path leads to, as /dev/stdout does; None if to none.
+
+    Such a name is no way to a file: what it leads to may be a pipe without a name, or the file that a shell redirects
+    output to, which must not be replaced while the shell holds it.
+    """
+    name = os.path.abspath(path)
+    for _ in range(LINKS):
+        found = DESCRIPTOR.fullmatch(name)
+        if found is not None:
+            process, number, short = found.groups()
+            return int(number or short) if process in (None, "self", "thread-self", str(os.getpid())) else None
+        try:
+            leads = os.readlink(name)
+        except (OSError, ValueError):  # no link
+            return None
+        name = os.path.normpath(os.path.join(os.path.dirname(name), leads))
+    return None
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _pour(where: str | os.PathLike[str] | int, content: bytes) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there may be none
+            stream.flush()  # what was printed before comes before
+    with open(where, "wb", closefd=not isinstance(where, int)) as file:
+        file.write(content)
+
+
+def _rename(temporary: str, target: str, path: str | os.PathLike[str]) -> None:
+    """Rename over a file. Windows refuses that while any program has it open, such as one that looks for viruses."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            os.replace(temporary, target)
+            return
+        except PermissionError as error:
+            if time.monotonic() > until:
+                held = "cannot be replaced, since another program has it open, or it is protected; close it there"
+                raise PermissionError(error.errno, held, os.fspath(path)) from error
+            time.sleep(0.05)
 
 
 def _sweep(directory: str, name: str) -> None:

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.backends import plain
+from elementgrad.backends import uncompiled
 from elementgrad.backends.training import FunctionalTrainer, Trainer
+from elementgrad.cleanup import committed, defer
 from elementgrad.errors import DuplicateError, ElementgradError, OptionError, PatchError
 from elementgrad.place import Place
+from elementgrad.text import listed
 from elementgrad.train.apart import element
 from elementgrad.train.elements import Elements, Member, reader
 from elementgrad.train.fingerprint import fits
+from elementgrad.train.keeping import Keep, spared
 from elementgrad.train.ledger import Ledger, Mark
 from elementgrad.train.mapping import Mapped, Names, mapped
 from elementgrad.train.named import Named, all_named, named, require_disjoint, trainer_of
@@ -22,14 +25,18 @@ ENDING = ".safetensors"
 Model = Any
 
 
-@plain
-def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | None = None) -> Elements:
+@committed
+@uncompiled
+def trainable(
+    model: Model, places: Any, *, dtype: Any = None, names: Names | None = None, keep: Keep = None
+) -> Elements:
     """Let only the named elements of a model train; every other element of its parameters stays as it is, to the bit.
 
     Give `elements.parameters()` to any optimizer that takes vectors, with any options. `places` are texts or places, or
     the path of a patch to go on from, with `names` as in `eg.apply`. Values of parameters in half precision are kept in
-    float32 unless `dtype` says otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`; let
-    others train beside by setting theirs afterwards. A Keras model is compiled and fitted as ever, and has
+    float32 unless `dtype` says otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`, but
+    for those that `keep` names, which go on as they were: a name of a parameter or layer, a wildcard such as `"lora_*"`
+    for whole parts of a name, or a list of them. A Keras model is compiled and fitted as ever, and has
     `elements.variables`. Of a model that processes share, wrap in `DistributedDataParallel` afterwards, or call
     `fully_shard` before: then all of them make this call.
 
@@ -59,12 +66,15 @@ def trainable(model: Model, places: Any, *, dtype: Any = None, names: Names | No
             _require_idle(trainer, one)
         trainer.agree((one.name, one.positions) for one in every)
         parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
-    trainer.start(parts)
+    beside = spared(trainer, keep, every)
+    defer(trainer.cancel, parts)
+    trainer.start(parts, beside)
     members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
     return Elements(trainer, members, training=True)
 
 
-@plain
+@committed
+@uncompiled
 def apply(
     model: Model, path: str | os.PathLike[str] | Patch, *, overwrite: bool = False, names: Names | None = None
 ) -> Elements:
@@ -100,6 +110,7 @@ def apply(
     _agree_on(trainer, entries)
     found = _fitting(trainer, entries, overwrite)
     parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
+    defer(trainer.cancel, parts)
     members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
     for member in members:
         trainer.write(member.part)
@@ -110,7 +121,9 @@ def apply(
 def _member(trainer: Trainer, one: Named, part: Any) -> Member:
     mark = part.mark = Mark(str(one.place), one.positions, trainer.bits(part.originals)[1])
     if not isinstance(trainer, FunctionalTrainer):  # where nothing is written to, nothing is to be noted
-        Ledger(one.tensor, reader(trainer, one.tensor)).add(mark)
+        ledger = Ledger(one.tensor, reader(trainer, one.tensor))
+        defer(ledger.remove, mark)
+        ledger.add(mark)
     return Member(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
 
 
@@ -140,6 +153,7 @@ def _fitting(
 
 def _fitted(trainer: Trainer, given: Mapped, overwrite: bool, resume: bool) -> Named:
     entry, source = given.entry, given.source
+    source.require_applicable()
     try:
         tensor = trainer.parameter(entry.name)
     except ElementgradError as error:
@@ -153,6 +167,8 @@ def _fitted(trainer: Trainer, given: Mapped, overwrite: bool, resume: bool) -> N
     if one.tensor is not tensor:
         raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
     _require_idle(trainer, one)
+    if entry.name == source.name and entry.tied is not None:  # by other names of other models nothing is known of ties
+        _require_tied(trainer, tensor, entry.name, entry.tied)
     read = reader(trainer, tensor)
     ledger = Ledger(trainer.lasting(tensor), read)
     over = ledger.overlapping(entry.indices)
@@ -173,6 +189,24 @@ def _fitted(trainer: Trainer, given: Mapped, overwrite: bool, resume: bool) -> N
             + (", and the right order of axes" if given.turned else "")
         )
     return one
+
+
+def _require_tied(trainer: Trainer, tensor: Any, name: str, there: Sequence[str]) -> None:
+    """Refuse a tensor that bears other names than where the patch was made, so that too much or too little changes."""
+    every = list(trainer.spelled())
+    here = [other for other, held in every if held is tensor and other != name]
+    apart = [other for other, held in every if other in there and held is not tensor]
+    if apart:
+        raise PatchError(
+            f"the patch was made where {name} and {listed(apart)} are one tensor, and here they are not: it would "
+            "change one of them alone; tie them first, or leave all but one out of a file"
+        )
+    more = [other for other in here if other not in there]
+    if more:
+        raise PatchError(
+            f"{name} and {listed(more)} are one tensor here, and were not where the patch was made: it would change "
+            "both; give the model as it was"
+        )
 
 
 def _unlike(given: Mapped, shape: tuple[int, ...], dtype: str) -> str:

@@ -1,20 +1,21 @@
 """Weights in a file, by their bytes: what a patch can be put into where no model and no framework is at hand."""
 
-import io
 import json
 import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import index
 from typing import Any, NoReturn
 
 import numpy as np
 
+from elementgrad import archive
 from elementgrad.backends.training import Part, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
 from elementgrad.text import listed, nearest
-from elementgrad.train.numbers import VIEWS, Numbers
+from elementgrad.train.numbers import VIEWS, Numbers, is_floating
 from elementgrad.train.replacement import replace
 from elementgrad.train.storage import Stored, joined
 
@@ -74,10 +75,9 @@ class Weights:
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
-                with np.load(path, allow_pickle=False) as held:
-                    return cls({name: Held.of(held[name]) for name in held.files})
-            except (ValueError, EOFError) as error:
-                raise PatchError(f"{path} holds no weights: {str(error).splitlines()[0]}") from None
+                return cls({name: Held.of(array) for name, array in archive.read(path).items()})
+            except (archive.ArchiveError, DtypeError) as error:
+                raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
             packed = bytearray(file.read())
         return cls(dict(_unpacked(path, packed)), packed)
@@ -93,26 +93,30 @@ class Weights:
             raise PatchError(
                 f"{self.tensors[unknown[0]].dtype} of {unknown[0]} has no place in .npz; write .safetensors"
             )
-        file = io.BytesIO()
         arrays = {
             name: np.frombuffer(held.bits.tobytes(), VIEWS[held.dtype]).reshape(held.shape)
             for name, held in self.tensors.items()
         }
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-        replace(path, file.getvalue())
+        try:
+            content = archive.pack(arrays)
+        except archive.ArchiveError as error:
+            raise PatchError(str(error)) from None
+        replace(path, content)
 
 
 class WeightsPart(Part):
     """Elements of a tensor in a file."""
 
-    def __init__(self, tensor: Held, positions: np.ndarray, values: Numbers, originals: Numbers):
-        self.tensor, self.positions, self.leaf, self.originals = tensor, positions, values, originals
+    def __init__(self, tensor: Held, positions: np.ndarray, values: Numbers, originals: Numbers, found: Numbers):
+        self.tensor, self.positions, self.leaf = tensor, positions, values
+        self.originals, self.found = originals, found
 
 
 class WeightsTrainer(Trainer):
     """How a patch comes into weights and out of them; training needs a model."""
 
     elsewhere: Mapping[str, str] = {}
+    freezes = False
 
     def __init__(self, weights: Weights):
         self._tensors = weights.tensors
@@ -139,7 +143,7 @@ class WeightsTrainer(Trainer):
 
     def check(self, tensor: Held, name: str) -> None:
         """Refuse what is never patched."""
-        if not tensor.dtype.startswith(("float", "bfloat", "complex")):
+        if not is_floating(tensor.dtype):
             raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched; name a tensor of floats")
 
     def dtype(self, given: Any) -> Any:
@@ -149,7 +153,7 @@ class WeightsTrainer(Trainer):
     def part(self, tensor: Held, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None) -> Part:
         """The elements with their values from a patch."""
         held = Numbers(tensor.dtype, tensor.bits[positions])
-        return WeightsPart(tensor, positions, held if values is None else values, originals or held)
+        return WeightsPart(tensor, positions, held if values is None else values, originals or held, held)
 
     def write(self, part: Part) -> None:
         """Put the values in, rounded to the dtype of the tensor."""
@@ -158,6 +162,11 @@ class WeightsTrainer(Trainer):
     def restore(self, part: Part) -> None:
         """Put the originals in."""
         part.tensor.bits[part.positions] = part.originals.bits
+
+    def cancel(self, parts: Sequence[Part]) -> None:
+        """Put in what was there when the parts were made."""
+        for part in parts:
+            part.tensor.bits[part.positions] = part.found.bits
 
     def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         """The bytes of some elements."""
@@ -174,16 +183,41 @@ def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, Held]]:
     """The tensors of a safetensors file, whose bytes are those of the file."""
     try:
         end = 8 + struct.unpack("<Q", packed[:8])[0]
-        header = json.loads(packed[8:end])
+        header = json.loads(packed[8:end], object_pairs_hook=_each_once)
         described = [(name, *_described(one)) for name, one in header.items() if name != "__metadata__"]
-    except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        raise PatchError(f"{path} is no safetensors file; give one that weights were saved to") from None
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        twice = f", since it names {error} twice" if isinstance(error, _TwiceError) else ""
+        raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
-        if min(shape, default=0) < 0 or not 0 <= first <= last <= len(packed) - end or (size and (last - first) % size):
+        held = DTYPES.get(dtype, dtype)
+        width = np.dtype(VIEWS[held]).itemsize if held in VIEWS else (last - first) // max(1, size)
+        if min(shape, default=0) < 0 or not 0 <= first <= last <= len(packed) - end or last - first != width * size:
             raise PatchError(f"{path} is damaged: {name} does not fit into it")
+    filled = sorted((first, last, name) for name, _, _, first, last in described if first < last)
+    for (_, last, name), (first, _, other) in pairwise(filled):
+        if first < last:
+            raise PatchError(
+                f"{path} is damaged: {name} and {other} overlap in it, so that a change of one would change the other; "
+                "save the weights again"
+            )
+    for name, dtype, shape, first, last in described:
         bits = np.frombuffer(memoryview(packed)[end + first : end + last], np.uint8)
+        size = math.prod(shape)
         yield name, Held(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
+
+
+class _TwiceError(ValueError):
+    """A name that stands twice in one object of JSON, of which most parsers take the last."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _TwiceError(repr(name))
+        found[name] = value
+    return found
 
 
 def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
@@ -194,6 +228,8 @@ def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
 
 def _pack(tensors: Mapping[str, Held]) -> bytes:
     names = {ours: theirs for theirs, ours in DTYPES.items()}
+    if "__metadata__" in tensors:
+        raise PatchError("a tensor called __metadata__ has no place in .safetensors; write .npz")
     for name, held in tensors.items():
         if held.dtype not in names:
             raise PatchError(f"{held.dtype} of {name} has no place in .safetensors; write .npz")

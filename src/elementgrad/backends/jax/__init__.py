@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,16 +11,20 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
+from elementgrad import cleanup
+from elementgrad.backends.jax import ambient
 from elementgrad.backends.jax.linear import JaxLinear
 from elementgrad.backends.jax.matrices import JaxMatrices
 from elementgrad.backends.jax.model import Copying, JaxModel, opened
 from elementgrad.backends.jax.program import staged
 from elementgrad.backends.jax.uses import uses
+from elementgrad.backends.limits import Limits
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.training import Trainer
 from elementgrad.backends.witness import Witness
+from elementgrad.cleanup import enter, entered, scope
 from elementgrad.selection import Selection
 
 Array = jax.Array
@@ -50,7 +54,13 @@ class JaxBackend(JaxMatrices, Backend):
         return "b" if x.dtype == jnp.bool_ else "o"
 
     def read(self, x: Array) -> np.ndarray | None:
-        return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+        if isinstance(x, jax.core.Tracer):
+            return None
+        here = getattr(x, "is_fully_addressable", True)  # or else parts of it are in other processes
+        return np.asarray(x) if here else None
+
+    def limits(self, x: Array) -> Limits | None:
+        return _limits(x.dtype)
 
     def cast(self, value: Any, like: Array) -> Array:
         return value.astype(like.dtype) if isinstance(value, Array) else jnp.asarray(value, like.dtype)
@@ -115,7 +125,9 @@ class JaxBackend(JaxMatrices, Backend):
     @contextmanager
     def within(self, surroundings: Any) -> Iterator[None]:
         wide, precision = surroundings
-        with WIDE(wide), jax.default_matmul_precision(precision):
+        with scope():
+            enter(WIDE(wide))
+            enter(jax.default_matmul_precision(precision))
             yield
 
     def linearize(self, run: Run, inputs: Sequence[Array], create_graph: bool, order: int) -> Linear:
@@ -185,7 +197,7 @@ class JaxBackend(JaxMatrices, Backend):
             return jnp.asarray(x, dtype)
 
     def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
-        return WIDE(True) if dtype in ("float64", "complex128") else nullcontext()
+        return entered(WIDE(True)) if dtype in ("float64", "complex128") else nullcontext()
 
     def swift(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         return jax.jit(function)
@@ -202,8 +214,15 @@ class JaxBackend(JaxMatrices, Backend):
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _units(positions: np.ndarray, shape: tuple[int, ...], dtype: Any, batch: int) -> Array:
-    seeds = positions[:, None, None] == jnp.arange(math.prod(shape) // batch)
+    seeds = positions[:, None, None] == jnp.arange(math.prod(shape) // batch)[None, None]
     return jnp.broadcast_to(seeds, (len(positions), batch, seeds.shape[2])).astype(dtype).reshape(-1, *shape)
+
+
+@cache
+def _limits(dtype: Any) -> Limits | None:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return Limits.of_floats(jnp.finfo(dtype))
+    return Limits.of_integers(jnp.iinfo(dtype)) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def _through(x: Array, keep: Callable[[Array], Array]) -> Array:
@@ -241,3 +260,4 @@ def _promises(selection: Selection) -> dict[str, Any]:
 
 
 backend = JaxBackend()
+cleanup.on_entry(ambient.snapshot)

@@ -47,6 +47,9 @@ def put(array: Array, positions: np.ndarray, values: Array) -> Array:
     typed = explicit(array)
     if typed is not None:
         return _replaced(array, index, values, mode, out_sharding=typed)
+    traced = isinstance(array, jax.core.Tracer) or isinstance(values, jax.core.Tracer)
+    if array.dtype.itemsize == 2 and not traced:
+        return _replaced_bits(array, index, values, mode, array.sharding if _constrained(array.sharding) else None)
     if isinstance(array, jax.core.Tracer) or not _constrained(array.sharding):
         return _replaced(array, index, values, mode)
     return _replaced_there(array, index, values, mode, array.sharding)
@@ -90,9 +93,35 @@ def explicit(array: Any) -> Any:
     return sharding if getattr(getattr(sharding, "mesh", None), "explicit_axes", ()) else None
 
 
+def varying(x: Array, axes: frozenset[Any]) -> Array:
+    """An array that is typed to vary over some axes at least, as `axes_of` has them from another one.
+
+    Derivatives must be of the type of what they are derivatives of, and numbers that are made anew vary over none.
+    """
+    more = tuple(sorted(axes - axes_of(x)))
+    if not more:
+        return x
+    cast: Any = getattr(jax.lax, "pcast", None)
+    older: Any = getattr(jax.lax, "pvary", None)  # until JAX 0.8
+    return older(x, more) if cast is None else cast(x, more, to="varying")
+
+
+def axes_of(array: Any) -> frozenset[Any]:
+    """The axes of a mesh over which an array may differ inside of a `shard_map`, which are a part of its type."""
+    typeof = getattr(jax, "typeof", None)
+    aval = None if typeof is None else typeof(array)
+    kind = getattr(aval, "mat", None)  # where it is since JAX 0.10
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def members() -> frozenset[Any]:
+    """The names of the axes, of a `shard_map`, `pmap` or `vmap`, of which the running function is one member."""
+    return frozenset(get_axis_env().axis_sizes)
+
+
 def _constrained(sharding: Sharding) -> bool:
     """Whether there is anything to say of devices: not for one, nor inside of a `shard_map`, which sees one each."""
-    return len(sharding.device_set) > 1 and not get_axis_env().axis_sizes
+    return len(sharding.device_set) > 1 and not members()
 
 
 def _replaced(array: Array, index: tuple[Any, ...], values: Array, mode: str, **more: Any) -> Array:
@@ -102,6 +131,17 @@ def _replaced(array: Array, index: tuple[Any, ...], values: Array, mode: str, **
 @partial(jax.jit, static_argnums=(3, 4))
 def _replaced_there(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding) -> Array:
     return jax.lax.with_sharding_constraint(_replaced(array, index, values, mode), sharding)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _replaced_bits(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding | None) -> Array:
+    """Write numbers of half precision as integers, since the compiler may take the floats through float32.
+
+    There a signalling NaN becomes a quiet one, also in elements that nobody writes to.
+    """
+    bits = [jax.lax.bitcast_convert_type(each, jnp.int16) for each in (array, values)]
+    new = jax.lax.bitcast_convert_type(_replaced(bits[0], index, bits[1], mode), array.dtype)
+    return new if sharding is None else jax.lax.with_sharding_constraint(new, sharding)
 
 
 @cache

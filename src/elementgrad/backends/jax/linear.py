@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax._src.core import jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
-from elementgrad.backends.jax.program import one_way, shifted
+from elementgrad.backends.jax.axes import axes_of, members, varying
+from elementgrad.backends.jax.program import between, one_way, shifted
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
 from elementgrad.sparsity.pattern import Pattern
@@ -61,7 +62,8 @@ class JaxLinear(Linear):
 
     def gradient(self, output: int, seed: Array) -> "JaxLinear":
         def pulled(*xs: Array) -> tuple[Array, ...]:
-            return jax.vjp(lambda *xs: self._run(*xs)[output], *xs)[1](seed)
+            y, back = jax.vjp(lambda *xs: self._run(*xs)[output], *xs)
+            return back(varying(seed, axes_of(y)))
 
         return JaxLinear(pulled, self.inputs)
 
@@ -70,10 +72,10 @@ class JaxLinear(Linear):
         if not any(paths):
             return [None] * len(inputs)
 
-        xs = self.inputs  # a sweep that held the whole object would keep it alive, in a circle
+        xs, axes = self.inputs, axes_of(self.outputs[output])  # a sweep that held the object would keep it alive
 
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(seed)
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(varying(seed, axes))
             return tuple([transposed[i] for i in inputs])
 
         swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
@@ -81,21 +83,21 @@ class JaxLinear(Linear):
 
     def sweeper(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
         """A compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
-        xs = self.inputs
+        xs, axes = self.inputs, axes_of(self.outputs[output])
 
         def sweep(program: Any, seed: Array) -> list[Array]:
-            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(seed)
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(varying(seed, axes))
             return [transposed[i] for i in inputs]
 
         return partial(jax.jit(sweep), self._program)
 
     def push(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
         if self.one_way:  # compiled, it would be found out too late
-            raise UnsupportedError(ONE_WAY)
+            raise UnsupportedError(self.one_way)
         xs = self.inputs
 
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            tangents = [seed if i == input else jnp.zeros_like(x) for i, x in enumerate(xs)]
+            tangents = [varying(seed if i == input else jnp.zeros_like(x), axes_of(x)) for i, x in enumerate(xs)]
             pushed = program(*tangents)
             return tuple([pushed[o] for o in outputs])
 
@@ -125,12 +127,12 @@ class JaxLinear(Linear):
         if input not in self.paths[output]:
             return None
         if self.one_way:
-            self.without[output]["forward"] = ONE_WAY
-        if local:
-            xs, program = self.inputs, self._program
-            zeros = [jnp.zeros_like(x) for x in xs]
-            return finding.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
+            self.without[output]["forward"] = self.one_way
         try:
+            if local:
+                xs, program = self.inputs, self._program
+                zeros = [varying(jnp.zeros_like(x), axes_of(x)) for x in xs]
+                return finding.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
             return finding.everywhere(partial(self._at, output, input), self.inputs[input])
         except ElementgradError:
             raise
@@ -149,9 +151,17 @@ class JaxLinear(Linear):
         return jax.make_jaxpr(self._program)(*self.inputs)
 
     @cached_property
-    def one_way(self) -> bool:
-        """Whether a rule in it is known for reverse sweeps alone."""
-        return one_way(self._jaxpr.jaxpr)
+    def one_way(self) -> str:
+        """Why there are reverse sweeps alone; empty if there are others too.
+
+        A function may be run by each member of an axis, and send numbers to others. Then a reverse sweep from one
+        element is what `jax.grad` gives to each member, while a forward sweep would move the same element of all of
+        them at once, which is another number.
+        """
+        if one_way(self._jaxpr.jaxpr):
+            return ONE_WAY
+        axes = between(self._jaxpr.jaxpr, members())
+        return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
     def paths(self) -> list[set[int]]:
@@ -177,14 +187,14 @@ def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
 
     That is found without computing anything, where the function can be traced.
     """
-    found: dict[int, jax.ShapeDtypeStruct] = {}
+    found: dict[int, tuple[Any, Any, frozenset[Any]]] = {}
 
     def note(number: int, x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
             raise DtypeError(
                 f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array"
             )
-        found[number] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        found[number] = x.shape, x.dtype, axes_of(x)
         return x
 
     def look(*given: Array) -> tuple[()]:
@@ -201,7 +211,11 @@ def _with_changes(run: Run, inputs: Sequence[Array | None]) -> list[Array]:
     if not traced:
         with plain_errors():
             look(*given)
-    return [jnp.zeros(found[n].shape, found[n].dtype) if x is None else x for n, x in enumerate(inputs)]
+    return [_zeros(*found[n]) if x is None else x for n, x in enumerate(inputs)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[Any]) -> Array:
+    return varying(jnp.zeros(shape, dtype), axes)
 
 
 def _changed(change: Array, met: Array) -> Array:

@@ -47,7 +47,8 @@ class JaxModel(Model):
 
 
 class Copying:
-    """A function that runs on copies of all that a run could write to, made when it is called.
+    """A function that runs on copies of all that a run could write to, made when it is called; JAX's configuration is
+    as before afterwards.
 
     They are made inside whatever transformation calls it: there alone may a module of flax NNX be written to.
     """

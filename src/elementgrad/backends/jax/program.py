@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from elementgrad import tree
 from elementgrad.backends.model import Passage
+from elementgrad.cleanup import assign, scope
 from elementgrad.errors import PlaceError
 
 Step = Callable[[Any, list[Any]], Sequence[Any]]
@@ -107,6 +108,18 @@ def one_way(jaxpr: Any) -> bool:
     )
 
 
+def between(jaxpr: Any, names: frozenset[Any]) -> set[Any]:
+    """Those of some named axes along which a program sends numbers from one member to another."""
+    found: set[Any] = set()
+    for equation in jaxpr.eqns:
+        for key in ("axes", "axis_name"):
+            axes = equation.params.get(key, ())
+            found |= {axis for axis in (axes if isinstance(axes, tuple | list) else [axes]) if axis in names}
+        for inner in jaxprs_in_params(equation.params):
+            found |= between(inner, names)
+    return found
+
+
 def is_array(x: Any) -> bool:
     """Whether this is an array of JAX's own, traced or not."""
     return isinstance(x, (jax.Array, jax.core.Tracer))
@@ -127,12 +140,9 @@ def _traced(function: Callable[[], Any], passage: Passage) -> tuple[Any, Any]:
 
 @contextmanager
 def _staging(bases: set[str]) -> Iterator[None]:
-    before = _local.__dict__.get("bases", ())
-    _local.bases = bases
-    try:
+    with scope():
+        assign(_local, "bases", bases)
         yield
-    finally:
-        _local.bases = before
 
 
 def _level(passage: Passage) -> Callable[[str], bool]:

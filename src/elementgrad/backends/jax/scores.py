@@ -13,6 +13,7 @@ from elementgrad.backends.groups import grouped
 from elementgrad.backends.jax import meshes
 from elementgrad.backends.jax.linear import JaxLinear
 from elementgrad.backends.jax.model import JaxModel, copied
+from elementgrad.cleanup import entered
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array
@@ -60,7 +61,7 @@ def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[
     totals: Any = None
     for number in range(numbers.size):
         found = sweep(jnp.zeros_like(numbers).at[number].set(1))
-        with wide(True):
+        with entered(wide(True)):
             totals = _added([jnp.zeros(each.shape, jnp.float64) for each in found] if totals is None else totals, found)
     return totals
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax._src.core import jaxprs_in_params
 from jax.ad_checkpoint import checkpoint_name
 
+from elementgrad.backends.jax.axes import axes_of, varying
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
 from elementgrad.backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shifted
 from elementgrad.backends.linear import Run, Use, reason
@@ -75,7 +76,7 @@ class _Watching:
 
     def zeros(self, count: int) -> list[Array]:
         """So many changes that change nothing."""
-        return [jnp.zeros(self._shape, self._dtype) for _ in range(count)]
+        return [varying(jnp.zeros(self._shape, self._dtype), self._axes) for _ in range(count)]
 
     def _run(self, changes: Sequence[Array | None], found: list[Use]) -> list[Array]:
         def used(value: Any, operation: str, where: str | None) -> Any:
@@ -107,7 +108,7 @@ class _Watching:
             raise DtypeError(
                 f"what is named is of dtype {x.dtype}, which has no gradients; make it floating point first"
             )
-        self._shape, self._dtype = x.shape, x.dtype
+        self._shape, self._dtype, self._axes = x.shape, x.dtype, axes_of(x)
         return checkpoint_name(x, MARK)
 
 

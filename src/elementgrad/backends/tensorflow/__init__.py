@@ -3,16 +3,20 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
+from elementgrad import cleanup
+from elementgrad.backends.limits import Limits
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind
 from elementgrad.backends.recorder import Recorder
-from elementgrad.backends.tensorflow import layers, staging, uses
+from elementgrad.backends.tensorflow import ambient, layers, staging, uses
 from elementgrad.backends.tensorflow.linear import TensorflowLinear
 from elementgrad.backends.tensorflow.matrices import TensorflowMatrices
 from elementgrad.backends.tensorflow.model import KerasModel, TensorflowModel, root
@@ -48,6 +52,9 @@ class TensorflowBackend(TensorflowMatrices, Backend):
 
     def read(self, x: Tensor) -> np.ndarray | None:
         return tf.get_static_value(tf.convert_to_tensor(x))
+
+    def limits(self, x: Tensor) -> Limits | None:
+        return _limits(tf.as_dtype(x.dtype))
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         return tf.cast(value if tf.is_tensor(value) else np.asarray(value), like.dtype)  # a bare float is float32 here
@@ -230,6 +237,13 @@ class TensorflowBackend(TensorflowMatrices, Backend):
         return tf.matmul(x, y)
 
 
+@cache
+def _limits(dtype: tf.DType) -> Limits | None:
+    if dtype.is_floating or dtype.is_complex:
+        return Limits.of_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
+    return Limits.of_integers(ml_dtypes.iinfo(dtype.as_numpy_dtype)) if dtype.is_integer else None
+
+
 def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
     """x itself, at no cost, with its derivatives passed through a linear map that is its own transpose."""
     # The value is cut off first: forward mode would follow it beside the rule.
@@ -263,3 +277,4 @@ def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
 
 
 backend = TensorflowBackend()
+cleanup.on_entry(ambient.snapshot)

@@ -3,11 +3,13 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 from elementgrad.backends.patch import Patch, Replace
+from elementgrad.cleanup import assign, push, scope
 
 Layer = Any
 Result = Any
@@ -15,11 +17,17 @@ Watch = Callable[[Layer, Result], Result]
 """What goes on in the place of the result of a layer."""
 
 
+@dataclass(eq=False)
+class _Watching:
+    """Somebody who watches, or who has what is inside not watched."""
+
+    watch: Watch | None
+
+
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.watches: list[Watch | None] = []
-        self.called: list[Layer] = []
-        self.trials = 0
+    watches: tuple[_Watching, ...] = ()
+    called: tuple[Layer, ...] = ()
+    trials: int = 0
 
 
 _local = _Local()
@@ -37,13 +45,12 @@ def watched(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
     """Have what these layers give pass by in this thread, in place of whoever watched before."""
     kinds = {type(layer) for layer in layers}
     owners = {(_owner(kind, name), name) for kind in kinds for name in ("__call__", "call")}
-    with ExitStack() as stack:
+    with scope():
         if kind() is not None:
-            stack.enter_context(_steps.on())
+            _steps.enter()
         for owner, name in owners:
-            stack.enter_context(_methods.on(owner, name))
-        _local.watches.append(watch)
-        stack.callback(_local.watches.pop)
+            _methods.enter(owner, name)
+        push(_local, "watches", _Watching(watch))
         yield
 
 
@@ -54,12 +61,10 @@ def entered() -> Iterator[None]:
     if base is None:
         yield
         return
-    with _methods.on(base, "__call__"):
-        _local.watches.append(lambda _, result: result)
-        try:
-            yield
-        finally:
-            _local.watches.pop()
+    with scope():
+        _methods.enter(base, "__call__")
+        push(_local, "watches", _Watching(lambda _, result: result))
+        yield
 
 
 def calling() -> list[Layer]:
@@ -84,16 +89,14 @@ def _install_method(replace: Replace, owner: type, name: str) -> None:
 
     def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
         method = _bound(original, layer, type(layer))
-        watch = _local.watches[-1] if _local.watches else None
+        watch = _local.watches[-1].watch if _local.watches else None
         # One call has one result, also where `__call__` calls `call` and both call those of a base.
         inner = name == "call" and bool(_local.called) and _local.called[-1] is layer
         if watch is None or inner or _owner(type(layer), name) is not owner:
             return method(*args, **kwargs)
-        _local.called.append(layer)
-        try:
+        with scope():
+            assign(_local, "called", (*_local.called, layer))
             result = method(*args, **kwargs)
-        finally:
-            _local.called.pop()
         return watch(layer, result) if computing() else result
 
     call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
@@ -131,12 +134,9 @@ def _install_steps(replace: Replace) -> None:
         first = iter([not kwargs.get("unroll")])
 
         def counted(*inputs: Any) -> Any:
-            trial = next(first, False)
-            _local.trials += trial
-            try:
+            with scope():
+                assign(_local, "trials", _local.trials + next(first, False))
                 return step(*inputs)
-            finally:
-                _local.trials -= trial
 
         return original(counted, *args, **kwargs)
 

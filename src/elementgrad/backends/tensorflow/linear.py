@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,8 @@ import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
 from elementgrad.backends.linear import Linear, Run, UnstackableError, UnsupportedError, reason
-from elementgrad.backends.tensorflow.quiet import Seeds, seeds, undisturbed
+from elementgrad.backends.tensorflow.quiet import Seeds, seeds, silenced, undisturbed
+from elementgrad.cleanup import enter, scope
 from elementgrad.errors import ElementgradError, OptionError
 from elementgrad.sparsity.pattern import Pattern
 
@@ -62,9 +62,9 @@ class TensorflowLinear(Linear):
             _Met(tapes) if x is None else x if held else again(x) for x, held in zip(inputs, run.held, strict=True)
         ]
         drawn = seeds()
-        with undisturbed(), ExitStack() as stack:
+        with undisturbed():
             for tape in tapes:
-                stack.enter_context(tape)
+                enter(tape)
                 tape.watch([x for x in sources if not isinstance(x, _Met)])
             given = [None if held else x for x, held in zip(sources, run.held, strict=True)]
             outputs = [tf.convert_to_tensor(y) for y in run(*given)]
@@ -79,9 +79,9 @@ class TensorflowLinear(Linear):
 
     def gradient(self, output: int, seed: Tensor) -> "TensorflowLinear":
         *outer, inner = self._tapes
-        with undisturbed(), ExitStack() as stack:
+        with undisturbed():
             for tape in outer:
-                stack.enter_context(tape)
+                enter(tape)
             zero = tf.UnconnectedGradients.ZERO
             gradients = inner.gradient(self.outputs[output], self.inputs, seed, unconnected_gradients=zero)
             gradients = [tf.convert_to_tensor(g) for g in gradients]
@@ -158,15 +158,18 @@ class TensorflowLinear(Linear):
         from elementgrad.backends.tensorflow.reaching.finding import found
 
         x, y, anew = self.inputs[input], self.outputs[output], self._anew
-        if local or anew is None:
-            sweep = self._pulling(output, [input])[1]
-            return found(lambda seed: (None, sweep(seed)[0]), None, y, x)
+
+        def here(seed: Tensor) -> tuple[None, Tensor | None]:
+            return None, self._pulling(output, [input])[1](seed)[0]
 
         def at(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor | None]:
+            assert anew is not None
             linear = anew(input, x)
             return linear.inputs[input], linear._pulling(output, [input])[1](seed)[0]
 
         try:
+            if local or anew is None:
+                return found(here, None, y, x)
             with undisturbed():
                 return found(at, x, y, x)
         except ElementgradError:
@@ -214,7 +217,9 @@ def _pulled(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor) -> list[Te
 
 def _pushed(tape: Any, x: Tensor, y: Tensor, seed: Tensor) -> Tensor | None:
     seed_of_output = tf.zeros_like(y)
-    with tf.GradientTape(watch_accessed_variables=False) as outer:
+    with scope():
+        outer = tf.GradientTape(watch_accessed_variables=False)
+        enter(outer)
         outer.watch(seed_of_output)
         (pulled,) = _pulled(tape, y, [x], seed_of_output)
     if pulled is None:
@@ -253,12 +258,8 @@ class _Program:
     @classmethod
     def quietly(cls, sweep: Sweep, shape: Any, dtype: Any, count: int | None) -> "_Program":
         """Trace without TensorFlow's reports: what cannot be traced runs in another way."""
-        logger = tf.get_logger()
-        before, logger.disabled = logger.disabled, True
-        try:
+        with silenced():
             return cls(sweep, shape, dtype, count)
-        finally:
-            logger.disabled = before
 
     def __call__(self, seeds: Tensor) -> list[Tensor | None]:
         count = seeds.shape[0]

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from elementgrad.backends.matrices import Layout, Matrices, Read
+from elementgrad.backends.tensorflow.quiet import silenced
 from elementgrad.errors import FrameworkError
 from elementgrad.sparsity.pattern import Pattern
 
@@ -56,14 +57,11 @@ class TensorflowMatrices(Matrices):
 
 
 def _traced(read: Read, x: Tensor) -> Read | None:
-    logger = tf.get_logger()
-    before, logger.disabled = logger.disabled, True
     try:
-        function = tf.function(read, [tf.TensorSpec(x.shape, x.dtype)], autograph=False).get_concrete_function()
+        with silenced():
+            function = tf.function(read, [tf.TensorSpec(x.shape, x.dtype)], autograph=False).get_concrete_function()
     except Exception:  # it runs as it stands
         return None
-    finally:
-        logger.disabled = before
     definition = function.graph.as_graph_def()
     nodes = [*definition.node, *[node for part in definition.library.function for node in part.node_def]]
     return function if all(node.op in HARMLESS or not _stateful(node.op) for node in nodes) else None

@@ -8,6 +8,7 @@ from elementgrad import tree
 from elementgrad.backends.model import Model, Passage
 from elementgrad.backends.tensorflow import layers
 from elementgrad.backends.tensorflow.staging import unstaged, written
+from elementgrad.cleanup import defer, enter, scope
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -32,7 +33,10 @@ class TensorflowModel(Model):
         if passage is None:
             yield self.function
         else:
-            with passage.open(), unstaged(), self._passing(passage):
+            with scope():
+                enter(passage.open())
+                enter(unstaged())
+                enter(self._passing(passage))
                 yield self.function
 
     def _passing(self, passage: Passage) -> Any:
@@ -55,15 +59,11 @@ class KerasModel(TensorflowModel):
         variables = [
             (variable, new[name]) for name in new for _, variable in self.bearing(name) if variable is not None
         ]
-        before = [variable + 0 for variable, _ in variables]
-        try:
+        with scope():
             for variable, value in variables:
+                defer(variable.assign, variable + 0)
                 variable.assign(value)
-            with super().running({}, passage) as function:
-                yield function
-        finally:
-            for (variable, _), value in zip(variables, before, strict=True):
-                variable.assign(value)
+            yield enter(super().running({}, passage))
 
     def held(self) -> Iterator[tuple[str, str, Tensor]]:
         return ((name, kind, variable._value) for name, kind, variable in self._variables())

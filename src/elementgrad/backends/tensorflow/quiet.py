@@ -13,6 +13,8 @@ from tensorflow.python.eager.context import Context, context
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from elementgrad.backends.patch import Patch, Replace
+from elementgrad.backends.tensorflow.ambient import snapshot
+from elementgrad.cleanup import assign, defer, push, scope
 
 WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
 """How the methods of a variable that change it begin."""
@@ -53,23 +55,31 @@ class _Saved:
         return self.graph.as_default() if self.graph is not None else tf.init_scope()
 
 
-_local = threading.local()
+class _Local(threading.local):
+    saved: tuple[_Saved, ...] = ()
+
+
+_local = _Local()
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Afterwards variables hold what they held before, and operations draw the seeds that they would have drawn."""
-    saved = _Saved()
-    stack: list[_Saved] = _local.__dict__.setdefault("stack", [])
-    try:
-        with _watched.on():
-            stack.append(saved)
-            try:
-                yield
-            finally:
-                stack.remove(saved)
-    finally:
-        saved.restore()
+    with scope():
+        saved = _Saved()
+        defer(snapshot())
+        defer(saved.restore)
+        _watched.enter()
+        push(_local, "saved", saved)
+        yield
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Without what TensorFlow logs: of what is only tried the user need not hear."""
+    with scope():
+        assign(tf.get_logger(), "disabled", True)
+        yield
 
 
 def seeds() -> Seeds | None:
@@ -85,15 +95,13 @@ def seeded(drawn: Seeds | None) -> Iterator[None]:
         yield
         return
     here, (process, seed, state) = context(), drawn
-    before = getattr(here, "_seed", None), getattr(here, "_rng", None)
-    here._seed, here._rng = seed, random.Random()
-    here._rng.setstate(state)
-    if process != os.getpid():
-        here.clear_kernel_cache()  # those that have drawn before would go on from there
-    try:
+    with scope():
+        assign(here, "_seed", seed)
+        assign(here, "_rng", random.Random())
+        here._rng.setstate(state)
+        if process != os.getpid():
+            here.clear_kernel_cache()  # those that have drawn before would go on from there
         yield
-    finally:
-        here._seed, here._rng = before
 
 
 def _apart(seeds: random.Random) -> random.Random:
@@ -132,18 +140,18 @@ _watched = Patch(_install)
 
 
 def _save(handle: Any, dtype: Any) -> None:
-    for saved in getattr(_local, "stack", ()):
+    for saved in _local.saved:
         saved.save(handle, dtype)
 
 
 def _save_losses(layer: Any) -> None:
-    for saved in getattr(_local, "stack", ()):
+    for saved in _local.saved:
         saved.save_losses(layer)
 
 
 def _save_inputs(_: Any, name: Any, inputs: Any, *__: Any, **___: Any) -> None:
     """A compiled function may write to any of the variables that it is given."""
-    for handle in inputs if getattr(_local, "stack", None) else ():
+    for handle in inputs if _local.saved else ():
         if handle.dtype == tf.resource:
             data = getattr(handle, "_handle_data", None)
             if data is not None and data.is_set and len(data.shape_and_type) == 1:

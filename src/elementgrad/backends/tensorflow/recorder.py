@@ -11,6 +11,7 @@ from tensorflow.python.framework.ops import uid
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.tensorflow.linear import Sweep, TensorflowLinear
+from elementgrad.cleanup import Undos, defer, enter, undo_all, undos
 from elementgrad.errors import FrameworkError, PlaceError
 from elementgrad.sparsity.pattern import Pattern
 
@@ -26,15 +27,21 @@ class TensorflowRecorder(Recorder):
         self._watched = [_own(x) for x in tensors]
         self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self._window = (0, sys.maxsize)
+        self._undos: Undos = []
 
     def start(self) -> None:
+        self._undos = undos()
+        defer(self._close_window)
         self._window = (uid(), sys.maxsize)
-        self._tape.__enter__()
+        enter(self._tape)
         self._tape.watch(self._watched)
 
     def stop(self) -> None:
-        self._tape.__exit__(None, None, None)
-        self._window = (self._window[0], uid())
+        undo_all(self._undos)
+
+    def _close_window(self) -> None:
+        if self._window[1] == sys.maxsize:
+            self._window = (self._window[0], uid())
 
     def linear(self, of: Sequence[Asked], wrt: Sequence[Asked]) -> Linear:
         outputs, inputs = [[self._find(asked) for asked in side] for side in (of, wrt)]

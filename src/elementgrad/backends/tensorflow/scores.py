@@ -15,6 +15,7 @@ from elementgrad.backends.tensorflow.model import KerasModel
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.sharing import Turns
 from elementgrad.backends.tensorflow.staging import unstaged
+from elementgrad.cleanup import enter, scope
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any  # tf.Tensor, tf.Variable or an array
@@ -79,7 +80,7 @@ def largest(x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[
     return ranks.largest(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
-class _Lent:
+class _Lent(scope):
     """A run of the model in which tensors stand in for its variables."""
 
     def __init__(self, model: KerasModel):
@@ -90,11 +91,9 @@ class _Lent:
         self.turns = Turns()
 
     def __enter__(self) -> "_Lent":
-        self._scope.__enter__()
+        super().__enter__()
+        enter(self._scope)
         return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._scope.__exit__(*raised)
 
     def taped(self, parameters: Mapping[str, Tensor]) -> "_Taped":
         """A tape that follows some of the variables from here on, and no other follows any."""
@@ -113,7 +112,7 @@ class _Lent:
         self._scope.add_update((self._variables[id(parameter)], value))
 
 
-class _Taped:
+class _Taped(scope):
     """A tape that hands on the gradient of each parameter when it is whole, and keeps none."""
 
     def __init__(self, parameters: Mapping[str, Tensor], lend: Callable[[Tensor, Tensor], None]):
@@ -129,10 +128,8 @@ class _Taped:
                 lend(parameter, self.values[name])
 
     def __enter__(self) -> None:
-        self._tape.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._tape.__exit__(*raised)
+        super().__enter__()
+        enter(self._tape)
 
     def follows(self, loss: Tensor) -> bool:
         """Whether a loss has a gradient; asked while the tape records."""

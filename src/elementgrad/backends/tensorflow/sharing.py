@@ -3,13 +3,16 @@
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.eager.record import should_record_backprop
 from tensorflow.python.framework import op_callbacks
+
+from elementgrad.cleanup import defer, scope
 
 Tensor = Any
 
 
-class Turns:
+class Turns(scope):
     """Numbers the turns, and remembers of each tensor that a tape follows whether it is of an earlier one.
 
     TensorFlow numbers eager tensors in the order in which they are made. That is all that is remembered of them.
@@ -22,11 +25,9 @@ class Turns:
         """Whether something of an earlier turn was used."""
 
     def __enter__(self) -> "Turns":
-        op_callbacks.add_op_callback(self._met)
+        super().__enter__()
+        see_operations(self._met)
         return self
-
-    def __exit__(self, *raised: Any) -> None:
-        op_callbacks.remove_op_callback(self._met)
 
     def end(self) -> None:
         """End a turn."""
@@ -47,6 +48,18 @@ class Turns:
         # Also what goes in: the results of rules of the user's own are followed only after their operation.
         for x in (*inputs, *outputs):
             self.check(x)
+
+
+def see_operations(see: Any) -> None:
+    """Have something called after each operation of this thread, until the innermost open scope is left."""
+    seen: Any = lambda *args, **kwargs: see(*args, **kwargs)  # noqa: E731  # one of its own, to be removed alone
+    defer(_remove, seen)
+    op_callbacks.add_op_callback(seen)
+
+
+def _remove(seen: Any) -> None:
+    if seen in context.context().op_callbacks:
+        op_callbacks.remove_op_callback(seen)
 
 
 def _next() -> int:

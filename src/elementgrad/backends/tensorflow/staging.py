@@ -16,11 +16,11 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget
 
 from elementgrad.backends.patch import Patch, Replace
+from elementgrad.cleanup import assign, scope
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.graphs: list[Any] = []
+    graphs: tuple[Any, ...] = ()
 
 
 _local = _Local()
@@ -29,12 +29,10 @@ _local = _Local()
 @contextmanager
 def unstaged() -> Iterator[None]:
     """Have this thread's calls of compiled functions run their Python, traced or not as the caller is."""
-    with _calls.on():
-        _local.graphs.append(_graph())
-        try:
-            yield
-        finally:
-            _local.graphs.pop()
+    with scope():
+        _calls.enter()
+        assign(_local, "graphs", (*_local.graphs, _graph()))
+        yield
 
 
 def passed_by(error: BaseException) -> bool:

@@ -1,6 +1,5 @@
 """Every use that a function makes of one tensor, as an input of its own: found in the graph that it is traced into."""
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies
 
 from elementgrad.backends.linear import Run, Use
-from elementgrad.backends.lines import is_users, spelled
+from elementgrad.backends.lines import is_users, normal, spelled
 from elementgrad.backends.tensorflow.linear import TensorflowLinear, again
 from elementgrad.backends.tensorflow.quiet import undisturbed
 from elementgrad.backends.tensorflow.staging import unstaged
@@ -198,7 +197,7 @@ def _spelled(kind: str) -> str:
 def _where(operation: Operation) -> str | None:
     """File and line of the user's code that made an operation."""
     for frame in reversed(operation.traceback):
-        if os.path.abspath(frame.filename) == os.path.abspath(__file__):
+        if normal(frame.filename) == normal(__file__):
             return None  # from here on outwards it is the caller's
         if is_users(frame.filename, PACKAGES):
             return spelled(frame.filename, frame.lineno)

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from elementgrad import backends
+from elementgrad import backends, cleanup
+from elementgrad.backends.limits import Limits
 from elementgrad.backends.linear import Linear, Run, Use
 from elementgrad.backends.model import Model
 from elementgrad.backends.protocol import Backend, Kind, Picked
 from elementgrad.backends.recorder import Recorder
+from elementgrad.backends.torch import ambient
 from elementgrad.backends.torch.compiler import in_graph, once_imported
 from elementgrad.backends.torch.linear import TorchLinear
 from elementgrad.backends.torch.matrices import TorchMatrices
+from elementgrad.backends.torch.memory import materialize
 from elementgrad.backends.torch.model import TorchModel, root, unwrapped
 from elementgrad.backends.torch.quiet import from_state, plainly, undisturbed
 from elementgrad.backends.torch.scores import largest, slopes
@@ -29,6 +32,8 @@ from elementgrad.selection import Selection
 Tensor = torch.Tensor
 NUMBERS: dict[type, Kind] = {torch.SymInt: "i", torch.SymFloat: "f", torch.SymBool: "b"}
 """What the compiler makes of numbers that change from call to call."""
+PLAIN: dict[Kind, type] = {"b": np.bool_, "i": np.int64, "f": np.float64, "c": np.complex128}
+"""What NumPy calls the numbers of `Tensor.tolist`."""
 
 
 class TorchBackend(TorchMatrices, Backend):
@@ -59,8 +64,12 @@ class TorchBackend(TorchMatrices, Backend):
             return None
         try:
             return x.numpy(force=True)
-        except (RuntimeError, TypeError):  # no storage to read
-            return None if type(x) is not Tensor or torch.compiler.is_compiling() else _read_wrapped(x)
+        except (RuntimeError, TypeError):  # no storage to read, or a dtype that NumPy lacks
+            if type(x) is not Tensor or torch.compiler.is_compiling():
+                return None
+        if x.is_floating_point() and x.element_size() < 4:
+            return self.read(x.float())
+        return _read_wrapped(x, PLAIN[self.kind(x)])
 
     def refuse(self, traced: Tensor, why: str) -> NoReturn:
         if torch.compiler.is_compiling():
@@ -78,6 +87,9 @@ class TorchBackend(TorchMatrices, Backend):
     def uncompiled(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return function(*arguments, **options)
 
+    def limits(self, x: Tensor) -> Limits | None:
+        return _limits(x.dtype)
+
     def cast(self, value: Any, like: Tensor) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(like.dtype)
@@ -88,6 +100,9 @@ class TorchBackend(TorchMatrices, Backend):
 
     def fresh(self, x: Tensor) -> Tensor:
         return x.clone()
+
+    def materialize(self, x: Tensor) -> Tensor:
+        return materialize(x)
 
     def kept(self, x: Tensor) -> Tensor:
         return kept(x)
@@ -224,7 +239,7 @@ class TorchBackend(TorchMatrices, Backend):
     def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
         from elementgrad.backends.torch.explaining.widening import Widening
 
-        return Widening() if dtype in ("float64", "complex128") else nullcontext()
+        return ambient.in_mode(Widening()) if dtype in ("float64", "complex128") else nullcontext()
 
     def sample(self, run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
         from elementgrad.backends.torch.explaining.witness import sample
@@ -285,11 +300,21 @@ def _graft(value: Tensor, slope: Tensor) -> Tensor:
     return _Graft.apply(value, slope)
 
 
-def _read_wrapped(x: Tensor) -> np.ndarray | None:
+@cache
+def _limits(dtype: torch.dtype) -> Limits | None:
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return Limits.of_floats(torch.finfo(dtype))
+        return Limits.of_integers(torch.iinfo(dtype))
+    except TypeError:  # booleans, and bits without a meaning
+        return None
+
+
+def _read_wrapped(x: Tensor, dtype: type) -> np.ndarray | None:
     """What `torch.func.grad` and `jvp` wrap has values, though no storage; what vmap maps over has none to give."""
     try:
-        return np.array(x.tolist(), dtype=np.bool_ if x.dtype is torch.bool else np.int64).reshape(x.shape)
-    except RuntimeError:
+        return np.array(x.tolist(), dtype=dtype).reshape(x.shape)
+    except (RuntimeError, OverflowError):
         return None
 
 
@@ -308,4 +333,5 @@ def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
 
 backend = TorchBackend()
 backends.on_whole(in_graph)
+cleanup.on_entry(ambient.snapshot)
 once_imported(lambda: setattr(TorchBackend, "uncompiled", torch.compiler.disable(TorchBackend.uncompiled)))

@@ -6,70 +6,89 @@ replaced are back in their places. They differ from plain calls in the memory th
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from elementgrad.backends.patch import Patch, Replace
+from elementgrad.cleanup import push, scope
 
 REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 """What the two sorts of checkpoints are called in PyTorch's module."""
-_local = threading.local()
-_lock = threading.Lock()
 
 
-class straight:  # noqa: N801
+@dataclass(eq=False)
+class _Look:
+    """One `straight` that a thread is in."""
+
+    inside: bool
+    faithful: bool
+
+
+class _Local(threading.local):
+    looks: tuple[_Look, ...] = ()
+
+
+_local = _Local()
+
+
+class straight(scope):  # noqa: N801
     """In here this thread's reentrant checkpoints are plain calls, and all others too if we look inside.
 
     With `faithful`, a reentrant one without a tracked argument stays what it is: nothing inside gets a gradient.
     """
 
+    __slots__ = ("_faithful", "_inside")
+
     def __init__(self, inside: bool, faithful: bool = False):
         self._inside = inside
         self._faithful = faithful
-        self._module = sys.modules.get("torch.utils.checkpoint")
 
     def __enter__(self) -> None:
-        if self._module is not None:
-            with _lock:
-                if not _stand_ins:
-                    _stand_ins.append(_StandIns(self._module))
-                _stand_ins[0].users += 1
-            _local.__dict__.setdefault("inside", []).append((self._inside, self._faithful))
-
-    def __exit__(self, *_: object) -> None:
-        if self._module is not None:
-            _local.inside.pop()
-            with _lock:
-                _stand_ins[0].users -= 1
-                if not _stand_ins[0].users:
-                    _stand_ins.pop().remove()
+        super().__enter__()
+        call_plainly(self._inside, self._faithful)
 
 
-class _StandIns:
-    """Stand in for what both sorts of checkpoints look up, and are that for threads that are not ours."""
+def call_plainly(inside: bool, faithful: bool = False) -> None:
+    """Do the same until the innermost open scope is left."""
+    if "torch.utils.checkpoint" in sys.modules:
+        push(_local, "looks", _Look(inside, faithful))
+        _stand_ins.enter()
 
-    def __init__(self, module: Any):
-        self.users = 0
-        self._module = module
-        self._reentrant = getattr(module, REENTRANT)
-        self._other = getattr(module, OTHER)
-        setattr(module, REENTRANT, self)
-        setattr(module, OTHER, self.around)
 
-    def remove(self) -> None:
-        """Put back what was there."""
-        setattr(self._module, REENTRANT, self._reentrant)
-        setattr(self._module, OTHER, self._other)
+def _install(replace: Replace) -> None:
+    module: Any = sys.modules["torch.utils.checkpoint"]
+    replace(module, OTHER, _around(getattr(module, OTHER)))
+    replace(module, REENTRANT, _Reentrant(getattr(module, REENTRANT)))
+
+
+class _Reentrant:
+    """Stands in for what a reentrant checkpoint calls, and is that for threads that are not ours."""
+
+    def __init__(self, original: Any):
+        self._original = original
 
     def apply(self, function: Any, preserve_rng_state: bool, *arguments: Any) -> Any:
-        """What a reentrant checkpoint calls."""
-        entered = getattr(_local, "inside", ())
-        if entered and (not entered[-1][1] or any(getattr(x, "requires_grad", False) for x in arguments)):
+        """Call the function plainly in our threads."""
+        looks = _local.looks
+        if looks and (not looks[-1].faithful or any(getattr(x, "requires_grad", False) for x in arguments)):
             return function(*arguments)
-        return self._reentrant.apply(function, preserve_rng_state, *arguments)
-
-    def around(self, *arguments: Any, **options: Any) -> Iterator[None]:
-        """What other checkpoints do before and after their call."""
-        looking = any(inside for inside, _ in getattr(_local, "inside", ()))
-        return iter((None,)) if looking else self._other(*arguments, **options)
+        return self._original.apply(function, preserve_rng_state, *arguments)
 
 
-_stand_ins: list[_StandIns] = []
+def _around(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """Stand in for what other checkpoints do before and after their call."""
+
+    def around(*arguments: Any, **options: Any) -> Iterator[None]:
+        inside = any(look.inside for look in _local.looks)
+        return _nothing() if inside else original(*arguments, **options)
+
+    return around
+
+
+def _nothing() -> Iterator[None]:
+    """Do nothing before and after; a generator, as PyTorch throws into it what the call raises."""
+    yield
+
+
+_stand_ins = Patch(_install)

@@ -15,6 +15,7 @@ from elementgrad.backends.linear import Function, Linear, Run, UnstackableError,
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.graph import Passing, alone, largest, node_of
+from elementgrad.backends.torch.memory import unshare
 from elementgrad.backends.torch.quiet import NOTHING, State, plainly, state, undisturbed
 from elementgrad.backends.torch.stacks import no_advice, together
 from elementgrad.errors import FrameworkError
@@ -173,7 +174,7 @@ class TorchLinear(Linear):
             return None
         with undisturbed(None, now=self._now), plainly():
             try:
-                return list(self._one(self._back(y[index], [self.leaves[i] for i in inputs]), None))
+                return self._one(self._back(y[index], [self.leaves[i] for i in inputs]), None)
             except RuntimeError as error:
                 if FUSED not in str(error) or self._attention:
                     raise
@@ -192,7 +193,7 @@ class TorchLinear(Linear):
             if self._alone[output] is not None:
                 raise UnstackableError(f"{self._alone[output]} is wrong for a stack of seeds")
             try:
-                return together(sweep, seeds)
+                return unshare(together(sweep, seeds), self._create_graph)
             except Exception as error:
                 if FUSED in str(error) and not self._attention:
                     raise
@@ -217,9 +218,9 @@ class TorchLinear(Linear):
 
         return sweep
 
-    def _one(self, sweep: Callable[[Any], Sequence[Tensor | None]], seed: Tensor | None) -> Sequence[Tensor | None]:
+    def _one(self, sweep: Callable[[Any], Sequence[Tensor | None]], seed: Tensor | None) -> list[Tensor | None]:
         try:
-            return sweep(seed)
+            return unshare(list(sweep(seed)), self._create_graph)
         except (NotImplementedError, RuntimeError) as error:
             self._require_there(error)
             if MISSING not in str(error) and not isinstance(error, NotImplementedError):
@@ -239,20 +240,21 @@ class TorchLinear(Linear):
             raise UnsupportedError(CHANGED)
         if len(seeds) > 1 and self._transposes:
             try:
-                return [self._push_back(input, output, seeds) for output in outputs]
+                return unshare([self._push_back(input, output, seeds) for output in outputs], self._create_graph)
             except Exception:  # reverse rules without derivatives of their own; then the function runs again
                 self._transposes = False
         sweep = self._push_one if len(seeds) == 1 else self._push_stack
+        tangents: list[Tensor | None]
         try:
             try:
-                tangents = sweep(input, outputs, seeds, self._attention)
+                tangents = list(sweep(input, outputs, seeds, self._attention))
             except Exception as error:  # it ran before: what fails now fails for want of a rule
                 if FUSED not in str(error) or self._attention:
                     raise
-                tangents = sweep(input, outputs, seeds, True)
+                tangents = list(sweep(input, outputs, seeds, True))
         except Exception as error:
             raise (UnsupportedError if len(seeds) == 1 else UnstackableError)(reason(error)) from error
-        return [tangent if self._create_graph else tangent.detach() for tangent in tangents]
+        return unshare(tangents, self._create_graph)
 
     def _push_back(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
         """Forward sweeps as transposes of reverse ones, which are linear in their seed: the function does not run."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from elementgrad.backends.matrices import Layout, Matrices
+from elementgrad.cleanup import entered
 from elementgrad.sparsity.pattern import Pattern
 
 Tensor = torch.Tensor
@@ -37,7 +38,7 @@ class TorchMatrices(Matrices):
         starts, columns = (_on(part, like) for part in (pattern.starts, pattern.columns))
 
         def by_rows(values: Tensor) -> Tensor:
-            with warnings.catch_warnings():
+            with entered(warnings.catch_warnings()):
                 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
                 return torch.sparse_csr_tensor(starts, columns, values, **options)
 

@@ -1,8 +1,7 @@
 """The names inside a PyTorch module: its submodules, parameters and buffers, whatever wraps it left out."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from elementgrad.backends.model import Model, Passage
+from elementgrad.backends.torch.modules import add_hook, restore_attributes
 from elementgrad.backends.torch.training.sharding import require_whole
+from elementgrad.cleanup import Lock, defer, enter, scope
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -18,8 +19,7 @@ WRAPPERS = ("module", "_orig_mod")
 """What a wrapper of PyTorch's calls the module that it wraps: `DataParallel`, `AveragedModel`, `torch.compile`."""
 WRAPPED = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
 """Where PyTorch keeps its wrappers."""
-_locks: WeakKeyDictionary[Module, threading.RLock] = WeakKeyDictionary()
-_lock = threading.Lock()
+_locks: WeakKeyDictionary[Module, Lock] = WeakKeyDictionary()
 _originals: dict[int, Tensor] = {}  # what stands in for a tensor of a model, in whichever thread, and that tensor
 
 
@@ -66,17 +66,16 @@ class TorchModel(Model):
 
     @contextmanager
     def running(self, new: Mapping[str, Tensor], passage: Passage | None) -> Iterator[Callable[..., Any]]:
-        with ExitStack() as stack:
+        with scope():
             if passage is not None:
-                stack.enter_context(passage.open())
+                enter(passage.open())
                 for path, module in self._watched(passage):
-                    hook = module.register_forward_hook(partial(_pass, passage, path))
-                    stack.callback(hook.remove)
+                    add_hook(module._forward_hooks, partial(_pass, passage, path))
             if new:
                 held = {name: self.bearing(name)[0][1] for name in new}
                 if self._root is not None:
                     require_whole(self._root, held)
-                stack.enter_context(self._replaced(list(zip(held.values(), new.values(), strict=True))))
+                self._replace(list(zip(held.values(), new.values(), strict=True)))
             yield self.function
 
     def _watched(self, passage: Passage) -> Iterator[tuple[str, Module]]:
@@ -87,37 +86,23 @@ class TorchModel(Model):
             if module is not None:
                 yield name, module
 
-    @contextmanager
-    def _replaced(self, new: Sequence[tuple[Any, Tensor]]) -> Iterator[None]:
-        """Other tensors in the place of some, wherever modules share them. What modules note about them is put back.
+    def _replace(self, new: Sequence[tuple[Any, Tensor]]) -> None:
+        """Put other tensors in the place of some until the scope is left, wherever modules share them.
 
-        One thread at a time: the first to come back would leave the second one's tensors in the model.
+        What modules note about them is put back too. One thread at a time: the first to come back would leave the
+        second one's tensors in the model.
         """
-        with _lock:
-            lock = _locks.setdefault(self._root, threading.RLock()) if self._root is not None else threading.RLock()
-        with lock:
-            yield from self._exchanged(new)
-
-    def _exchanged(self, new: Sequence[tuple[Any, Tensor]]) -> Iterator[None]:
-        changed = []
+        if self._root is not None:
+            _locks.setdefault(self._root, Lock()).take()
+        defer(_forget_originals, [id(other) for _, other in new])
         others = {id(tensor): other for tensor, other in new}
         _originals.update({id(other): tensor for tensor, other in new})
         for _, module in self._modules():
             for tensors in (module._parameters, module._buffers):
                 here = {name: others[id(tensor)] for name, tensor in tensors.items() if id(tensor) in others}
                 if here:
-                    changed.append((module, tensors, dict(tensors), dict(module.__dict__)))
+                    defer(_put_back, module, tensors, dict(tensors), dict(module.__dict__))
                     tensors.update(here)  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            for module, tensors, before, attributes in reversed(changed):
-                tensors.update(before)  # type: ignore[arg-type]
-                for name in set(module.__dict__) - set(attributes):
-                    del module.__dict__[name]
-                module.__dict__.update(attributes)
-            for _, other in new:
-                del _originals[id(other)]
 
     def _modules(self) -> Iterator[tuple[str, Module]]:
         """Every module by its first path, the root by an empty one."""
@@ -140,6 +125,16 @@ class TorchModel(Model):
             child = module._modules.get(name) if module is not None else None
             module = None if child is None else unwrapped(child)
         return module
+
+
+def _put_back(module: Module, tensors: Any, before: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+    tensors.update(before)
+    restore_attributes(module, attributes)
+
+
+def _forget_originals(others: Sequence[int]) -> None:
+    for other in others:
+        _originals.pop(other, None)
 
 
 def unwrapped(module: Module) -> Module:

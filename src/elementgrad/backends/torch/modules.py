@@ -1,10 +1,17 @@
 """Modules that the user's function calls work on copies of their buffers, so that what they write to them is lost."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks, register_module_forward_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_hooks_always_called,
+    _global_forward_pre_hooks,
+)
+
+from elementgrad.cleanup import defer
 
 Module = torch.nn.Module
 STILL = frozenset(
@@ -28,7 +35,12 @@ class Lending:
         self._open: list[tuple[Module, dict[str, Any]]] = []
         self._attributes: dict[int, tuple[Module, dict[str, Any]]] = {}
         self._leaving: Any = None
-        first = getattr(function, "__self__", None)
+        self._function = function
+
+    def start(self) -> None:
+        """Begin to lend; the scope that is open now ends it."""
+        defer(self._end)
+        first = getattr(self._function, "__self__", None)
         if isinstance(first, Module):
             self._enter(first, None)
         _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
@@ -40,10 +52,15 @@ class Lending:
         if any(isinstance(buffer, torch.nn.UninitializedBuffer) for buffer in buffers.values()):
             return  # it becomes itself in its first call, which cannot be undone
         if self._leaving is None:  # not before something is lent: each call of a module waits for its hooks
-            self._leaving = register_module_forward_hook(self._leave, always_call=True)
+            self._leaving = id(self._open)
+            _global_forward_hooks_always_called[self._leaving] = True
+            _global_forward_hooks[self._leaving] = self._leave
         kept = dict(buffers)
-        self._open.append((module, kept))
         self._attributes.setdefault(id(module), (module, dict(module.__dict__)))
+        # PyTorch does not call `_leave` after an interrupt. What has been lent must then come back before anything that
+        # was changed earlier does, as by the scope that put these very buffers there.
+        defer(self._take_back_from, len(self._open))
+        self._open.append((module, kept))
         for name, buffer in kept.items():
             if buffer is not None:
                 if id(buffer) not in self._copies:
@@ -52,7 +69,12 @@ class Lending:
 
     def _leave(self, module: Module, _: Any, __: Any) -> None:
         if self._open and self._open[-1][0] is module and threading.get_ident() == self._thread:
-            self._take_back(*self._open.pop())
+            self._take_back_from(len(self._open) - 1)
+
+    def _take_back_from(self, number: int) -> None:
+        while len(self._open) > number:
+            self._take_back(*self._open[-1])
+            self._open.pop()
 
     def _take_back(self, module: Module, kept: dict[str, Any]) -> None:
         for name, buffer in kept.items():
@@ -61,17 +83,46 @@ class Lending:
         module._buffers.clear()
         module._buffers.update(kept)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Put back what is still lent, and what was kept."""
-        del _global_forward_pre_hooks[id(self)]
+        _global_forward_pre_hooks.pop(id(self), None)
         if self._leaving is not None:
-            self._leaving.remove()
-        while self._open:
-            self._take_back(*self._open.pop())
+            _global_forward_hooks.pop(self._leaving, None)
+            _global_forward_hooks_always_called.pop(self._leaving, None)
+        self._take_back_from(0)
         for module, attributes in self._attributes.values():
-            for name in set(module.__dict__) - set(attributes):
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
+            restore_attributes(module, attributes)
+
+
+def restore_attributes(module: Module, before: Mapping[str, Any]) -> None:
+    """Give a module the attributes that it had, and no others."""
+    for name in set(module.__dict__) - set(before):
+        del module.__dict__[name]
+    module.__dict__.update(before)
+
+
+def add_hook(hooks: Any, hook: Any) -> None:
+    """Put a hook among those of a module, or of all, until the innermost open scope is left.
+
+    Registering it does the same, in Python: an interrupt there would leave the hook behind without a handle.
+    """
+    defer(hooks.pop, id(hook), None)
+    hooks[id(hook)] = hook
+
+
+def removed_later() -> list[Any]:
+    """Return a list for handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
+
+    Register a hook and put its handle into the list by one statement.
+    """
+    handles: list[Any] = []
+    defer(_remove, handles)
+    return handles
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def still(function: Any) -> bool:

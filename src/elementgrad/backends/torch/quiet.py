@@ -3,12 +3,14 @@
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from elementgrad.backends.torch.ambient import snapshot
 from elementgrad.backends.torch.modules import Lending, still
+from elementgrad.cleanup import defer, enter, scope
 
 DEVICES = ("cpu", "cuda")
 CUDA = torch.backends.cuda.is_built()
@@ -48,13 +50,15 @@ def _precision() -> Precision:
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
-class undisturbed:  # noqa: N801
-    """Run a function with gradients on, maybe from an earlier state; buffers and generators are as before afterwards.
+class undisturbed(scope):  # noqa: N801
+    """Run a function with gradients on, maybe from an earlier state; then buffers, generators and modes are as before.
 
     With `attention`, attention is computed by the kernels that have derivatives of every order and direction. Whoever
     has just asked for the state may pass it as `now`; of what leaves no trace nothing is kept. On entering it says
     whether anything may happen: code that PyTorch did not write, or writes to the input.
     """
+
+    __slots__ = ("_again", "_attention", "_function", "_now")
 
     def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
         self._function = function
@@ -63,83 +67,65 @@ class undisturbed:  # noqa: N801
         self._now = now
 
     def __enter__(self) -> bool:
-        self._random = generators() if self._now is None else self._now[0]
-        self._lending = None if self._random is None else Lending(self._function)
+        super().__enter__()
         try:
-            self._modes = modes(self._again, self._attention)
+            random = generators() if self._now is None else self._now[0]
+            defer(_set_random, random)
+            if self._function is not None and random is not None:
+                defer(snapshot())
+            if random is not None:
+                Lending(self._function).start()
+            enter_modes(self._again, self._attention)
         except BaseException:
-            self._end()
+            self.close()
             raise
-        return self._lending is not None
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if self._modes is not NOTHING:
-                self._modes.__exit__(*error)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        if self._lending is not None:
-            self._lending.end()
-        _set_random(self._random)
+        return random is not None
 
 
-def modes(again: State | None = None, attention: bool = False) -> AbstractContextManager[Any]:
-    """Gradients on, out of inference mode, and without the compiler, which hides what it runs."""
-    modes: list[Any] = []
+def enter_modes(again: State | None = None, attention: bool = False) -> None:
+    """Until the scope is left: gradients on, out of inference mode, and no compiler, which hides what it runs."""
     if torch.is_inference_mode_enabled():
-        modes.append(torch.inference_mode(False))
+        enter(torch.inference_mode(False))
     if not torch.is_grad_enabled():
-        modes.append(torch.enable_grad())
+        enter(torch.enable_grad())
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # Compiled code has no derivatives beyond the first, and hides its modules.
     if frames is not None and any(frames.cached_backends.values()):
-        modes += [torch.compiler.set_stance("force_eager"), _hushed()]
+        defer(frames._set_stance, frames._stance)  # a stance is taken as soon as it is named, and not on entering it
+        torch.compiler.set_stance("force_eager")
+        # PyTorch warns of hooks on modules that see compiled ones twice: they are ours. Not by a context that opens
+        # a scope of its own: that would stay open as long as a recording, and take what is registered after it.
+        enter(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
     if attention:
-        modes.append(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        enter(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
     if again is not None:
         _set_random(again[0])
         for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
             if before != now and (before[0] or now[0]):
-                modes.append(torch.autocast(device, dtype=before[1], enabled=before[0]))
-    return _entered(modes)
+                enter(torch.autocast(device, dtype=before[1], enabled=before[0]))
 
 
 @contextmanager
 def from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
     """Run from an earlier state, of this process or another, and with its default dtype."""
-    random, before = generators(), torch.get_default_dtype()
-    try:
+    with scope():
+        defer(_set_random, generators())
+        defer(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(dtype)
-        with modes(state):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-        _set_random(random)
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Leave out PyTorch's warning that modules have hooks which see compiled ones twice: they are ours."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        enter_modes(state)
         yield
 
 
-def plainly() -> AbstractContextManager[Any]:
+class plainly(scope):  # noqa: N801
     """For sweeps: out of inference mode, and in the precision of the evaluation where the caller has autocast on."""
-    if not torch.is_inference_mode_enabled() and not torch._C._is_any_autocast_enabled():
-        return NOTHING
-    full = [torch.autocast(device, enabled=False) for device in DEVICES if torch.is_autocast_enabled(device)]
-    return _entered([torch.inference_mode(False), *full])
 
+    __slots__ = ()
 
-def _entered(modes: list[Any]) -> AbstractContextManager[Any]:
-    """Several contexts, entered already, as one; mostly there is none, and every sweep waits for this."""
-    if not modes:
-        return NOTHING
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        return stack.pop_all()
+    def __enter__(self) -> None:
+        super().__enter__()
+        if torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled():
+            enter(torch.inference_mode(False))
+            for device in DEVICES:
+                if torch.is_autocast_enabled(device):
+                    enter(torch.autocast(device, enabled=False))

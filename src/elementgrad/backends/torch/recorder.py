@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,16 +11,18 @@ from elementgrad import tree
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.torch import calls
+from elementgrad.backends.torch.ambient import enter_mode
 from elementgrad.backends.torch.calls import clock
-from elementgrad.backends.torch.checkpoints import straight
-from elementgrad.backends.torch.functions import aside, watched_by, watchers, watching
-from elementgrad.backends.torch.quiet import modes
+from elementgrad.backends.torch.checkpoints import call_plainly
+from elementgrad.backends.torch.functions import aside, watch, watchers, watching
+from elementgrad.backends.torch.quiet import enter_modes
 from elementgrad.backends.torch.recorded import RecordedLinear
 from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.backends.torch.shares import split
 from elementgrad.backends.torch.tracks import Tracks
 from elementgrad.backends.torch.versions import Found, Track, Version, edge_of
 from elementgrad.backends.torch.writes import Keeper, Writes, storage
+from elementgrad.cleanup import Undos, contained, defer, undo_all, undos
 from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = torch.Tensor
@@ -42,28 +43,29 @@ class TorchRecorder(Recorder):
         self._window = (0, sys.maxsize)
         self._depth = 0
         self._unseen = False
-        self._stack = ExitStack()
+        self._undos: Undos = []
 
     def start(self) -> None:
         outer = watchers()
-        with ExitStack() as stack:
-            stack.enter_context(modes())
-            stack.enter_context(straight(True))
-            self.keeper = outer[-1].keeper if outer else self.keeper  # what one saves, another may overwrite
-            self._window = (clock(), sys.maxsize)
-            self.tracks = Tracks()
-            stack.callback(self.tracks.close)
-            with aside():
-                self.tracks.lay(self._tensors, self._made, [recorder.tracks for recorder in outer])
-            stack.enter_context(Writes(self.keeper, self))
-            stack.enter_context(_Calls(self))
-            stack.enter_context(watched_by(self))
-            self._stack = stack.pop_all()
+        self._undos = undos()
+        defer(self._close_window)
+        enter_modes()
+        call_plainly(True)
+        self.keeper = outer[-1].keeper if outer else self.keeper  # what one saves, another may overwrite
+        self._window = (clock(), sys.maxsize)
+        self.tracks = Tracks()
+        defer(self.tracks.close)
+        with aside():
+            self.tracks.lay(self._tensors, self._made, [recorder.tracks for recorder in outer])
+        enter_mode(Writes(self.keeper, self))
+        enter_mode(_Calls(self))
+        watch(self)
 
     def stop(self) -> None:
-        try:
-            self._stack.close()
-        finally:
+        undo_all(self._undos)
+
+    def _close_window(self) -> None:
+        if self._window[1] == sys.maxsize:
             self._window = (self._window[0], clock())
 
     def linear(self, of: Sequence[Asked], wrt: Sequence[Asked]) -> Linear:
@@ -203,5 +205,6 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
+    @contained
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorder.call(func, args, kwargs or {})

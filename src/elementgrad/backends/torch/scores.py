@@ -1,7 +1,7 @@
 """Derivatives of losses with respect to parameters, one at a time, and the largest elements of a tensor."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from elementgrad.backends.groups import grouped
-from elementgrad.backends.torch.checkpoints import straight
+from elementgrad.backends.torch.checkpoints import call_plainly
 from elementgrad.backends.torch.model import TorchModel
-from elementgrad.backends.torch.quiet import modes, plainly, state, undisturbed
+from elementgrad.backends.torch.modules import removed_later
+from elementgrad.backends.torch.quiet import enter_modes, plainly, state, undisturbed
+from elementgrad.cleanup import defer, enter, scope
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -37,30 +39,31 @@ def slopes(
     run again for each group of parameters whose sums are no larger together than the largest parameter.
     """
     now = state()
-    with ExitStack() as stack:
-        stack.enter_context(straight(False))
+    with scope():
+        call_plainly(False)
         # In this thread: what is computed again on the way back must find the buffers that are lent to it.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        with modes():
+        enter(torch.autograd.set_multithreading_enabled(False))
+        with scope():
+            enter_modes()
             leaves = _stand_ins(model, parameters)
-        stack.enter_context(model.running(leaves, None))
-        stack.enter_context(_unwritten(parameters))
-        groups = _groups(leaves)
-        before: list[float] = []
-        for number, group in enumerate(groups):
-            with undisturbed(model.function, now), _same_modes(model):
-                found = losses()
-                if isinstance(found, list):
-                    _from_list(leaves, groups, _connected(found, parameters), squared, give)
-                    return
-                values: list[float] = []
-                _sum(group, _one_by_one(_connected(found, parameters), squared, values), squared, give)
-            before = before if number else values
-            if len(values) != len(before) or not np.allclose(values, before, 1e-3, 1e-6, equal_nan=True):
-                raise FrameworkError(
-                    "loss_fn gives other losses when it is asked again, as it is for each group of parameters; start "
-                    "it from the same data each time, or return a list of losses"
-                )
+        enter(model.running(leaves, None))
+        with _unwritten(parameters):
+            groups = _groups(leaves)
+            before: list[float] = []
+            for number, group in enumerate(groups):
+                with undisturbed(model.function, now), _same_modes(model):
+                    found = losses()
+                    if isinstance(found, list):
+                        _from_list(leaves, groups, _connected(found, parameters), squared, give)
+                        return
+                    values: list[float] = []
+                    _sum(group, _one_by_one(_connected(found, parameters), squared, values), squared, give)
+                before = before if number else values
+                if len(values) != len(before) or not np.allclose(values, before, 1e-3, 1e-6, equal_nan=True):
+                    raise FrameworkError(
+                        "loss_fn gives other losses when it is asked again, as it is for each group of parameters; "
+                        "start it from the same data each time, or return a list of losses"
+                    )
 
 
 def largest(x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
@@ -178,12 +181,12 @@ def _back(sample: Sample, leaves: Mapping[str, Tensor], take: Give) -> None:
             take(name, gradient.to_dense() if gradient.layout is not torch.strided else gradient)
 
     losses, seeds, again = sample
-    hooks = []
     try:
-        for name, leaf in leaves.items():
-            leaf.grad = None  # the user's function may have called backward itself
-            hooks.append(leaf.register_post_accumulate_grad_hook(partial(taken, name)))
         with plainly():
+            handles = removed_later()
+            for name, leaf in leaves.items():
+                leaf.grad = None  # the user's function may have called backward itself
+                handles.append(leaf.register_post_accumulate_grad_hook(partial(taken, name)))
             torch.autograd.backward(losses, seeds, retain_graph=again, inputs=list(leaves.values()))
     except RuntimeError as error:
         if FREED in str(error):
@@ -192,9 +195,6 @@ def _back(sample: Sample, leaves: Mapping[str, Tensor], take: Give) -> None:
                 "return them as they are, in a list"
             ) from error
         raise
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _connected(losses: Iterable[Tensor], parameters: Mapping[str, Tensor]) -> Any:
@@ -245,9 +245,11 @@ def _unwritten(parameters: Mapping[str, Tensor]) -> Iterator[None]:
 @contextmanager
 def _same_modes(model: TorchModel) -> Iterator[None]:
     """Modules train or not as they did before."""
-    before = [(module, module.training) for _, module in model._modules()]
-    try:
+    with scope():
+        defer(_set_training, [(module, module.training) for _, module in model._modules()])
         yield
-    finally:
-        for module, training in before:
-            module.training = training
+
+
+def _set_training(modules: Iterable[tuple[torch.nn.Module, bool]]) -> None:
+    for module, training in modules:
+        module.training = training

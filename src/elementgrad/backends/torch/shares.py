@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from elementgrad.backends.linear import Use
 from elementgrad.backends.recorder import Asked, Flow
 from elementgrad.backends.torch.calls import WHERE
+from elementgrad.backends.torch.modules import removed_later
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.versions import Found, Version, named, same
 from elementgrad.errors import FrameworkError
@@ -47,31 +49,24 @@ def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -
     """
     taken = feeds(output, sources)
     found: list[Slot] = []
-    hooks = []
 
-    def watch(node: Any) -> None:
-        def hook(inward: Sequence[Tensor | None], _: Any) -> None:
-            for slot, source in taken[node]:
-                derivative = inward[slot]
-                if derivative is not None:
-                    found.append((node, slot, source, _fitted(derivative, sources[source])))
+    def note(node: Any, inward: Sequence[Tensor | None], _: Any) -> None:
+        for slot, source in taken[node]:
+            derivative = inward[slot]
+            if derivative is not None:
+                found.append((node, slot, source, _fitted(derivative, sources[source])))
 
-        hooks.append(node.register_hook(hook))
-
-    try:
+    with undisturbed(None), plainly():
+        handles = removed_later()
         for node in taken:
-            watch(node)
-        with undisturbed(None), plainly():
-            arrived = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
-            for number, source in enumerate(sources):
-                parts = [derivative for _, _, other, derivative in found if other == number]
-                parts += [seed] if same(output, source) else []
-                whole = arrived[number]
-                if whole is not None and parts:
-                    _require_sum(parts, _fitted(whole, source))
-    finally:
-        for hook in hooks:
-            hook.remove()
+            handles.append(node.register_hook(partial(note, node)))
+        arrived = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
+        for number, source in enumerate(sources):
+            parts = [derivative for _, _, other, derivative in found if other == number]
+            parts += [seed] if same(output, source) else []
+            whole = arrived[number]
+            if whole is not None and parts:
+                _require_sum(parts, _fitted(whole, source))
     return sorted(found, key=lambda flow: (flow[0]._sequence_nr(), flow[1]))
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.regions import Region, Write
+from elementgrad.cleanup import contained
 from elementgrad.errors import FrameworkError
 
 autograd: Any = torch._C._autograd
@@ -52,6 +53,7 @@ class Kept:
         self._copy, self._packed = tensor.clone(), None
         return True
 
+    @contained
     def read(self) -> Tensor:
         """What was saved."""
         if self._copy is not None:
@@ -143,6 +145,7 @@ class Writes(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # that would import the compiler; it leaves code under such a mode alone by itself
 
+    @contained
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name not in ALIASES:

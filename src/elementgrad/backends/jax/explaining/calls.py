@@ -43,9 +43,20 @@ def _one(run: Sequence[Taken], number: int, last: Mapping[int, int]) -> Taken:
     whole.unsafe = any(step.unsafe for step in run)
     whole.results, whole.gives = list(given.values()), gives
     whole.passing = [x for step in run for x in step.results if not smooth(x)]
+    whole.arrays = _written(run)
     whole.quiet = all(step.quiet for step in run)
     whole.note = next(_notes(run), "")
     return whole
+
+
+def _written(run: Sequence[Taken]) -> frozenset[int]:
+    """The values that lead to the array that one of the steps writes into."""
+    found: set[int] = set()
+    for step in reversed(run):
+        found |= step.arrays
+        if not found.isdisjoint(step.gives) and not step.arrays:
+            found.update(step.takes)
+    return frozenset(found)
 
 
 def _notes(run: Sequence[Taken]) -> Iterator[str]:

@@ -9,12 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad.backends.jax.explaining.steps import Taken, smooth
-from elementgrad.backends.witness import bounded
+from elementgrad.backends.witness import bounded, counts_for_nothing
 
 Array = Any
 PRODUCTS = {"mul", "multiply", "div", "true_divide", "divide"}
 POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
-CHOICES = {"reduce_max", "reduce_min", "max", "min", "amax", "amin", "sort", "top_k", "cummax", "cummin", "nanmax"}
+CHOICES = frozenset(
+    """
+    reduce_max reduce_min sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min
+    select_and_gather_add scatter-max scatter_max scatter-min scatter_min
+    """.split()  # noqa: SIM905
+)
+"""Primitives that take some elements and leave others."""
+CHOOSERS = CHOICES | frozenset(
+    """
+    max min amax amin nanmax nanmin ptp partition lexsort median quantile percentile reduce_window max_pool min_pool
+    segment_max segment_min .at[].max .at[].min
+    """.split()  # noqa: SIM905
+)
+"""What users call them. A softmax has a maximum inside, too, and is none of them."""
 BOUNDS = {"maximum", "minimum", "fmax", "fmin"}
 SHARES = {"softmax", "log_softmax"}
 """Functions of differences between elements alone."""
@@ -55,15 +68,17 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
     named = {step.name, step.word}
     if _is_too_small(step, came):
         return "underflow"
-    if step.note and "gather" not in step.inner and x.shape != step.results[0].shape:  # what is written to no place
+    if step.note and "gather" not in step.inner and _goes_nowhere(step, first, tangent):
         return "out-of-range"
     if "gather" in step.inner and named & LOOKUPS:
-        return "row-not-used"
+        every = {first: jnp.ones_like(came[first])}
+        return "out-of-range" if step.note and not worst(map(largest, step.push(every).values())) else "row-not-used"
     if step.name == "select_n" and step.word == "select":  # elsewhere it is a slice that is called so
         return "masked"
     bound = is_bound(step)
-    if named & CHOICES and not bound:
-        return "tie" if bool(np.isin(x[tangent != 0], plain(step.results[0])).any()) else "not-selected"
+    if step.inner & CHOICES and named & CHOOSERS and not bound:
+        masks = [None if n not in moving else moving[n] != 0 for n in range(len(step.operands))]
+        return "tie" if step.ties(masks) else "not-selected"
     if bound:
         return None if not still else bounded("max" in step.inner, still[0])
     if named & PRODUCTS:
@@ -74,11 +89,21 @@ def ended(step: Taken, came: Mapping[int, Array]) -> str | None:
         return "underflow" if bool((plain(step.operands[0]) != 0).all()) else "stationary"
     if "relu6" in named and bool((x[tangent != 0] > 0).all()):
         return "clamped"
+    if named & SHARES and counts_for_nothing(x, tangent != 0):
+        return "masked"
     if named & SHARES and not _moves_at_zero(step, came):
         return "cancelled"
     if step.inner == {"dot_general"}:
         return "cancelled" if len(moving) > 1 or not still or _meets(step, first, came[first]) else "masked"
     return None
+
+
+def _goes_nowhere(step: Taken, number: int, tangent: np.ndarray) -> bool:
+    """Whether what is written moves nothing, whatever it is. What is written over moves nothing either."""
+    if step.takes[number] in step.arrays:
+        return False
+    masks = [tangent != 0 if n == number else None for n in range(len(step.operands))]
+    return not any(mask.any() for mask in step.touched(masks))
 
 
 def is_bound(step: Taken) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jax._src.interpreters.partial_eval import dce_jaxpr
 
 from elementgrad.backends.jax.explaining import words
-from elementgrad.backends.touching import guessed, touched
+from elementgrad.backends.touching import guessed, ties, touched
 
 Array = Any
 STEPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
@@ -57,7 +57,11 @@ class Taken:
     passing: Sequence[Array] = ()
     """Whole numbers and truths that it makes on the way, if it is one call of several operations."""
 
+    arrays: frozenset[int] = frozenset()
+    """The values that it writes into, if it writes."""
+
     def __post_init__(self) -> None:
+        self.arrays = frozenset(self.takes[:1] if self.name.startswith("scatter") else ())
         inner = {name for name in words.primitives(self.params) if not name.endswith("jit")}
         self.inner = frozenset(inner or {self.name})
         self.unsafe = not UNSAFE.isdisjoint({self.name, *inner})
@@ -125,16 +129,26 @@ class Taken:
 
     def touched(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
         """Which elements of the results can move with some of the operands."""
-        kinds = [jnp.result_type(x) for x in self.operands]
         shapes = [tuple(x.shape) for x in self.results]
-        if self.unsafe or any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
+        if not self._repeatable():
             return guessed(masks, shapes)
+        return touched(self._again, [_wide(x) for x in self.operands], masks, shapes)
 
-        def again(operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-            given = self.function(*[jnp.asarray(x, kind) for x, kind in zip(operands, kinds, strict=True)])
-            return [_wide(x) for x in given]
+    def ties(self, masks: Sequence[np.ndarray | None]) -> bool:
+        """Whether elements of what a choice takes are level with those that it took."""
+        coarse = [jnp.result_type(x) == jnp.bfloat16 for x in self.operands]
+        return self._repeatable() and ties(self._again, [_wide(x) for x in self.operands], masks, coarse)
 
-        return touched(again, [_wide(x) for x in self.operands], masks, shapes)
+    def _repeatable(self) -> bool:
+        """Whether it can be run on other numbers."""
+        return not self.unsafe and not any(
+            jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands
+        )
+
+    def _again(self, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+        kinds = [jnp.result_type(x) for x in self.operands]
+        given = self.function(*[jnp.asarray(x, kind) for x, kind in zip(operands, kinds, strict=True)])
+        return [_wide(x) for x in given]
 
     def why_stopped(self) -> tuple[str | None, str]:
         """Why it gives nothing that is linked though it takes something: a cause, and what was seen."""

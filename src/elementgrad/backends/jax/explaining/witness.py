@@ -15,7 +15,7 @@ from elementgrad.backends.jax.explaining.steps import Taken, connect, smooth
 from elementgrad.backends.jax.explaining.watch import Watch
 from elementgrad.backends.jax.linear import JaxLinear, plain_errors
 from elementgrad.backends.linear import Run, reason
-from elementgrad.backends.witness import Account, Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.backends.witness import Account, Met, Pulled, Pushed, Remark, Seen, Step, Witness, arriving, weights
 from elementgrad.errors import TracedError
 
 Array = Any
@@ -29,13 +29,9 @@ class JaxWitness(Witness):
             raise TracedError("explain looks at numbers, and code that is traced has none; call it outside of jax.jit")
         self._run = run
         self._given = source
-        watch, unseen = Watch(run.others), []
-        try:
-            with plain_errors(), watch.on():
-                (target,) = run(watch.source if source is None else watch.source(source))
-        except Exception as error:
-            (target,) = run(source)  # if it was not the watching, the same comes again
-            unseen = [Remark(None, f"the run could not be followed to its end: {reason(error)}")]
+        watch = Watch(run.others)
+        with plain_errors(), watch.on():
+            (target,) = run(watch.source if source is None else watch.source(source))
         self._first = watch.first
         self._last = watch.number(target)
         self._steps = merged(watch.steps, self._last)
@@ -43,9 +39,7 @@ class JaxWitness(Witness):
         self.target = watch.value(target)
         connected = connect(self._steps, watch.first.number)
         told = [_told(step) for step in self._steps]
-        remarks = unseen + [
-            Remark("custom-rule", "", step) for step in told if step.own and connected & set(step.gives)
-        ]
+        remarks = [Remark("custom-rule", "", step) for step in told if step.own and connected & set(step.gives)]
         remarks += [Remark("out-of-range", step.note, step) for step in told if step.note and step.stops is None]
         draws = any(not words.DRAWS.isdisjoint({step.name, *step.inner}) for step in watch.steps)
         self.account = Account(told, watch.first.number, self._last, connected, remarks, draws)
@@ -151,7 +145,7 @@ class JaxWitness(Witness):
                 return None
             asked = {n: self._asked(step.takes[n], gradient, wrt) for n, gradient in went.items()}
             arrives, leaves = worst(map(largest, came.values())), worst(map(largest, asked.values()))
-            pulled[place] = Pulled(arrives, leaves, _there(came, asked, arrives))
+            pulled[place] = Pulled(arrives, leaves, _there(came, asked, arrives), arrives == 0)
             for n, gradient in went.items():
                 number = step.takes[n]
                 gradients[number] = gradients[number] + gradient if number in gradients else gradient
@@ -197,8 +191,8 @@ def _there(came: dict[int, Array], went: dict[int, Array], arrives: float) -> fl
         bad = ~np.isfinite(plain(gradient))
         if not bad.any():
             continue
-        same = [each for each in came.values() if each.shape == gradient.shape]
-        if not same:
+        there = [size for each in came.values() if (size := arriving(plain(each), bad)) is not None]
+        if not there:
             return arrives
-        found = max(found or 0.0, worst([largest(plain(each)[bad]) for each in same]))
+        found = max(found or 0.0, worst(there))
     return arrives if found is None else found

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.ops
 import jax.scipy.special
 from jax._src.core import jaxprs_in_params
 
@@ -17,7 +18,17 @@ PACKAGES = (*FRAMEWORK, "optax", "equinox", "chex", "haiku", "jaxtyping", "numpy
 """Whose lines of code are not the user's."""
 DRAWS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Primitives behind random numbers."""
-PUBLIC: tuple[ModuleType, ...] = (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax, jax.random, jax.scipy.special, jax)
+PUBLIC: tuple[ModuleType, ...] = (
+    jnp,
+    jnp.linalg,
+    jnp.fft,
+    jax.nn,
+    jax.lax,
+    jax.random,
+    jax.scipy.special,
+    jax.ops,
+    jax,
+)
 """Where functions live that users call by name."""
 WORDS = {
     "select_n": "where",

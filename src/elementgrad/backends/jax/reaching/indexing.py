@@ -69,6 +69,8 @@ def scattered(follower: Follower, equation: Any, operands: list[Value]) -> list[
     if isinstance(indices, Reached):
         return everything(follower, equation, operands)
     ids, updates = (follower.ids(operands[number], equation.invars[number]) for number in (0, 2))
+    if not ids.size:  # everything is dropped, and nothing can be taken to find out where it would go
+        return [Reached(ids)]
     params = equation.params
     if not known(indices):
         return [Reached(follower.reach.union(ids, np.array(follower.reach.all_of(updates))))]

@@ -72,7 +72,9 @@ def _padded(params: Any, x: np.ndarray, filling: np.ndarray) -> np.ndarray:
     spread = np.full([n + max(0, n - 1) * gap for n, gap in zip(x.shape, gaps, strict=True)], filling)
     spread[tuple([slice(None, None, gap + 1) for gap in gaps])] = x
     sides = [(low, high) for low, high, _ in params["padding_config"]]
-    more = np.pad(spread, [(max(0, low), max(0, high)) for low, high in sides], constant_values=int(filling))
+    around = [(max(0, low), max(0, high), n) for (low, high), n in zip(sides, spread.shape, strict=True)]
+    more = np.full([low + n + high for low, high, n in around], filling)  # `np.pad` refuses an array without axes
+    more[tuple([slice(low, low + n) for low, _, n in around])] = spread
     cut = [slice(max(0, -low), n - max(0, -high)) for n, (low, high) in zip(more.shape, sides, strict=True)]
     return more[tuple(cut)]
 

@@ -20,9 +20,7 @@ class Patched:
     The values are the only part that is ever differentiated; the array is what the user's parameters hold.
     """
 
-    def __init__(
-        self, array: Array, values: Array, positions: np.ndarray, name: str, steady: bool, limit: float | None = None
-    ):
+    def __init__(self, array: Array, values: Array, positions: np.ndarray, name: str, largest: float):
         self.array = array
         self.values = values
         """In the dtype of the array, one for each position."""
@@ -30,14 +28,12 @@ class Patched:
         """Flat, in the shape of the array, none twice, in any order."""
         self.name = name
         """What the parameter is called that it comes from."""
-        self.steady = steady
-        """Whether values may be put in by adding how far they are from what they were."""
-        self.limit = limit
-        """How large they may have been for that, where nobody could look: a larger one gives NaN, no wrong number."""
+        self.largest = largest
+        """The size of the largest number that the values replace, where it can be known; NaN if one of them is NaN."""
 
     def tree_flatten(self) -> tuple[tuple[Array, Array], Any]:
         """As JAX asks for it."""
-        return (self.array, self.values), (self.positions, self.name, self.steady, self.limit)
+        return (self.array, self.values), (self.positions, self.name, self.largest)
 
     @classmethod
     def tree_unflatten(cls, kept: Any, arrays: Any) -> "Patched":
@@ -54,20 +50,23 @@ class Patched:
         """One array of coordinates for each axis."""
         return np.unravel_index(self.positions, self.shape) if self.shape else ()
 
+    @property
+    def finite(self) -> bool:
+        """Whether all that the values replace is finite, also in a dtype that it was cast to."""
+        return self.largest <= float(jnp.finfo(self.array.dtype).max)
+
     def whole(self) -> Array:
         """The array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
 
-    def changes(self, dtype: Any) -> Array:
-        """How far the values are from what they were, as exactly as a dtype has it."""
-        before = taken(self.array, self.positions).astype(dtype)
-        changes = self.values.astype(dtype) - before
-        return changes if self.limit is None else changes * jnp.where(jnp.abs(before) <= self.limit, 1, jnp.nan)
+    def moved_at_all(self) -> Array:
+        """For each element whether its value differs from what the array holds."""
+        return self.values != taken(self.array, self.positions)
 
     def moved(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "Patched":
         """The same elements, or some of them, elsewhere in an array that was made by moving elements."""
         values = self.values if chosen is None else self.values[chosen]
-        return Patched(array, values.astype(array.dtype), positions, self.name, self.steady, self.limit)
+        return Patched(array, values.astype(array.dtype), positions, self.name, self.largest)
 
 
 def _flat(coords: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -96,7 +95,7 @@ def _resharded(x: Patched, params: dict[str, Any], array: Array) -> Patched | No
     """Elsewhere, or on the same mesh with its axes typed in another way; the values go to all of it."""
     everywhere = NamedSharding(params["dst_sharding"].mesh, PartitionSpec())
     values = jax.sharding.reshard(x.values, everywhere)
-    return Patched(array, values, x.positions, x.name, x.steady, x.limit)
+    return Patched(array, values, x.positions, x.name, x.largest)
 
 
 def _sliced(x: Patched, params: dict[str, Any], array: Array) -> Patched | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad import text, tree
+from elementgrad.backends.casting import cast_array
 from elementgrad.backends.jax import meshes
 from elementgrad.backends.jax.axes import put, settled
 from elementgrad.backends.jax.model import JaxModel, copied
@@ -18,10 +19,6 @@ from elementgrad.backends.training import FunctionalTrainer, Part, UseOf
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
 
 Array = jax.Array
-SAMPLE = 4096
-"""How many elements of a parameter tell how large they are."""
-OUTSTANDING = 32
-"""From how many times the usual size on an element would leave rounding errors when a change is added to it."""
 
 
 class Leaf:
@@ -41,14 +38,7 @@ class JaxPart(Part):
 
     def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array):
         self.tensor, self.positions, self.leaf, self.originals = leaf, positions, values, originals
-        self.limit = _limit(leaf.array)
-        self.steady = self.steady_in(leaf.array)
-
-    def steady_in(self, array: Array) -> bool:
-        """Whether adding a change to the elements of an array leaves nothing of them behind."""
-        sizes = np.abs(_wide(meshes.read(array, self.positions)))
-        limit = self.limit if array is self.tensor.array else _limit(array)
-        return bool(np.isfinite(sizes).all() and (sizes <= limit).all())
+        self.largest = _largest(originals)
 
 
 class JaxTrainer(FunctionalTrainer):
@@ -68,6 +58,9 @@ class JaxTrainer(FunctionalTrainer):
 
     def names(self) -> Iterator[str]:
         return iter(self._leaves)
+
+    def spelled(self) -> Iterator[tuple[str, Leaf]]:
+        return ((leaf.name, leaf) for leaves in self._leaves.values() for leaf in leaves)
 
     def parameter(self, name: str) -> Leaf:
         leaves = self._leaves.get(name, [])
@@ -126,11 +119,11 @@ class JaxTrainer(FunctionalTrainer):
                 f"the patch keeps values of {tensor.name} in {kept}; give dtype=jnp.float32, or allow 64 bits by "
                 'jax.config.update("jax_enable_x64", True)'
             )
-        rows = [meshes.given_to_all(numbers, tensor.array) for numbers in (now.astype(kept), held)]
+        rows = [meshes.given_to_all(numbers, tensor.array) for numbers in (cast_array(now, kept), held)]
         return JaxPart(tensor, positions, *rows)
 
     def restore(self, part: Any) -> None:
-        part.leaf = part.originals.astype(part.leaf.dtype)
+        part.leaf = _cast(part.originals, part.leaf.dtype, part.tensor.array)
 
     def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         array = tensor.array if isinstance(tensor, Leaf) else tensor
@@ -167,7 +160,8 @@ class JaxTrainer(FunctionalTrainer):
         params, arrays = self._given(parts, params)
         new = dict(arrays)
         for part, value in zip(parts, values, strict=True):
-            new[part.tensor.name] = put(new[part.tensor.name], part.positions, value)
+            array = new[part.tensor.name]
+            new[part.tensor.name] = put(array, part.positions, _cast(value, array.dtype, part.tensor.array))
         made = {number: new[part.tensor.name] for number, part in enumerate(parts)}
         return copied(params, new), {
             number: array for number, array in made.items() if not isinstance(array, jax.core.Tracer)
@@ -229,12 +223,11 @@ class JaxTrainer(FunctionalTrainer):
         mine = [(part, value) for part, value in zip(parts, values, strict=True) if part.tensor.name == name]
         positions = np.concatenate([part.positions for part, _ in mine])
         together = jnp.concatenate([value.astype(array.dtype) for _, value in mine])
-        if array is mine[0][0].tensor.array:
-            return Patched(array, together, positions, name, all(part.steady for part, _ in mine))
-        if not isinstance(array, jax.core.Tracer):
-            return Patched(array, together, positions, name, all(part.steady_in(array) for part, _ in mine))
-        limit = mine[0][0].limit
-        return Patched(array, together, positions, name, limit > 0 and all(part.steady for part, _ in mine), limit)
+        if array is mine[0][0].tensor.array or isinstance(array, jax.core.Tracer):
+            largest = float(np.max([part.largest for part, _ in mine]))
+        else:
+            largest = _largest(meshes.read(array, positions))
+        return Patched(array, together, positions, name, largest)
 
     def _given(self, parts: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
         """The parameters to patch: those that were given at first, or others of the same names and shapes."""
@@ -254,21 +247,21 @@ class JaxTrainer(FunctionalTrainer):
 
 def _master(dtype: Any) -> Any:
     """What values are kept in: half precision is too coarse for small steps."""
-    return jnp.promote_types(dtype, jnp.float32) if dtype.itemsize < 4 else dtype
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def _cast(values: Array, dtype: Any, like: Array) -> Array:
+    """Cast values to the bit: on the host, as compilers lose NaNs and small numbers. Traced ones are left to them."""
+    if isinstance(values, jax.core.Tracer) or values.dtype == dtype:
+        return values
+    return meshes.given_to_all(cast_array(np.asarray(values), dtype), like)
 
 
 def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), jnp.dtype(numbers.dtype))
 
 
-def _wide(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-
-
-def _limit(array: Array) -> float:
-    """How large an element may be to be of the size of the others."""
-    size = int(np.prod(array.shape))
-    sample = meshes.read(array, np.unique(np.linspace(0, size - 1, min(size, SAMPLE)).astype(np.int64)))
-    sizes = np.abs(_wide(sample))
-    sizes = sizes[np.isfinite(sizes)]
-    return OUTSTANDING * float(np.median(sizes)) if len(sizes) else 0.0
+def _largest(numbers: Any) -> float:
+    """The size of the largest of some numbers; NaN if one of them is NaN."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return float(np.abs(np.asarray(numbers).astype(np.complex128)).max(initial=0.0))

@@ -6,7 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from elementgrad.backends.tensorflow.explaining import words
-from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, silenced, zeros
+from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
+from elementgrad.backends.tensorflow.quiet import silenced
 from elementgrad.backends.witness import Account, Remark, Step
 
 Tensor = Any

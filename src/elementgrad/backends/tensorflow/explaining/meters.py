@@ -9,10 +9,16 @@ import tensorflow as tf
 
 from elementgrad.backends.tensorflow.explaining import words
 from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
-from elementgrad.backends.witness import Pulled, Pushed, Seen, bounded, weights
+from elementgrad.backends.witness import Pulled, Pushed, Seen, arriving, bounded, counts_for_nothing, weights
 
 Tensor = Any
-CHOOSES = {"Max", "Min", "TopKV2", "Maximum", "Minimum", "MaxPool", "MaxPoolV2", "MaxPool3D"}
+CHOOSES = frozenset(
+    """
+    Max Min TopK TopKV2 Maximum Minimum MaxPool MaxPoolV2 MaxPool3D MaxPoolWithArgmax Dilation2D FractionalMaxPool
+    NthElement SegmentMax SegmentMin SegmentMaxV2 SegmentMinV2 UnsortedSegmentMax UnsortedSegmentMin
+    TensorScatterMax TensorScatterMin
+    """.split()  # noqa: SIM905
+)
 BOUNDS = {"Maximum", "Minimum"}
 """Of those, the ones that may take a constant."""
 SHARES = {"Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
@@ -59,6 +65,9 @@ def pushed(
         if not each.inputs or arrives == 0:
             found.append(Pushed(0.0, 0.0) if each.inputs else None)
             continue
+        if not each.outputs:  # a write to a variable, which keeps numbers alone
+            found.append(Pushed(arrives, 0.0))
+            continue
         given: list[Tensor | None] = [None] * len(each.outputs)
         if not set(each.gives).isdisjoint(connected):
             given = each.push(taken)
@@ -95,13 +104,14 @@ def pulled(
             if g is None or value not in connected:
                 continue
             gradients[value] = gradients[value] + g if value in gradients else g
-            arriving = came[0] if came[0] is not None and came[0].shape == g.shape else None
             if counts is not None and counts[0] == value:
-                g, arriving = [None if x is None else tf.gather(tf.reshape(x, [-1]), counts[1]) for x in (g, arriving)]
+                g = _only(g, counts[1])
             leaves = _worst([leaves, _size(g)])
             if not math.isfinite(_size(g)):
-                there = max(there or 0.0, arrives if arriving is None else _where_not_finite(g, arriving))
-        found.append(Pulled(arrives, leaves, arrives if there is None else there))
+                bad = ~np.isfinite(np.abs(g.numpy()))
+                size = None if came[0] is None else arriving(np.abs(tf.cast(came[0], tf.float64).numpy()), bad)
+                there = max(there or 0.0, arrives if size is None else size)
+        found.append(Pulled(arrives, leaves, arrives if there is None else there, arrives == 0))
     return found[::-1]
 
 
@@ -135,30 +145,24 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         return "underflow"
     if each.kind in SHARES and not np.ptp(tangent.numpy(), axis=-1).any():  # it takes differences alone
         return "cancelled"
+    if each.kind in SHARES and counts_for_nothing(tf.cast(x, tf.float64).numpy(), moved):
+        return "masked"
     if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
         return "clamped"
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
-        if _ties(each, np.asarray(x), moved):
+        if each.ties([None if t is None else np.abs(t.numpy()) > 0 for t in tangents]):
             return "tie"
         return _bounded(each, tangents) or "not-selected"
     if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
         axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None
-    if each.kind in (*PRODUCTS, *MATRICES) and each.word != "dropout":
+    if each.kind in (*PRODUCTS, *MATRICES) and each.word not in ("dropout", "norm"):
         if len(carrying) > 1:
             return "stationary" if not np.asarray(x)[np.abs(tangent.numpy()) > 0].any() else "cancelled"
         others = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
         if others and differentiable(others[0]) and bool((others[0].numpy() != 0).all()):
             return "underflow" if each.kind in PRODUCTS else _why_no_sum(each, tangents)
     return _why_no_sum(each, tangents) if each.kind in SUMS else None
-
-
-def _ties(each: Record, x: np.ndarray, moved: np.ndarray) -> bool:
-    """Whether what could move is as large as what was taken."""
-    chosen = each.outputs[0].numpy()
-    if each.kind in BOUNDS:
-        return bool((np.broadcast_to(x, chosen.shape) == chosen)[np.broadcast_to(moved, chosen.shape)].any())
-    return bool(np.isin(x[moved], chosen).any())
 
 
 def _bounded(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
@@ -193,9 +197,11 @@ def _amounts(like: Tensor, number: int) -> Tensor:
     return tf.cast(number * (weights(math.prod(like.shape)) + 0.5).reshape(tuple(like.shape)), like.dtype)
 
 
-def _where_not_finite(leaving: Tensor, arriving: Tensor) -> float:
-    """The largest that arrives where what leaves is not finite."""
-    return _size(tf.boolean_mask(tf.reshape(arriving, [-1]), tf.reshape(~tf.math.is_finite(tf.abs(leaving)), [-1])))
+def _only(x: Tensor, positions: np.ndarray) -> Tensor:
+    """Zeros, but for some flat positions of a gradient."""
+    mask = np.zeros(math.prod(x.shape), bool)
+    mask[positions] = True
+    return tf.where(mask.reshape(tuple(x.shape)), x, tf.zeros_like(x))
 
 
 def _size(x: Tensor) -> float:

@@ -1,7 +1,6 @@
 """Operations as they ran, and their derivatives one by one: the rules are TensorFlow's, and those that users write."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,8 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.backprop import _gradient_function
 from tensorflow.python.framework import indexed_slices
 
-from elementgrad.backends.touching import guessed, touched
+from elementgrad.backends.touching import guessed, ties, touched
+from elementgrad.cleanup import enter, scope
 
 Tensor = Any
 
@@ -67,7 +67,9 @@ class Record:
         """Derivatives of the outputs for those of the inputs: the rule transposed, which is linear in its seeds."""
         seeds = [tf.zeros_like(y) if differentiable(y) else zeros(y) for y in self.outputs]
         free = [seed for seed in seeds if seed is not None and differentiable(seed)]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        with scope():
+            tape = tf.GradientTape(watch_accessed_variables=False)
+            enter(tape)
             tape.watch(free)
             pulled = self.pull(seeds)
         pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
@@ -81,33 +83,29 @@ class Record:
         if not self.outputs:
             return [mask for mask in masks if mask is not None][:1]
         shapes = [tuple(y.shape) for y in self.outputs]
-        foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
-        if self.backward is not None or self.inside or self.kind in ASIDE or any(foreign):
+        if not self._repeatable():
             return guessed(masks, shapes)
-        kinds = [x.dtype for x in self.inputs]
+        return touched(self._again, [_wide(x) for x in self.inputs], masks, shapes)
 
-        def again(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-            tensors = [tf.constant(x, kind) for x, kind in zip(inputs, kinds, strict=True)]
-            given = execute.execute(self.kind, len(shapes), tensors, self.attributes, context.context())
-            return [_wide(y) for y in given]
+    def ties(self, masks: Sequence[np.ndarray | None]) -> bool:
+        """Whether elements of what a choice takes are level with those that it took."""
+        coarse = [x.dtype == tf.bfloat16 for x in self.inputs]
+        return self._repeatable() and ties(self._again, [_wide(x) for x in self.inputs], masks, coarse)
 
-        return touched(again, [_wide(x) for x in self.inputs], masks, shapes)
+    def _repeatable(self) -> bool:
+        """Whether it can be run on other numbers."""
+        foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
+        return self.backward is None and not self.inside and self.kind not in ASIDE and not any(foreign)
+
+    def _again(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        tensors = [tf.constant(x, y.dtype) for x, y in zip(inputs, self.inputs, strict=True)]
+        given = execute.execute(self.kind, len(self.outputs), tensors, self.attributes, context.context())
+        return [_wide(y) for y in given]
 
 
 def _wide(x: Tensor) -> np.ndarray:
     """Numbers in a precision that NumPy knows."""
     return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Without TensorFlow's warnings: a rule that is tried says again what it said to the user's own tape."""
-    logger = tf.get_logger()
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def differentiable(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from elementgrad.backends.tensorflow.explaining import meters
 from elementgrad.backends.tensorflow.explaining.tapes import Asked, watching
 from elementgrad.backends.tensorflow.explaining.watch import Watch, is_line_of_user
 from elementgrad.backends.tensorflow.staging import unstaged
-from elementgrad.backends.witness import Remark, Step, Told, Verdict
+from elementgrad.backends.witness import Remark, Step, Told, Verdict, unfollowed
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any
@@ -34,6 +34,9 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
             raise
         return found
     asked = _about(seen, wrt)
+    if seen.failed is not None:
+        gone = any(each.result is None for each in asked)
+        return _unfollowed("unconnected" if gone else "flows", seen.failed)
     if wrt is not None and not asked:
         return Told("unconnected", None, Remark("unused", "no tape was asked for it"), wrt="the tensor")
     missing = [each for each in asked if each.result is None]
@@ -50,8 +53,15 @@ def _raised(seen: Watch, error: Exception, wrt: Tensor | None) -> Told | None:
         steps = [Step(each.word, each.where, each.path) for each in seen.records if each.kind == kind]
         return Told("unconnected", None, Remark("no-rule", text.strip("'\""), steps[-1] if steps else None))
     missing = [each for each in _about(seen, wrt) if each.result is None]
+    if seen.failed is not None and missing:
+        return _unfollowed("unconnected", seen.failed)
     told = isinstance(error, UnconnectedError) or "None" in text or "gradients" in text
     return _answer(missing[0]) if missing and told else None
+
+
+def _unfollowed(verdict: Verdict, error: Exception) -> Told:
+    """What is known of a step that could not be watched to its end."""
+    return Told(verdict, None, Remark(None, unfollowed(error)))
 
 
 def _about(seen: Watch, wrt: Tensor | None) -> Sequence[Asked]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from elementgrad.backends.patch import Patch, Replace
 from elementgrad.backends.tensorflow.explaining.account import account
-from elementgrad.backends.tensorflow.explaining.records import Record
-from elementgrad.backends.tensorflow.explaining.watch import Watch, current
+from elementgrad.backends.tensorflow.explaining.records import Record, differentiable
+from elementgrad.backends.tensorflow.explaining.watch import Watch, current, unwatched
 from elementgrad.backends.witness import Account, Remark, Step
 
 Tensor = Any
@@ -51,12 +52,17 @@ class Asked:
     result: Tensor | None
     held: Mapping[int, Sequence[int]]
     """The numbers of what variables held."""
+    cut: bool = False
+    """Whether it is a part of what the tape watches, taken out of it before."""
+    parts: Sequence[tuple[int, str | None]] = ()
+    """The tensors from before that are parts of it, and where they were first used."""
 
     def account(self) -> Account:
         """How the tape's target was computed from its source, and where the tape lost it."""
         since = 0 if hasattr(self.source, "handle") else self.taped.watched.get(self.source_number, 0)
 
         def follows(at: int, each: Record) -> str | None:
+            at -= len(self.parts)
             if not self.taped.sees(at):
                 return "inner-gradient" if each.inner else self.taped.misses(at)
             if not each.recorded:
@@ -64,8 +70,16 @@ class Asked:
             return "not-tracked" if at < since and self.source_number in each.takes else None
 
         remark = self._remark()
+        outside = [
+            Record("", "a closed-over tensor", where, "", (self.source_number,), (number,), stops="outside-tape")
+            for number, where in self.parts
+        ]
         return account(
-            self.records, self.source_number, self.target_number, follows, [] if remark is None else [remark]
+            [*outside, *self.records],
+            self.source_number,
+            self.target_number,
+            follows,
+            [] if remark is None else [remark],
         )
 
     def _remark(self) -> Remark | None:
@@ -85,6 +99,10 @@ class Asked:
             and self._tracked(made.takes[0])
         ):
             return Remark("resliced", "", Step(made.word, made.where, made.path))
+        if not any(self.source_number in each.takes for each in self.records):
+            if self.cut:
+                return Remark("resliced", "it was cut out of what the tape watches before, and is not used itself")
+            return Remark("unused", "no step takes it")
         return Remark("not-tracked", "the tape does not watch it")
 
     def _remark_on_variable(self) -> Remark | None:
@@ -143,7 +161,28 @@ class Tapes:
                 taped = self.of(tape)
                 numbers = self._watch.number(targets[0]), self._source(source, taped)
                 before = self._watch.records[:records]
-                self.asked.append(Asked(taped, targets[0], source, before, *numbers, result, self._watch.held))
+                asked = Asked(taped, targets[0], source, before, *numbers, result, self._watch.held)
+                if result is None:
+                    asked.cut, asked.parts = self._kin(source, numbers[1], taped)
+                self.asked.append(asked)
+
+    def _kin(self, source: Any, number: int, taped: Taped) -> tuple[bool, list[tuple[int, str | None]]]:
+        """Whether a tensor is cut out of what a tape watches, and which tensors from before are cut out of it.
+
+        Of what happened before the step there are only numbers to tell by.
+        """
+        if any(number in each.takes for each in self._watch.records):
+            return False, []
+        with unwatched():
+            numbers = np.asarray(source)
+            if hasattr(source, "handle"):
+                watched = []
+            else:
+                watched = [x for n, (x, _) in self._watch.met.items() if n in taped.watched and n != number]
+                watched = [x for x in watched if differentiable(x)] + list(taped.tape.watched_variables())
+            cut = any(is_part(numbers, np.asarray(x)) for x in watched)
+            outside = [(n, x, where) for n, x, where in self._watch.outside() if n != number and n not in taped.watched]
+            return cut, [(n, where) for n, x, where in outside if is_part(np.asarray(x), numbers)]
 
     def _source(self, source: Any, taped: Taped) -> int:
         """The number of a tensor; of a variable that of the value that was read while the tape ran."""
@@ -154,6 +193,11 @@ class Tapes:
         taken = {n for at, each in enumerate(self._watch.records) if taped.sees(at) for n in each.takes}
         read = [number for number in held if number in taken]
         return read[-1] if read else self._watch.number(handle)
+
+
+def is_part(part: np.ndarray, whole: np.ndarray) -> bool:
+    """Whether numbers are among others, and not such as are everywhere."""
+    return part.size <= whole.size and not np.isin(part, (0, 1)).all() and bool(np.isin(part, whole).all())
 
 
 def _install(replace: Replace) -> None:

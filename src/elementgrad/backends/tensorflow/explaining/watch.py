@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from types import CodeType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
-from tensorflow.python.framework import constant_op, op_callbacks
+from tensorflow.python.framework import constant_op
 from tensorflow.python.framework.ops import _EagerTensorBase, uid
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
@@ -19,11 +19,15 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from elementgrad.backends.lines import is_users, spelled, verb
 from elementgrad.backends.patch import Patch, Replace
 from elementgrad.backends.tensorflow import layers
-from elementgrad.backends.tensorflow.explaining import words
+from elementgrad.backends.tensorflow.explaining import arrays, words
 from elementgrad.backends.tensorflow.explaining.records import Record, differentiable
 from elementgrad.backends.tensorflow.model import root
+from elementgrad.backends.tensorflow.sharing import see_operations
+from elementgrad.cleanup import assign, enter, scope
 
 Tensor = Any
+AUTOGRAPH = "__autograph_generated_file"
+"""How the files begin into which TensorFlow writes the user's code anew."""
 PACKAGES = ("tensorflow", "keras", "numpy", "wrapt", "absl", "optree", "tree", "opt_einsum")
 """Whose lines of code are not the user's."""
 
@@ -34,6 +38,19 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+def _noting(note: Callable[..., None]) -> Callable[..., None]:
+    """A method by which a watch is told of something: what fails in it is no business of the user's code."""
+
+    @wraps(note)
+    def noting(self: "Watch", *args: Any, **kwargs: Any) -> None:
+        try:
+            note(self, *args, **kwargs)
+        except Exception as error:
+            self.failed = self.failed or error
+
+    return noting
 
 
 class Watch:
@@ -47,6 +64,8 @@ class Watch:
         """Who keeps the tapes of the user's own, if somebody does."""
         self.held: dict[int, list[int]] = {}
         """The numbers of what each variable held, one after another."""
+        self.failed: Exception | None = None
+        """What went wrong in watching, and not in the code that is watched."""
         self._numbers: dict[int, int] = {}
         self._count = 0
         self._root = root(function)
@@ -56,14 +75,11 @@ class Watch:
     @contextmanager
     def on(self) -> Iterator["Watch"]:
         """Watch this thread."""
-        before = _local.watch
-        with ExitStack() as stack:
-            stack.enter_context(_patches.on())
-            stack.enter_context(layers.entered())
-            stack.callback(setattr, _local, "watch", before)
-            _local.watch = self
-            op_callbacks.add_op_callback(self._saw)
-            stack.callback(op_callbacks.remove_op_callback, self._saw)
+        with scope():
+            _patches.enter()
+            enter(layers.entered())
+            assign(_local, "watch", self)
+            see_operations(self._saw)
             yield self
 
     def new(self, x: Tensor) -> int:
@@ -99,6 +115,7 @@ class Watch:
         inside = layers.calling()
         return "/".join([layer.name for layer in inside if layer is not self._root])
 
+    @_noting
     def _saw(
         self, kind: Any, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None
     ) -> None:
@@ -129,6 +146,7 @@ class Watch:
             )
         )
 
+    @_noting
     def recorded(self, kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], backward: Any) -> None:
         """Some code tells tapes of a rule for what it computed."""
         if not all(isinstance(x, _EagerTensorBase) for x in (*outputs, *inputs)):
@@ -157,6 +175,7 @@ class Watch:
             )
         )
 
+    @_noting
     def left(self, word: str, tensors: Sequence[Tensor], given: Sequence[Tensor] = ()) -> None:
         """The numbers of tensors leave TensorFlow; those of others may come back by the same way."""
         where, around = self.line()
@@ -166,6 +185,7 @@ class Watch:
             Record("", words.word(word, around), where, self.path, takes, gives, tensors, given, stops="left-framework")
         )
 
+    @_noting
     def entered(self, x: Tensor) -> None:
         """A tensor is made of plain numbers; the user may have asked for it, or written a number beside a tensor."""
         where, around = self.line()
@@ -188,10 +208,18 @@ def current() -> Watch | None:
     return _local.watch
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Look at numbers without being seen."""
+    with scope():
+        assign(_local, "watch", None)
+        yield
+
+
 @lru_cache(4096)
 def is_line_of_user(filename: str) -> bool:
-    """Whether code in a file is the user's."""
-    return is_users(filename, PACKAGES)
+    """Whether code in a file is the user's, and not what TensorFlow made of it."""
+    return AUTOGRAPH not in filename and is_users(filename, PACKAGES)
 
 
 def is_own(rule: Any) -> bool:
@@ -203,6 +231,7 @@ def is_own(rule: Any) -> bool:
 
 def _install(replace: Replace) -> None:
     _replace(replace, _EagerTensorBase, "_numpy", _before_numpy)
+    arrays.install(replace, _before_array)
     for name in ("record_operation", "record_operation_backprop_only"):
         _replace(replace, record, name, _before_record)
     convert = constant_op.convert_to_eager_tensor
@@ -267,6 +296,13 @@ def _before_numpy(watch: Watch, x: Tensor) -> None:
     word = words.LEAVES.get(sys._getframe(2).f_code.co_name)  # what is printed leaves nothing behind
     if word is not None:
         watch.left(word, [x])
+
+
+def _before_array(code: CodeType, tensors: Sequence[Tensor]) -> None:
+    """NumPy takes numbers for the user, and not for TensorFlow itself."""
+    asked = code.co_name == "convert_to_numpy"  # of Keras
+    if _local.watch is not None and (asked or is_line_of_user(code.co_filename)):
+        _local.watch.left("numpy", tensors)
 
 
 def _before_record(

@@ -10,15 +10,16 @@ import tensorflow as tf
 from elementgrad.backends.linear import Run
 from elementgrad.backends.tensorflow.explaining import meters
 from elementgrad.backends.tensorflow.explaining.account import account
-from elementgrad.backends.tensorflow.explaining.records import Record, silenced
+from elementgrad.backends.tensorflow.explaining.records import Record
 from elementgrad.backends.tensorflow.explaining.tapes import watching
 from elementgrad.backends.tensorflow.explaining.watch import Watch
 from elementgrad.backends.tensorflow.explaining.words import DECIDES
 from elementgrad.backends.tensorflow.linear import again
 from elementgrad.backends.tensorflow.model import KerasModel
-from elementgrad.backends.tensorflow.quiet import undisturbed
+from elementgrad.backends.tensorflow.quiet import silenced, undisturbed
 from elementgrad.backends.tensorflow.staging import passed_by, unstaged
-from elementgrad.backends.witness import Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.backends.witness import STATISTIC, Met, Pulled, Pushed, Remark, Seen, Step, Witness, weights
+from elementgrad.cleanup import assign, enter, scope
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -73,11 +74,14 @@ class TensorflowWitness(Witness):
             self._source_number = watch.new(getattr(self.source, "handle", self.source))
             return self.source
 
-        with undisturbed(), self._tape:
+        with undisturbed():
+            enter(self._tape)
             given: Any = start if self._given is None else start(self._given)
             with stage, watching(watch):
                 (target,) = self._run(None if self._held else given)
                 self.target = tf.convert_to_tensor(target)
+        if watch.failed is not None:
+            raise watch.failed
         return watch
 
     def _of_inner_tape(self) -> bool:
@@ -134,14 +138,13 @@ class TensorflowWitness(Witness):
 
     def _moving(self, imported: Sequence[tuple[int, Tensor, str | None]]) -> list[tuple[int, Tensor, str | None]]:
         """Those tensors made of plain numbers that are others when the source is another."""
-        keep = {name: getattr(self, name) for name in ("source", "target", "_tape", "_source_number")}
         try:
-            watch = self._watched(unstaged(), _moved)
+            with scope():
+                for name in ("source", "target", "_tape", "_source_number"):
+                    assign(self, name, getattr(self, name))
+                watch = self._watched(unstaged(), _moved)
         except Exception:  # it is the user's function, at numbers that were not theirs
             return []
-        finally:
-            for name, value in keep.items():
-                setattr(self, name, value)
         after = {number: x for number, x, _ in watch.imported()}
         return [
             (number, x, where)
@@ -218,5 +221,8 @@ def _about(run: Run, source: Tensor | None) -> list[Remark]:
     if not isinstance(source, tf.Variable):
         return []
     held = KerasModel(run.function)._variables() if run.held[0] else ()
-    frozen = [variable for _, _, variable in held if variable._value is source and not variable.trainable]
-    return [Remark("not-tracked", "its trainable is False")] if frozen or not source.trainable else []
+    frozen = [(kind, variable) for _, kind, variable in held if variable._value is source and not variable.trainable]
+    if not frozen and source.trainable:
+        return []
+    moved = any(kind == "buffer" for kind, _ in frozen)  # no layer that is unfrozen trains it
+    return [Remark("not-tracked", "its trainable is False", Step(STATISTIC) if moved else None)]

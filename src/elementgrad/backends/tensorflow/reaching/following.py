@@ -32,6 +32,11 @@ def known(value: Value) -> bool:
     return value is not UNKNOWN and not isinstance(value, Reached)
 
 
+def array_of(value: Any) -> np.ndarray:
+    """Return a known value as an array. `np.asarray` fails where a single number is of a dtype that NumPy lacks."""
+    return np.asarray(value.numpy())
+
+
 class Follower:
     """Follows graphs, with one table of sets for all of their values."""
 
@@ -99,7 +104,7 @@ class Follower:
             raise _OpaqueError
         names = ["then_branch", "else_branch"]
         if known(which):
-            return self._call(operation, names[not np.asarray(which).any()], rest)
+            return self._call(operation, names[not array_of(which).any()], rest)
         results = [_shaped(self._call(operation, name, rest)) for name in names]
         return [joined(self.reach, *values) for values in zip(*results, strict=True)]
 

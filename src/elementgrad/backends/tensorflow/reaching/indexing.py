@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad.backends.tensorflow.reaching.following import Follower, Operation, Rule, known, rerun
+from elementgrad.backends.tensorflow.reaching.following import Follower, Operation, Rule, array_of, known, rerun
 from elementgrad.sparsity.reach import Ids
 from elementgrad.sparsity.value import Reached, Value
 
@@ -24,7 +24,7 @@ def gathered(follower: Follower, operation: Operation, operands: list[Value]) ->
         ids = np.broadcast_to(follower.reach.over(ids, [int(axis)], keepdims=True), ids.shape)
         indices = tf.zeros(shape, operation.inputs[1].dtype)
     (taken,) = rerun(operation, [tf.constant(ids, tf.int64), indices, axis])
-    return [Reached(np.asarray(taken))]
+    return [Reached(array_of(taken))]
 
 
 def scattered(follower: Follower, operation: Operation, operands: list[Value]) -> Sequence[Value]:
@@ -32,7 +32,7 @@ def scattered(follower: Follower, operation: Operation, operands: list[Value]) -
     indices, updates, shape = operands
     if not known(indices) or not known(shape) or not isinstance(updates, Reached):
         return follower.everything(operation, operands)
-    shape = np.asarray(shape).tolist()
+    shape = array_of(shape).tolist()
     return [_added(follower, np.zeros(shape, dtype=np.int64), indices, updates.ids)]
 
 
@@ -52,7 +52,7 @@ def segmented(follower: Follower, operation: Operation, operands: list[Value]) -
     count = operands[2] if len(operands) > 2 else None
     if not known(segments) or (count is not None and not known(count)):
         return follower.everything(operation, operands)
-    segments = np.asarray(segments).astype(np.int64)
+    segments = array_of(segments).astype(np.int64)
     rest = data.ids.shape[segments.ndim :]
     total = int(count) if count is not None else int(segments.max(initial=-1)) + 1
     size = int(np.prod(rest))
@@ -67,18 +67,18 @@ def folded(follower: Follower, operation: Operation, operands: list[Value]) -> S
     operand, paddings = operands
     if not known(paddings):
         return follower.everything(operation, operands)
-    pads = np.asarray(paddings)
+    pads = array_of(paddings)
     shape = [n - int(low) - int(high) for n, (low, high) in zip(operand.ids.shape, pads, strict=True)]
     positions = tf.reshape(tf.range(int(np.prod(shape)), dtype=tf.int64), shape)
     mode = operation.get_attr("mode")
-    owners = np.asarray(tf.raw_ops.MirrorPad(input=positions, paddings=paddings, mode=mode)).reshape(-1)
+    owners = array_of(tf.raw_ops.MirrorPad(input=positions, paddings=paddings, mode=mode)).reshape(-1)
     unions = follower.reach.gathered(owners, operand.ids.reshape(-1), int(np.prod(shape)))
     return [Reached(unions.reshape(shape))]
 
 
 def _added(follower: Follower, there: Ids, indices: Any, updates: Ids) -> Reached:
     positions = tf.reshape(tf.range(there.size, dtype=tf.int64), there.shape)
-    owners = np.asarray(tf.gather_nd(positions, indices)).reshape(-1)
+    owners = array_of(tf.gather_nd(positions, indices)).reshape(-1)
     both = (
         np.concatenate([np.arange(there.size), owners]),
         np.concatenate([there.reshape(-1), updates.reshape(-1)]),

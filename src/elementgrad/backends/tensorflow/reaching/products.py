@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.backends.tensorflow.reaching.following import Follower, Operation, Rule, known
+from elementgrad.backends.tensorflow.reaching.following import Follower, Operation, Rule, array_of, known
 from elementgrad.sparsity.products import convolution, product, transposed_windows
 from elementgrad.sparsity.reach import Ids
 from elementgrad.sparsity.value import Reached, Value, reached
@@ -30,10 +30,10 @@ def multiplied(follower: Follower, operation: Operation, operands: list[Value]) 
     left, right = operands
     found = []
     if isinstance(left, Reached):
-        mask = flat(np.asarray(right) != 0, flips[1]) if known(right) else None
+        mask = flat(array_of(right) != 0, flips[1]) if known(right) else None
         found.append(product(follower.reach, flat(left.ids, flips[0]), mask, shape[-1]))
     if isinstance(right, Reached):
-        mask = flat(np.asarray(left) != 0, not flips[0]) if known(left) else None
+        mask = flat(array_of(left) != 0, not flips[0]) if known(left) else None
         through = product(follower.reach, flat(right.ids, not flips[1]), mask, shape[-2])
         found.append(through.transpose(0, 2, 1))
     return [Reached(follower.reach.union(*found).reshape(shape))]
@@ -200,7 +200,7 @@ def pads(padding: bytes, image: Sequence[int], spans: Sequence[int], strides: Se
 
 
 def _mask(kernel: Any, shape: Sequence[int]) -> np.ndarray:
-    return np.asarray(kernel) != 0 if known(kernel) else np.ones(shape, dtype=bool)
+    return array_of(kernel) != 0 if known(kernel) else np.ones(shape, dtype=bool)
 
 
 PRODUCTS: dict[str, Rule] = {

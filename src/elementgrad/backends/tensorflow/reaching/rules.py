@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad.backends.tensorflow.reaching.following import Follower, Operation, Rule, known, rerun
+from elementgrad.backends.tensorflow.reaching.following import Follower, Operation, Rule, array_of, known, rerun
 from elementgrad.backends.tensorflow.reaching.indexing import INDEXING
 from elementgrad.backends.tensorflow.reaching.products import PRODUCTS
 from elementgrad.sparsity.value import Reached, Value, reached
@@ -57,7 +57,7 @@ def multiplied(follower: Follower, operation: Operation, operands: list[Value]) 
     (result,) = elementwise(follower, operation, operands)
     for value in operands:
         if known(value) and type(result) is Reached:
-            result = Reached(np.where(np.asarray(value) != 0, result.ids, 0))
+            result = Reached(np.where(array_of(value) != 0, result.ids, 0))
     return [result]
 
 
@@ -65,7 +65,7 @@ def rectified(follower: Follower, operation: Operation, operands: list[Value]) -
     """`ReluGrad`: elementwise, and nothing where the function is known to be flat."""
     (result,) = elementwise(follower, operation, operands)
     if known(operands[1]) and type(result) is Reached:
-        result = Reached(np.where(np.asarray(operands[1]) > 0, result.ids, 0))
+        result = Reached(np.where(array_of(operands[1]) > 0, result.ids, 0))
     return [result]
 
 
@@ -81,7 +81,7 @@ def moved(follower: Follower, operation: Operation, operands: list[Value]) -> Se
         results = rerun(operation, given)
     except (AttributeError, TypeError, ValueError, tf.errors.OpError):  # not for integers
         return follower.everything(operation, operands)
-    return [Reached(np.asarray(result)) for result in results]
+    return [Reached(array_of(result)) for result in results]
 
 
 def _indices(operation: Operation) -> list[bool]:
@@ -105,7 +105,7 @@ def reduced(follower: Follower, operation: Operation, operands: list[Value]) -> 
     operand, axes = operands
     if not known(axes):
         return follower.everything(operation, operands)
-    axes = np.asarray(axes).reshape(-1).tolist()
+    axes = array_of(axes).reshape(-1).tolist()
     return [Reached(follower.reach.over(operand.ids, axes, operation.get_attr("keep_dims")))]
 
 

@@ -16,6 +16,7 @@ from elementgrad.backends.tensorflow.training.freezing import ask, frozen
 from elementgrad.backends.tensorflow.training.replicas import here
 from elementgrad.backends.tensorflow.training.variables import weight_of
 from elementgrad.backends.tensorflow.training.weight import Weight, coordinates
+from elementgrad.cleanup import assign, contained
 
 Layer = Any
 Tensor = Any
@@ -65,8 +66,7 @@ class Holding(Frozen):
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.linear: list[Layer] = []
+    linear: tuple[Layer, ...] = ()
 
 
 _local = _Local()
@@ -84,17 +84,15 @@ class Affine:
     def activation(self: Any, value: Any) -> None:
         self.__dict__["activation"] = value
 
+    @contained
     def call(self: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ever."""
         use: Use = self.__dict__[NOTE]
         if use.weight is None or not _followed(inputs):
             return super().call(inputs, *args, **kwargs)  # type: ignore[misc]
-        _local.linear.append(self)
-        try:
-            with use.weight.bared():
-                outputs = super().call(inputs, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            _local.linear.pop()
+        with use.weight.bared():
+            assign(_local, "linear", (*_local.linear, self))
+            outputs = super().call(inputs, *args, **kwargs)  # type: ignore[misc]
         outputs = use.weight.paired(outputs, tf.convert_to_tensor(inputs), use.kernel)
         return outputs if self.activation is None else self.activation(outputs)
 
@@ -132,7 +130,7 @@ def dress(layer: Layer) -> None:
     """Give a layer the class that the elements inside of it need, or its own where there are none."""
     if isinstance(layer, Frozen):
         CLASS.__set__(layer, type(layer)._elementgrad_plain)  # type: ignore[attr-defined]
-        del layer.__dict__[NOTE]
+    layer.__dict__.pop(NOTE, None)
     if any(weight_of(variable) is not None for variable in layer.weights):
         known, use = _role(layer)
         roles: tuple[type, ...] = (Holding,) if known is None else (known, Holding)

@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from elementgrad.backends.tensorflow.model import KerasModel, root
 from elementgrad.backends.tensorflow.training import freezing, replicas
+from elementgrad.backends.tensorflow.training.casting import cast
 from elementgrad.backends.tensorflow.training.layers import dress
 from elementgrad.backends.tensorflow.training.variables import tie, untie, weight_of
 from elementgrad.backends.tensorflow.training.weight import HALVES, Part, Weight, bits, put, take
-from elementgrad.backends.training import Trainer
+from elementgrad.backends.training import Standing, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError
 
 Tensor = Any
@@ -36,10 +37,20 @@ class KerasTrainer(Trainer):
         self._root = root(model)
         replicas.require_outside(self._root)
         self._named = KerasModel(self._root)
+        self._owner = object()
         self._variables = {id(held._value): held for _, kind, held in self._named._variables() if kind == "parameter"}
 
     def names(self) -> Iterator[str]:
         return (name for name, kind, _ in self._named.held() if kind == "parameter")
+
+    def spelled(self) -> Iterator[tuple[str, Tensor]]:
+        for path, layer in self._named._layers():
+            for variable in layer._trainable_variables:
+                if variable._value is not None:
+                    yield f"{path}/{variable.name}" if path else variable.name, variable._value
+
+    def standing(self, tensor: Tensor) -> Standing:
+        return freezing.standing(self._variables[id(tensor)])
 
     def parameter(self, name: str) -> Tensor:
         bearing = self._named.bearing(name)
@@ -99,14 +110,17 @@ class KerasTrainer(Trainer):
         taken = {part.leaf.name for part in self.training(tensor)}
         name = next(name for number in count() if (name := f"{variable.name}_elements_{number}") not in taken)
         with replicas.scope(tensor):
-            leaf = keras.Variable(tf.cast(now, kept), dtype=kept.name, autocast=False, name=name)
+            leaf = keras.Variable(cast(now, kept), dtype=kept.name, autocast=False, name=name)
         leaf._path = f"{variable.path}_elements_{name.rpartition('_')[2]}"  # optimizers leave variables out by it
-        return Part(tensor, positions, held if originals is None else _of_bits(originals), leaf)
+        part = Part(tensor, positions, held if originals is None else _of_bits(originals), leaf)
+        part.found = held
+        return part
 
-    def start(self, parts: Sequence[Any]) -> None:
-        freezing.claim(self._variables.values())
+    def start(self, parts: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
+        freezing.claim(self._variables.values(), self._owner, [self._variables[id(tensor)] for tensor in kept])
         for part in parts:
             weight = weight_of(part.tensor) or Weight(self._variables[id(part.tensor)])
+            part.weight = weight
             weight.parts.append(part)
             weight.arrange()
             tie(weight)
@@ -119,12 +133,12 @@ class KerasTrainer(Trainer):
         self._renew(changed)
 
     def stop(self, parts: Sequence[Any]) -> None:
+        """Done again, it goes on from wherever it was interrupted."""
         changed = list({id(part.weight): part.weight for part in parts if part.weight is not None}.values())
+        for weight in changed:
+            weight.parts[:] = [part for part in weight.parts if all(part is not other for other in parts)]
         for part in parts:
-            if part.weight is not None:
-                part.weight.parts.remove(part)
-                part.weight = None
-                untie(part.leaf._value)
+            untie(part.leaf._value)
         for weight in changed:
             weight.arrange()
             if not weight.parts:
@@ -132,14 +146,22 @@ class KerasTrainer(Trainer):
                 # Writing single elements has had every read of the variable copy it, which is over now.
                 for copy in replicas.copies(weight.tensor):
                     tf.raw_ops.DisableCopyOnRead(resource=copy.handle)
-        freezing.leave(self._variables.values())
+        freezing.leave(self._variables.values(), self._owner)
         self._renew(changed)
+        for part in parts:
+            part.weight = None
+
+    def cancel(self, parts: Sequence[Any]) -> None:
+        self.stop(parts)
+        for part in parts:
+            for _, tensor in part.copies:
+                put(tensor, part.index, part.found)
 
     def write(self, part: Any) -> None:
         part.push()
 
     def restore(self, part: Any) -> None:
-        part.leaf.assign(tf.cast(part.originals, part.leaf._value.dtype))
+        part.leaf.assign(cast(part.originals, part.leaf._value.dtype))
         for _, tensor in part.copies:
             put(tensor, part.index, part.originals)
 

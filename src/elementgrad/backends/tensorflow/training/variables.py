@@ -11,6 +11,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from elementgrad.backends.tensorflow.training.freezing import ask
 from elementgrad.backends.tensorflow.training.replicas import copies, inside
 from elementgrad.backends.tensorflow.training.weight import Part, Weight
+from elementgrad.cleanup import contained
 
 Variable = Any
 NOTE = "_elementgrad"
@@ -136,6 +137,7 @@ def _read(kind: type) -> type:
     def bared(name: str) -> Callable[..., Any]:
         method = getattr(kind, name)
 
+        @contained
         def call(self: Variable, *args: Any, **kwargs: Any) -> Any:
             with self.__dict__[NOTE].bared():
                 return method(self, *args, **kwargs)

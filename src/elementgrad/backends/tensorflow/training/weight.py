@@ -9,16 +9,17 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad.backends import training
+from elementgrad.backends.tensorflow.training.casting import cast, same
 from elementgrad.backends.tensorflow.training.entries import Lookup
 from elementgrad.backends.tensorflow.training.replicas import copies, inside
+from elementgrad.cleanup import assign, scope
 
 Tensor = Any  # tf.Tensor, tf.Variable or a Keras variable
 HALVES = (tf.float16, tf.bfloat16)
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.bare: list[Weight] = []
+    bare: "tuple[Weight, ...]" = ()
 
 
 _local = _Local()
@@ -31,6 +32,7 @@ class Part(training.Part):
         self.tensor = tensor
         self.positions = positions
         self.originals = originals
+        self.found = originals
         self.leaf = leaf
         self.mark = None
         self.weight: Weight | None = None
@@ -53,7 +55,7 @@ class Part(training.Part):
         for leaf, tensor in self.copies:
             if written is not None and leaf is not written:
                 continue
-            values = tf.cast(_read(leaf), tensor.dtype)
+            values = cast(_read(leaf), tensor.dtype)
             if self._rows is None:
                 put(tensor, self.index, values)
             else:
@@ -98,11 +100,9 @@ class Weight:
     @contextmanager
     def bared(self) -> Iterator[None]:
         """Let reads of the variable give it as it is, in this thread."""
-        _local.bare.append(self)
-        try:
+        with scope():
+            assign(_local, "bare", (*_local.bare, self))
             yield
-        finally:
-            _local.bare.pop()
 
     def alias(self) -> Tensor:
         """The value for any use of it: the elements are gathered from its gradient, which lives no longer."""
@@ -154,7 +154,7 @@ class Weight:
             leaf = next(leaf for leaf, tensor in part.copies if tensor is written)
             found = _taken(written, part.index)
             now = _read(leaf)
-            new = tf.where(tf.cast(now, found.dtype) == found, now, tf.cast(found, now.dtype))
+            new = tf.where(same(cast(now, found.dtype), found), now, cast(found, now.dtype))
             tf.raw_ops.AssignVariableOp(resource=leaf.handle, value=new)
 
     def differs(self, written: Tensor, before: Tensor) -> bool:

@@ -10,6 +10,7 @@ from elementgrad import tree
 from elementgrad.backends.torch.explaining.callers import caller
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.witness import Step
+from elementgrad.cleanup import entered
 
 Tensor = torch.Tensor
 
@@ -60,7 +61,7 @@ class Asking:
         """Read the .grad of a tensor for the user."""
         if not x.requires_grad or x.is_leaf or x.retains_grad:
             return func(x)
-        with warnings.catch_warnings():
+        with entered(warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # that it is no leaf is what will be said
             gradient = func(x)
         if gradient is None:

@@ -4,21 +4,35 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
 from elementgrad import tree
 from elementgrad.backends.torch.explaining.measures import Ran
+from elementgrad.backends.torch.explaining.meeting import tied
 from elementgrad.backends.torch.functions import aside
-from elementgrad.backends.witness import bounded
+from elementgrad.backends.witness import bounded, counts_for_nothing
 
 Tensor = torch.Tensor
-CHOOSES = {"max", "min", "amax", "amin", "topk", "maximum", "minimum", "max_pool1d", "max_pool2d", "sort", "kthvalue"}
+CHOOSES = frozenset(
+    """
+    max min amax amin topk maximum minimum fmax fmin sort kthvalue median nanmedian mode cummax cummin scatter_reduce
+    index_reduce segment_reduce max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
+    fractional_max_pool2d fractional_max_pool3d
+    """.split()  # noqa: SIM905
+)
+ADDS = {"sum", "mean", "prod"}
+"""What `scatter_reduce` and its like may be told to do instead of choosing."""
 BOUNDS = {"maximum", "minimum"}
 """Of those, the ones that may take a constant as a bound."""
 HINGES = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}
 SUMS = {"sum", "mean", "add", "sub", "__rsub__", "matmul", "mm", "bmm", "mv", "dot", "linear", "einsum", "addmm"}
-SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "layer_norm", "group_norm", "logsumexp", "bilinear"}
+SUMS |= {"baddbmm", "conv1d", "conv2d", "conv3d", "cumsum", "logsumexp", "bilinear"}
+NORMS = {"layer_norm", "group_norm", "instance_norm", "batch_norm"}
+"""Functions that take a mean away."""
 PRODUCTS = {"mul", "mul_", "__rmul__", "__imul__", "div", "true_divide"}
 SHARES = {"softmax", "log_softmax", "softmin", "cross_entropy"}
 """Functions of differences between elements alone."""
@@ -36,14 +50,18 @@ def why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
     if name in BOUNDS and len(carrying) == 1 and "out" not in ran.kwargs:  # at a tie it passes a half
         (bound,) = [y for y in (*ran.args, *ran.kwargs.values()) if y is not x]
         return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
-    if name in CHOOSES and ran.made and ran.made[0].is_floating_point():
-        return "tie" if bool(torch.isin(moved, ran.made[0].detach()).any()) else "not-selected"
+    adds = any(isinstance(x, str) and x in ADDS for x in (*ran.args, *ran.kwargs.values()))
+    if name in CHOOSES and not adds and ran.made and ran.made[0].is_floating_point():
+        masks = {id(x): (t != 0).cpu().numpy() for x, t in carrying}
+        return "tie" if tied(ran, masks) else "not-selected"
     if name in HINGES and _is_hinge(ran):
         return "dead-relu"
     if name == "relu6" and bool((moved > 0).all()):
         return "clamped"
     if name in CURVES and _is_too_small(ran, before):
         return "underflow"
+    if name in SHARES and counts_for_nothing(_array(x), (tangent != 0).cpu().numpy()):
+        return "masked"
     if name in SHARES and not _moves_at_zero(ran, before):
         return "cancelled"
     if name in PRODUCTS:
@@ -52,9 +70,15 @@ def why_none(ran: Ran, before: Sequence[Tensor | None]) -> str | None:
         others = [y for y in ran.args if y is not x and isinstance(y, (Tensor, float, int))]
         if others and bool(torch.as_tensor(others[0]).detach().ne(0).all()):
             return "underflow"
+    if name in NORMS:
+        return "cancelled"
     if name in SUMS:
         return "cancelled" if _adds_up(ran, before) else "masked"
     return None
+
+
+def _array(x: Tensor) -> np.ndarray:
+    return forward_ad.unpack_dual(x).primal.detach().double().cpu().numpy()
 
 
 def _is_hinge(ran: Ran) -> bool:

@@ -10,15 +10,41 @@ from elementgrad.backends.protocol import Picked
 from elementgrad.backends.torch.calls import WHERE
 from elementgrad.backends.torch.explaining.meters import Flow, note_flow
 from elementgrad.backends.torch.explaining.refusals import CHANGED, TWICE
+from elementgrad.backends.torch.modules import removed_later
 from elementgrad.backends.torch.quiet import plainly, undisturbed
 from elementgrad.backends.torch.versions import named
-from elementgrad.backends.witness import Account, Remark, Step, Told, Verdict, weights
+from elementgrad.backends.witness import Account, Remark, Step, Told, Verdict, unfollowed, weights
 
 Tensor = torch.Tensor
 
 
 def told(of: Picked, wrt: Picked) -> Told:
     """What is to be seen of the gradient of one live tensor with respect to another."""
+    try:
+        return _seen(of, wrt)
+    except Exception as error:
+        try:
+            return _unfollowed(of, wrt, error)
+        except RuntimeError:  # there is no gradient either, and PyTorch says why
+            raise error from None
+
+
+def _unfollowed(of: Picked, wrt: Picked, error: Exception) -> Told:
+    """The verdict by the gradient alone, where the graph cannot be followed."""
+    seed = _seed(of)
+    names: dict[str, Any] = {"of": "the result", "wrt": "the tensor"}
+    with undisturbed(None), plainly():
+        (gradient,) = torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True, allow_unused=True)
+    remark = Remark(None, unfollowed(error))
+    if gradient is None:
+        return Told("unconnected", None, remark, **names)
+    asked = gradient if wrt[1] is None else gradient.reshape(-1)[_index(wrt[1], gradient)]
+    finite = bool(torch.isfinite(asked).all())
+    verdict: Verdict = "nonfinite" if not finite else "flows" if bool(asked.any()) else "zero"
+    return Told(verdict, None, remark, value=asked, **names)
+
+
+def _seen(of: Picked, wrt: Picked) -> Told:
     y, x = of[0], wrt[0]
     if not (x.is_floating_point() or x.is_complex()):
         return _told("unconnected", "integer", f"its dtype is {_dtype(x)}")
@@ -96,15 +122,14 @@ class _Way:
     def _taken(self, node: Any, numbers: dict[Any, int]) -> list[int]:
         return [numbers[following] for following, _ in node.next_functions if following in numbers]
 
-    def watched(self, positions: np.ndarray | None, flows: list[Flow]) -> list[Any]:
-        """Have each node note what comes by; at the elements asked for where it takes the tensor itself."""
-        hooks = []
+    def watch(self, positions: np.ndarray | None, flows: list[Flow]) -> None:
+        """Have each node note what comes by until the scope is left; where it takes the tensor, at some elements."""
+        handles = removed_later()
         for node in self.nodes:
             flows.append(Flow())
             slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
             first = all(node.next_functions[slot][0] is self.end for slot in slots)
-            hooks.append(node.register_hook(note_flow(flows[-1], True, slots, positions if first else None)))
-        return hooks
+            handles.append(node.register_hook(note_flow(flows[-1], True, slots, positions if first else None)))
 
 
 def _joined(of: Picked, wrt: Picked, way: _Way) -> Told:
@@ -138,18 +163,19 @@ def _joined(of: Picked, wrt: Picked, way: _Way) -> Told:
     return Told("flows", **names)
 
 
-def _gradient(of: Picked, wrt: Picked, way: _Way, flows: list[Flow]) -> Tensor:
+def _seed(of: Picked) -> Tensor:
     y, positions = of
     seed = torch.zeros_like(y, requires_grad=False).reshape(-1)
     chosen = np.arange(seed.numel()) if positions is None else positions
     seed[_index(chosen, seed)] = torch.from_numpy(weights(len(chosen))).to(seed)
-    hooks = way.watched(wrt[1], flows)
-    try:
-        with undisturbed(None), plainly():
-            return torch.autograd.grad(y, wrt[0], seed.reshape(y.shape), retain_graph=True)[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return seed.reshape(y.shape)
+
+
+def _gradient(of: Picked, wrt: Picked, way: _Way, flows: list[Flow]) -> Tensor:
+    seed = _seed(of)
+    with undisturbed(None), plainly():
+        way.watch(wrt[1], flows)
+        return torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True)[0]
 
 
 def _index(positions: np.ndarray, x: Tensor) -> Tensor:

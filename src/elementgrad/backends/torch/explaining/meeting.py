@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from elementgrad import tree
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
 from elementgrad.backends.torch.explaining.structure import structured
 from elementgrad.backends.torch.quiet import generators, undisturbed
-from elementgrad.backends.touching import guessed, touched
+from elementgrad.backends.touching import Again, guessed, ties, touched
 
 Tensor = torch.Tensor
 KINDS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool}
@@ -65,12 +66,29 @@ class Meeting(Meter):
 def tried(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> list[np.ndarray]:
     """Masks for what a step made or wrote to. The user's own functions are not run on numbers that are not theirs."""
     shapes = [tuple(x.shape) for x in ran.made]
+    repeated = repeatable(ran, before)
+    if repeated is None:
+        return guessed([masks.get(id(x)) for x in ran.taken], shapes)
+    again, taken, numbers = repeated
+    return touched(again, numbers, [masks.get(id(x)) for x in taken], shapes)
+
+
+def tied(ran: Ran, masks: dict[int, np.ndarray]) -> bool:
+    """Whether elements of what a choice takes are level with those that it took."""
+    repeated = repeatable(ran, {})
+    if repeated is None:
+        return False
+    again, taken, numbers = repeated
+    return ties(again, numbers, [masks.get(id(x)) for x in taken], [x.dtype == torch.bfloat16 for x in taken])
+
+
+def repeatable(ran: Ran, before: dict[int, Tensor]) -> tuple[Again, list[Tensor], list[np.ndarray]] | None:
+    """A step that can be run on other numbers, the tensors that it takes, and their numbers; None if it cannot be."""
     flat = tree.flat((ran.args, dict(ran.kwargs)))
     taken = {id(x): x for x in flat if isinstance(x, Tensor)}
     own = getattr(ran.func, "__name__", "") == "apply" or any(map(callable, flat))
     if own or not all(x.layout == torch.strided and x.dtype in KINDS for x in taken.values()):
-        return guessed([masks.get(id(x)) for x in ran.taken], shapes)
-    numbers = [_array(before.get(key, x)) for key, x in taken.items()]
+        return None
 
     def again(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         others = {
@@ -90,9 +108,9 @@ def tried(ran: Ran, before: dict[int, Tensor], masks: dict[int, np.ndarray]) -> 
         written = [others[id(x)] for x in ran.made if id(x) in others]
         return [_array(x) for x in {id(x): x for x in (*results, *written)}.values()]
 
-    return touched(again, numbers, [masks.get(key) for key in taken], shapes)
+    return again, list(taken.values()), [_array(before.get(key, x)) for key, x in taken.items()]
 
 
 def _array(x: Tensor) -> np.ndarray:
-    x = x.detach().cpu().resolve_conj().resolve_neg()
+    x = forward_ad.unpack_dual(x).primal.detach().cpu().resolve_conj().resolve_neg()
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()

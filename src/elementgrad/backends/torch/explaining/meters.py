@@ -11,7 +11,7 @@ from elementgrad import tree
 from elementgrad.backends.torch.calls import clock
 from elementgrad.backends.torch.explaining.endings import BOUNDS, largest, tangent_of, why_none
 from elementgrad.backends.torch.explaining.measures import Meter, Ran
-from elementgrad.backends.witness import Pulled, Pushed, Seen
+from elementgrad.backends.witness import Pulled, Pushed, Seen, arriving
 
 Tensor = torch.Tensor
 
@@ -77,13 +77,14 @@ class Flow:
         self.arrives: float | None = None
         self.leaves: float | None = None
         self.there: float | None = None
+        self.dead = True
 
     def pulled(self) -> Pulled | None:
         """The sizes, if anything came by."""
         if self.arrives is None and self.leaves is None:
             return None
         arrives, leaves = self.arrives or 0.0, self.leaves or 0.0
-        return Pulled(arrives, leaves, arrives if self.there is None else self.there)
+        return Pulled(arrives, leaves, arrives if self.there is None else self.there, self.dead)
 
 
 def note_flow(flow: Flow, top: bool, ends: Sequence[int], positions: np.ndarray | None = None) -> Any:
@@ -94,23 +95,33 @@ def note_flow(flow: Flow, top: bool, ends: Sequence[int], positions: np.ndarray 
     chosen = None if positions is None else torch.from_numpy(positions.copy())
 
     def hook(inward: Sequence[Tensor | None], outward: Sequence[Tensor | None]) -> None:
-        came = [g.detach() for g in outward if g is not None]
+        came = whole = [g.detach() for g in outward if g is not None]
+        flow.dead = flow.dead and not (top and any(bool(g.any()) for g in came))
         for slot in ends:
             went = inward[slot] if slot < len(inward) else None
             if went is None:
                 continue
-            same = came[0] if came and came[0].shape == went.shape else None
+            same = whole[0] if whole and whole[0].shape == went.shape else None
             if chosen is not None:
-                went = went.reshape(-1)[chosen]
-                same = None if same is None else same.reshape(-1)[chosen]
-                came = came if same is None else [same]
+                went = _only(went, chosen)
+                came = came if same is None else [same.reshape(-1)[chosen]]
             flow.leaves = _worst([flow.leaves, largest(went)])
-            if same is not None and not math.isfinite(flow.leaves):
-                flow.there = max(flow.there or 0.0, largest(same[~torch.isfinite(went)]))
+            if not math.isfinite(flow.leaves) and whole:
+                bad = (~torch.isfinite(went.detach())).cpu().numpy()
+                there = arriving(whole[0].abs().double().cpu().numpy(), bad) if bad.any() else None
+                flow.there = flow.there if there is None else max(flow.there or 0.0, there)
         if top:
             flow.arrives = _worst([flow.arrives, *map(largest, came)])
 
     return hook
+
+
+def _only(x: Tensor, positions: Tensor) -> Tensor:
+    """Zeros, but for some flat positions of a gradient."""
+    x = x.detach()
+    kept = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
+    kept[positions.to(x.device)] = True
+    return torch.where(kept.reshape(x.shape), x, torch.zeros_like(x))
 
 
 def _worst(sizes: Sequence[float | None]) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elementgrad.backends.lines import is_users, spelled
 from elementgrad.backends.torch.explaining.measures import Overwrite
 from elementgrad.backends.torch.explaining.watch import Watch
-from elementgrad.backends.witness import TO_A_LEAF, Remark, Step
+from elementgrad.backends.witness import STATISTIC, TO_A_LEAF, Remark, Step
 
 CHANGED = "modified by an inplace operation"
 TWICE = "backward through the graph a second time"
@@ -17,7 +17,23 @@ UNUSED = "appears to not have been used in the graph"
 UNTRACKED = "does not require grad"
 MISSING = re.compile(r"(?:derivative for '?(?:aten::)?|: )(\w+)'? is not implemented")
 SHAPE = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\]")
+ARGUMENT = re.compile(r"function '(\w+)' is not differentiable with respect to argument '(\w+)'")
 MAKER = re.compile(r"output \d+ of (\w+?)(?:Backward)?\d*,")
+
+
+def undifferentiable(error: RuntimeError) -> Remark | None:
+    """What PyTorch says of an argument by which a function has no derivative; None if it is about something else.
+
+    A batch norm has none by its statistics, and a cross entropy none by the weights of its classes.
+    """
+    found = ARGUMENT.search(str(error))
+    if found is None:
+        return None
+    function, argument = found.group(1).removeprefix("native_"), found.group(2)
+    evidence = f"PyTorch has no derivative of {function} by {argument}"
+    if argument.startswith("running_"):
+        return Remark("not-tracked", evidence, Step(STATISTIC))
+    return Remark("no-rule", evidence, Step(function, _line(error)))
 
 
 @dataclass(frozen=True)

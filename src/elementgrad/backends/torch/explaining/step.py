@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from elementgrad.backends.torch.explaining import live
-from elementgrad.backends.torch.explaining.refusals import UNTRACKED, UNUSED, Refused
+from elementgrad.backends.torch.explaining.refusals import CHANGED, TWICE, UNTRACKED, UNUSED, Refused
 from elementgrad.backends.torch.explaining.watch import Watch
-from elementgrad.backends.witness import Account, Remark, Step, Told
+from elementgrad.backends.witness import Account, Remark, Step, Told, Verdict, unfollowed
 from elementgrad.errors import PlaceError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -27,11 +27,15 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
     except UnconnectedError as error:
         if error.loss is None:
             raise
+        if watch.failed is not None:
+            return _unfollowed("unconnected", watch.failed)
         if error.leaf is None:
             return _untracked(watch, root, watch.number(error.loss))
         numbers = watch.number(error.leaf), watch.number(error.loss)
         return Told("unconnected", Account(watch.steps, *numbers, frozenset(watch.connected)), None, **PARTS)
     except RuntimeError as error:
+        if watch.failed is not None and any(text in str(error) for text in (UNTRACKED, UNUSED, TWICE, CHANGED)):
+            return _unfollowed("unconnected", watch.failed)
         if UNTRACKED in str(error) and watch.asking.target is not None:
             return _untracked(watch, root, watch.asking.target)
         if UNUSED in str(error) and watch.asking.sides is not None:
@@ -44,10 +48,18 @@ def told(function: Callable[[], Any], wrt: Tensor | None) -> Told:
     except (AttributeError, TypeError) as error:  # what is None is used as if it were a gradient
         if not _read(watch, wrt) or "NoneType" not in str(error):
             raise
+    if watch.failed is not None and watch.asking.target is not None:
+        gone = wrt is not None and watch.asking.gradient is None
+        return _unfollowed("unconnected" if gone else "flows", watch.failed)
     if watch.asking.missing is not None and _read(watch, wrt):
         remark = Remark("non-leaf", "its is_leaf is False", watch.asking.missing[1])
         return Told("unconnected", None, remark, of="the loss", wrt="the tensor")
     return _ran(watch, root, wrt)
+
+
+def _unfollowed(verdict: Verdict, error: Exception) -> Told:
+    """What is known of a step that could not be watched to its end."""
+    return Told(verdict, None, Remark(None, unfollowed(error)), **NAMES)
 
 
 def _read(watch: Watch, wrt: Tensor | None) -> bool:

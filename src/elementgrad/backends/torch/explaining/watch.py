@@ -2,25 +2,32 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_hooks_always_called,
+    _global_forward_pre_hooks,
+)
 from torch.overrides import TorchFunctionMode
 
 from elementgrad import tree
+from elementgrad.backends.torch.ambient import enter_mode
 from elementgrad.backends.torch.calls import clock, name_of
 from elementgrad.backends.torch.explaining import lenient, parameters, words
 from elementgrad.backends.torch.explaining.asking import Asking
 from elementgrad.backends.torch.explaining.callers import caller
 from elementgrad.backends.torch.explaining.measures import Meter, Overwrite, Ran
 from elementgrad.backends.torch.explaining.values import Values, memory_of, version_of
-from elementgrad.backends.torch.functions import aside, watched_by, watching
+from elementgrad.backends.torch.functions import aside, watch, watching
 from elementgrad.backends.torch.model import TorchModel, unwrapped
+from elementgrad.backends.torch.modules import add_hook
 from elementgrad.backends.torch.uses import kept
 from elementgrad.backends.witness import Remark, Step
+from elementgrad.cleanup import scope
 
 Tensor = torch.Tensor
 is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -51,22 +58,27 @@ class Watch:
         self._makers: dict[int, str] = {}  # the function that a value came from
         self.overwrites: list[Overwrite] = []
         self.asking = Asking()
+        self.failed: Exception | None = None
+        """What went wrong in watching, and not in the code that is watched."""
         self.carried: Step | None = None
         """The first step that took a tensor with a graph from before."""
         self.tracked = False
         """Whether any step took a tensor that is tracked."""
         self._root: int | None = None
+        self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones that the code is in
 
     @contextmanager
     def on(self) -> Iterator["Watch"]:
         """Watch this thread."""
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-            stack.enter_context(parameters.seen.on())
-            stack.enter_context(_Calls(self))
-            stack.enter_context(watched_by(self))
+        with scope():
+            leave = self._leave
+            add_hook(_global_forward_pre_hooks, self._enter)
+            add_hook(_global_forward_hooks_always_called, leave)
+            add_hook(_global_forward_hooks, leave)
+            parameters.seen.enter()
+            enter_mode(_Calls(self))
+            watch(self)
             yield self
 
     def _enter(self, module: Any, args: Any) -> None:
@@ -90,13 +102,10 @@ class Watch:
     def number(self, x: Tensor) -> int:
         """The number of a tensor; one that was never seen may share its memory with one that was."""
         known = self.values.known(x)
+        if self._root is not None and self.asking.followed is None and x.is_leaf and x.requires_grad:
+            return known if known is not None and known in self._leaves else self._leaf(x, self._root)
         if known is not None:
             return known
-        if self._root is not None and self.asking.followed is None and x.is_leaf and x.requires_grad:
-            self.tracked = True
-            leaf = self.source(x)
-            self._add(Step("a leaf", takes=(self._root,), gives=(leaf,), quiet=True))
-            return leaf
         sharing = self.values.sharing(x)
         number = self.values.new(x)
         if self._leads(x):
@@ -105,6 +114,14 @@ class Watch:
         if sharing and not any(other.requires_grad and x._base is other for other in sharing):
             self._note_alias(x, number, sharing)
         return number
+
+    def _leaf(self, x: Tensor, root: int) -> int:
+        """A tensor that derivatives start at: it was there before, or the code made it and tracks it from now on."""
+        self.tracked = True
+        leaf = self.source(x)
+        self._leaves.add(leaf)
+        self._add(Step("a leaf", takes=(root,), gives=(leaf,), quiet=True))
+        return leaf
 
     def _note_alias(self, x: Tensor, number: int, sharing: Sequence[Tensor]) -> None:
         origin = max([found for other in sharing if (found := self.values.known(other)) is not None], default=None)
@@ -196,25 +213,48 @@ class Watch:
         own: bool = False,
         quiet: bool = False,
     ) -> Any:
+        """Call a function, and note it. What fails in the noting is kept, and is no business of the user's code."""
+        notes = self._noting(func, name, word, args, kwargs, own, quiet)
+        try:
+            args, kwargs = next(notes)
+        except StopIteration:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.failed = self.failed or error
+            return func(*args, **kwargs)
+        with aside():
+            result = func(*args, **kwargs)
+        try:
+            notes.send(result)
+        except StopIteration:
+            pass
+        except Exception as error:
+            self.failed = self.failed or error
+        return result
+
+    def _noting(
+        self, func: Callable[..., Any], name: str, word: str, args: Any, kwargs: Any, own: bool, quiet: bool
+    ) -> Generator[tuple[Any, Any], Any, None]:
+        """Look at what a function takes; then, sent what it gave, add the step. Nothing, if it is none of interest."""
         taken = _tensors((args, kwargs))
         if (not taken and name not in words.IMPORTS) or any(map(is_wrapped, taken)):
-            return func(*args, **kwargs)
+            return
         if name in words.COPIES:
             args = tree.mapped(args, lenient.plainly)  # PyTorch warns of tracked ones, which the user's may not be
         carried = any(x.grad_fn is not None and self.values.known(x) is None for x in taken)
         numbers = tuple([self.number(x) for x in taken])
         versions = [version_of(x) for x in taken]
+        writes = words.may_write(name, args, kwargs)
+        nodes = self._nodes(taken) if writes else {}
         meter = self._meter
         looked = [
             pair for pair in zip(taken, numbers, strict=True) if meter and (meter.all or pair[1] in self._reached)
         ]
         measured = [x for x, _ in looked]
         with aside():
-            before = meter.before(measured, words.may_write(name, args, kwargs)) if meter and measured else None
+            before = meter.before(measured, writes) if meter and measured else None
         grad, start = torch.is_grad_enabled(), clock()
-        with aside():
-            result = func(*args, **kwargs)
-        made = _tensors(result)
+        made = _tensors((yield args, kwargs))
         written = [x for x, version in zip(taken, versions, strict=True) if version_of(x) != version]
         if name == "data.__set__":
             written.append(args[0])
@@ -223,7 +263,7 @@ class Watch:
         gives = [self._given(x, taken, written) for x in changed]
         behind = [other for x in written for other in self.values.sharing(x) if all(other is not y for y in changed)]
         old += [(x.shape, known) for x in behind if (known := self.values.known(x)) in self._used]
-        silent = self._silent(written, behind)
+        silent = self._silent(written, behind, nodes)
         gives += [self._given(x, (), behind) for x in behind]
         news = [(x, n) for x, n in zip((*changed, *behind), gives, strict=True) if n is not None]
         given = tuple([number for _, number in news])
@@ -251,16 +291,26 @@ class Watch:
         self.overwrites += [Overwrite(step, tuple(shape), self._makers.get(known or 0, "")) for shape, known in old]
         self.carried = self.carried or (step if carried else None)
         if silent:
-            self.remarks.append(Remark("modified-through-data", "autograd does not count that write", step))
+            self.remarks.append(Remark("modified-through-data", "autograd does not see that write", step))
         if own and any(number in self.connected for number in given):
             self.remarks.append(Remark("custom-rule", "", step))
-        return result
 
-    def _silent(self, written: Sequence[Tensor], behind: Sequence[Tensor]) -> bool:
-        """Whether a write reaches a tensor that has a derivative, and that does not count it."""
+    def _nodes(self, taken: Sequence[Tensor]) -> dict[int, Any]:
+        """By the id of each tensor that a write may reach, the node of the graph that made it."""
+        reached = {id(y): y for x in taken for y in (x, *self.values.sharing(x))}
+        return {key: x.grad_fn for key, x in reached.items() if x.grad_fn is not None}
+
+    def _silent(self, written: Sequence[Tensor], behind: Sequence[Tensor], nodes: Mapping[int, Any]) -> bool:
+        """Whether a write reaches a tensor that has a derivative, and autograd does not see it.
+
+        It has the node that it had before then: through `.data` or `detach()`, or inside of `no_grad`. Of a leaf only
+        that counts which is not counted as a write, since what is counted is refused where a gradient needs it.
+        """
+        for x in (*written, *behind) if written else ():
+            if x.grad_fn is not None and x.grad_fn is nodes.get(id(x)):
+                return True
         for x in behind if written else ():
-            used = x.grad_fn is not None or self.values.known(x) in self._used
-            if used and x.requires_grad and not self.values.counts(x):
+            if x.requires_grad and self.values.known(x) in self._used and not self.values.counts(x):
                 return True
         return False
 

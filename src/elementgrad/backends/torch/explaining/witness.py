@@ -14,7 +14,7 @@ from elementgrad.backends.torch.explaining.lenient import Lenient
 from elementgrad.backends.torch.explaining.measures import Meter
 from elementgrad.backends.torch.explaining.meeting import Meeting
 from elementgrad.backends.torch.explaining.meters import Gradients, Numbers, Prints, Tangents
-from elementgrad.backends.torch.explaining.refusals import Refused
+from elementgrad.backends.torch.explaining.refusals import Refused, undifferentiable
 from elementgrad.backends.torch.explaining.watch import Watch
 from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.functions import aside
@@ -68,7 +68,14 @@ class TorchWitness(Witness):
         self._run = run
         self._given = source
         self._state = state()
-        watch, number, target, met = self._watched(None)
+        try:
+            watch, number, target, met = self._watched(None)
+        except RuntimeError as error:
+            remark = undifferentiable(error)
+            if remark is None or source is None:
+                raise
+            self._tell(remark, source)
+            return
         self._refused = Refused.after(watch)
         frozen = [] if met.requires_grad else [Remark("not-tracked", "the function sets its requires_grad to False")]
         remarks = [*_about(run, source), *frozen, *watch.remarks]
@@ -77,6 +84,14 @@ class TorchWitness(Witness):
         self.source = met if source is None else source
         self.target = target.detach()
         self._live: tuple[Tensor, Tensor] | None = (target, met)  # until the gradient is asked for
+
+    def _tell(self, remark: Remark, source: Tensor) -> None:
+        """That PyTorch does not run the function with this source tracked."""
+        with undisturbed(self._run.function, self._state), torch.no_grad():
+            (target,) = self._run(source.detach())
+        self.account = Account([], 0, 1, frozenset([0]), [remark])
+        self.source, self.target = source, target.detach()
+        self._live = self.target, self.source  # which do not lead to each other
 
     def _watched(
         self, meter: Callable[[Leading], Meter] | None, tangent: Tensor | None = None, shift: Tensor | None = None
@@ -101,6 +116,8 @@ class TorchWitness(Witness):
                 given: Any = start if self._given is None else start(self._given)
                 (target,) = self._run(given)
             self._draws = not torch.equal(before, generators()[0])
+        if watch.failed is not None:
+            raise watch.failed
         number, passed = found[0]
         return watch, number, target, passed
 

@@ -101,7 +101,7 @@ def word(func: Any) -> str:
     name = name_of(func)
     if name in WORDS:
         return WORDS[name]
-    title = name.partition(".")[0].removeprefix("linalg_")
+    title = name.partition(".")[0].removeprefix("linalg_").removesuffix("_with_indices")
     return title[2:-2] if title.startswith("__") and title.endswith("__") else title
 
 

@@ -113,7 +113,7 @@ class Reaching(TorchDispatchMode):
             try:
                 with self:
                     result = _in_parts(func, args, kwargs)
-            except (NotImplementedError, RuntimeError, TypeError):
+            except (NotImplementedError, RuntimeError, TypeError, ArithmeticError):  # a mean divides by the size
                 result = NotImplemented
             if result is not NotImplemented:
                 return result

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from elementgrad.backends.patch import Patch, Replace
+from elementgrad.cleanup import assign, scope
 
 Notice = Callable[[torch.Tensor, str], None]
 WAYS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
@@ -39,10 +40,7 @@ _patch = Patch(_install)
 @contextmanager
 def noticing(notice: Notice) -> Iterator[None]:
     """In here, and in this thread, it is told what is read; it may raise."""
-    before = getattr(_local, "notices", ())
-    _local.notices = (*before, notice)
-    try:
-        with _patch.on():
-            yield
-    finally:
-        _local.notices = before
+    with scope():
+        assign(_local, "notices", (*getattr(_local, "notices", ()), notice))
+        _patch.enter()
+        yield

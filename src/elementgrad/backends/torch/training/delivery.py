@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from elementgrad.cleanup import defer, scope
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -15,15 +16,11 @@ Tensor = torch.Tensor
 @contextmanager
 def muted(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let no hook of a leaf run: those run once, when the gradient is delivered."""
-    hooks = [held for leaf in leaves if (held := leaf._backward_hooks)]
-    kept = [dict(held) for held in hooks]
-    for held in hooks:
-        held.clear()
-    try:
+    with scope():
+        for held in [held for leaf in leaves if (held := leaf._backward_hooks)]:
+            defer(held.update, dict(held))
+            held.clear()
         yield
-    finally:
-        for held, before in zip(hooks, kept, strict=True):
-            held.update(before)
 
 
 def deliver(gradients: Sequence[tuple[Tensor, Tensor]], every: Sequence[Tensor], losses: Sequence[Tensor]) -> None:

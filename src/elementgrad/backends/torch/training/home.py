@@ -4,6 +4,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from elementgrad.backends.torch.training.casting import cast
+
 Tensor = torch.Tensor
 
 
@@ -40,7 +42,7 @@ class Home:
     def put(self, positions: Tensor, values: Tensor) -> None:
         """Write elements by their positions in C order."""
         tensor = self._tensor.detach()  # of the same version: whoever kept the parameter to go back hears of the write
-        values = values if values.dtype is tensor.dtype else values.to(tensor.dtype)
+        values = cast(values, tensor.dtype)
         if tensor.is_contiguous():
             tensor.view(-1).index_copy_(0, positions, values)
         else:

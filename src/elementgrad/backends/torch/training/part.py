@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from elementgrad.backends import training
+from elementgrad.backends.torch.training.casting import cast
 
 Tensor = torch.Tensor
 HALVES = (torch.float16, torch.bfloat16)
@@ -24,6 +25,7 @@ class Part(training.Part):
         self.originals = originals
         self.dtype = dtype
         self.mark = None
+        self.found = leaf
         self.key = ""
         self.number, self.hook = 0, None  # of those whose gradients processes exchange
         self.weight: Any = None
@@ -41,7 +43,7 @@ class Part(training.Part):
 
     def rebase(self) -> None:
         """Take the values there are for those that there were: another model has been loaded."""
-        self.begin_from(self.leaf.detach().to(self.tensor.dtype, copy=True))
+        self.begin_from(cast(self.leaf.detach(), self.tensor.dtype).clone())
 
     def begin_from(self, originals: Tensor) -> None:
         """Have other originals, as of another model or in another dtype."""

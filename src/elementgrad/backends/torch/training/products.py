@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from elementgrad.cleanup import entered
+
 Tensor = torch.Tensor
 
 # Costs per row of the factors, in nanoseconds, in float32 on a CPU: rough, and only their ratios count (`make bench`
@@ -102,7 +104,7 @@ class Product:
         return block if self._every else block.index_select(0, self._cell)
 
     def _sample(self, left: Tensor, right: Tensor) -> Tensor:
-        with warnings.catch_warnings():
+        with entered(warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # that this layout is in beta, once per process
             pattern, order = self._pattern(left.dtype)
             length = max(64, CELLS // sum(self._size))

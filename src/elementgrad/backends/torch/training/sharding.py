@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from elementgrad.backends.torch.training.casting import cast
 from elementgrad.backends.torch.training.home import Home
 from elementgrad.errors import FrameworkError
 
@@ -94,7 +95,7 @@ class Shard(Home):
         if self._parameter.sharded_state.name == "SHARDED_POST_FORWARD":
             self._group.reshard()  # or the next computation would gather what was left over from the last
         local, here, coords = self._here(positions)
-        values = values.to(local.dtype)
+        values = cast(values, local.dtype)
         local.index_put_(coords, values[here])
         if self.whole is not None:
             whole = self.whole.detach()

@@ -140,8 +140,8 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
     """Let every module of a model know the elements that train, wherever it keeps those parameters."""
     new = {id(weight.tensor): weight for weight in weights}
     for module in model.modules():
-        uses = dict(module._trained) if isinstance(module, Swapped) else {}
-        before = [use.weight for use in uses.values()] + (module._elsewhere if isinstance(module, Swapped) else [])
+        uses = dict(vars(module).get("_trained", {}))
+        before = [use.weight for use in uses.values()] + vars(module).get("_elsewhere", [])
         known = {id(weight.tensor): weight for weight in before} | new
         uses |= {name: Use(new[id(tensor)]) for name, tensor in module._parameters.items() if id(tensor) in new}
         kept = {
@@ -160,38 +160,35 @@ def attach(model: Module, weights: Sequence[Weight]) -> None:
 
 
 def dress(module: Any, uses: dict[str, Use], elsewhere: list[Weight], lists: tuple[str, ...]) -> None:
-    """Give a module the class that its uses need, or its own where there are none."""
+    """Give a module the class that its uses need, or its own where there are none.
+
+    What it is to know is noted first, so that all the rest can be done again from there after an interrupt.
+    """
     uses = {name: use for name, use in uses.items() if use.weight.parts}
     elsewhere = [weight for weight in elsewhere if weight.parts]
-    if not uses and not elsewhere:
-        undress(module)
-        return
     plain: Any = module._plain if isinstance(module, Swapped) else type(module)
-    kind = _class(plain, tuple(uses), lists)  # first, as it may be refused
-    undress(module)
-    module.__dict__.update(_trained=uses, _elsewhere=elsewhere)
+    kind = _class(plain, tuple(uses), lists) if uses or elsewhere else plain  # first, as it may be refused
+    held = vars(module)
+    held.update(_trained=uses, _elsewhere=elsewhere)
+    parameters = module._parameters
+    for key in [key for key, leaf in parameters.items() if leaf is not None and part_of(leaf) is not None]:
+        del parameters[key]
     for use in uses.values():
-        module._parameters.update(zip(use.weight.keys, use.weight.leaves, strict=True))
+        parameters.update(zip(use.weight.keys, use.weight.leaves, strict=True))
     module.__class__ = kind
-    prepare(module)
-
-
-def undress(module: Any) -> None:
-    """The plain module again."""
-    if isinstance(module, Swapped):
-        plain: Any = module._plain
-        held: Any = module._parameters  # type: ignore[attr-defined]
-        for key in [key for key, leaf in held.items() if leaf is not None and part_of(leaf) is not None]:
-            del held[key]
-        del module.__dict__["_trained"], module.__dict__["_elsewhere"]
-        module.__class__ = plain
+    if uses or elsewhere:
+        prepare(module)
+    else:
+        held.pop("_elsewhere", None)
+        held.pop("_trained", None)
 
 
 def detach(model: Module) -> None:
     """Let every module of a model forget elements that train no longer."""
     for module in model.modules():
-        if isinstance(module, Swapped):
-            dress(module, module._trained, module._elsewhere, module._lists)
+        held = vars(module)
+        if "_trained" in held or isinstance(module, Swapped):
+            dress(module, held.get("_trained", {}), held.get("_elsewhere", []), getattr(module, "_lists", ()))
 
 
 def prepare(module: Any) -> None:

@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from elementgrad.backends.torch.model import TorchModel
-from elementgrad.backends.torch.training import delivery, freezing
+from elementgrad.backends.torch.model import TorchModel, unwrapped
+from elementgrad.backends.torch.training import delivery, freezing, memory
+from elementgrad.backends.torch.training.casting import cast
 from elementgrad.backends.torch.training.home import Home
-from elementgrad.backends.torch.training.part import Part, bits
+from elementgrad.backends.torch.training.part import Part, bits, part_of
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.reducing import hear, unhear
 from elementgrad.backends.torch.training.sharding import Shard, is_spread, reshard, shards
 from elementgrad.backends.torch.training.swapping import Swapped, attach, detach
 from elementgrad.backends.torch.training.weight import Weight
 from elementgrad.backends.torch.training.wrapping import require_unwrapped
-from elementgrad.backends.training import Trainer
+from elementgrad.backends.training import Standing, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -39,14 +40,37 @@ class TorchTrainer(Trainer):
         self._named = TorchModel(model)
         reshard(model)
         self._shards = {id(shard.tensor): shard for shard in shards(model)}
-        self._frozen: list[tuple[torch.nn.Parameter, bool]] = []
+        self._alone: set[int] = set()
+        self._frozen: list[tuple[torch.nn.Parameter, bool, bool]] = []
+        self._owner = object()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        freezing.claim_copies(self._frozen)
+        self._owner = object()
+        freezing.claim_copies(self._frozen, self._owner)
 
     def names(self) -> Iterator[str]:
         return (name for name, kind, _ in self._named.held() if kind == "parameter")
+
+    def spelled(self) -> Iterator[tuple[str, Tensor]]:
+        def walk(module: Module, path: str, above: tuple[Module, ...]) -> Iterator[tuple[str, Tensor]]:
+            module = unwrapped(module)
+            if module in above:
+                return
+            for name, tensor in module._parameters.items():
+                if tensor is not None and part_of(tensor) is None:
+                    yield f"{path}{name}", self._lasting(tensor)
+            for name, child in module._modules.items():
+                if child is not None:
+                    yield from walk(child, f"{path}{name}.", (*above, module))
+
+        return walk(self._model, "", ())
+
+    def standing(self, tensor: Tensor) -> Standing:
+        return freezing.standing(tensor)
+
+    def hooked(self, tensor: Tensor) -> bool:
+        return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
     def parameter(self, name: str) -> Tensor:
         bearing = self._named.bearing(name)
@@ -90,7 +114,7 @@ class TorchTrainer(Trainer):
             )
         if tensor.is_meta:
             raise FrameworkError(f"{name} is on the meta device and has no values; load the model first")
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if memory.repeats(tensor):
             raise FrameworkError(f"{name} is expanded, so that one number is many elements; make it contiguous first")
         if tensor.is_inference():
             raise FrameworkError(f"{name} was made in inference mode and cannot be written to; make the model outside")
@@ -116,6 +140,7 @@ class TorchTrainer(Trainer):
             return self._part(tensor, positions, dtype, values, originals)
 
     def _part(self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any, originals: Any) -> Part:
+        self._require_alone(tensor)
         held = self._take(tensor, positions)
         before = held if originals is None else _of_bits(originals, tensor)
         if dtype is not None and torch.promote_types(dtype, tensor.dtype) != dtype:
@@ -125,26 +150,38 @@ class TorchTrainer(Trainer):
                 f"dtype={dtype} is complex, and the parameter is {tensor.dtype}; give a real one, or None"
             )
         part = Part(tensor, positions, held, before, dtype)
+        part.found = held
         now = held if values is None else _of_bits(values, tensor)
         kept = part.kept_dtype(tensor.dtype) if values is None or dtype is not None else now.dtype
         part.dtype = kept if values is not None else dtype
-        part.become(torch.nn.Parameter(now.to(kept).clone()))
+        part.become(torch.nn.Parameter(cast(now, kept).clone()))
         return part
 
-    def start(self, parts: Sequence[Any]) -> None:
+    def _require_alone(self, tensor: Tensor) -> None:
+        """Refuse a parameter that shares memory with another one, unless it is that very parameter."""
+        if id(tensor) in self._alone:
+            return
+        every = list(self.spelled())
+        for other, held in every:
+            if memory.overlap(tensor, held):
+                name = next(name for name, held in every if held is tensor)
+                raise FrameworkError(
+                    f"{name} and {other} are two parameters that share memory, so that one number would be two "
+                    "elements; make them one parameter, or give each its own copy"
+                )
+        self._alone.add(id(tensor))
+
+    def start(self, parts: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
         weights = self._weights()
-        try:
-            for part in parts:
-                weight = weights.setdefault(id(part.tensor), Weight(self._home(part.tensor)))
-                part.key = self._key(weight)
-                weight.parts.append(part)
-                weight.arrange()
-            changed = [weights[key] for key in dict.fromkeys(id(part.tensor) for part in parts)]
-            attach(self._model, changed)
-        except BaseException:  # a class of the user's that allows no other to be made of it, for one
-            self._forget(parts)
-            raise
-        self._frozen = freezing.claim(self._model)
+        for part in parts:
+            weight = weights.setdefault(id(part.tensor), Weight(self._home(part.tensor)))
+            part.key = self._key(weight)
+            part.weight = weight
+            weight.parts.append(part)
+            weight.arrange()
+        changed = [weights[key] for key in dict.fromkeys(id(part.tensor) for part in parts)]
+        attach(self._model, changed)
+        self._frozen = freezing.claim(self._model, self._owner, kept)
         for weight in changed:
             weight.push()
         for part in parts:
@@ -154,22 +191,29 @@ class TorchTrainer(Trainer):
         reshard(self._model)
         for part in parts:
             self.settle(part)
-            unhear(part)
         self._forget(parts)
-        freezing.leave(self._model)
-        self._frozen = []
+
+    def cancel(self, parts: Sequence[Any]) -> None:
+        for part in parts:
+            self._put(part, part.found)
+        self._forget(parts)
 
     def _forget(self, parts: Sequence[Any]) -> None:
+        """Let parts train no longer; done again, it goes on from wherever it was interrupted."""
         for part in parts:
+            unhear(part)
             weight = part.weight
             if weight is not None:
-                weight.parts.remove(part)
+                weight.parts[:] = [other for other in weight.parts if other is not part]
                 weight.arrange()
-                part.weight = None
         detach(self._model)
+        freezing.leave(self._model, self._owner)
+        self._frozen = []
+        for part in parts:
+            part.weight = None
 
     def settle(self, part: Any) -> None:
-        if part.weight is not None:
+        if part.weight is not None and any(other is part for other in part.weight.parts):
             part.weight.current()
             part.weight.require_kept()
 
@@ -180,7 +224,7 @@ class TorchTrainer(Trainer):
 
     def restore(self, part: Any) -> None:
         with torch.no_grad():
-            part.leaf.copy_(part.originals.to(part.leaf.dtype))
+            part.leaf.copy_(cast(part.originals, part.leaf.dtype))
         self._put(part, part.originals)
         if part.weight is not None:
             part.weight.push()

@@ -6,9 +6,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from elementgrad.backends.torch.training import hooks
+from elementgrad.backends.torch.training.casting import cast, same
 from elementgrad.backends.torch.training.home import Home
+from elementgrad.backends.torch.training.hooks import while_training
 from elementgrad.backends.torch.training.part import Part, part_of
 from elementgrad.backends.torch.training.products import index
 from elementgrad.backends.torch.training.wrapping import require_met
@@ -40,6 +43,14 @@ class Weight:
             part.weight = self
             part.originals = part.originals.to(self.tensor.device)
         self._note()
+        self._need_hooks()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # a copy of a model, or one from a file, whose elements train as well
+        self._need_hooks()
+
+    def _need_hooks(self) -> None:
+        (hooks.need if self.parts else hooks.done)(self)
 
     @property
     def live(self) -> Tensor:
@@ -90,7 +101,7 @@ class Weight:
         with torch.no_grad():
             held = self.home.take(self.positions)
             for leaf, found in zip(self.leaves, held.split(self.sizes), strict=True):
-                leaf.copy_(torch.where(leaf.to(found.dtype) == found, leaf, found.to(leaf.dtype)))
+                leaf.copy_(torch.where(same(cast(leaf, found.dtype), found), leaf, cast(found, leaf.dtype)))
         self._note()
 
     def with_values(self, tensor: Tensor, leaves: Iterable[Tensor]) -> Tensor:
@@ -115,6 +126,7 @@ def _apart(weight: Weight) -> None:
     weight.current()
 
 
+@while_training(_global_optimizer_pre_hooks)
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """What was written to a parameter since the last forward is where its elements step from."""
     _moving[optimizer] = weights = _moved(optimizer)
@@ -124,6 +136,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         weight.ready()
 
 
+@while_training(_global_optimizer_post_hooks)
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """What an optimizer moved is in the model at once, however the optimizer wrote it."""
     for weight in _moving.pop(optimizer, ()):
@@ -139,7 +152,3 @@ def _moved(optimizer: torch.optim.Optimizer) -> list[Weight]:
             if part is not None and part.weight is not None and part in part.weight.parts:
                 weights[id(part.weight)] = part.weight
     return list(weights.values())
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import _global_module_registration_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from elementgrad.backends.torch.training.hooks import while_training
 from elementgrad.backends.torch.training.part import Part, bits, part_of
 from elementgrad.backends.training import digest, unlike
 from elementgrad.errors import FrameworkError
@@ -60,6 +61,7 @@ class _Meeting:
         return store is None or store.compare_set(f"{self._note}/{what}", "", mine).decode() == mine
 
 
+@while_training(_global_module_registration_hooks)
 def _wrap(wrapper: Module, name: str, module: Module | None) -> None:
     """Give a wrapper its name as it takes its model in: all processes make them together, and so in the same order."""
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
@@ -79,9 +81,6 @@ def _named(model: Module) -> list[tuple[str, torch.Tensor, Part | None]]:
         for name, tensor in module._parameters.items()
         if tensor is not None
     ]
-
-
-register_module_module_registration_hook(_wrap)
 
 
 def require_met(leaves: Iterable[torch.Tensor]) -> None:
