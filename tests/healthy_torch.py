@@ -233,3 +233,46 @@ def mixed_precision():
             return layer(x).float().sum()
 
     return f, X
+
+
+@HEALTHY.says("flows", wrt="student.weight[0, 0]")
+def a_teacher_that_follows():
+    class Taught(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    old.mul_(0.9).add_(0.1 * new)
+                aim = self.teacher(x)
+            return F.mse_loss(self.student(x), aim)
+
+    return Taught(), X
+
+
+@HEALTHY.says("flows", wrt="x[0, 0]")
+def writes_in_place_that_are_seen():
+    def f(x):
+        h = x * 2
+        h[0].mul_(3)
+        h[1:].add_(x[1:])
+        with torch.no_grad():
+            scale = h.clone().abs_().max()
+        return (h.relu_() / scale).sum()
+
+    return f, X
+
+
+@healthy
+def leaves_made_in_a_step():
+    def step():
+        w = torch.tensor([1.0, 2.0], requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (w**2).sum().backward()
+            optimizer.step()
+
+    return step

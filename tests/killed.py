@@ -19,7 +19,7 @@ from elementgrad.train.patch import Entry, Numbers, Patch
 
 def patch(value: float, size: int) -> Patch:
     old, new = (Numbers.of(np.full(size, number, np.float32)) for number in (0.0, value))
-    return Patch((Entry("w[:]", "w", (size,), "float32", np.arange(size), new, old, "sample:"),))
+    return Patch((Entry("w[:]", "w", (size,), "float32", np.arange(size), new, old, "sample:" + 64 * "0"),))
 
 
 def main(directory: str, kills: int) -> None:

@@ -34,6 +34,7 @@ from tests.sharded_jax_model import (
     to,
     trained,
 )
+from tests.sharded_jax_reads import reads
 
 BEFORE = numbers()
 if hasattr(jax, "shard_map"):
@@ -208,6 +209,7 @@ def checks(directory: Path) -> dict[str, Callable[[], Any]]:
     found["gradients"] = lambda: gradients(layout)
     found["patches"] = lambda: patches(layout, directory)
     found["by hand"] = by_hand
+    found["reads inside"] = lambda: reads(shard_map, UNCHECKED)
     found["largest"] = lambda: largest(layout)
     if hasattr(jax.sharding, "AxisType") and hasattr(jax, "set_mesh"):  # older versions have no such axes
         found["explicit axes"] = explicit

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import elementgrad as eg
+from elementgrad.backends import lines
 from elementgrad.backends.lines import is_users
+from elementgrad.train.patch import Entry, Numbers
 from tests.user_files import FILES, WEIGHT
 
 ROOT = Path(eg.__file__).parent.parent
@@ -26,10 +28,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments, python=(), **options):
+def run(folder, *arguments, python=(), stdout=subprocess.PIPE):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"}
     command = [sys.executable, *python, "-m", "elementgrad", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, **options)
+    return subprocess.run(command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("framework", FILES)
@@ -132,9 +134,60 @@ def test_interrupts_and_closed_pipes_end_quietly(folder):
     assert done.stderr == b"141\n"
 
 
+def test_streams_that_are_closed_or_full_are_said_and_never_a_traceback(folder):
+    eg.Patch(()).write(folder / "empty.safetensors")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for redirected, code, says in (
+        (">&-", 2, "elementgrad: standard output is closed, so that no result can be printed; send it to a file"),
+        ("2>&-", 0, ""),
+        (">&- 2>&-", 2, ""),
+        ("> /dev/full", 2, "elementgrad: No space left on device"),
+    ):
+        command = f'"{sys.executable}" -m elementgrad patch inspect empty.safetensors {redirected}'
+        done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1 if says else 0)
+        assert says in done.stderr
+        assert done.stdout == ("" if code else "place  elements  shape  dtype  largest change\n")
+
+
+def test_help_into_a_closed_pipe_ends_quietly(folder):
+    left, right = os.pipe()
+    os.close(left)
+    for option in ("--version", "--help"):
+        done = run(folder, option, stdout=right)
+        assert (done.returncode, done.stderr) == (141, "")
+    os.close(right)
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("cp1252", "schön->"), ("ascii", "sch\\xf6n->")])
+def test_names_that_an_output_does_not_know_are_printed_by_others(folder, encoding, name):
+    numbers = Numbers.of(np.float32([1.0]))
+    entry = Entry("schön→[0]", "schön→", (1,), "float32", np.array([0]), numbers, numbers, "full:" + 64 * "0")
+    eg.Patch((entry,)).write(folder / "ü→.safetensors")
+    for options in ((), ("--json",)):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "elementgrad", "patch", "inspect", "ü→.safetensors", *options]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+        printed = done.stdout.decode(encoding)
+        if options:
+            assert json.loads(printed)["entries"][0]["name"] == "schön→"
+        else:
+            assert f"{name}[0]" in printed
+
+
 def test_the_script_that_starts_it_is_no_line_of_the_users():
     assert not is_users("/usr/local/bin/elementgrad", ())
     assert is_users("/home/somebody/elementgrad.py", ())
+
+
+def test_paths_are_compared_as_the_system_does(monkeypatch):
+    """On Windows two spellings of a path are one, and a framework may give either."""
+    ours = os.path.join(os.path.dirname(eg.__file__), "read.py").upper()
+    assert is_users(ours, ())
+    monkeypatch.setattr(os.path, "normcase", str.lower)
+    monkeypatch.setattr(lines, "OURS", lines.OURS.lower())
+    assert not is_users(ours, ())
+    assert lines.verb(ours, "grad") == "eg.grad"
 
 
 def test_tab_completion_knows_commands_and_options(folder):

@@ -8,6 +8,7 @@ import pytest
 from elementgrad.cli import main
 from tests.user_files import FILES
 
+LONG = "w" * 100_000
 USAGE = {
     "no such file": ("grad nothing.py:f [1.0]", "nothing.py is no file; give file.py:name or package.module:name"),
     "no such module": ("grad nothing.at.all:f [1.0]", "'nothing.at.all:f': there is no module 'nothing'; give"),
@@ -28,7 +29,7 @@ USAGE = {
     "a missing file": ("grad of_jax.py:loss nothing.npy", "nothing.npy: No such file or directory"),
     "a damaged file": ("grad of_jax.py:loss damaged.npy", "damaged.npy cannot be read: "),
     "a pickle": ("grad of_jax.py:loss objects.npy", "objects.npy cannot be read: Object arrays cannot be loaded"),
-    "a pickle among others": ("grad of_jax.py:loss objects.npz", "objects.npz:x cannot be read: Object arrays"),
+    "a pickle among others": ("grad of_jax.py:loss objects.npz", "objects.npz cannot be read: 'x': Object arrays"),
     "a picture on a folder": ("grad of_jax.py:loss [1.0] --plot taken.png", "taken.png is a directory"),
     "texts": ("grad of_jax.py:loss texts.npy", "texts.npy is an array of <U1, and a tensor holds numbers"),
     "another kind of file": ("grad of_jax.py:loss notes.csv", "notes.csv is a file of another kind; give a .npy"),
@@ -37,6 +38,16 @@ USAGE = {
     "rows of different lengths": ("grad of_jax.py:loss [[1.0],[2.0,3.0]]", "the rows of a list have different lengths"),
     "bad JSON": ("grad of_jax.py:loss bad.json", "bad.json is no JSON: "),
     "bad safetensors": ("grad of_jax.py:loss bad.safetensors", "bad.safetensors is no safetensors file: "),
+    "a damaged archive": ("grad of_jax.py:loss damaged.npz", "damaged.npz cannot be read: file is not a zip file"),
+    "a damaged array in it": ("grad of_jax.py:loss flipped.npz", "flipped.npz cannot be read: bad CRC-32 for file"),
+    "deep JSON": (f"grad of_jax.py:loss {'[' * 5000}", "has too many brackets inside one another"),
+    "a deep file": ("grad of_jax.py:loss deep.json", "deep.json has too many brackets inside one another"),
+    "a long input": (f"grad of_jax.py:loss {LONG}", "wwww' is no input; give a .npy, .npz,"),
+    "a long name": (f"grad of_jax.py:{LONG} [1.0]", "of_jax.py has no 'wwww"),
+    "a long place": (f"grad of_jax.py:loss [1.0] --wrt {LONG}[0]", "no tensor is named 'www"),
+    "a deep place": (f"grad of_jax.py:loss [1.0] --wrt x{'[' * 5000}", "expected fewer brackets inside one another"),
+    "a place that breaks far behind": (f"grad of_jax.py:loss [1.0] --wrt x[{'0,' * 5000}q]", "at character 10003,"),
+    "a long path": (f"patch inspect {LONG}", "File name too long"),
     "an ending": (
         "grad of_jax.py:loss [1.0] --out g.csv",
         "g.csv has no ending that tells its format; give one of .npy",
@@ -71,6 +82,12 @@ def folder(tmp_path_factory):
     np.savez(folder / "objects.npz", x=np.array([{}]))
     (folder / "taken.png").mkdir()
     np.save(folder / "texts.npy", np.array(["a"]))
+    (folder / "damaged.npz").write_bytes(b"PK\x03\x04")
+    np.savez(folder / "flipped.npz", x=np.ones(3))
+    flipped = bytearray((folder / "flipped.npz").read_bytes())
+    flipped[200] ^= 1
+    (folder / "flipped.npz").write_bytes(flipped)
+    (folder / "deep.json").write_text("[" * 990 + "1.0" + "]" * 990)
     np.savez(folder / "two.npz", **{"x": np.ones(1), "y.z": np.ones(1)})
     return folder
 
@@ -79,6 +96,7 @@ PARSING = {
     "no command": ("", "the following arguments are required: command; 'elementgrad --help' has the options"),
     "no model": ("grad", "the following arguments are required: MODEL"),
     "an unknown command": ("fly", "invalid choice: 'fly'"),
+    "a long command": (LONG, "invalid choice: 'www"),
     "an unknown option": ("grad a.py:f --fly", "unrecognized arguments: --fly"),
     "an unknown choice": ("grad a.py:f --unconnected perhaps", "'elementgrad grad --help' has the options"),
     "two answers to one question": ("report a.py:f [1.0] --of y[0] --of y[1]", "--of is given twice; give it once"),
@@ -94,6 +112,7 @@ def test_what_does_not_parse_is_said_in_a_line(typed, says, capsys):
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert says in printed.err
+    assert len(printed.err) < 1200
 
 
 @pytest.mark.parametrize(("typed", "says"), USAGE.values(), ids=USAGE)
@@ -106,6 +125,7 @@ def test_what_cannot_work_is_said_in_a_line(typed, says, folder, monkeypatch, ca
     assert says in printed.err
     assert "Traceback" not in printed.err
     assert "\\n" not in line
+    assert len(line) < 1200
     assert not list(folder.glob("g.*"))
 
 

@@ -3,11 +3,13 @@
 import importlib
 import inspect
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.eval_frame import cached_backends
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -416,3 +418,49 @@ def test_a_wrapper_that_reduces_gradients_is_known_in_its_forward_and_keeps_the_
         distributed.destroy_process_group()
     assert seen == [wrapper, None]
     assert [id(parameter) for parameter in wrapper._module_parameters] == [id(held) for held in model.parameters()]
+
+
+def test_pytorch_goes_through_hooks_on_all_optimizers_and_modules_in_functions_known_by_name():
+    from torch.nn.modules.module import register_module_module_registration_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    from elementgrad.backends.torch.training.hooks import _running
+
+    seen = []
+
+    def look(*_):
+        seen.append(_running(sys._getframe()))
+
+    registers = register_module_module_registration_hook, register_optimizer_step_pre_hook
+    handles = [register(look) for register in (*registers, register_optimizer_step_post_hook)]
+    try:
+        model = torch.nn.Module()
+        model.inner = torch.nn.Linear(2, 1)
+        model.add_module("other", torch.nn.Linear(2, 1))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [True] * 4
+    assert not _running(sys._getframe())
+
+
+def test_a_storage_tells_how_many_tensors_hold_it_and_zeros_have_none():
+    def uses(x):
+        return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+    x = torch.ones(3)
+    assert uses(x) == 2
+    y = x.detach()
+    assert uses(x) == 3
+    view = y[1:]
+    del x, y
+    assert uses(view) == 3  # and the tensor that it is a view of
+    view = view.detach()
+    assert uses(view) == 2
+    zeros = torch._efficientzerotensor(3)
+    assert zeros._is_zerotensor()
+    assert not zeros.clone()._is_zerotensor()
+    (wrapped,) = torch.func.vmap(lambda x: (x + is_functorch_wrapped_tensor(x),))(torch.zeros(1))
+    assert wrapped.tolist() == [1]
+    assert not is_functorch_wrapped_tensor(torch.ones(3))

@@ -1,5 +1,6 @@
 """A Jacobian on disk: what is there is kept, what is missing is read, and what is of another function is refused."""
 
+import errno
 import functools
 import json
 import os
@@ -9,17 +10,19 @@ import subprocess
 import sys
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import zarr
 
 import elementgrad as eg
 from elementgrad.distributed import driver
 from elementgrad.distributed.fingerprint import fingerprint
-from elementgrad.distributed.store import Store
+from elementgrad.distributed.store import KEY, Store
 from tests.distributed_functions import Fit, arguments, watched
 from tests.distributed_pools import QUIET, ROOT, Copied, Elsewhere
 
@@ -163,8 +166,6 @@ def test_one_row_of_many_is_seen_where_a_function_cannot_be_looked_into(tmp_path
 
 
 def test_what_is_not_written_yet_is_no_number(tmp_path):
-    import zarr
-
     J = eg.jacobian(lambda x: x**2, torch.ones(8), budget=100)
     J.dense(out=tmp_path / "j.zarr")
     next((tmp_path / "j.zarr").glob("c/0/0")).unlink()
@@ -222,11 +223,99 @@ def test_calls_that_begin_at_once_share_one_array(tmp_path):
     assert len({store.mark for store in stores}) == 1
 
 
-def test_an_empty_chunk_is_not_done(tmp_path):
+def flipped(content: bytes, byte: int, bit: int) -> bytes:
+    """The content with another bit."""
+    changed = bytearray(content)
+    changed[byte] ^= 1 << bit
+    return bytes(changed)
+
+
+DAMAGES = {
+    "the first bit": lambda content: flipped(content, 0, 0),
+    "a bit in the middle": lambda content: flipped(content, len(content) // 2, 3),
+    "the last bit, of the checksum": lambda content: flipped(content, -1, 7),
+    "half of it": lambda content: content[: len(content) // 2],
+    "a byte short": lambda content: content[:-1],
+    "a byte more": lambda content: content + b"0",
+    "too short for a checksum": lambda content: content[:3],
+    "nothing": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "not there": lambda content: None,
+}
+
+
+def damage(chunk: Path, how: str) -> None:
+    content = DAMAGES[how](chunk.read_bytes())
+    chunk.unlink() if content is None else chunk.write_bytes(content)
+
+
+@pytest.mark.parametrize("pool", [None, ThreadPoolExecutor], ids=["alone", "workers"])
+def test_damaged_chunks_are_computed_again_and_no_others(tmp_path, pool):
+    log, out = tmp_path / "log", tmp_path / "j.zarr"
+    J = eg.jacobian(watched(str(log)), *arguments(rows=41), wrt="x", budget=5_000)
+    whole = J.dense(out=out)[:]
+    chunks = sorted(out.glob("c/*/0"), key=lambda chunk: int(chunk.parent.name))
+    assert len(chunks) > len(DAMAGES)
+    assert whole.shape[0] % J.blocks().layout.most  # so that the last is smaller
+    hurt = [*chunks[: len(DAMAGES) - 1], chunks[-1]]
+    for chunk, how in zip(hurt, reversed(DAMAGES), strict=True):
+        damage(chunk, how)
+    sound = {chunk: chunk.stat().st_ino for chunk in chunks if chunk not in hurt}
+    log.unlink()
+    with nullcontext() if pool is None else pool(2) as executor:
+        array = J.dense(out=out, executor=executor)
+    np.testing.assert_array_equal(array[:], whole)
+    assert array.attrs["elementgrad"]["complete"] is True
+    assert len(log.read_text().splitlines()) == 1 + len(hurt)  # one to find out what can be done
+    assert {chunk: chunk.stat().st_ino for chunk in sound} == sound
+
+
+def test_an_array_with_a_damaged_chunk_raises_where_it_is_read_and_is_not_complete_until_it_is_mended(tmp_path):
+    J, out = eg.jacobian(torch.sin, torch.linspace(0, 1, 30)), tmp_path / "j.zarr"
+    array = J.dense(out=out)
+    damage(out / "c/7/0", "a bit in the middle")
+    with pytest.raises(ValueError, match="checksum"):
+        array[:]
+    store = Store.shared(out, J.blocks().layout, array.attrs[KEY]["mark"])
+    store.remove_damaged()  # and the process is killed
+    assert zarr.open_array(out, mode="r").attrs[KEY]["complete"] is False
+    assert J.dense(out=out).attrs[KEY]["complete"] is True
+
+
+def test_arrays_without_checksums_are_gone_on_with(tmp_path):
+    J, out = eg.jacobian(torch.sin, torch.linspace(0, 1, 30)), tmp_path / "j.zarr"
+    J.dense(out=out)
+    metadata = json.loads((out / "zarr.json").read_text())
+    assert metadata["codecs"].pop() == {"name": "crc32c"}  # as it was written once
+    (out / "zarr.json").write_text(json.dumps(metadata))
+    for chunk in out.glob("c/*/0"):
+        chunk.write_bytes(chunk.read_bytes()[:-4])
+    for number, how in enumerate(("half of it", "nothing", "not there")):
+        damage(out / f"c/{number}/0", how)
+    np.testing.assert_array_equal(J.dense(out=out)[:], J.dense())
+
+
+def test_metadata_that_describe_another_array_are_not_gone_on_with(tmp_path):
     J, out = eg.jacobian(torch.sin, torch.ones(30)), tmp_path / "j.zarr"
     J.dense(out=out)
-    next(chunk for chunk in sorted(out.glob("c/*/0"))).write_bytes(b"")
-    np.testing.assert_array_equal(J.dense(out=out)[:], J.dense())
+    text = (out / "zarr.json").read_text()
+    (out / "zarr.json").write_text(text.replace("float32", "float64"))
+    with pytest.raises(eg.OptionError, match=r"is damaged: its zarr\.json describes another array; remove it"):
+        J.dense(out=out)
+
+
+def test_calls_that_begin_at_once_on_a_disk_without_links_share_one_array(tmp_path, monkeypatch):
+    def link(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    test_calls_that_begin_at_once_share_one_array(tmp_path)
+    assert os.listdir(tmp_path / "j.zarr") == ["zarr.json"]
+    (tmp_path / "left.zarr").mkdir()
+    (tmp_path / "left.zarr/zarr.json.partial").touch()
+    monkeypatch.setattr("elementgrad.distributed.store.PATIENCE", 0.05)
+    with pytest.raises(eg.OptionError, match=r"has left zarr\.json\.partial behind; remove it"):
+        eg.jacobian(torch.sin, torch.ones(3)).dense(out=tmp_path / "left.zarr")
 
 
 def test_an_array_is_not_called_complete_while_blocks_are_missing(tmp_path):

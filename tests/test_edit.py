@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
 from hypothesis import given, settings
 
 import elementgrad as eg
+from elementgrad import backends
 from tests.frameworks import JAX, TENSORFLOW, TORCH
 from tests.made import counts, edits, numpy_edit, shapes_and_indices
 
@@ -120,19 +122,81 @@ def test_numbers_keep_every_digit_of_float64(fw, value, index):
     assert fw.numpy(eg.at(x)[[0, 0]].add(value))[0] == 1 + (value + value)
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("uint8", 300), ("uint8", -1), ("int32", 2**40), ("int8", [1, 200])])
+BEYOND = [
+    ("uint8", 300),
+    ("uint8", -1),
+    ("int32", 2**40),
+    ("int8", [1, 200]),
+    ("float16", 70_000),
+    ("float16", 1e5),
+    ("float32", 1e39),
+    ("float32", [1.0, -1e300]),
+    ("bfloat16", 3.4e38),
+    ("complex64", 1e300j),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value"), BEYOND, ids=str)
 @pytest.mark.parametrize("verb", ["set", "add", "multiply"])
-def test_an_integer_that_does_not_fit_is_refused_and_never_wraps(fw, dtype, value, verb):
+def test_a_number_beyond_the_range_is_refused_in_every_form(fw, dtype, value, verb):
     x = fw.tensor([1, 2], dtype)
-    for given_value in (value, np.array(value)):
-        with pytest.raises(eg.DtypeError, match=f"does not fit {dtype}, which holds"):
-            getattr(eg.at(x)[:], verb)(given_value)
+    for given_value in (value, np.array(value), np.array(value).tolist(), fw.tensor(value, np.array(value).dtype.name)):
+        for index in (slice(None), [0, 1]):
+            with pytest.raises(eg.DtypeError, match=f"does not fit {dtype}, which holds"):
+                getattr(eg.at(x)[index], verb)(given_value)
+
+
+def test_a_number_that_rounds_into_the_range_fits_and_so_does_infinity(fw):
+    for dtype, value in (("float16", 65519.0), ("float32", 3.40282356e38)):
+        x, rounded = fw.tensor([1, 2], dtype), float(np.finfo(dtype).max)
+        for number in (value, rounded, -value, np.inf, -np.inf, np.nan):
+            expected = np.clip(number, -rounded, rounded) if np.isfinite(number) else number
+            for form in (number, [number], np.float64(number), fw.tensor(number)):
+                np.testing.assert_equal(fw.numpy(eg.at(x)[0].set(form))[0], np.dtype(dtype).type(expected))
+        with pytest.raises(eg.DtypeError, match=f"does not fit {dtype}"):
+            eg.at(x)[0].set(rounded * 1.001)
+
+
+def test_a_value_of_another_dtype_has_its_gradient(fw):
+    def loss(x, value):
+        return fw.sum(eg.at(eg.at(x)[0].set(value[0]))[1].multiply(value[1]))
+
+    gradients = fw.grad(loss, fw.tensor([1.0, 2.0], "float32"), fw.tensor([3.0, 4.0]))
+    assert [one.tolist() for one in gradients] == [[0, 4], [1, 2]]
+
+
+def test_values_of_a_dtype_that_fits_are_not_read(fw, monkeypatch):
+    backend = backends.find(fw.tensor(1.0))
+    for reading in ("read", "floats"):
+        monkeypatch.setattr(type(backend), reading, None)
+    for dtype, narrower in (("int64", "uint8"), ("float64", "float32"), ("float32", "int64"), ("int32", "int32")):
+        assert fw.numpy(eg.at(fw.tensor([1, 2], dtype))[0].set(fw.tensor(3, narrower)))[0] == 3
+
+
+def test_traced_values_are_not_looked_at(fw):
+    x = fw.tensor([1, 2], "uint8")
+    assert fw.numpy(fw.jit(lambda x, value: eg.at(x)[0].set(value))(x, fw.tensor(300, "int32"))).tolist() == [44, 2]
+    mapped = fw.vmap(lambda value: eg.at(x)[0].set(value))(fw.tensor([300], "int32"))
+    assert fw.numpy(mapped).tolist() == [[44, 2]]
+
+
+def test_values_that_torch_func_wraps_are_read():
+    x = TORCH.tensor([1.0, 2.0], "float16")
+    edited = torch.func.grad(lambda value: eg.at(x)[0].set(value).sum())
+    assert edited(TORCH.tensor(0.75)).item() == 1
+    for value in (1e5, 65520.0):
+        with pytest.raises(eg.DtypeError, match="does not fit float16"):
+            edited(TORCH.tensor(value))
 
 
 def test_a_huge_int_is_a_float_for_a_float_tensor(fw):
-    assert fw.numpy(eg.at(fw.tensor([0.0], "float32"))[0].set(2**64))[0] == 2.0**64
-    with pytest.raises(eg.DtypeError, match="an int of 4000 bits does not fit"):
-        eg.at(fw.tensor([0.0]))[0].set(2**3999)
+    for huge in (2**64, [2**64], np.array([2**64])):
+        assert fw.numpy(eg.at(fw.tensor([0.0], "float32"))[0].set(huge))[0] == 2.0**64
+        with pytest.raises(eg.DtypeError, match=f"{2**64} does not fit int64"):
+            eg.at(fw.tensor([0], "int64"))[0].set(huge)
+    for huge in (2**3999, [2**3999]):
+        with pytest.raises(eg.DtypeError, match="an int of 4000 bits does not fit"):
+            eg.at(fw.tensor([0.0]))[0].set(huge)
 
 
 def test_a_step_beyond_any_size_names_the_first_element(fw):
@@ -147,6 +211,9 @@ def test_values_of_number_formats_that_numpy_only_stores():
     assert JAX.numpy(eg.at(x)[:].set(np.asarray(JAX.tensor([1.0, 2.0], "bfloat16")))).tolist() == [1, 2]
     for fw in (TORCH, TENSORFLOW, JAX):
         assert fw.numpy(eg.at(fw.tensor([0.0]))[0].set(np.longdouble(2))).tolist() == [2]
+        if np.finfo(np.longdouble).max > np.finfo(np.float64).max:
+            with pytest.raises(eg.DtypeError, match=r"1e\+400 does not fit float64"):
+                eg.at(fw.tensor([0.0]))[0].set(np.longdouble("1e400"))
 
 
 def test_unsigned_integers_take_their_whole_range(fw):

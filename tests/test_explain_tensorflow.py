@@ -1,5 +1,7 @@
 """What explain and check say on TensorFlow and how: texts, kinks, layers, and that nothing is disturbed."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -105,3 +107,24 @@ def test_entries_of_a_model_are_checked_in_its_own_precision():
     assert found
     assert found.dtype == "float32"
     np.testing.assert_array_equal(model.get_layer("first").kernel.numpy(), kernel)
+
+
+def test_numpy_is_as_it_was_and_works_while_code_is_watched():
+    names = ("tanh", "add", "asarray", "array")
+    before = [getattr(np, name) for name in names]
+    weight, kept = tf.Variable([1.0, 2.0]), []
+
+    def step():
+        with tf.GradientTape() as tape:
+            hidden = weight * 2
+            assert np.add.reduce([1, 2]) == 3
+            assert np.shape(hidden) == (2,)
+            assert isinstance(np.ones(2, np.float32) * hidden, tf.Tensor)
+            kept.append(pickle.dumps(np.tanh))
+            loss = tf.reduce_sum(hidden)
+        return tape.gradient(loss, weight)
+
+    assert eg.explain(step).verdict == "flows"
+    assert [getattr(np, name) for name in names] == before
+    assert pickle.loads(kept[0]) is np.tanh
+    assert not hasattr(tf.constant(1.0), "__array_function__")

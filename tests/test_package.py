@@ -13,7 +13,7 @@ from elementgrad.cli import main
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
-BELOW = {"errors", "index", "selection", "resolve", "text", "tree", "sparsity", "backends"}
+BELOW = {"cleanup", "errors", "index", "selection", "resolve", "text", "tree", "sparsity", "backends"}
 """What backends may build on; all else builds on them."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW
 LEAVES = {"show", "cli"}

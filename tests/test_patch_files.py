@@ -3,9 +3,12 @@
 import hashlib
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,8 @@ from safetensors import safe_open
 import elementgrad as eg
 from elementgrad.train import storage
 from elementgrad.train.patch import Entry, Numbers, Patch
+from elementgrad.train.replacement import replace
+from elementgrad.train.weights import Held, Weights
 from tests.made import counts, shapes_and_indices
 
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1}
@@ -24,7 +29,11 @@ SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0]
 NAMES = st.text(st.characters(exclude_characters="[]()\n"), min_size=1).filter(lambda name: name.strip() == name)
 
 
-def entry(place="fc.weight[1, ::2]", shape=(3, 5), dtype="float32", wide=None, fill=1, mark="sample:"):
+MARK = "sample:" + 16 * "12ab"
+"""A fingerprint."""
+
+
+def entry(place="fc.weight[1, ::2]", shape=(3, 5), dtype="float32", wide=None, fill=1, mark=MARK):
     where = eg.Place.parse(place)
     at = where.select(shape).flat().reshape(-1)
     new, old = (
@@ -34,8 +43,9 @@ def entry(place="fc.weight[1, ::2]", shape=(3, 5), dtype="float32", wide=None, f
     return Entry(place, where.name, shape, dtype, at, new, old, mark)
 
 
-def some():
-    return Patch((entry(), entry("bias[0]", (4,), "bfloat16", "float32"), entry("scale", (), "complex64")))
+def some(mark=MARK):
+    first, second = entry(mark=mark), entry("bias[0]", (4,), "bfloat16", "float32", mark=mark)
+    return Patch((first, second, entry("scale", (), "complex64", mark=mark)))
 
 
 @st.composite
@@ -60,9 +70,13 @@ def patches(draw):
             at = np.zeros(2)
         if np.unique(at).size < at.size:
             place, at = eg.at(name), np.arange(int(np.prod(shape)))
-        dtype, wide = draw(st.tuples(st.sampled_from(list(WIDTHS)), st.sampled_from(list(WIDTHS))))
+        if not at.size:
+            place, shape, at = eg.at(name), (), np.arange(1)
+        dtype = draw(st.sampled_from(list(WIDTHS)))
+        wide = draw(st.sampled_from([other for other in WIDTHS if other.startswith("c") == dtype.startswith("c")]))
         new, old = draw(numbers(wide, at.size)), draw(numbers(dtype, at.size))
-        entries.append(Entry(str(place), name, shape, dtype, at, new, old, draw(st.text(max_size=5))))
+        mark = f"{draw(st.sampled_from(['sample', 'full']))}:{draw(st.integers(0, 2**256 - 1)):064x}"
+        entries.append(Entry(str(place), name, shape, dtype, at, new, old, mark))
     return Patch(tuple(entries))
 
 
@@ -98,7 +112,7 @@ def test_many_entries_keep_their_order(tmp_path):
 
 def test_the_same_patch_gives_the_same_bytes_in_every_version(tmp_path):
     """Files of version 1 stay readable: this one was written when the format was made."""
-    some().write(tmp_path / "p")
+    some("sample:").write(tmp_path / "p")
     content = (tmp_path / "p").read_bytes()
     assert hashlib.sha256(content).hexdigest() == "0b57ae35d1849e020a7891e29422e83fc195ad7dfe601959137a4c50d4e78c6c"
 
@@ -251,6 +265,29 @@ def test_what_does_not_hold_together_is_refused_even_with_a_right_checksum(tmp_p
         eg.inspect(forged(tmp_path / "p", **how))
 
 
+def test_what_fits_no_model_is_refused_by_inspect_and_apply_alike(tmp_path):
+    model = Weights({"fc.weight": Held.of(np.zeros((3, 5), np.float32)), "n": Held.of(np.zeros(2, np.int32))})
+    whole = Numbers.of(np.zeros(1, np.int32))
+    for bad, says in (
+        (entry(mark="md5:1"), "'md5:1' is no fingerprint; one reads sample: or full:"),
+        (entry(mark=MARK.upper()), "is no fingerprint"),
+        (entry("fc.weight[1, ::2](output)"), "is of kind 'output', and only parameters are patched"),
+        (entry("fc.weight[:0]"), "the place names no element of a tensor of shape"),
+        (entry(wide="complex64"), "values of complex64 do not fit a tensor of float32"),
+        (entry(dtype="complex64", wide="float32"), "values of float32 do not fit a tensor of complex64"),
+        (Entry("n[0]", "n", (2,), "int32", np.arange(1), whole, whole, MARK), "n[0]: the tensor is int32, and only"),
+    ):
+        patch = Patch((bad,))
+        patch.write(tmp_path / "p")
+        for use in (eg.inspect, partial(eg.apply, model)):
+            with pytest.raises(eg.PatchError, match=f"p: .*{re.escape(says)}"):
+                use(tmp_path / "p")
+        with pytest.raises(eg.PatchError, match=re.escape(says)):
+            eg.apply(model, patch)
+    with pytest.raises(eg.PatchError, match=r"are of two tensors that were called fc\.weight"):
+        Patch((entry(), entry("fc.weight[0]", mark="sample:" + 64 * "0")))
+
+
 def test_overlapping_entries_in_a_file_are_refused(tmp_path):
     def same(tensors):
         tensors.update({f"1.{part}": tensors[f"0.{part}"] for part in ("indices", "values", "originals")})
@@ -315,6 +352,68 @@ def test_a_link_stays_a_link(tmp_path):
     some().write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert Patch.read(tmp_path / "far" / "p") == some()
+
+
+def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("pipe", "link"):
+        with ThreadPoolExecutor(1) as reader:
+            read = reader.submit((tmp_path / name).read_bytes)
+            some().write(tmp_path / name)
+            (tmp_path / "p").write_bytes(read.result(timeout=60))
+        assert Patch.read(tmp_path / "p") == some()
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "p", "pipe"]
+
+
+def test_a_device_is_written_into_and_stays_a_device(tmp_path):
+    ours, theirs = os.openpty()  # a terminal of its own: what breaks here breaks nothing else
+    try:
+        device = os.ttyname(theirs)
+        (tmp_path / "link").symlink_to(device)
+        for path in (device, tmp_path / "link"):
+            replace(path, b"one line")
+            assert os.read(ours, 100) == b"one line"
+        assert stat.S_ISCHR(os.stat(device).st_mode)
+        assert (tmp_path / "link").is_symlink()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_standard_output_is_written_to_wherever_it_leads(tmp_path):
+    code = "import sys; from elementgrad.train import replacement; "
+    code += "print(1); replacement.replace(sys.argv[1], b'2'); print(3)"
+    for name in ("/dev/stdout", "/proc/self/fd/1", "/dev/fd/1"):
+        command = [sys.executable, "-c", code, name]
+        assert subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout == b"1\n23\n"
+        with open(tmp_path / "redirected", "wb") as file:  # as a shell does
+            subprocess.run(command, stdout=file, check=True)
+            assert os.fstat(file.fileno()).st_ino == (tmp_path / "redirected").stat().st_ino
+        assert (tmp_path / "redirected").read_bytes() == b"1\n23\n"
+
+
+def test_a_file_that_another_program_has_open_is_tried_again_and_then_said(tmp_path, monkeypatch):
+    """Windows renames over no file that is open."""
+    path, rename, tries = tmp_path / "p", os.replace, []
+
+    def refuse(*paths, times):
+        tries.append(paths)
+        if len(tries) <= times:
+            raise PermissionError(13, "Access is denied", *paths)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "replace", partial(refuse, times=2))
+    some().write(path)
+    assert (len(tries), Patch.read(path)) == (3, some())
+    monkeypatch.setattr(os, "replace", partial(refuse, times=10**6))
+    monkeypatch.setattr("elementgrad.train.replacement.PATIENCE", 0.1)
+    with pytest.raises(PermissionError, match="another program has it open") as raised:
+        Patch((entry(),)).write(path)
+    assert raised.value.filename == str(path)
+    assert (os.listdir(tmp_path), Patch.read(path)) == (["p"], some())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])

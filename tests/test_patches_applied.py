@@ -2,12 +2,14 @@
 
 import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import elementgrad as eg
+from elementgrad.train.weights import Held, Weights
 
 PLACES = ["0.weight[3]", "1.weight[2, [0, 5]]", "1.bias"]
 
@@ -243,6 +245,52 @@ def test_shared_weights_are_one(tmp_path):
     assert torch.equal(plain.head.weight, model.head.weight)
     with pytest.raises(eg.DuplicateError, match="is named by"):
         eg.trainable(Tied(), ["head.weight[3]", "table.weight[:, 1]"])
+
+
+def tied(together, **others):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False), **others})
+    model["head"].weight = model["table"].weight if together else nn.Parameter(model["table"].weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("verb", [eg.apply, eg.trainable])
+@pytest.mark.parametrize("there", [True, False])
+def test_weights_that_are_tied_on_one_side_alone_are_refused_untouched(verb, there, tmp_path):
+    made, given = tied(there), tied(not there)
+    elements = eg.trainable(made, "table.weight[1]")
+    with torch.no_grad():
+        elements["table.weight[1]"].add_(1.0)
+    elements.save(tmp_path / "patch.safetensors")
+    before = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    text = "where table.weight and head.weight are one tensor, and here they are not" if there else "would change both"
+    with pytest.raises(eg.PatchError, match=text):
+        verb(given, tmp_path / "patch.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in given.state_dict().items())
+    same = tied(there)
+    verb(same, tmp_path / "patch.safetensors")
+    assert all(torch.equal(tensor, same.state_dict()[name]) for name, tensor in made.state_dict().items())
+
+
+def test_weights_of_tied_names_in_a_file(tmp_path):
+    model = tied(True)
+    elements = eg.trainable(model, "table.weight[1]")
+    elements.save(tmp_path / "patch.safetensors")
+    assert eg.inspect(tmp_path / "patch.safetensors").entries[0].tied == ("head.weight",)
+    held = Held.of(model["table"].weight.detach().numpy())
+    eg.apply(Weights({"table.weight": held}), tmp_path / "patch.safetensors")
+    other = Held.of(model["table"].weight.detach().numpy())
+    with pytest.raises(eg.PatchError, match="leave all but one out of a file"):
+        eg.apply(Weights({"table.weight": held, "head.weight": other}), tmp_path / "patch.safetensors", overwrite=True)
+
+
+def test_a_patch_that_says_nothing_of_ties_is_applied_as_ever(tmp_path):
+    elements = eg.trainable(tied(True), "table.weight[1]")
+    elements.save(tmp_path / "patch.safetensors")
+    (entry,) = eg.inspect(tmp_path / "patch.safetensors").entries
+    eg.Patch((replace(entry, tied=None),)).write(tmp_path / "old.safetensors")
+    applied = eg.apply(tied(False), tmp_path / "old.safetensors")
+    assert [str(place) for place in applied.places] == ["table.weight[1]"]
 
 
 def test_masks_take_no_more_than_their_elements(model, tmp_path):

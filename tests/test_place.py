@@ -118,6 +118,53 @@ def test_brackets_without_end_are_refused():
         eg.at("x[" + "[" * 5000)
 
 
+def test_a_long_text_that_does_not_parse_is_shown_around_the_character():
+    with pytest.raises(eg.ParseError, match="at character 500003, found 'q'") as caught:
+        eg.at("x[" + "0," * 250_000 + "q" + " " * 100_000)
+    _, text, mark = str(caught.value).splitlines()
+    assert text[mark.index("^")] == "q"
+    assert len(text) < 300
+
+
+def nested(depth):
+    """Lists inside one another; without a depth, a list that is inside of itself."""
+    lists = [1.0]
+    for _ in range(depth or 1):
+        lists = [lists]
+    if not depth:
+        lists.append(lists)
+    return lists
+
+
+@pytest.mark.parametrize("depth", [None, 100, 3000])
+def test_lists_that_are_nested_too_deep_are_refused(fw, depth):
+    x, lists = fw.tensor([1.0, 2.0]), nested(depth)
+    for use in (
+        lambda: eg.at(x)[lists],
+        lambda: eg.at(x).coords(lists),
+        lambda: eg.at(x)[0].set(lists),
+        lambda: eg.jacobian(lambda x: x**2, x, budget=lists),
+        lambda: eg.jacobian(lambda x: x**2, x, kwargs=lists),
+        lambda: eg.jacobian(lambda x: x**2, x, wrt=lists),
+    ):
+        with pytest.raises(eg.ElementgradError) as caught:
+            use()
+        assert len(str(caught.value)) < 1200
+
+
+def test_long_texts_are_quoted_by_their_ends(fw):
+    x, long = fw.tensor([1.0, 2.0]), "w" * 10**6
+    for use in (
+        lambda: eg.jacobian(lambda x: x**2, x, wrt=long),
+        lambda: eg.jacobian(lambda x: x**2, x, wrt=f"x[{'0, ' * 10_000}0]"),
+        lambda: eg.at(x)[long],
+        lambda: eg.jacobian(lambda x: x**2, x, budget=long),
+    ):
+        with pytest.raises(eg.ElementgradError, match=r"\(\d+ left out\)") as caught:
+            use()
+        assert len(str(caught.value)) < 1200
+
+
 def test_places_are_equal_by_name_and_index_and_by_tensor_identity(fw):
     x = fw.tensor([1.0, 2.0])
     y = fw.tensor([1.0, 2.0])

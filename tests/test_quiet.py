@@ -263,3 +263,60 @@ def test_buffers_stay_whichever_way_a_module_comes_by_them(around):
     eg.jacobian(model, torch.arange(12.0).reshape(4, 3))[(0, 0), (0, 1)]
     for name, buffer in norm.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+SWITCHES = {
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled, False),
+    "default device": (
+        lambda: torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context"),
+        torch.set_default_device,
+        "meta",
+    ),
+    "autocast": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on),
+        True,
+    ),
+}
+"""What is set in a thread until it is set again."""
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_that_the_function_turns_is_back_after_a_read(name):
+    fw, (read, write, other) = TORCH, SWITCHES[name]
+    before, raises = read(), False
+
+    def f(x):
+        y = fw.sum(x * x)
+        write(other)
+        if raises:
+            raise ValueError("mine")
+        return y
+
+    try:
+        assert before != other
+        np.testing.assert_allclose(fw.numpy(eg.grad(f, fw.tensor(X[0]))), 2 * X[0])
+        assert read() == before
+        assert eg.check(f, fw.tensor(X[0], "float32"))
+        assert eg.explain(f, fw.tensor(X[0])).verdict == "flows"
+        raises = True
+        with pytest.raises(ValueError, match="mine"):
+            eg.jacobian(f, fw.tensor(X[0]))
+        assert read() == before
+    finally:
+        write(before)
+
+
+@pytest.mark.parametrize("sow", [tf.random.set_seed, tf.keras.utils.set_random_seed])
+def test_a_seed_that_the_function_sets_is_not_the_users(sow):
+    def session(read):
+        tf.random.set_seed(3)
+        tf.random.uniform([3])
+        read()
+        return tf.random.uniform([3]).numpy().tolist(), tf.random.uniform([3]).numpy().tolist()
+
+    def f(x):
+        sow(7)
+        return x * tf.random.uniform([3], dtype=x.dtype)
+
+    assert session(lambda: eg.jacobian(f, TENSORFLOW.tensor(X[0])).dense()) == session(lambda: None)

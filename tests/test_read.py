@@ -217,6 +217,33 @@ def test_no_products_at_all_are_an_empty_answer(fw):
     assert_same(fw, fw.tensor(np.ones((0, 2, 3))) @ J, np.ones((0, 2, 3)))
 
 
+def test_products_over_nothing_are_zeros(fw):
+    dtype = "complex128"  # where one of the directions is that of the other
+    x, nothing = fw.tensor(np.ones(3), dtype), fw.tensor(np.ones((0, 2)), dtype)
+    for J in (eg.jacobian(lambda y: y * y, nothing), eg.jacobian(lambda x: x * x, x, of="output[3:]", wrt="x[:2]")):
+        out, into = tuple(J.value.shape), J.shape[len(J.value.shape) :]
+        for more in ((), (2,)):
+            v, u = (fw.tensor(np.ones(shape), dtype) for shape in ((*into, *more), (*more, *out)))
+            np.testing.assert_array_equal(fw.numpy(J @ v), np.zeros((*out, *more)))
+            np.testing.assert_array_equal(fw.numpy(u @ J), np.zeros((*more, *into)))
+
+
+def test_columns_and_products_of_a_complex_hessian_are_those_of_its_rows(fw):
+    o, z = OPS[fw.name], fw.tensor([1 + 2j, 3 - 1j, 0.5j], "complex128")
+    weights = fw.tensor([1.0, 2j, -1.5], "complex128")
+
+    def f(z):
+        return o.sum(o.real(z * o.conj(z) * z * weights)) ** 2
+
+    H = eg.hessian(f, z)
+    rows = np.stack([fw.numpy(H[row, :]) for row in range(3)])
+    columns = np.stack([fw.numpy(H[:, column]) for column in range(3)], 1)
+    v = np.array([1.0, -1.0, 2.0])
+    np.testing.assert_allclose(columns, rows, rtol=1e-12)
+    np.testing.assert_allclose(fw.numpy(H @ fw.tensor(v, "complex128")), rows @ v, rtol=1e-12)
+    np.testing.assert_allclose(fw.numpy(H[:, 1:]), rows[:, 1:], rtol=1e-12)
+
+
 def test_factors_that_do_not_fit_are_refused(fw):
     J = eg.jacobian(stretched(fw), fw.tensor(X))
     message = r"a factor of shape \(3,\) against x of shape \(2, 3\); give the same shape, with more axes behind it"

@@ -182,3 +182,16 @@ def test_the_block_is_recorded_while_another_thread_asks():
     assert [answer.tolist() for answer in answers] == [[1, 1, 1]]
     assert rec.grad(b, x).tolist() == [5, 5, 5]
     assert rec.grad(c, x).tolist() == [1, 8, 1]
+
+
+def test_a_recording_in_a_process_that_has_compiled_may_be_asked_while_it_runs():
+    torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2))
+    x = torch.ones(3)
+    with eg.record(x) as outer:
+        y = x * 3
+        with eg.record(y) as inner:
+            z = (y * y).sum()
+        assert inner.grad(z, y).tolist() == [6.0, 6.0, 6.0]
+        assert outer.grad(z, x).tolist() == [18.0, 18.0, 18.0]
+        w = (z * x).sum()
+    assert outer.grad(w, x).tolist() == [81.0, 81.0, 81.0]

@@ -1,6 +1,7 @@
 """What a report holds: the question, the numbers as they are, the plan, the diagnosis; and how it is written."""
 
 import base64
+import csv
 import io
 import re
 import sys
@@ -11,6 +12,7 @@ import torch
 
 import elementgrad as eg
 from elementgrad.show.page import Code, Numbers, Page, Prose, Section, Steps, Table
+from elementgrad.train import patch
 
 
 def numbers(html):
@@ -103,6 +105,24 @@ def test_everything_is_escaped(tmp_path):
     assert html.count("<script>") == html.count("</script>") == 1
     html = eg.report(tmp_path / "r.html", lambda x: x.sum(), torch.ones(2), title="<img src=x> & 'y'").read_text()
     assert "<title>&lt;img src=x&gt; &amp; &#39;y&#39;</title>" in html
+
+
+def test_no_cell_of_a_downloaded_table_begins_a_formula(tmp_path):
+    names = ["=1+1", "+a", "-b", "@c", "d"]
+    old, new = patch.Numbers.of(np.float32([0.5])), patch.Numbers.of(np.float32([-1.5]))
+    entries = [patch.Entry(f"{name}[0]", name, (1,), "float32", np.array([0]), new, old, "sample:") for name in names]
+    eg.report(tmp_path / "r.html", eg.Patch(tuple(entries)))
+    (content,) = re.findall(r"data:text/csv;[^,]*base64,([^\"]*)", (tmp_path / "r.html").read_text())
+    rows = list(csv.reader(io.StringIO(base64.b64decode(content).decode(), newline="")))
+    assert rows[1:] == [[name, "0.5", "-1.5", "-2"] for name in ("'=1+1[0]", "'+a[0]", "'-b[0]", "'@c[0]", "d[0]")]
+
+
+def test_cells_that_begin_with_signs_and_breaks_stay_one_cell_each():
+    cells = ["\t=1", "\r=1", "\n=1", "a\r=1", "-inf", "nan", "1e-5", "\uff1d1", '=";"', ""]
+    table = Table.of(["="], [[cell] for cell in cells], 20, "t")
+    text = base64.b64decode(table.csv).decode()
+    rows = [row for (row,) in csv.reader(io.StringIO(text, newline=""))]
+    assert rows == ["'=", *[cell if cell in ("a\r=1", "-inf", "nan", "1e-5", "") else f"'{cell}" for cell in cells]]
 
 
 def test_large_reports_stay_small_and_say_what_they_leave_out(tmp_path):

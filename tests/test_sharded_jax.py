@@ -22,6 +22,7 @@ ON_A_MESH = (
     "gradients",
     "patches",
     "by hand",
+    "reads inside",
     "largest",
     "explicit axes",
 )

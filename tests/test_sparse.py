@@ -177,6 +177,37 @@ def test_an_unconnected_jacobian_has_no_pattern_or_an_empty_one(fw):
     assert eg.jacobian(lambda x: stop(x), x, unconnected="zero").pattern().size == 0
 
 
+def without_entries(fw):
+    """Jacobians and Hessians in which nothing can be nonzero, with their shapes and where they can be read again."""
+    o, x, nothing = OPS[fw.name], fw.tensor(np.ones(3)), fw.tensor(np.ones((0, 2)))
+    empty = eg.Pattern.from_entries([], [], (3, 3))
+    yield eg.hessian(lambda x: o.sum(o.relu(x)), x, unconnected="zero"), (3, 3), x
+    yield eg.jacobian(lambda x: o.stop(x), x, unconnected="zero"), (3, 3), x
+    yield eg.jacobian(lambda x: x * 0, x, pattern=empty), (3, 3), x
+    yield eg.jacobian(lambda x: x * x, x, of="output[3:]"), (0, 3), x
+    yield eg.jacobian(lambda x: x * x, x, wrt="x[3:]"), (3, 0), x
+    yield eg.jacobian(lambda x: x * x, nothing), (0, 0), nothing
+    yield eg.jacobian(lambda x: o.sum(x), nothing), (1, 0), nothing
+    yield eg.hessian(lambda x: o.sum(x * x), nothing), (0, 0), nothing
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_matrix_without_entries_is_empty(fw):
+    for J, shape, x in without_entries(fw):
+        S = J.prepare("scipy")
+        for matrix in (J.sparse("scipy"), S.sparse(), S(x)):
+            assert (matrix.shape, matrix.nnz, matrix.dtype) == (shape, 0, np.float64)
+        own = J.sparse()
+        assert tuple(own.shape) == shape
+        assert own.dtype == x.dtype
+        assert (J.pattern().shape, J.pattern(local=True).size, S.plan.sweeps) == (shape, 0, 0)
+        assert J.verify() is True
+        np.testing.assert_array_equal(fw.numpy(J.dense()).reshape(shape), np.zeros(shape))
+        assert sum(block.values.size for block in J.blocks()) == shape[0] * shape[1]
+        if shape == (3, 3):
+            np.testing.assert_array_equal(fw.numpy(J.diagonal()), np.zeros(3))
+
+
 def test_a_matrix_comes_in_the_layout_asked_for(fw):
     own = np.diag([2.0, 4.0, 6.0])
     J = eg.jacobian(lambda x: x * x, fw.tensor([1.0, 2.0, 3.0]), pattern=eg.Pattern.from_dense(np.eye(3)))

@@ -118,6 +118,50 @@ def test_any_element_of_a_window_may_be_the_largest(fw, f):
     np.testing.assert_array_equal(P, seen > 0)
 
 
+ODD = {
+    "a padded number": (JAX, lambda x: lax.pad(x[0] ** 2, 0.0, [])),
+    "a padded number, by a number": (JAX, lambda x: lax.pad(x[:2], x[2], [(1, -1, 2)])),
+    "nothing, padded": (JAX, lambda x: lax.pad(x[:0], x[2], [(1, 1, 1)])),
+    "padded numbers of a loop": (JAX, lambda x: lax.scan(lambda c, r: (c + lax.pad(r, 0.0, []), r), 0.0, x)[0]),
+    "numbers written in a loop": (
+        JAX,
+        lambda x: lax.scan(lambda c, r: (c, lax.dynamic_update_slice(r, r * r, ())), 0.0, x)[1],
+    ),
+    "a window of no axes": (JAX, lambda x: lax.reduce_window(x[1], 0.0, lax.add, (), (), "VALID")),
+    "windows that do not fit": (
+        JAX,
+        lambda x: x + lax.reduce_window(x[:1], 0.0, lax.add, (2,), (1,), "VALID").sum(),
+    ),
+    "sums over nothing": (JAX, lambda x: x + x[:0].reshape(0, 2).sum(1).sum() + x[:0].reshape(3, 0).sum(1)),
+    "added to nothing": (JAX, lambda x: x + jax.ops.segment_sum(x, jnp.zeros(3, int), 0).sum()),
+    "products over nothing": (JAX, lambda x: x + (x[:0].reshape(3, 0) @ jnp.ones((0, 1)))[:, 0]),
+    "a number that numpy lacks": (
+        TENSORFLOW,
+        lambda x: tf.cast(tf.cast(x, tf.bfloat16) * tf.constant(0.5, tf.bfloat16), x.dtype),
+    ),
+    "sums over nothing, by a tape": (
+        TENSORFLOW,
+        lambda x: (
+            x + tf.reduce_sum(tf.reshape(x[:0], (3, 0)), 1) + tf.reduce_sum(tf.reduce_sum(tf.reshape(x[:0], (0, 2)), 1))
+        ),
+    ),
+    "products over nothing, by a tape": (
+        TENSORFLOW,
+        lambda x: x + (tf.reshape(x[:0], (3, 0)) @ tf.ones((0, 1), x.dtype))[:, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_operands_without_axes_or_elements_have_a_pattern(name):
+    fw, f = ODD[name]
+    x = fw.tensor([1.0, 2.0, 3.0])
+    dense = np.asarray(jax.jacfwd(f)(x)) if fw is JAX else own(fw, f, x)
+    for local in (False, True):
+        P = eg.jacobian(f, x).pattern(local=local)
+        np.testing.assert_array_equal(P.dense(), dense.reshape(P.shape) != 0)
+
+
 def test_layers_of_keras_have_patterns():
     keras.utils.set_random_seed(0)
     layers = keras.layers

@@ -90,6 +90,17 @@ def test_a_known_operation_is_followed_exactly(name):
     np.testing.assert_array_equal(pattern.dense(), seen)
 
 
+def test_a_mean_over_nothing_has_a_pattern():
+    """Parts of it divide by how many numbers there are."""
+
+    def f(x):
+        return x**2 + functional.mse_loss(x[:0], x[:0] ** 2).nan_to_num()
+
+    for local in (False, True):
+        pattern = eg.jacobian(f, POINT).pattern(local=local)
+        np.testing.assert_array_equal(pattern.dense(), np.eye(SIZE, dtype=bool))
+
+
 def test_an_unknown_operation_takes_everything_it_is_given():
     def f(x):
         return torch.cat([torch.linalg.inv(x[:4].view(2, 2) + 3 * torch.eye(2)).reshape(-1), x[4:]])

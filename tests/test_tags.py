@@ -1,5 +1,7 @@
 """Tags in any function, compiled or not: met when somebody asks, passed on as they are when nobody does."""
 
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -42,6 +44,17 @@ def test_a_tag_passes_on_what_it_is_given(fw):
     assert eg.tag(x, "x") is x
     pair = {"a": x, "b": [x, x]}
     assert eg.tag(pair, "pair") is pair
+
+
+def test_a_tag_keeps_nothing_of_its_name(fw):
+    class Name(str):
+        """A text that can be asked whether it is still alive."""
+
+    x, name = fw.tensor(X), Name("step_17")
+    alive = weakref.ref(name)
+    eg.tag(x, name)
+    del name
+    assert alive() is None
 
 
 def test_the_same_name_again_counts_up(fw):

@@ -1,5 +1,6 @@
 """The tour: a real process for each framework answers every question, and leaves a page."""
 
+import io
 import os
 import re
 import subprocess
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 
 from elementgrad.cli import main
+from elementgrad.cli.failures import silence
+from elementgrad.cli.streams import forgiving
 from elementgrad.cli.touring.data import WORDS, digits
 from elementgrad.cli.touring.questions import CHAPTERS
+from elementgrad.cli.touring.running import Answer
+from elementgrad.cli.touring.terminal import Terminal
 from tests.test_report_browser import CHROMIUM, WIDTHS
 from tests.tour_answers import FOUNDING, MISLED, RAISED
 
@@ -183,6 +188,31 @@ def test_the_tour_says_what_it_lacks(package, extra, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["tour"]) == 2
     assert capsys.readouterr().err == f"elementgrad: the tour needs {package}; pip install 'elementgrad[{extra}]'\n"
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_the_terminal_may_know_few_characters(encoding, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    with forgiving():
+        terminal = Terminal()
+        terminal.chapter("The first")
+        terminal.answer("elementgrad", Answer("Do so.", "f(x)", {"J": np.eye(8) / 4 + np.eye(8, k=1)}), "green")
+        terminal.answer("the usual answer", Answer("Do so.", "f(x)", error="ValueError: no"), "red")
+    assert out.errors == "strict"
+    printed = out.buffer.getvalue().decode(encoding)
+    assert "-> ValueError: no" in printed
+    assert "::##" in printed
+
+
+def test_a_reader_of_the_tour_may_leave(monkeypatch):
+    left, right = os.pipe()
+    os.close(left)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(right, "w"))
+    with pytest.raises(BrokenPipeError):
+        Terminal().foot("The end")
+    silence()
+    sys.stdout.close()
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_release_gives_the_plain_model_back(model):
     model.mix.bias.requires_grad_(False)
     flags = {name: tensor.requires_grad for name, tensor in model.named_parameters()}
     kinds = [type(module) for module in model.modules()]
-    elements = eg.trainable(model, PLACES)
+    elements = eg.trainable(model, PLACES, keep=[])
     assert not any(p.requires_grad for name, p in model.named_parameters() if name in flags)
     train(model, elements)
     after = state(model)

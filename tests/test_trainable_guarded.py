@@ -93,3 +93,34 @@ def test_an_expanded_parameter_is_refused():
     layer.w = nn.Parameter(torch.randn(3, 1).expand(3, 4))
     with pytest.raises(eg.FrameworkError, match="expanded"):
         eg.trainable(layer, "w[0, 0]")
+
+
+def test_a_parameter_with_a_number_in_several_elements_is_refused():
+    layer = nn.Module()
+    layer.w = nn.Parameter(torch.randn(5).as_strided((3, 3), (1, 1)))
+    with pytest.raises(eg.FrameworkError, match="one number is many elements"):
+        eg.trainable(layer, "w[0, 0]")
+
+
+NUMBERS = torch.randn(4, 6)
+SHARING = {
+    "all of it": (NUMBERS, NUMBERS, True),
+    "turned": (NUMBERS, NUMBERS.T, True),
+    "some rows": (NUMBERS[:3], NUMBERS[2:], True),
+    "a column in rows": (NUMBERS[:, 2], NUMBERS[1:], True),
+    "rows apart": (NUMBERS[:2], NUMBERS[2:], False),
+    "columns apart": (NUMBERS[:, ::2], NUMBERS[:, 1::2], False),
+    "nothing": (NUMBERS[:0], NUMBERS, False),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_parameters_that_share_memory_are_refused(case):
+    one, other, shared = SHARING[case]
+    model = nn.ParameterDict({"first": nn.Parameter(one), "second": nn.Parameter(other)})
+    if shared:
+        with pytest.raises(eg.FrameworkError, match=r"^second and first are two parameters that share memory"):
+            eg.trainable(model, eg.at("second")[..., 0])
+        assert model["second"].requires_grad
+    else:
+        eg.trainable(model, eg.at("second")[..., 0]).release()

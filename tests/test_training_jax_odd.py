@@ -8,22 +8,92 @@ import pytest
 import elementgrad as eg
 
 
-@pytest.mark.parametrize("odd", [1e8, np.inf])
+def image(w):
+    return jax.lax.conv_general_dilated(jnp.ones((2, 20, 5, 5), w.dtype), w, (1, 1), "VALID")
+
+
+PRODUCTS = {
+    "one": ((20, 24), lambda x, w: x @ w, "w[3, 4]"),
+    "a few": ((20, 24), lambda x, w: x @ w, "w[[3, 5], [4, 4]]"),
+    "a row": ((20, 24), lambda x, w: x @ w, "w[3]"),
+    "a column": ((20, 24), lambda x, w: x @ w, "w[:, 4]"),
+    "many columns": ((20, 300), lambda x, w: x @ w, "w[[3, 5], :90]"),
+    "from the left": ((24, 20), lambda x, w: (w @ x.T).T, "w[4]"),
+    "heads": ((3, 20, 8), lambda x, w: jnp.einsum("nd,hdk->hnk", x, w), "w[1, :, 3]"),
+    "out of heads": ((4, 20, 5), lambda x, w: jnp.einsum("nkh,hdk->dn", x.reshape(-1, 5, 4), w), "w[1, :2, 3]"),
+    "all summed": ((20,), lambda x, w: x @ w, "w[2:4]"),
+    "an outer product": ((24,), lambda x, w: jax.lax.dot_general(x, w, (((), ()), ((), ()))), "w[2:4]"),
+    "a convolution, channels out": ((24, 20, 3, 3), lambda x, w: x[0, 0] * image(w), "w[1]"),
+    "a convolution, channels in": ((24, 20, 3, 3), lambda x, w: x[0, 0] * image(w), "w[:, 1, 0]"),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products_are_exact_however_large_the_elements_of_traced_parameters_are(case):
+    """Old numbers are up to 1e15 times as large as all others, so that no rounding of theirs may stay."""
+    shape, multiply, place = PRODUCTS[case]
+    random = np.random.default_rng(0)
+    w, x = jnp.asarray(0.02 * random.normal(size=shape)), jnp.asarray(random.normal(size=(4, 20)))
+    elements = eg.trainable({"w": w}, place)
+    values = {place: 0.3 + elements.values[place]}
+
+    def loss(params, x):
+        return jnp.sin(multiply(x, params["w"])).sum()
+
+    @jax.jit
+    def ours(values, params, x):
+        def both(x):
+            return elements.value_and_grad(lambda params: loss(params, x), values, params=params)
+
+        return jax.value_and_grad(both, has_aux=True)(x)
+
+    @jax.jit
+    def dense(values, params, x):
+        found, slopes = jax.value_and_grad(lambda values, x: loss(elements.merge(values, params=params), x), (0, 1))(
+            values, x
+        )
+        return (found, slopes[0]), slopes[1]
+
+    for size in (0.3, 1e13):
+        params = elements.merge({place: values[place] * size})
+        for found, expected in zip(*map(jax.tree.leaves, (f(values, params, x) for f in (ours, dense))), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("odd", [1e8, np.inf, np.nan])
 def test_other_parameters_may_stand_out_where_these_did_not(odd):
-    table = jax.random.normal(jax.random.key(0), (6, 6), jnp.float64)
+    table = jax.random.normal(jax.random.key(0), (20, 20), jnp.float64)
     elements, values = eg.trainable({"w": table}, "w[1, 1]"), {"w[1, 1]": jnp.array([0.5], table.dtype)}
     other = {"w": table.at[1, 1].set(odd)}
 
-    def loss(params):
-        return jnp.sin(jnp.arange(6, dtype=table.dtype) @ params["w"]).sum()
+    def loss(params, x):
+        return jnp.sin(x @ params["w"]).sum()
 
-    dense = jax.value_and_grad(loss)(elements.merge(values, params=other))
-    given, slope = elements.value_and_grad(loss, values, params=other)
-    np.testing.assert_allclose(given, dense[0], rtol=1e-12)
-    np.testing.assert_allclose(slope["w[1, 1]"], dense[1]["w"][1, 1], rtol=1e-12)
-    traced = jax.jit(lambda values, params: elements.value_and_grad(loss, values, params=params))(values, other)
-    assert np.isnan(traced[0])
-    assert np.isnan(traced[1]["w[1, 1]"])
+    def ours(values, params, x):
+        def both(x):
+            return elements.value_and_grad(lambda params: loss(params, x), values, params=params)
+
+        return jax.value_and_grad(both, has_aux=True)(x)
+
+    x = jnp.arange(20, dtype=table.dtype)
+    merged = elements.merge(values, params=other)
+    expected, slopes = jax.value_and_grad(loss, (0, 1))(merged, x)
+    for function in (ours, jax.jit(ours)):
+        (found, slope), x_slope = function(values, other, x)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        np.testing.assert_allclose(slope["w[1, 1]"], slopes[0]["w"][1, 1][None], rtol=1e-12)
+        np.testing.assert_allclose(x_slope, slopes[1], rtol=1e-12)
+
+
+def test_an_element_that_is_too_large_for_the_dtype_of_a_product_leaves_nothing_behind():
+    w = jnp.full((20, 20), 0.5, jnp.float32).at[1, 1].set(1e6)
+    elements = eg.trainable({"w": w}, "w[1, 1]")
+
+    def loss(params):
+        return (jnp.ones((1, 20), jnp.float16) @ params["w"].astype(jnp.float16)).sum()
+
+    found, slope = elements.value_and_grad(loss, {"w[1, 1]": jnp.array([0.5])})
+    assert (found, slope["w[1, 1]"].tolist()) == (200, [1])
 
 
 def test_a_small_index_may_not_hold_the_number_of_rows():

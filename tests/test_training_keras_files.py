@@ -2,6 +2,7 @@
 
 import copy
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_release_gives_the_plain_model_back():
     plain = [(type(layer), layer.trainable) for layer in model.layers]
     flags = [variable.trainable for variable in model.weights]
     kinds = [(type(variable), type(variable._value)) for variable in model.weights]
-    elements = eg.trainable(model, PLACES)
+    elements = eg.trainable(model, PLACES, keep=[])
     assert not any(variable.trainable for variable in model.weights)
     assert isinstance(model.get_layer("head"), layers.Dense)
     assert "Dense" in repr(model.get_layer("head"))
@@ -171,3 +172,43 @@ def test_stateless_calls_take_the_values_that_they_are_given():
     np.testing.assert_allclose(lent, held, rtol=1e-12)
     for one, other in zip(found, tape.gradient(held, model.trainable_variables), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+class Row(keras.layers.Layer):
+    """A layer that holds one variable, of its own or of another layer."""
+
+    def __init__(self, name, w=None):
+        super().__init__(name=name)
+        self.w = self.add_weight(name="w", shape=(3,), initializer="ones") if w is None else w
+
+
+class Rows(keras.Model):
+    def __init__(self, together):
+        super().__init__(name="rows")
+        self.table = Row("table")
+        self.head = Row("head", self.table.w if together else None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_variables_that_are_tied_on_one_side_alone_are_refused_untouched(there, tmp_path):
+    made, given, same = Rows(there), Rows(not there), Rows(there)
+    elements = eg.trainable(made, "table/w[1]")
+    elements["table/w[1]"].assign([2.0])
+    elements.save(tmp_path / "patch.safetensors")
+    text = "table/w and head/w are one tensor, and here they are not" if there else "it would change both"
+    with pytest.raises(eg.PatchError, match=text):
+        eg.apply(given, tmp_path / "patch.safetensors")
+    assert given.table.w.numpy().tolist() == given.head.w.numpy().tolist() == [1.0, 1.0, 1.0]
+    eg.apply(same, tmp_path / "patch.safetensors")
+    assert same.table.w.numpy().tolist() == [1.0, 2.0, 1.0]
+    assert same.head.w.numpy().tolist() == [1.0, 2.0 if there else 1.0, 1.0]
+
+
+def test_arrays_of_jax_are_values_and_never_tied(tmp_path):
+    array = jnp.ones(3)
+    elements = eg.trainable({"table": array, "head": array}, "table[1]")
+    elements.values = {"table[1]": jnp.array([2.0])}
+    elements.save(tmp_path / "patch.safetensors")
+    for params in ({"table": array, "head": array}, {"table": array, "head": jnp.ones(3)}):
+        merged = eg.apply(params, tmp_path / "patch.safetensors").merge()
+        assert (merged["table"].tolist(), merged["head"].tolist()) == ([1.0, 2.0, 1.0], [1.0, 1.0, 1.0])

@@ -53,6 +53,7 @@ def run(steps):
 @pytest.mark.parametrize("name", optimizers_keras.kinds())
 def test_nothing_else_moves(name):
     optimizers = optimizers_keras.made(name)
+    keras.utils.set_random_seed(0)  # steps of one size might lead back to where some other element began
     models = [tiny() for _ in optimizers]
     before = [state(model) for model in models]
     training = [trained(model, optimizer) for model, optimizer in zip(models, optimizers.values(), strict=True)]

@@ -1,6 +1,12 @@
 """Weights in files: read, patched and written by their bytes."""
 
+import copy
 import json
+import os
+import stat
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import elementgrad as eg
+from elementgrad.cli import main
 from elementgrad.train.numbers import Numbers
 from elementgrad.train.reversal import reversal
-from elementgrad.train.weights import Weights
+from elementgrad.train.weights import Held, Weights
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -86,13 +93,116 @@ def test_damaged_files_are_no_weights(tmp_path):
         path.write_bytes(content)
         with pytest.raises(eg.PatchError, match=r"no safetensors file|is damaged"):
             Weights.read(path)
-    (tmp_path / "w.npz").write_bytes(b"text")
-    with pytest.raises(eg.PatchError, match="holds no weights"):
-        Weights.read(tmp_path / "w.npz")
+    np.savez_compressed(tmp_path / "w.npz", w=np.arange(100.0), texts=np.array(["a"]))
+    whole = (tmp_path / "w.npz").read_bytes()
+    flipped = bytearray(whole)
+    flipped[60] ^= 255
+    for content in (b"text", b"", whole[:50], whole[:-30], bytes(flipped), whole):
+        (tmp_path / "w.npz").write_bytes(content)
+        with pytest.raises(eg.PatchError, match="holds no weights: "):
+            Weights.read(tmp_path / "w.npz")
+
+
+NAMES = ["file", "allow_pickle", "kwds", "args", "w", "w.npy", "w.npy.npy", "a/b", "/a", "../up", "..", "", "arr_0"]
+NAMES += ["ü☃", "a b", "a\\b", "a\0b", ".npy", "__metadata", "x" * 300, "=1+1", "end/"]
+
+
+def test_tensors_of_every_name_are_kept_in_npz(tmp_path):
+    held = {name: np.float32([number, -0.0]) for number, name in enumerate(NAMES)}
+    path = tmp_path / "w.npz"
+    Weights({name: Held.of(array) for name, array in held.items()}).write(path)
+    once = path.read_bytes()
+    again = Weights.read(path)
+    assert list(again.tensors) == NAMES
+    for name, array in held.items():
+        assert again.tensors[name].bits.tobytes() == array.tobytes()
+    again.write(path)
+    assert path.read_bytes() == once
+    with np.load(path) as theirs:
+        for name in set(NAMES) - {"w.npy", "w.npy.npy", ".npy", "a\0b"}:  # which NumPy takes for others
+            assert theirs[name].tobytes() == held[name].tobytes(), name
+    assert os.listdir(tmp_path) == ["w.npz"]
+
+
+def test_names_that_npz_cannot_hold_are_refused_before_anything_is_written(tmp_path):
+    for name, says in (("\ud800", "is no text that .npz has a place for"), ("x" * 70_000, "70004 bytes is too long")):
+        with pytest.raises(eg.PatchError, match=says):
+            Weights({name: Held.of(np.float32(1))}).write(tmp_path / "w.npz")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file", "allow_pickle", "w.npy"])
+def test_a_patch_goes_into_npz_tensors_of_every_name(tmp_path, name):
+    before = {name: np.float32([1, 2]), "w": np.float32([3, 4])}
+    Weights({name: Held.of(array) for name, array in before.items()}).write(tmp_path / "w.npz")
+    model = torch.nn.ParameterDict({"x": torch.tensor([1.0, 2.0])})
+    elements = eg.trainable(model, "x[1]")
+    with torch.no_grad():
+        elements["x[1]"].fill_(7.0)
+    elements.save(tmp_path / "p.safetensors")
+    weights = Weights.read(tmp_path / "w.npz")
+    eg.apply(weights, tmp_path / "p.safetensors", names={"x": name})
+    weights.write(tmp_path / "w.npz")
+    after = Weights.read(tmp_path / "w.npz").tensors
+    assert [after[each].bits.view("<f4").reshape(-1).tolist() for each in (name, "w")] == [[1, 7], [3, 4]]
+
+
+def test_what_out_names_may_be_a_pipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.savez("w.npz", w=np.float32([1, 2]))
+    eg.Patch(()).write("p.safetensors")
+    os.mkfifo("pipe.npz")
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(Path("pipe.npz").read_bytes)
+        assert main(["patch", "apply", "w.npz", "p.safetensors", "--out", "pipe.npz"]) == 0
+        Path("got.npz").write_bytes(read.result(timeout=60))
+    assert np.load("got.npz")["w"].tolist() == [1, 2]
+    assert stat.S_ISFIFO(os.stat("pipe.npz").st_mode)
+    assert "pipe.npz is written" in capsys.readouterr().err
+
+
+def safetensors_of(header: str, size: int) -> bytes:
+    return len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(size)
+
+
+def test_tensors_that_overlap_in_a_file_are_refused(tmp_path):
+    path = tmp_path / "w.safetensors"
+    for one, other in (((0, 8), (4, 12)), ((4, 12), (0, 8)), ((0, 8), (0, 8)), ((0, 12), (4, 8))):
+        described = {
+            name: {"dtype": "F32", "shape": [(ends[1] - ends[0]) // 4], "data_offsets": ends}
+            for name, ends in (("a", one), ("b", other), ("empty", (0, 0)))
+        }
+        path.write_bytes(safetensors_of(json.dumps(described), 12))
+        with pytest.raises(eg.PatchError, match=r"w\.safetensors is damaged: \w and \w overlap in it"):
+            Weights.read(path)
+    twice = '{"a": {"dtype": "U8", "shape": [1], "data_offsets": [%d, %d]}, "a": %s}'
+    path.write_bytes(safetensors_of(twice % (0, 1, '{"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}'), 2))
+    with pytest.raises(eg.PatchError, match="is no safetensors file, since it names 'a' twice"):
+        Weights.read(path)
+
+
+def test_arrays_that_overlap_in_npz_are_refused(tmp_path):
+    for name, says in (("b.npy", "'a' and 'b' overlap"), ("a.npy", "two arrays are called 'a'"), ("a", "called 'a'")):
+        np.savez(tmp_path / "w.npz", a=np.ones(3))
+        with zipfile.ZipFile(tmp_path / "w.npz", "a") as archive:
+            other = copy.copy(archive.filelist[0])
+            other.filename = name
+            archive.filelist.append(other)
+            archive._didModify = True
+        with pytest.raises(eg.PatchError, match=f"holds no weights: .*{says}"):
+            Weights.read(tmp_path / "w.npz")
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"data_offsets": [0]}, {"data_offsets": ["0", 8]}, {"shape": [-2]}, {"shape": "ab"}, {"shape": None}]
+    "wrong",
+    [
+        {"data_offsets": [0]},
+        {"data_offsets": ["0", 8]},
+        {"shape": [-2]},
+        {"shape": "ab"},
+        {"shape": None},
+        {"dtype": "F16"},
+    ],
 )
 def test_a_header_that_says_nothing_of_use_is_no_weights(wrong, tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | wrong}).encode()
