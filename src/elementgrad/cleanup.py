@@ -7,13 +7,15 @@ a scope undoes all that was registered in it, and in scopes inside of it that an
 outermost scope is that of the public verb (`guarded`).
 
 One rule makes this work: an undo is idempotent. One that was interrupted runs again from its start, and one whose
-change never happened does no harm.
+change never happened does no harm. Where several calls must all happen or none, they are made `atomically`.
 """
 
+import io
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -32,6 +34,8 @@ _snapshots: list[Snapshot] = []
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.scopes: list[scope] = []
+        self.held: list[tuple[weakref.ref[Any], Undos]] = []
+        """What blocks of code of the user's changed, and the objects that undo it when the blocks end."""
 
 
 _thread = _Thread()
@@ -112,6 +116,14 @@ def undo_all(undos: Undos) -> None:
             del raised
 
 
+def atomically(*steps: "partial[Any]") -> list[Any]:
+    """Call functions that are written in C one after the other, so that no interrupt comes between them.
+
+    Python looks for signals between instructions of its own, and while this loop runs there are none.
+    """
+    return list(map(partial.__call__, steps))
+
+
 def defer(undo: Callable[..., object], *arguments: Any) -> None:
     """Register an idempotent undo with the innermost open scope, before the change that it undoes."""
     _thread.scopes[-1].undos.append(partial(undo, *arguments) if arguments else undo)
@@ -168,6 +180,10 @@ class _Context:
     def leave(self) -> None:
         if self._inside:
             self._inside = bool(self._manager.__exit__(None, None, None)) and False
+        else:  # a generator that was interrupted on its way back has done its part; one that ended has nothing to do
+            generator = getattr(self._manager, "gen", None)
+            if generator is not None:
+                generator.close()
 
 
 class entered(scope):  # noqa: N801
@@ -230,9 +246,79 @@ class taken(scope):  # noqa: N801
         self._lock.take()
 
 
-def undos() -> Undos:
-    """Return what is registered with the innermost open scope: of a `committed` verb, that which takes it back."""
-    return _thread.scopes[-1].undos
+class Held:
+    """What a `committed` verb registered, for an object that undoes it later: a recording when its block ends."""
+
+    def __init__(self) -> None:
+        self._undos: list[Undos] = []
+        self._thread = threading.get_ident()
+
+    def hold(self, owner: object) -> None:
+        """Take what is registered with the innermost open scope, now and later.
+
+        If several interrupts in a row keep a block from undoing it, its owner does so when it dies (`give_up`). If that
+        is interrupted too, or happens in another thread, the next verb of this thread does.
+        """
+        undos = _thread.scopes[-1].undos
+        self._thread = threading.get_ident()
+        self._undos.append(undos)
+        _thread.held.append((weakref.ref(owner), undos))
+
+    def undo(self) -> None:
+        """Undo what was registered."""
+        for undos in self._undos:
+            undo_all(undos)
+
+    def give_up(self) -> None:
+        """Undo what is left, unless this is another thread: modes can be left in the thread alone that is in them."""
+        if self._thread == threading.get_ident():
+            self.undo()
+
+
+class at_end:  # noqa: N801
+    """The `__exit__` of a class whose instances have something `Held`.
+
+    A `with` statement looks it up before it enters, and calls what it found: a method that is written in C.
+    """
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., None]:
+        return _exit if owner is None else _End(owner).__exit__
+
+
+def _exit(owner: Any, *error: Any) -> None:
+    """End a block, for those who look the method up in the class, as `contextlib.ExitStack` does."""
+    owner._held.undo()
+
+
+class _End(io.IOBase):
+    """The end of a block, which no interrupt can skip.
+
+    An `__exit__` that is written in Python can be interrupted at its first instruction, before any `try` in it, and
+    nothing would call it again. That of a file is written in C. It calls `close`, which here goes to a generator that
+    waits inside of a `try`, so that there is no instruction which an interrupt could hit before.
+    """
+
+    closed = True  # or it would be closed when it dies, also if somebody but looked at the method
+
+    def __init__(self, owner: Any):
+        self._owner = owner  # which may have no other name during its block
+        ended: list[bool] = []
+        generator = _undone(owner._held, ended)
+        next(generator)
+        steps = map(partial.__call__, [partial(ended.append, True), partial(generator.close)])
+        returned: list[Any] = []
+        self.close = partial(returned.extend, steps)  # type: ignore[method-assign]
+
+
+def _undone(held: Held, ended: list[bool]) -> Generator[None, None, None]:
+    try:
+        yield
+    finally:
+        if ended:  # and not only forgotten
+            try:
+                held.undo()
+            finally:  # once more, as an interrupt may have come first; what is done already is not done again
+                held.undo()
 
 
 def on_entry(snapshot: Snapshot) -> None:
@@ -331,6 +417,11 @@ class _Verb(scope):
 
 def _undo_leftovers() -> None:
     """Undo what a verb left that ended before it had undone everything, as by several interrupts in a row."""
+    if _thread.held:
+        for owner, undos in _thread.held:
+            if owner() is None:
+                undo_all(undos)
+        _thread.held = [(owner, undos) for owner, undos in _thread.held if undos]
     scopes = _thread.scopes
     if not scopes:
         return

@@ -1,10 +1,8 @@
 """`record`: derivatives of eager code, asked for during or after it runs."""
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +10,7 @@ import numpy as np
 from elementgrad import backends, tree
 from elementgrad.backends import Backend, plain
 from elementgrad.backends.recorder import Asked, Recorder
-from elementgrad.cleanup import committed
+from elementgrad.cleanup import Held, at_end, committed
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
 from elementgrad.lazy import Jacobian, read_together
 from elementgrad.place import Place
@@ -63,30 +61,23 @@ class Recording:
         for x in tensors:
             _require_gradient(self._backend, x)
         self._recorder: Recorder = self._backend.recorder(tensors)
-        self._state = "new"
-        self._thread = threading.get_ident()
+        self._held = Held()
+        self._begun = False
 
     @committed
     def __enter__(self) -> "Recording":
-        if self._state != "new":
+        if self._begun:
             raise OptionError("a recording is of one block; call eg.record again for another")
-        self._state = "open"
+        self._begun = True
+        self._held.hold(self)
         self._recorder.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._recorder.stop()
-        finally:  # once more, as an interrupt may have come first; what is done already is not done again
-            self._recorder.stop()
-            self._state = "closed"
+    __exit__ = at_end()
 
     def __del__(self) -> None:
-        # An interrupt on the way into `__exit__` leaves the recording on, until the block that was left lets go of it.
-        if self.__dict__.get("_state") == "open" and self._thread == threading.get_ident():
-            self._recorder.stop()
+        if "_held" in self.__dict__:  # it was made without an error
+            self._held.give_up()
 
     @plain
     def grad(self, of: Tree, wrt: Tree, unconnected: str = "error") -> Tree:
@@ -158,7 +149,7 @@ class _Reading:
 
     def __init__(self, recording: Recording, of: Tree, wrt: Tree, unconnected: str, budget: int | str | None):
         self.zero = asks_for_zeros(unconnected)
-        if recording._state == "new":
+        if not recording._begun:
             raise OptionError("nothing is recorded yet; ask inside of the block, with eg.record(x) as rec: ...")
         self.budget = bytes_of.parse(budget)
         self.backend = backend = recording._backend

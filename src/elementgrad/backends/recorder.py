@@ -43,15 +43,11 @@ class Flow:
 
 
 class Recorder(ABC):
-    """Watches one piece of eager code, from `start` to `stop`."""
+    """Watches one piece of eager code."""
 
     @abstractmethod
     def start(self) -> None:
-        """Watch from now on."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Watch no longer; what was seen stays."""
+        """Watch until what this registers with the innermost open scope is undone; what was seen stays."""
 
     @abstractmethod
     def linear(self, of: Sequence[Asked], wrt: Sequence[Asked]) -> Linear:

@@ -11,7 +11,7 @@ from tensorflow.python.framework.ops import uid
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.tensorflow.linear import Sweep, TensorflowLinear
-from elementgrad.cleanup import Undos, defer, enter, undo_all, undos
+from elementgrad.cleanup import defer, enter
 from elementgrad.errors import FrameworkError, PlaceError
 from elementgrad.sparsity.pattern import Pattern
 
@@ -27,17 +27,12 @@ class TensorflowRecorder(Recorder):
         self._watched = [_own(x) for x in tensors]
         self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self._window = (0, sys.maxsize)
-        self._undos: Undos = []
 
     def start(self) -> None:
-        self._undos = undos()
         defer(self._close_window)
         self._window = (uid(), sys.maxsize)
         enter(self._tape)
         self._tape.watch(self._watched)
-
-    def stop(self) -> None:
-        undo_all(self._undos)
 
     def _close_window(self) -> None:
         if self._window[1] == sys.maxsize:

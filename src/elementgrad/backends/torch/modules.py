@@ -113,7 +113,8 @@ def add_hook(hooks: Any, hook: Any) -> None:
 def removed_later() -> list[Any]:
     """Return a list for handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
 
-    Register a hook and put its handle into the list by one statement.
+    Have the list itself register hooks, as by `handles.extend(map(node.register_hook, [hook]))`: that runs in C, and no
+    interrupt comes between the hook and the note of it.
     """
     handles: list[Any] = []
     defer(_remove, handles)

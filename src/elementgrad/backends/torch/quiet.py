@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.attention as attention_kernels
 
 from elementgrad.backends.torch.ambient import snapshot
 from elementgrad.backends.torch.modules import Lending, still
@@ -98,7 +99,9 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
         enter(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
     if attention:
-        enter(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        # Not by `sdpa_kernel`: an interrupt while that puts the kernels back leaves some of them off.
+        defer(attention_kernels._sdpa_kernel, attention_kernels._cur_sdpa_kernel_backends())
+        attention_kernels._sdpa_kernel([attention_kernels.SDPBackend.MATH])
     if again is not None:
         _set_random(again[0])
         for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):

@@ -11,7 +11,7 @@ from elementgrad import tree
 from elementgrad.backends.linear import Linear
 from elementgrad.backends.recorder import Asked, Flow, Recorder
 from elementgrad.backends.torch import calls
-from elementgrad.backends.torch.ambient import enter_mode
+from elementgrad.backends.torch.ambient import after_interrupt, enter_mode
 from elementgrad.backends.torch.calls import clock
 from elementgrad.backends.torch.checkpoints import call_plainly
 from elementgrad.backends.torch.functions import aside, watch, watchers, watching
@@ -21,8 +21,8 @@ from elementgrad.backends.torch.regions import Region, Write
 from elementgrad.backends.torch.shares import split
 from elementgrad.backends.torch.tracks import Tracks
 from elementgrad.backends.torch.versions import Found, Track, Version, edge_of
-from elementgrad.backends.torch.writes import Keeper, Writes, storage
-from elementgrad.cleanup import Undos, contained, defer, undo_all, undos
+from elementgrad.backends.torch.writes import Keeper, Writes, saving, storage
+from elementgrad.cleanup import contained, defer
 from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = torch.Tensor
@@ -43,11 +43,10 @@ class TorchRecorder(Recorder):
         self._window = (0, sys.maxsize)
         self._depth = 0
         self._unseen = False
-        self._undos: Undos = []
 
     def start(self) -> None:
         outer = watchers()
-        self._undos = undos()
+        defer(after_interrupt())  # code of ours that watches the user's enters modes by `with`, which can go wrong
         defer(self._close_window)
         enter_modes()
         call_plainly(True)
@@ -60,9 +59,6 @@ class TorchRecorder(Recorder):
         enter_mode(Writes(self.keeper, self))
         enter_mode(_Calls(self))
         watch(self)
-
-    def stop(self) -> None:
-        undo_all(self._undos)
 
     def _close_window(self) -> None:
         if self._window[1] == sys.maxsize:
@@ -127,7 +123,7 @@ class TorchRecorder(Recorder):
         try:
             if torch.is_grad_enabled():
                 args, kwargs = tree.mapped(args, stand_in), tree.mapped(kwargs, stand_in)
-            with self.keeper.saving():
+            with saving(self.keeper):
                 result = calls.with_out(func, args, kwargs)
         finally:
             self._depth -= 1

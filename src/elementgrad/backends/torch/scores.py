@@ -42,7 +42,8 @@ def slopes(
     with scope():
         call_plainly(False)
         # In this thread: what is computed again on the way back must find the buffers that are lent to it.
-        enter(torch.autograd.set_multithreading_enabled(False))
+        defer(torch._C._set_multithreading_enabled, torch._C._is_multithreading_enabled())
+        torch._C._set_multithreading_enabled(False)
         with scope():
             enter_modes()
             leaves = _stand_ins(model, parameters)
@@ -186,7 +187,7 @@ def _back(sample: Sample, leaves: Mapping[str, Tensor], take: Give) -> None:
             handles = removed_later()
             for name, leaf in leaves.items():
                 leaf.grad = None  # the user's function may have called backward itself
-                handles.append(leaf.register_post_accumulate_grad_hook(partial(taken, name)))
+                handles.extend(map(leaf.register_post_accumulate_grad_hook, [partial(taken, name)]))
             torch.autograd.backward(losses, seeds, retain_graph=again, inputs=list(leaves.values()))
     except RuntimeError as error:
         if FREED in str(error):

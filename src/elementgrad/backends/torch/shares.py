@@ -59,7 +59,7 @@ def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -
     with undisturbed(None), plainly():
         handles = removed_later()
         for node in taken:
-            handles.append(node.register_hook(partial(note, node)))
+            handles.extend(map(node.register_hook, [partial(note, node)]))
         arrived = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
         for number, source in enumerate(sources):
             parts = [derivative for _, _, other, derivative in found if other == number]

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elementgrad.backends.torch.functions import aside
 from elementgrad.backends.torch.regions import Region, Write
-from elementgrad.cleanup import contained
+from elementgrad.cleanup import contained, defer, scope
 from elementgrad.errors import FrameworkError
 
 autograd: Any = torch._C._autograd
@@ -102,14 +101,34 @@ class Keeper:
         for kept in self._kept.pop(key, ()):
             self.copies += kept.copy()
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Have what PyTorch saves kept. Where nobody may have it packed, it refuses what was overwritten by itself."""
+
+class saving(scope):  # noqa: N801
+    """Have what PyTorch saves in a block of code kept.
+
+    Where nobody may have it packed, PyTorch refuses what was overwritten by itself.
+    """
+
+    __slots__ = ("_keeper",)
+
+    def __init__(self, keeper: Keeper):
+        self._keeper = keeper
+
+    def __enter__(self) -> None:
+        super().__enter__()
         if torch._C._are_functorch_transforms_active() or autograd._saved_tensors_hooks_get_disabled_error_message():
-            return nullcontext()
+            return
         hooks = autograd._top_saved_tensors_default_hooks(False)
         if hooks and isinstance(hooks[0], Pack):
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(Pack(self, hooks), Kept.read)
+            return
+        pack = Pack(self._keeper, hooks)
+        defer(_stop_saving, pack)
+        autograd._push_saved_tensors_default_hooks(pack, Kept.read)
+
+
+def _stop_saving(pack: Pack) -> None:
+    hooks = autograd._top_saved_tensors_default_hooks(False)
+    if hooks and hooks[0] is pack:
+        autograd._pop_saved_tensors_default_hooks()
 
 
 def storage(x: Tensor) -> int | None:

@@ -129,7 +129,8 @@ class _Way:
             flows.append(Flow())
             slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
             first = all(node.next_functions[slot][0] is self.end for slot in slots)
-            handles.append(node.register_hook(note_flow(flows[-1], True, slots, positions if first else None)))
+            hook = note_flow(flows[-1], True, slots, positions if first else None)
+            handles.extend(map(node.register_hook, [hook]))
 
 
 def _joined(of: Picked, wrt: Picked, way: _Way) -> Told:
