@@ -1,14 +1,21 @@
 """Ctrl-C at any line of the library leaves models, modes and the next answer as they were."""
 
+import contextlib
 import gc
 import os
 import signal
+import threading
+import weakref
+from types import BuiltinMethodType
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elementgrad as eg
 from elementgrad import cleanup
+from elementgrad.backends.torch.ambient import ambient, enter_mode, snapshot
 from elementgrad.cleanup import defer, guarded, scope
 from tests import interrupted_jax, interrupted_keras, interrupted_torch
 from tests.interrupts import interrupted, points, some, spelled
@@ -174,6 +181,18 @@ def test_what_several_interrupts_left_is_undone_by_the_next_verb():
     assert done == ["left over", "undone"]
 
 
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Look whether a test leaves modes on, and only then turn them off, so that no other test runs under them."""
+    restore = snapshot()
+    before, flag = ambient(), torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    yield
+    after = ambient()
+    restore()
+    assert after == before
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == flag
+
+
 @pytest.fixture
 def signals():
     """A timer that interrupts as the keyboard does."""
@@ -205,7 +224,7 @@ def interrupt(call, seconds):
     raise AssertionError("no interrupt came through")
 
 
-@pytest.mark.parametrize("verb", ["parameter", "check", "record"])
+@pytest.mark.parametrize("verb", ["parameter", "check", "sparse", "record"])
 def test_real_signals_leave_a_model_as_it_was(signals, verb):
     fw, call = interrupted_torch, interrupted_torch.READS[verb]
     model = fw.model().eval()
@@ -265,3 +284,153 @@ def test_modes_are_left_wherever_they_are():
         z = (y * y * a).sum()
     assert rec.grad(z, y).tolist() == [60.0, 432.0, 972.0]
     assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_mode_is_left_after_an_interrupt_anywhere_in_pytorch(monkeypatch):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    pushes = torch.utils._python_dispatch._push_mode
+
+    def before(mode):
+        raise KeyboardInterrupt
+
+    def after(mode):
+        pushes(mode)
+        raise KeyboardInterrupt
+
+    @guarded
+    def verb():
+        enter_mode(Mode())
+
+    for interrupting in (before, after):
+        monkeypatch.setattr(torch.utils._python_dispatch, "_push_mode", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            verb()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+def test_modes_of_the_user_are_put_back_after_an_interrupt():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def stopped(x):
+        torch._C._pop_torch_function_stack()  # as PyTorch does for a moment
+        raise KeyboardInterrupt
+
+    with Mode() as mode:
+        with pytest.raises(KeyboardInterrupt):
+            eg.grad(stopped, torch.ones(2))
+        assert torch._C._get_function_stack_at(0) is mode
+
+
+def test_a_mode_that_pytorch_puts_back_too_late_is_off_from_the_next_verb():
+    x = torch.ones(2)
+    with eg.record(x):
+        mode = torch._C._get_function_stack_at(0)
+    torch._C._push_on_torch_function_stack(mode)
+    assert eg.grad(lambda x: x.sum(), x).tolist() == [1.0, 1.0]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_flags_of_modes_are_right_when_modes_end_out_of_order():
+    x = torch.ones(2)
+    first, second = eg.record(x), eg.record(x)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    second.__exit__(None, None, None)
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+@pytest.mark.parametrize("end", ["dies", "dies elsewhere", "interrupted"])
+def test_a_recording_whose_end_never_ran_ends_with_it_or_with_the_next_verb(monkeypatch, end):
+    x = torch.ones(2)
+    recordings = [eg.record(x)]
+    recordings[0].__enter__()
+    assert len(ambient().dispatch_modes) == 1
+    if end == "dies elsewhere":
+        thread = threading.Thread(target=recordings.clear)
+        thread.start()
+        thread.join()
+    else:
+        if end == "interrupted":  # Python reports an interrupt in `__del__` and goes on
+            monkeypatch.delattr(type(recordings[0]), "__del__")
+        recordings.clear()
+    assert len(ambient().dispatch_modes) == (end != "dies")
+    eg.grad(lambda x: x.sum(), x)
+    assert ambient().dispatch_modes == ambient().function_modes == ()
+
+
+def test_the_end_of_a_recording_has_no_first_instruction():
+    x = torch.ones(2)
+    recording = eg.record(x)
+    assert isinstance(recording.__exit__, BuiltinMethodType)
+    with recording:
+        getattr(recording, "__exit__")  # noqa: B009  # looking does not end it
+        gc.collect()
+        assert len(ambient().dispatch_modes) == 1
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eg.record(x))
+        assert len(ambient().dispatch_modes) == 1
+    with eg.record(x):  # without a name
+        gc.collect()
+        assert len(ambient().dispatch_modes) == 1
+    assert ambient().dispatch_modes == ()
+    died = weakref.ref(recording)
+    gc.disable()
+    del recording
+    gc.enable()
+    assert died() is None  # it is in no cycle
+
+
+def test_an_interrupted_block_ends_what_was_entered_in_it():
+    x, before = torch.ones(2), ambient()
+
+    def stopped(error):
+        with eg.record(x):
+            torch.set_grad_enabled(False)
+            torch._C._autograd._push_saved_tensors_default_hooks(lambda x: x, lambda x: x)
+            raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped(KeyboardInterrupt)
+    assert ambient() == before
+    with pytest.raises(ValueError, match="no interrupt"):
+        stopped(ValueError("no interrupt"))
+    assert not torch.is_grad_enabled()  # the user's own code did that
+    torch.set_grad_enabled(True)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def test_blocks_of_autocast_that_end_twice_are_put_right():
+    @guarded
+    def verb():
+        block = torch.autocast("cpu")
+        block.__enter__()
+        block.__exit__(None, None, None)
+        block.__exit__(None, None, None)  # as after an interrupt in the first
+
+    before = ambient()
+    verb()
+    assert ambient() == before
+
+
+def test_attention_has_its_kernels_after_an_interrupt(monkeypatch):
+    before = interrupted_torch.surroundings()["kernels"]
+    set_flash, calls = torch._C._set_sdp_use_flash, []
+
+    def flash(on):
+        set_flash(on)
+        calls.append(on)
+        if calls == [False, True]:  # they are being put back
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C, "_set_sdp_use_flash", flash)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_torch.READS["sparse"](interrupted_torch.model().eval())
+    assert interrupted_torch.surroundings()["kernels"] == before
