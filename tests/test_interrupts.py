@@ -327,6 +327,17 @@ def test_modes_of_the_user_are_put_back_after_an_interrupt():
         assert torch._C._get_function_stack_at(0) is mode
 
 
+@pytest.mark.parametrize("verb", ["contributions", "explain", "grad"])
+def test_an_interrupt_while_pytorch_has_a_mode_off_is_no_error(verb):
+    def stopped(x):
+        if torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        getattr(eg, verb)(stopped, torch.ones(2), of="output[0]")
+
+
 def test_a_mode_that_pytorch_puts_back_too_late_is_off_from_the_next_verb():
     x = torch.ones(2)
     with eg.record(x):

@@ -149,7 +149,9 @@ def ambient() -> Ambient:
 def enter_mode(mode: Any) -> None:
     """Enter a mode that sees functions or operations, until the innermost open scope is left.
 
-    It is then left wherever it is by that time, since its scope may be left late, after others were entered.
+    It is then left wherever it is by that time, since its scope may be left late, after others were entered. A `with`
+    on the mode itself would hide an interrupt behind an error: PyTorch takes modes off for a moment, an interrupt in
+    that moment loses the mode, and its `__exit__` finds nothing to leave.
     """
     defer(_leave_mode, mode, _flags())
     mode.__enter__()

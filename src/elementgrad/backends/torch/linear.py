@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward as engine
 
 from elementgrad.backends.linear import Function, Linear, Run, UnstackableError, UnsupportedError, reason
+from elementgrad.backends.torch.ambient import in_mode
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.freezable import Freezable
 from elementgrad.backends.torch.graph import Passing, alone, largest, node_of
@@ -96,7 +97,7 @@ class TorchLinear(Linear):
             with (
                 undisturbed(run.function, again, attention, this) as anything,
                 straight(run.inside) if anything else NOTHING,
-                Freezable() if freezes else NOTHING,
+                in_mode(Freezable()) if freezes else NOTHING,
             ):
                 for x in given:
                     leaf: Any = Passing() if x is None else _leaf(x, create_graph)

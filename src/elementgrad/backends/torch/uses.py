@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from elementgrad.backends.linear import Linear, Run, UnsupportedError, Use
+from elementgrad.backends.torch.ambient import in_mode
 from elementgrad.backends.torch.calls import WHERE, clock, note_lines
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.graph import Passing, largest
@@ -25,7 +26,7 @@ def uses(run: Run, inputs: Sequence[Tensor | None], input: int) -> tuple[Linear,
     """Evaluate a function as one of the uses that it makes of one of its inputs."""
     source = Passing()
     x = inputs[input]
-    with undisturbed(run.function), straight(run.inside), _Lines():
+    with undisturbed(run.function), straight(run.inside), in_mode(_Lines()):
         given: list[Any] = list(inputs)
         given[input] = source if x is None else source(x.clone() if x.is_inference() else x.detach())
         outputs = list(run(*given))

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from elementgrad.backends.linear import Run
+from elementgrad.backends.torch.ambient import in_mode
 from elementgrad.backends.torch.checkpoints import straight
 from elementgrad.backends.torch.explaining.lenient import Lenient
 from elementgrad.backends.torch.explaining.measures import Meter
@@ -112,7 +113,7 @@ class TorchWitness(Witness):
         quiet = undisturbed(self._run.function, self._state, attention)
         with quiet:
             before = generators()[0]
-            with straight(True, faithful=True), Freezable(), watch.on():
+            with straight(True, faithful=True), in_mode(Freezable()), watch.on():
                 given: Any = start if self._given is None else start(self._given)
                 (target,) = self._run(given)
             self._draws = not torch.equal(before, generators()[0])
@@ -224,7 +225,7 @@ def sample(run: Run, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
     first = tensors[0]
 
     def once() -> Sequence[Tensor]:
-        with undisturbed(run.function), Lenient():
+        with undisturbed(run.function), in_mode(Lenient()):
             return run(None if first is None else _passed(first, None), *tensors[1:])
 
     try:
