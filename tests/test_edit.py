@@ -199,6 +199,25 @@ def test_a_huge_int_is_a_float_for_a_float_tensor(fw):
             eg.at(fw.tensor([0.0]))[0].set(huge)
 
 
+def test_unsigned_ints_of_64_bits_are_floats_for_a_float_tensor_in_every_form(fw):
+    wide = 2**63
+    for value in ([wide], [[wide]], (wide,), np.array([wide]), np.array([wide], np.ulonglong), np.uint64(wide)):
+        assert fw.numpy(eg.at(fw.tensor([0.0], "float32"))[:1].set(value)).tolist() == [2.0**63]
+        with pytest.raises(eg.DtypeError, match=f"{wide} does not fit int64"):
+            eg.at(fw.tensor([0], "int64"))[:1].set(value)
+
+
+def test_an_index_of_more_digits_than_python_writes_is_out_of_range(fw):
+    x, huge = fw.tensor([1.0, 2.0, 3.0]), 10**5000
+    for index in (huge, -huge, (0, huge), [huge]):
+        with pytest.raises(eg.SelectionError, match=r"an int of 16610 bits|holds an int that is out of range"):
+            eg.at(x)[index].get()
+    assert fw.numpy(eg.at(x)[:huge].get()).tolist() == [1, 2, 3]
+    assert "an int of 16610 bits" in repr(eg.at(x)[huge:])
+    with pytest.raises(eg.SelectionError, match="an int of 16610 bits is out of range"):
+        eg.jacobian(lambda x: x, x)[huge, 0]
+
+
 def test_a_step_beyond_any_size_names_the_first_element(fw):
     x = fw.tensor([1.0, 2.0, 3.0])
     for step in (10**30, -(10**30)):

@@ -203,6 +203,8 @@ def _array(value: Any) -> np.ndarray:
         if array.dtype.kind == "O" and array.size and all(type(number) is int for number in array.flat):
             return array  # ints of more than 64 bits
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        # NumPy has two types of 64 bits that are equal, and PyTorch knows one of them; 2**63 is of the other.
+        array = array.view(array.dtype.str)
     except Exception:
         array = np.array(None)
     if array.dtype.kind not in "biufc":

@@ -34,7 +34,15 @@ def quoted(value: Any) -> str:
     try:
         return repr(value)
     except (RecursionError, ValueError):
-        return f"an int of {value.bit_length()} bits" if isinstance(value, int) else brief(value)
+        return f"an int of {value.bit_length()} bits" if isinstance(value, int) else _brief(value)
+
+
+def _brief(value: Any) -> str:
+    """Return a short text, which Python may not have either, as for a list that holds such an int."""
+    try:
+        return brief(value)
+    except ValueError:
+        return f"a {type(value).__name__}"
 
 
 class ElementgradError(Exception):

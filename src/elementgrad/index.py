@@ -28,7 +28,7 @@ class Span(NamedTuple):
     step: int | None
 
     def __str__(self) -> str:
-        start, stop, step = ("" if bound is None else str(bound) for bound in self)
+        start, stop, step = ("" if bound is None else quoted(bound) for bound in self)
         return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
 
 
@@ -117,7 +117,11 @@ def as_written(index: Index) -> tuple[Any, ...]:
 
 def to_text(index: Index) -> str:
     """The index as text, brackets included; `parse` reads it back."""
-    return f"[{', '.join('...' if item is Ellipsis else str(item) for item in index)}]"
+    return f"[{', '.join('...' if item is Ellipsis else _written(item) for item in index)}]"
+
+
+def _written(item: Any) -> str:
+    return quoted(item) if type(item) is int else str(item)
 
 
 def _item(item: Any, home: backends.Backend | None) -> Item:

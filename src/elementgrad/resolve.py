@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad.errors import SelectionError
+from elementgrad.errors import SelectionError, quoted
 from elementgrad.index import Index, IndexArray, Span
 from elementgrad.selection import Selection, Shape, stays
 
@@ -73,7 +73,7 @@ class _Walk:
             else:
                 axis, size = len(self.parts), self.of[len(self.parts)]
                 if size is not None and not -size <= item < size:
-                    raise SelectionError(f"index {item} is out of range for axis {axis} of size {size}")
+                    raise SelectionError(f"index {quoted(item)} is out of range for axis {axis} of size {size}")
                 self.join([item if size is None or item >= 0 else item + size], None)
         return self.finish()
 
