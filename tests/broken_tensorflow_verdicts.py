@@ -30,6 +30,27 @@ def a_volume():
     return lambda x: tf.reduce_sum(tf.nn.max_pool3d(x[:, None], [1, 2, 2], [1, 2, 2], "VALID")), IMAGE  # <- here
 
 
+@BROKEN.says("zero", "out-of-range", fix="check the ids before", wrt="x[1]")
+def a_segment_that_is_not_there():
+    return lambda x: tf.reduce_sum(tf.math.unsorted_segment_sum(x, tf.constant([0, -1]), 2)), X  # <- here
+
+
+@BROKEN.says("zero", "out-of-range", fix="check the ids before", wrt="x[1]")
+def the_largest_of_a_segment_that_is_not_there():
+    return lambda x: tf.reduce_sum(tf.math.unsorted_segment_max(x, tf.constant([0, -1]), 1)), X  # <- here
+
+
+@BROKEN.says("zero", "out-of-range", wrt="x[1, 0]")
+def a_compiled_mean_of_a_segment_that_is_not_there():
+    return tf.function(lambda x: tf.math.unsorted_segment_mean(x, tf.constant([0, -1]), 1)[0, 0]), ROWS  # <- here
+
+
+@BROKEN.says("zero", "not-selected", wrt="x[0]")
+def beside_a_segment_that_is_not_there():
+    x = tf.constant([1.0, 2.0, 9.0])
+    return lambda x: tf.math.unsorted_segment_max(x, tf.constant([0, 0, -1]), 1)[0], x  # <- here
+
+
 @BROKEN.says("zero", "tie", fix="may stand for each other", wrt="x[0, 2, 1, 0]")
 def a_tie_in_its_own_window():
     return lambda x: tf.reduce_sum(tf.nn.max_pool2d(x, 2, 2, "VALID")), IMAGE  # <- here

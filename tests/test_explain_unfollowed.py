@@ -100,6 +100,14 @@ def test_a_run_that_cannot_be_followed_again_keeps_its_verdict(monkeypatch):
     assert any(fact.startswith(SAYS) for fact in found.evidence)
 
 
+def test_an_id_of_no_segment_is_said_where_a_gradient_flows():
+    def f(x):
+        return tf.reduce_sum(tf.math.unsorted_segment_sum(x, tf.constant([0, -1, 1]), 2))
+
+    found = eg.explain(f, tf.constant([1.0, 2.0, 3.0]))
+    assert (found.verdict, found.evidence[-1][:36]) == ("flows", "id -1 is out of range for 2 segments")
+
+
 def test_an_index_out_of_range_is_said_where_a_gradient_flows():
     x = jnp.array([1.0, 2.0, 3.0])
     found = eg.explain(lambda x: x[5], x)

@@ -157,6 +157,14 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
         "it is a constant, and nothing that is given goes into it",
         "compute {of} from {wrt}, or ask about another result: this one is made of plain numbers alone",
     )
+    segments = "segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max "
+    segments += "unsorted_segment_min"
+    yield (
+        "out-of-range",
+        segments,
+        "{operation} is given an id that is of no segment, and drops what bears it",
+        "check the ids before, as in assert ((ids >= 0) & (ids < num_segments)).all()",
+    )
     yield (
         "row-not-used",
         "padding_idx",

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from elementgrad.backends.tensorflow.explaining import words
+from elementgrad.backends.tensorflow.explaining.meters import out_of_range
 from elementgrad.backends.tensorflow.explaining.records import Record, differentiable, zeros
 from elementgrad.backends.tensorflow.quiet import silenced
 from elementgrad.backends.witness import Account, Remark, Step
@@ -31,6 +32,11 @@ def account(
         Remark("custom-rule", "", step)
         for step in steps
         if step.own and not connected.isdisjoint(step.takes) and not connected.isdisjoint(step.gives)
+    ]
+    own += [
+        Remark("out-of-range", told, step)
+        for each, step in zip(records, steps, strict=True)
+        if not connected.isdisjoint(step.takes) and (told := out_of_range(each))
     ]
     draws = any(words.draws(kind) for each in records for kind in (each.kind, *each.inside))
     return Account(steps, source, target, frozenset(connected), [*remarks, *own], draws)

@@ -26,6 +26,7 @@ PRODUCTS = {"Mul", "RealDiv"}
 MATRICES = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
 SUMS = {*MATRICES, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
 LOOKS_UP = {"GatherV2", "ResourceGather"}
+SEGMENTS = {"UnsortedSegmentSum", "UnsortedSegmentProd", "UnsortedSegmentMax", "UnsortedSegmentMin"}
 
 
 def reached(records: Sequence[Record], source: int) -> set[int]:
@@ -134,6 +135,21 @@ def seen(each: Record) -> Seen | None:
     return Seen(all(map(_finite, takes)), all(map(_finite, gives)), grows)
 
 
+def out_of_range(each: Record) -> str:
+    """What is to be said of the ids of segments, if some are of none: TensorFlow drops what bears them."""
+    if each.kind not in SEGMENTS:
+        return ""
+    wrong = each.inputs[1].numpy()[_of_no_segment(each)]
+    if not wrong.size:
+        return ""
+    return f"id {wrong[0]} is out of range for {int(each.inputs[2])} segments, and TensorFlow drops what bears it"
+
+
+def _of_no_segment(each: Record) -> np.ndarray:
+    ids = each.inputs[1].numpy()
+    return np.asarray((ids < 0) | (ids >= int(each.inputs[2])))
+
+
 def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
     """Why a step gives no derivative, where its numbers say more than its name."""
     carrying = [(x, t) for x, t in zip(each.inputs, tangents, strict=False) if t is not None and _size(t) > 0]
@@ -149,6 +165,8 @@ def _why_none(each: Record, tangents: Sequence[Tensor | None]) -> str | None:
         return "masked"
     if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
         return "clamped"
+    if each.kind in SEGMENTS and bool(_of_no_segment(each)[np.nonzero(moved)[: each.inputs[1].ndim]].all()):
+        return "out-of-range"
     if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
         if each.ties([None if t is None else np.abs(t.numpy()) > 0 for t in tangents]):
             return "tie"
