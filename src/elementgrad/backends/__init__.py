@@ -77,7 +77,7 @@ def opened(value: Any) -> tuple[Any, Any, Any] | None:
 
 def holder(function: Any) -> Backend | None:
     """The backend of which a function is a model; a Keras model that computes with another one is refused."""
-    _require_keras_on_tensorflow(function)
+    require_keras_on_tensorflow(function)
     return _holder(function)
 
 
@@ -149,7 +149,7 @@ def _imported() -> Iterator[Backend]:
         yield elementgrad.backends.jax.backend
 
 
-def _require_keras_on_tensorflow(function: Any) -> None:
+def require_keras_on_tensorflow(function: Any) -> None:
     """Refuse a Keras model on another backend, whose layers do not read their variables from where they are kept.
 
     On PyTorch such a model is a module whose parameters bear other names and are not those that it computes with, so

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from elementgrad.backends import require_keras_on_tensorflow
 from elementgrad.backends.model import Model, Passage
 from elementgrad.backends.torch.modules import add_hook, restore_attributes
 from elementgrad.backends.torch.training.sharding import require_whole
@@ -19,6 +20,8 @@ WRAPPERS = ("module", "_orig_mod")
 """What a wrapper of PyTorch's calls the module that it wraps: `DataParallel`, `AveragedModel`, `torch.compile`."""
 WRAPPED = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
 """Where PyTorch keeps its wrappers."""
+KEPT_BY_KERAS = "._torch_params"
+"""Where a layer of Keras keeps parameters that it does not read from there, if its backend is PyTorch."""
 _locks: WeakKeyDictionary[Module, Lock] = WeakKeyDictionary()
 _originals: dict[int, Tensor] = {}  # what stands in for a tensor of a model, in whichever thread, and that tensor
 
@@ -58,6 +61,8 @@ class TorchModel(Model):
             return found
         above, _, last = name.rpartition(".")
         module = self._find(above)
+        if above.endswith(KEPT_BY_KERAS):
+            require_keras_on_tensorflow(self._find(above.removesuffix(KEPT_BY_KERAS)))
         if module is not None:
             found += [
                 (kind, _original(tensors[last])) for kind, tensors in _tensors(module) if tensors.get(last) is not None
