@@ -85,6 +85,32 @@ def test_other_parameters_may_stand_out_where_these_did_not(odd):
         np.testing.assert_allclose(x_slope, slopes[1], rtol=1e-12)
 
 
+@pytest.mark.parametrize("place", ["w[1, 1]", "w[1]", "w[:, 1]"])
+def test_infinite_numbers_beside_the_elements_are_multiplied_by_no_zero(place):
+    """Ones that are there when the elements are made, and ones in other parameters whose numbers are known."""
+    table = jax.random.normal(jax.random.key(0), (20, 20), jnp.float64)
+    infinite = {"w": table.at[1, 5].set(jnp.inf).at[7, 1].set(-jnp.inf)}
+    x = jnp.arange(1.0, 21.0, dtype=table.dtype)
+
+    def loss(params, x):
+        return jnp.tanh(x @ params["w"] / 1e3).sum()
+
+    for given, other in ((infinite, None), ({"w": table}, infinite)):
+        elements = eg.trainable(given, place)
+        values = {place: 0.5 * elements.values[place]}
+        values[place] = jnp.where(jnp.isfinite(values[place]), values[place], 1)
+        expected, slopes = jax.value_and_grad(lambda v, e=elements, o=other: loss(e.merge(v, params=o), x))(values)
+
+        def ours(values, elements=elements, other=other):
+            return elements.value_and_grad(lambda params: loss(params, x), values, params=other)
+
+        for function in (ours, jax.jit(ours)):
+            found, slope = function(values)
+            assert np.isfinite(expected)
+            np.testing.assert_allclose(found, expected, rtol=1e-12)
+            np.testing.assert_allclose(slope[place], slopes[place], rtol=1e-12)
+
+
 def test_an_element_that_is_too_large_for_the_dtype_of_a_product_leaves_nothing_behind():
     w = jnp.full((20, 20), 0.5, jnp.float32).at[1, 1].set(1e6)
     elements = eg.trainable({"w": w}, "w[1, 1]")

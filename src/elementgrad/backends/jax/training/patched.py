@@ -29,7 +29,8 @@ class Patched:
         self.name = name
         """What the parameter is called that it comes from."""
         self.largest = largest
-        """The size of the largest number that the values replace, where it can be known; NaN if one of them is NaN."""
+        """The size of the largest number that the values replace, where it can be known; NaN if one of them is NaN, and
+        infinity if any number of the array is not finite."""
 
     def tree_flatten(self) -> tuple[tuple[Array, Array], Any]:
         """As JAX asks for it."""
@@ -52,7 +53,7 @@ class Patched:
 
     @property
     def finite(self) -> bool:
-        """Whether all that the values replace is finite, also in a dtype that it was cast to."""
+        """Whether the array is finite, and what the values replace also in a dtype that it was cast to."""
         return self.largest <= float(jnp.finfo(self.array.dtype).max)
 
     def whole(self) -> Array:

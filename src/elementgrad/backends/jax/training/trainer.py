@@ -1,6 +1,7 @@
 """Training elements of a pytree of arrays, such as parameters in dicts or a module of flax NNX or Equinox."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -30,6 +31,11 @@ class Leaf:
         self.shape = tuple(array.shape)
         self.dtype = array.dtype
 
+    @cached_property
+    def finite(self) -> bool:
+        """Whether all of it is: a product without some rows multiplies them by zero, and zero times infinity is NaN."""
+        return _finite(self.array)
+
 
 class JaxPart(Part):
     """The elements of one place. Nothing is ever written to: the values change, and are merged when asked for."""
@@ -38,7 +44,7 @@ class JaxPart(Part):
 
     def __init__(self, leaf: Leaf, positions: np.ndarray, values: Array, originals: Array):
         self.tensor, self.positions, self.leaf, self.originals = leaf, positions, values, originals
-        self.largest = _largest(originals)
+        self.largest = _largest(originals) if leaf.finite else np.inf
 
 
 class JaxTrainer(FunctionalTrainer):
@@ -226,7 +232,7 @@ class JaxTrainer(FunctionalTrainer):
         if array is mine[0][0].tensor.array or isinstance(array, jax.core.Tracer):
             largest = float(np.max([part.largest for part, _ in mine]))
         else:
-            largest = _largest(meshes.read(array, positions))
+            largest = _largest(meshes.read(array, positions)) if _finite(array) else np.inf
         return Patched(array, together, positions, name, largest)
 
     def _given(self, parts: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
@@ -259,6 +265,16 @@ def _cast(values: Array, dtype: Any, like: Array) -> Array:
 
 def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), jnp.dtype(numbers.dtype))
+
+
+def _finite(array: Array) -> bool:
+    with jax.ensure_compile_time_eval():
+        return bool(_all_finite(array))
+
+
+@jax.jit
+def _all_finite(array: Array) -> Array:
+    return jnp.isfinite(array).all()
 
 
 def _largest(numbers: Any) -> float:
