@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from types import BuiltinMethodType
@@ -336,6 +337,36 @@ def test_an_interrupt_while_pytorch_has_a_mode_off_is_no_error(verb):
 
     with pytest.raises(KeyboardInterrupt):
         getattr(eg, verb)(stopped, torch.ones(2), of="output[0]")
+
+
+@pytest.mark.parametrize("kind", ["verb", "recording"])
+def test_an_interrupt_before_pytorch_puts_a_mode_back_leaves_none(kind):
+    code = contextlib._GeneratorContextManager.__exit__.__code__
+
+    def stop(frame, event, argument):
+        if frame.f_code is code and "_pop_mode_temporarily" in frame.f_locals["self"].gen.__name__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def stopped(x):
+        sys.settrace(stop)
+        return torch.nn.functional.dropout(x, training=False)
+
+    def call():
+        x = torch.ones(2)
+        if kind == "verb":
+            eg.contributions(stopped, x, of="output[0]")
+        with eg.record(x):
+            stopped(x)
+
+    before, trace = ambient(), sys.gettrace()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(trace)
+    gc.collect()
+    assert ambient() == before
 
 
 def test_a_mode_that_pytorch_puts_back_too_late_is_off_from_the_next_verb():

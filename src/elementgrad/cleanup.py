@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import CodeType
@@ -184,6 +184,25 @@ class _Context:
             generator = getattr(self._manager, "gen", None)
             if generator is not None:
                 generator.close()
+
+
+_MANAGED = (_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__)
+
+
+def finish_blocks(error: BaseException | None) -> None:
+    """Finish the generators of `with` statements that an interrupt kept from calling them again.
+
+    The interrupt has them in its traceback. They would go on when that is forgotten, and undo what they did after all
+    else is undone: PyTorch so takes a mode off for a moment, and would put it back when the mode was left.
+    """
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code in _MANAGED:
+                with suppress(Exception):
+                    trace.tb_frame.f_locals["self"].gen.close()
+            trace = trace.tb_next
+        error = error.__context__
 
 
 class entered(scope):  # noqa: N801

@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_intern
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from elementgrad.cleanup import atomically, defer, scope
+from elementgrad.cleanup import atomically, defer, finish_blocks, scope
 
 functorch: Any = torch._C._functorch
 autograd: Any = torch._C._autograd
@@ -223,6 +223,7 @@ def _restore_after_interrupt(before: Ambient) -> None:
     error = sys.exc_info()[1]
     end = error if isinstance(error, (GeneratorExit, type(None))) else error.__context__
     if isinstance(end, GeneratorExit) and (error is not end or _stops(end.__context__)):
+        finish_blocks(end.__context__)
         restore(before)
 
 
@@ -265,7 +266,9 @@ def _close_dual_levels(before: int) -> None:
 
 def restore(before: Ambient) -> None:
     """Leave the modes that were entered since, and set the switches that were turned."""
-    if _stops(sys.exc_info()[1]):
+    error = sys.exc_info()[1]
+    if _stops(error):
+        finish_blocks(error)
         _close_dual_level(before.dual_levels)
     now = ambient()
     if now == before:
