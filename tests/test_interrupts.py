@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elementgrad as eg
 from elementgrad import cleanup
-from elementgrad.backends.torch.ambient import ambient, enter_mode, snapshot
-from elementgrad.cleanup import defer, guarded, scope
+from elementgrad.backends.torch.ambient import _flags, _set_flags, ambient, enter_mode, snapshot
+from elementgrad.cleanup import atomically, defer, guarded, scope
 from tests import interrupted_jax, interrupted_keras, interrupted_torch
 from tests.interrupts import interrupted, points, some, spelled
 
@@ -186,12 +186,12 @@ def test_what_several_interrupts_left_is_undone_by_the_next_verb():
 def nothing_left():
     """Look whether a test leaves modes on, and only then turn them off, so that no other test runs under them."""
     restore = snapshot()
-    before, flag = ambient(), torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    before = ambient(), _flags()
     yield
-    after = ambient()
+    after = ambient(), _flags()
     restore()
+    atomically(*_set_flags(before[1]))
     assert after == before
-    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() == flag
 
 
 @pytest.fixture
@@ -310,6 +310,9 @@ def test_a_mode_is_left_after_an_interrupt_anywhere_in_pytorch(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             verb()
         assert torch._C._len_torch_dispatch_stack() == 0
+        assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+        with pytest.raises(KeyboardInterrupt):
+            eg.jacobian(lambda x: x**2, torch.ones(2)).sparse()
         assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
 
 

@@ -153,6 +153,7 @@ def enter_mode(mode: Any) -> None:
     on the mode itself would hide an interrupt behind an error: PyTorch takes modes off for a moment, an interrupt in
     that moment loses the mode, and its `__exit__` finds nothing to leave.
     """
+    vars(mode).pop(LEFT, None)  # it may have been on before
     defer(_leave_mode, mode, _flags())
     mode.__enter__()
 
@@ -189,16 +190,16 @@ def _flags() -> list[bool]:
 
 
 def _noted(mode: Any) -> list[bool]:
-    """Return the flags from before a mode was entered, if it came to note them all."""
+    """Return the flags from before a mode was entered, if it came to note them all; it may be entered in itself."""
     notes = [getattr(mode, name, None) for name in FLAGS]
-    return [note[-1] for note in notes if note] if all(notes) else []
+    return [note[0] for note in notes if note] if all(notes) else []
 
 
 def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]":
     """Return the steps that give flags their former values, now or when the next of the modes above is left."""
     if above:
         notes = [getattr(above[0], name, None) for name in FLAGS]
-        return [partial(note.__setitem__, -1, flag) for note, flag in zip(notes, flags, strict=True) if note]
+        return [partial(note.__setitem__, 0, flag) for note, flag in zip(notes, flags, strict=True) if note]
     set_all = [partial(_dispatch.__setitem__, name, flag) for name, flag in zip(FLAGS.values(), flags, strict=True)]
     return [*set_all, partial(set_is_in_mode_without_ignore_compile_internals, flags[-1])]
 

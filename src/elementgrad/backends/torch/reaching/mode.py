@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elementgrad.backends.linear import UnsupportedError
+from elementgrad.backends.torch.ambient import in_mode
 from elementgrad.backends.torch.reaching.memory import Memory
 from elementgrad.backends.torch.reaching.reads import noticing
 from elementgrad.sparsity.reach import Ids, Reach
@@ -79,7 +80,7 @@ class Reaching(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run a program in here."""
-        with noticing(lambda x, name: self.require_steady([x], name)), self:
+        with noticing(lambda x, name: self.require_steady([x], name)), in_mode(self):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
