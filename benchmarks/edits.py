@@ -107,7 +107,8 @@ def import_rows() -> Iterator[Row]:
 
     yield Row("import elementgrad", importing("elementgrad"), importing("numpy"), "import numpy", IMPORT_BOUND)
     yield Row(
-        "import elementgrad.place", importing("elementgrad.place"), importing("numpy"), "import numpy", IMPORT_BOUND
+        "import elementgrad._place.place",
+        importing("elementgrad._place.place"), importing("numpy"), "import numpy", IMPORT_BOUND
     )
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 
 import elementgrad as eg
-from elementgrad.backends.torch.ambient import ambient
+from elementgrad._backends.torch.isolate import ambient_state
 
 NAME = "torch"
 X = torch.tensor([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
@@ -59,7 +59,7 @@ def surroundings():
     """Everything of PyTorch and Python that a verb might change."""
     checkpoint = torch.utils.checkpoint
     return {
-        "modes": ambient(),
+        "modes": ambient_state(),
         "hooks": [(name, len(value)) for name, value in sorted(vars(modules).items()) if name.endswith("_hooks")],
         "steps": len(sys.modules[Optimizer.__module__]._global_optimizer_post_hooks),
         "replaced": [

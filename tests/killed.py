@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from elementgrad.train.patch import Entry, Numbers, Patch
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.patch import Entry, Patch
 
 
 def patch(value: float, size: int) -> Patch:
-    old, new = (Numbers.of(np.full(size, number, np.float32)) for number in (0.0, value))
+    old, new = (BitArray.of(np.full(size, number, np.float32)) for number in (0.0, value))
     return Patch((Entry("w[:]", "w", (size,), "float32", np.arange(size), new, old, "sample:" + 64 * "0"),))
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from elementgrad.backends import ranks
-from elementgrad.backends.tensorflow.model import KerasModel
+from elementgrad._backends import topk as ranks
+from elementgrad._backends.tensorflow.names import KerasModel
 from tests import keras_models
 from tests.ranked import Ranked
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from elementgrad.backends.torch import scores
+from elementgrad._backends.torch import top as scores
 from tests.ranked import Ranked
 
 

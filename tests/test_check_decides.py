@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad.explaining import precision
+from elementgrad._explain import differences as precision
 from tests.frameworks import JAX, TORCH
 from tests.operations import OPS
 from tests.test_check import wrong

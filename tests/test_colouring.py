@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from elementgrad.sparsity.colouring import Colouring, colouring
-from elementgrad.sparsity.pattern import Pattern
-from elementgrad.sparsity.reach import Reach
+from elementgrad._sparsity.coloring import Coloring, color
+from elementgrad._sparsity.index_sets import IndexSets
+from elementgrad._sparsity.pattern import Pattern
 
 masks = st.tuples(st.integers(1, 12), st.integers(1, 12)).flatmap(lambda shape: arrays.arrays(bool, shape))
 squares = st.integers(1, 12).flatmap(lambda size: arrays.arrays(bool, (size, size)))
 
 
-def assert_reads(matrix: np.ndarray, pattern: Pattern, found: Colouring, asked: np.ndarray | None = None) -> None:
+def assert_reads(matrix: np.ndarray, pattern: Pattern, found: Coloring, asked: np.ndarray | None = None) -> None:
     """What the sweeps of a colouring give of a matrix holds each of the entries in its place."""
     sweeps = [
         (np.arange(count)[:, None] == colours).astype(float)
@@ -58,9 +58,9 @@ def test_a_colouring_reads_what_is_asked_for(mask, data):
     pattern, matrix = Pattern.from_dense(mask), filled(mask)
     asked = data.draw(arrays.arrays(bool, (pattern.size,)))
     for without in ([], ["reverse"], ["forward"]):
-        whole = colouring(pattern, without=without)
+        whole = color(pattern, without=without)
         assert_reads(matrix, pattern, whole)
-        part = colouring(pattern, asked, without=without)
+        part = color(pattern, asked, without=without)
         assert_reads(matrix, pattern, part, asked)
         assert whole.sweeps <= max(mask.shape)
         assert not (whole.reverse if without == ["reverse"] else whole.forward if without else 0)
@@ -70,7 +70,7 @@ def test_a_colouring_reads_what_is_asked_for(mask, data):
 def test_a_symmetric_matrix_is_read_by_stars(mask):
     pattern, matrix = Pattern.from_dense(mask | mask.T), filled(mask)
     for without in ([], ["reverse"]):
-        assert_reads(matrix + matrix.T, pattern, colouring(pattern, symmetric=True, without=without))
+        assert_reads(matrix + matrix.T, pattern, color(pattern, symmetric=True, without=without))
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_a_symmetric_matrix_is_read_by_stars(mask):
     ],
 )
 def test_sweeps_are_as_few_as_can_be(pattern, symmetric, sweeps, kind):
-    found = colouring(pattern, symmetric=symmetric)
+    found = color(pattern, symmetric=symmetric)
     assert (found.sweeps, found.kind) == (sweeps, kind)
 
 
 def test_a_stencil_that_wraps_around_takes_few_sweeps_more():
-    assert colouring(grid(10, wraps=True)).sweeps <= 8
-    assert colouring(grid(10, wraps=True), symmetric=True).sweeps <= 6
+    assert color(grid(10, wraps=True)).sweeps <= 8
+    assert color(grid(10, wraps=True), symmetric=True).sweeps <= 6
 
 
 @pytest.mark.parametrize("size", [10, 15])
 def test_a_stencil_that_wraps_around_repeats_along_the_axes_of_its_tensor(size):
     pattern = grid(size, wraps=True)
-    found = colouring(pattern, shapes=((size, size), (size, size)))
+    found = color(pattern, shapes=((size, size), (size, size)))
     assert found.sweeps == 5
     assert_reads(filled(pattern.dense()), pattern, found)
 
@@ -116,14 +116,14 @@ def test_colours_that_repeat_read_everything_too(mask, data):
     pattern = Pattern.from_dense(mask)
     rows, columns = mask.shape
     shapes = data.draw(st.sampled_from([((rows,), (columns,)), ((1, rows), (columns, 1)), ((2, rows), ())]))
-    assert_reads(filled(mask), pattern, colouring(pattern, shapes=shapes))
+    assert_reads(filled(mask), pattern, color(pattern, shapes=shapes))
 
 
 def test_a_few_entries_take_fewer_sweeps_than_all():
     pattern = Pattern.from_dense(band(60, 4))
-    assert colouring(pattern).sweeps == 9
+    assert color(pattern).sweeps == 9
     apart = (pattern.rows == pattern.columns) & (pattern.rows % 5 == 0)
-    assert colouring(pattern, apart).sweeps == 1
+    assert color(pattern, apart).sweeps == 1
 
 
 def test_a_long_band_is_coloured_in_linear_memory():
@@ -131,12 +131,12 @@ def test_a_long_band_is_coloured_in_linear_memory():
     pattern = Pattern.from_entries(
         np.append(numbers, numbers[1:]), np.append(numbers, numbers[:-1]), (len(numbers),) * 2
     )
-    assert colouring(pattern).sweeps == 2
+    assert color(pattern).sweeps == 2
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=8), st.data())
 def test_unions_are_those_of_pythons_sets(groups, data):
-    reach = Reach(10)
+    reach = IndexSets(10)
     sets: dict[int, set[int]] = {0: set(), reach.full: set(range(10))} | {i + 1: {i} for i in range(10)}
 
     def known(ids: np.ndarray, wanted: list[set[int]]) -> None:
@@ -161,7 +161,7 @@ def test_unions_are_those_of_pythons_sets(groups, data):
 
 @given(st.integers(3, 9), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(0, 2), st.integers(1, 2))
 def test_windows_are_those_of_a_convolution(length, size, stride, dilation, pad, spacing):
-    reach = Reach(length)
+    reach = IndexSets(length)
     spread = (length - 1) * spacing + 1
     count = (spread + 2 * pad - (size - 1) * dilation - 1) // stride + 1
     if count < 1:
@@ -178,7 +178,7 @@ def test_windows_are_those_of_a_convolution(length, size, stride, dilation, pad,
 
 @given(arrays.arrays(bool, (4, 5)))
 def test_a_product_with_known_zeros_reaches_through_the_others_alone(mask):
-    reach = Reach(8)
+    reach = IndexSets(8)
     ids = reach.through(reach.start((2, 4)), mask)
     wanted = np.kron(np.eye(2), mask.T) != 0
     np.testing.assert_array_equal(reach.pattern(ids).dense(), wanted)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import elementgrad as eg
-from elementgrad.cli import main
+from elementgrad._cli import main
 from tests.user_files import FILES, OUT, WEIGHT
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import elementgrad as eg
-from elementgrad.backends import lines
-from elementgrad.backends.lines import is_users
-from elementgrad.train.patch import Entry, Numbers
+from elementgrad._backends import source_location as lines
+from elementgrad._backends.source_location import is_users
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.patch import Entry
 from tests.user_files import FILES, WEIGHT
 
 ROOT = Path(eg.__file__).parent.parent
@@ -161,7 +162,7 @@ def test_help_into_a_closed_pipe_ends_quietly(folder):
 
 @pytest.mark.parametrize(("encoding", "name"), [("cp1252", "schön->"), ("ascii", "sch\\xf6n->")])
 def test_names_that_an_output_does_not_know_are_printed_by_others(folder, encoding, name):
-    numbers = Numbers.of(np.float32([1.0]))
+    numbers = BitArray.of(np.float32([1.0]))
     entry = Entry("schön→[0]", "schön→", (1,), "float32", np.array([0]), numbers, numbers, "full:" + 64 * "0")
     eg.Patch((entry,)).write(folder / "ü→.safetensors")
     for options in ((), ("--json",)):

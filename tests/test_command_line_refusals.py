@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from elementgrad.cli import main
+from elementgrad._cli import main
 from tests.user_files import FILES
 
 LONG = "w" * 100_000
@@ -164,7 +164,7 @@ def test_what_the_users_code_raises_is_shown_as_python_would(folder, monkeypatch
 
 
 def test_jax_has_float64_only_where_it_is_told_to(folder, monkeypatch, capsys):
-    from elementgrad.backends.jax import WIDE
+    from elementgrad._backends.jax.tensor import WIDE
 
     monkeypatch.chdir(folder)
     with WIDE(False):

@@ -7,7 +7,7 @@ from importlib.machinery import PathFinder
 
 import pytest
 
-from elementgrad.backends.torch import compiler
+from elementgrad._backends.torch import tensor as compiler
 
 NAME = "compiler_of_a_test"
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from elementgrad.backends.jax.reaching.following import Follower
-from elementgrad.backends.jax.reaching.rules import MOVING, RULES
-from elementgrad.sparsity.reach import Reach
-from elementgrad.sparsity.value import Reached
+from elementgrad._backends.jax.sparsity import MOVING, RULES, JaxprPropagator
+from elementgrad._sparsity.index_sets import IndexSets
+from elementgrad._sparsity.propagate import DependentValue
 
 X = np.arange(1, 25).reshape(4, 6)
 MOVES = {
@@ -38,7 +37,7 @@ MOVES = {
 def followed(f, x):
     """What the rules make of a function of numbers of sets."""
     program = jax.make_jaxpr(f)(x)
-    (result,) = Follower(Reach(x.size), RULES).run(program, [Reached(x)])
+    (result,) = JaxprPropagator(IndexSets(x.size), RULES).run(program, [DependentValue(x)])
     return result.ids
 
 

@@ -5,10 +5,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from elementgrad.backends.tensorflow.reaching.following import Follower, rerun
-from elementgrad.backends.tensorflow.reaching.rules import MOVING, RULES
-from elementgrad.sparsity.reach import Reach
-from elementgrad.sparsity.value import Reached
+from elementgrad._backends.tensorflow.sparsity import MOVING, RULES, GraphPropagator, rerun
+from elementgrad._sparsity.index_sets import IndexSets
+from elementgrad._sparsity.propagate import DependentValue
 
 X = np.arange(1, 25).reshape(4, 6)
 MOVES = {
@@ -42,7 +41,7 @@ def followed(f, x):
     """What the rules make of a function of numbers of sets."""
     graph = tf.function(f).get_concrete_function(tf.TensorSpec(x.shape, tf.float64)).graph
     rest = [external for external, _ in graph.captures]
-    return Follower(Reach(x.size), RULES).run(graph, [Reached(x), *rest], graph.outputs)[0].ids
+    return GraphPropagator(IndexSets(x.size), RULES).run(graph, [DependentValue(x), *rest], graph.outputs)[0].ids
 
 
 @pytest.mark.parametrize("name", MOVES)

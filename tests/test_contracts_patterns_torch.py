@@ -6,7 +6,7 @@ from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elementgrad.backends.torch.reaching.rules import RULES, SLOPES
+from elementgrad._backends.torch.sparsity_rules import RULES, SLOPES
 
 aten = torch.ops.aten
 MADE_UP = {"pointwise", "reshape", "contiguous", "stack"}

@@ -189,7 +189,7 @@ def test_keras_tries_the_first_of_the_steps_that_it_does_not_unroll():
 
 
 def test_a_compiled_method_of_tensorflow_holds_its_object_in_a_box():
-    from elementgrad.backends.tensorflow import staging
+    from elementgrad._backends.tensorflow import autodiff as staging
 
     class Holder:
         @tf.function

@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.eval_frame import cached_backends
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elementgrad.backends.torch.modules import DRAWING, STILL
+from elementgrad._backends.torch.isolate import DRAWING, STILL
 
 
 def test_pytorch_runs_an_allowed_function_in_the_graph_with_plain_python_inside():
@@ -354,7 +354,7 @@ def test_pytorch_calls_what_stands_among_its_global_hooks_and_those_that_come_du
 
 
 def test_pytorch_stacks_by_steps_as_vmap_does():
-    from elementgrad.backends.torch.stacks import together
+    from elementgrad._backends.torch.autodiff import together
 
     x, other = torch.arange(3.0).requires_grad_(), torch.ones(2, requires_grad=True)
     y = torch.sin(x) * x.sum()
@@ -424,7 +424,7 @@ def test_pytorch_goes_through_hooks_on_all_optimizers_and_modules_in_functions_k
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    from elementgrad.backends.torch.training.hooks import _running
+    from elementgrad._backends.torch.train.parameter import _running
 
     seen = []
 

@@ -20,9 +20,8 @@ import torch
 import zarr
 
 import elementgrad as eg
-from elementgrad.distributed import driver
-from elementgrad.distributed.fingerprint import fingerprint
-from elementgrad.distributed.store import KEY, Store
+from elementgrad._read import workers as driver
+from elementgrad._read.zarr import KEY, Store, fingerprint
 from tests.distributed_functions import Fit, arguments, watched
 from tests.distributed_pools import QUIET, ROOT, Copied, Elsewhere
 
@@ -313,7 +312,7 @@ def test_calls_that_begin_at_once_on_a_disk_without_links_share_one_array(tmp_pa
     assert os.listdir(tmp_path / "j.zarr") == ["zarr.json"]
     (tmp_path / "left.zarr").mkdir()
     (tmp_path / "left.zarr/zarr.json.partial").touch()
-    monkeypatch.setattr("elementgrad.distributed.store.PATIENCE", 0.05)
+    monkeypatch.setattr("elementgrad._read.zarr.PATIENCE", 0.05)
     with pytest.raises(eg.OptionError, match=r"has left zarr\.json\.partial behind; remove it"):
         eg.jacobian(torch.sin, torch.ones(3)).dense(out=tmp_path / "left.zarr")
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.distributed import driver, worker
-from elementgrad.distributed.fingerprint import fingerprint
-from elementgrad.distributed.store import Store
+from elementgrad._read import workers as driver
+from elementgrad._read import workers as worker
+from elementgrad._read.zarr import Store, fingerprint
 from tests.distributed_functions import arguments, net, watched
 from tests.distributed_pools import QUIET, ROOT, SPAWN, Counted, Gated, Losing
 
@@ -114,9 +114,9 @@ def test_a_worker_lets_go_of_what_nobody_asks_for(monkeypatch):
     monkeypatch.setattr(worker, "IDLE", 0.1)
     J = eg.jacobian(lambda x: x**2, torch.arange(4.0))
     blocks = J.blocks()
-    payload = driver._payload(J, blocks.plan, blocks.layout)
+    payload = driver._make_payload(J, blocks.plan, blocks.layout)
     for _ in range(2):
-        worker.run(worker.Ticket("digest", "flight", 0, 0, payload, None, None, ""))
+        worker.run(worker.BlockTask("digest", "flight", 0, 0, payload, None, None, ""))
         assert "digest" in worker._kept
         end = time.monotonic() + 60
         while worker._kept and time.monotonic() < end:
@@ -128,7 +128,7 @@ def test_many_are_in_flight_only_while_workers_write_themselves(tmp_path):
     J = eg.jacobian(torch.tanh, torch.ones(100), budget=800)
     blocks = J.blocks()
     assert len(blocks) == 100
-    payload = driver._payload(J, blocks.plan, blocks.layout)
+    payload = driver._make_payload(J, blocks.plan, blocks.layout)
     store = Store.at(
         tmp_path / "j.zarr", blocks.layout, np.dtype("float32"), "J", fingerprint(J, blocks.layout, blocks._swept)
     )

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -25,6 +26,23 @@ MODULES = sorted(
     if path.name != "__main__.py"
 )
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+class Finder(doctest.DocTestFinder):
+    """Finds the examples of public types as well, whose `__module__` is the package."""
+
+    def _from_module(self, module: Any, object: Any) -> bool:
+        if inspect.isclass(object) and object.__module__ == "elementgrad":
+            return f"\nclass {object.__name__}" in inspect.getsource(module)
+        return super()._from_module(module, object)  # type: ignore[misc]
+
+
+def run_examples(module: Any) -> int:
+    """Run the examples in the docstrings of a module, and return how many failed."""
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    for test in Finder().find(module, module.__name__):
+        runner.run(test)
+    return runner.failures
 
 
 def blocks(page: Path) -> list[tuple[str | None, str]]:
@@ -88,5 +106,5 @@ def printed(value: object) -> str:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_of_docstrings_are_true(module):
-    failed, _ = doctest.testmod(import_module(module), optionflags=FLAGS)
+    failed = run_examples(import_module(module))
     assert failed == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.cli import main
+from elementgrad._cli import main
 from tests.test_docs import PAGES, blocks
 
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)

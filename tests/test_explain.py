@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import elementgrad as eg
-from elementgrad.backends.witness import Account, Pulled, Pushed, Step
-from elementgrad.explaining.causes import CAUSES, UNDECIDED
-from elementgrad.explaining.following import why_nonfinite, why_unconnected
-from elementgrad.explaining.operations import KILLS
-from elementgrad.explaining.trail import Trail
-from elementgrad.explaining.vanishing import Asked, why_zero
+from elementgrad._explain.blame import FurtherEvidence, why_nonfinite, why_unconnected, why_zero
+from elementgrad._explain.causes import CAUSES, KILLS, UNDECIDED
+from elementgrad._explain.path import DataPath
+from elementgrad._explain.trace import CotangentSizes, Op, OpGraph, TangentSizes
 
 X = torch.tensor([1.0, -2.0, 3.0])
 FRAMEWORKS = ("torch", "tensorflow", "jax")
@@ -224,19 +222,19 @@ def test_kinks_are_reported_as_pytorch_takes_them(name):
 
 def test_following_needs_no_framework():
     steps = [
-        Step("mul", "a.py:1", takes=(0,), gives=(1,)),
-        Step("stop_gradient", "a.py:2", takes=(1,), gives=(2,), stops="detached"),
-        Step("relu", "a.py:3", takes=(1,), gives=(3,)),
-        Step("add", "a.py:4", takes=(2, 3), gives=(4,)),
+        Op("mul", "a.py:1", takes=(0,), gives=(1,)),
+        Op("stop_gradient", "a.py:2", takes=(1,), gives=(2,), stops="detached"),
+        Op("relu", "a.py:3", takes=(1,), gives=(3,)),
+        Op("add", "a.py:4", takes=(2, 3), gives=(4,)),
     ]
-    cut = Trail(Account([*steps[:2], Step("sum", takes=(2,), gives=(4,))], 0, 4, {0, 1}))
+    cut = DataPath(OpGraph([*steps[:2], Op("sum", takes=(2,), gives=(4,))], 0, 4, {0, 1}))
     assert why_unconnected(cut, None).step is steps[1]
     assert cut.line(steps[1]) == ["mul", "stop_gradient (broken here)", "sum"]
-    trail = Trail(Account(steps, 0, 4, {0, 1, 3, 4}))
-    pushed = [Pushed(1, 2), Pushed(2, 0), Pushed(2, 0), Pushed(0, 0)]
-    dead = why_zero(trail, pushed, 0.0, False, 1e-7, Asked(precise=lambda: 0.0))
+    trail = DataPath(OpGraph(steps, 0, 4, {0, 1, 3, 4}))
+    pushed = [TangentSizes(1, 2), TangentSizes(2, 0), TangentSizes(2, 0), TangentSizes(0, 0)]
+    dead = why_zero(trail, pushed, 0.0, False, 1e-7, FurtherEvidence(precise=lambda: 0.0))
     assert (dead.cause, dead.step, dead.others) == ("dead-relu", steps[2], [steps[1]])
-    pulled = [Pulled(np.nan, np.nan, 0), None, Pulled(1, np.inf, 1), Pulled(1, 1, 1)]
+    pulled = [CotangentSizes(np.nan, np.nan, 0), None, CotangentSizes(1, np.inf, 1), CotangentSizes(1, 1, 1)]
     assert why_nonfinite(trail, None, pulled, finite=True).step is steps[2]
 
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from elementgrad import tree
-from elementgrad.backends.torch.explaining.measures import Ran
-from elementgrad.backends.torch.explaining.meeting import tried
-from elementgrad.backends.torch.explaining.structure import structured
+from elementgrad._backends.torch.explain_ops import TorchCall
+from elementgrad._backends.torch.explain_rules import structured, tried
+from elementgrad._names import pytree as tree
 
 X, WEIGHT, BIAS, SCALE = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5), torch.randn(4)
 TURNED = X.transpose(1, 2).contiguous()
@@ -39,9 +38,9 @@ def test_a_rule_says_what_trying_says(call):
     for x, index in places:
         masks[id(x)] = np.zeros(tuple(x.shape), bool)
         masks[id(x)][index] = True
-    made = [x for x in tree.flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-    taken = [x for x in tree.flat((args, kwargs)) if isinstance(x, torch.Tensor)]
-    ran = Ran(function.__name__, function, args, kwargs, taken, made, 0)
+    made = [x for x in tree.leaves_of(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    taken = [x for x in tree.leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)]
+    ran = TorchCall(function.__name__, function, args, kwargs, taken, made, 0)
     found, expected = structured(ran, masks), tried(ran, {}, masks)
     assert any(mask.any() for mask in expected)
     for mask, other in zip(found, expected, strict=True):
@@ -49,5 +48,5 @@ def test_a_rule_says_what_trying_says(call):
 
 
 def test_a_factor_of_zero_has_to_be_tried():
-    ran = Ran("mul", torch.Tensor.mul, (X, 0.0), {}, [X], [X * 0.0], 0)
+    ran = TorchCall("mul", torch.Tensor.mul, (X, 0.0), {}, [X], [X * 0.0], 0)
     assert structured(ran, {id(X): np.ones(tuple(X.shape), bool)}) is None

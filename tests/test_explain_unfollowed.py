@@ -7,10 +7,10 @@ import tensorflow as tf
 import torch
 
 import elementgrad as eg
-from elementgrad.backends.jax.explaining.watch import Watch as JaxWatch
-from elementgrad.backends.tensorflow.explaining import words as tensorflow_words
-from elementgrad.backends.torch.explaining import live as torch_live
-from elementgrad.backends.torch.explaining import watch as torch_watch
+from elementgrad._backends.jax.trace import JaxOpRecorder as JaxWatch
+from elementgrad._backends.tensorflow import explain_rules as tensorflow_words
+from elementgrad._backends.torch import explain_live as torch_live
+from elementgrad._backends.torch import trace as torch_watch
 from tests.operations import OPS
 
 INTERNALS = {
@@ -51,7 +51,7 @@ def test_what_the_function_raises_comes_through(fw, monkeypatch):
 
 
 def test_a_gradient_whose_way_was_not_seen_is_said_to_be_so(monkeypatch):
-    monkeypatch.setattr(torch_watch.Watch, "call", lambda self, func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(torch_watch.TorchOpRecorder, "call", lambda self, func, args, kwargs: func(*args, **kwargs))
     found = eg.explain(lambda x: (x**2).sum(), torch.ones(2))
     assert (found.verdict, found.path) == ("flows", ())
     assert "no step was seen" in str(found)
@@ -92,7 +92,7 @@ def test_live_tensors_whose_graph_cannot_be_followed_have_a_verdict(monkeypatch)
 
 
 def test_a_run_that_cannot_be_followed_again_keeps_its_verdict(monkeypatch):
-    from elementgrad.backends.jax.explaining import witness
+    from elementgrad._backends.jax import explain as witness
 
     monkeypatch.setattr(witness, "largest", gone)
     found = eg.explain(lambda x: jnp.maximum(x, 0.0).sum(), jnp.array([1.0, -1.0]), wrt="x[1]")

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elementgrad as eg
-from elementgrad import cleanup
-from elementgrad.backends.torch.ambient import _flags, _set_flags, ambient, enter_mode, snapshot
-from elementgrad.cleanup import atomically, defer, guarded, scope
+from elementgrad import _cleanup as cleanup
+from elementgrad._backends.torch.isolate import _flags, _set_flags, ambient_state, enter_mode, snapshot_ambient_state
+from elementgrad._cleanup import atomically, defer, guarded, scope
 from tests import interrupted_jax, interrupted_keras, interrupted_torch
 from tests.interrupts import interrupted, points, some, spelled
 
@@ -185,10 +185,10 @@ def test_what_several_interrupts_left_is_undone_by_the_next_verb():
 @pytest.fixture(autouse=True)
 def nothing_left():
     """Look whether a test leaves modes on, and only then turn them off, so that no other test runs under them."""
-    restore = snapshot()
-    before = ambient(), _flags()
+    restore = snapshot_ambient_state()
+    before = ambient_state(), _flags()
     yield
-    after = ambient(), _flags()
+    after = ambient_state(), _flags()
     restore()
     atomically(*_set_flags(before[1]))
     assert after == before
@@ -362,14 +362,14 @@ def test_an_interrupt_before_pytorch_puts_a_mode_back_leaves_none(kind):
         with eg.record(x):
             stopped(x)
 
-    before, trace = ambient(), sys.gettrace()
+    before, trace = ambient_state(), sys.gettrace()
     try:
         with pytest.raises(KeyboardInterrupt):
             call()
     finally:
         sys.settrace(trace)
     gc.collect()
-    assert ambient() == before
+    assert ambient_state() == before
 
 
 def test_a_mode_that_pytorch_puts_back_too_late_is_off_from_the_next_verb():
@@ -397,7 +397,7 @@ def test_a_recording_whose_end_never_ran_ends_with_it_or_with_the_next_verb(monk
     x = torch.ones(2)
     recordings = [eg.record(x)]
     recordings[0].__enter__()
-    assert len(ambient().dispatch_modes) == 1
+    assert len(ambient_state().dispatch_modes) == 1
     if end == "dies elsewhere":
         thread = threading.Thread(target=recordings.clear)
         thread.start()
@@ -406,9 +406,9 @@ def test_a_recording_whose_end_never_ran_ends_with_it_or_with_the_next_verb(monk
         if end == "interrupted":  # Python reports an interrupt in `__del__` and goes on
             monkeypatch.delattr(type(recordings[0]), "__del__")
         recordings.clear()
-    assert len(ambient().dispatch_modes) == (end != "dies")
+    assert len(ambient_state().dispatch_modes) == (end != "dies")
     eg.grad(lambda x: x.sum(), x)
-    assert ambient().dispatch_modes == ambient().function_modes == ()
+    assert ambient_state().dispatch_modes == ambient_state().function_modes == ()
 
 
 def test_the_end_of_a_recording_has_no_first_instruction():
@@ -418,14 +418,14 @@ def test_the_end_of_a_recording_has_no_first_instruction():
     with recording:
         getattr(recording, "__exit__")  # noqa: B009  # looking does not end it
         gc.collect()
-        assert len(ambient().dispatch_modes) == 1
+        assert len(ambient_state().dispatch_modes) == 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(eg.record(x))
-        assert len(ambient().dispatch_modes) == 1
+        assert len(ambient_state().dispatch_modes) == 1
     with eg.record(x):  # without a name
         gc.collect()
-        assert len(ambient().dispatch_modes) == 1
-    assert ambient().dispatch_modes == ()
+        assert len(ambient_state().dispatch_modes) == 1
+    assert ambient_state().dispatch_modes == ()
     died = weakref.ref(recording)
     gc.disable()
     del recording
@@ -434,7 +434,7 @@ def test_the_end_of_a_recording_has_no_first_instruction():
 
 
 def test_an_interrupted_block_ends_what_was_entered_in_it():
-    x, before = torch.ones(2), ambient()
+    x, before = torch.ones(2), ambient_state()
 
     def stopped(error):
         with eg.record(x):
@@ -444,7 +444,7 @@ def test_an_interrupted_block_ends_what_was_entered_in_it():
 
     with pytest.raises(KeyboardInterrupt):
         stopped(KeyboardInterrupt)
-    assert ambient() == before
+    assert ambient_state() == before
     with pytest.raises(ValueError, match="no interrupt"):
         stopped(ValueError("no interrupt"))
     assert not torch.is_grad_enabled()  # the user's own code did that
@@ -460,9 +460,9 @@ def test_blocks_of_autocast_that_end_twice_are_put_right():
         block.__exit__(None, None, None)
         block.__exit__(None, None, None)  # as after an interrupt in the first
 
-    before = ambient()
+    before = ambient_state()
     verb()
-    assert ambient() == before
+    assert ambient_state() == before
 
 
 def test_attention_has_its_kernels_after_an_interrupt(monkeypatch):

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad.backends.jax import backend
-from elementgrad.backends.lines import is_users, spelled
-from elementgrad.place import Place
-from elementgrad.trace import ONLY_OUTPUT, Call, Run
+from elementgrad._backends.jax.tensor import backend
+from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall
+from elementgrad._place.place import Place
 from tests import frameworks  # noqa: F401  # float64
 from tests.made import counts
 
@@ -25,10 +25,10 @@ X = jnp.array([0.3, -1.2, 0.7])
 
 
 def uses(f, *args, wrt="x", of=None):
-    call = Call(f, args, {})
+    call = BoundCall(f, args, {})
     source = call.source(Place.parse(wrt))
     target = ONLY_OUTPUT if of is None else call.target(Place.parse(of))
-    return backend.uses(Run(call, [source], [target]), [source.tensor], 0)
+    return backend.uses(PartialCall(call, [source], [target]), [source.tensor], 0)
 
 
 def shares(f, *args, **names):
@@ -36,7 +36,7 @@ def shares(f, *args, **names):
     linear, found = uses(f, *args, **names)
     seeds = jnp.ones_like(linear.outputs[0])[None]
     return [
-        (use.operation, np.asarray(linear.pull(0, [number], seeds)[0][0])) for number, use in enumerate(found)
+        (use.operation, np.asarray(linear.vjp(0, [number], seeds)[0][0])) for number, use in enumerate(found)
     ], linear
 
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import elementgrad as eg
-from elementgrad.backends.patch import Patch
+from elementgrad._backends.monkeypatch import AttributePatch
 
 X = tf.constant([[1.0, -2.0, 0.5]])
 
@@ -36,7 +36,7 @@ def test_attributes_are_back_as_they_stood():
         replace(Derived, "method", lambda self: "new")
         replace(Derived, "static", lambda: "new")
 
-    with Patch(install).on():
+    with AttributePatch(install).on():
         assert Derived().method() == Derived.static() == "new"
         assert Base().method() == "own"
     assert dict(vars(Derived)) == before
@@ -51,7 +51,7 @@ def test_what_is_replaced_in_part_is_undone():
         if broken:
             raise RuntimeError("half-way")
 
-    patch, broken = Patch(install), True
+    patch, broken = AttributePatch(install), True
     for _ in range(2):
         with pytest.raises(RuntimeError, match="half-way"), patch.on():
             pass
@@ -69,7 +69,7 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
         installed.append(owner)
         replace(owner, "method", lambda self: "new")
 
-    patch = Patch(install)
+    patch = AttributePatch(install)
     seen, all_in = [], threading.Barrier(4)
 
     def use() -> None:
@@ -89,7 +89,7 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
 
 
 def test_a_class_that_nobody_needs_any_more_is_let_go():
-    patch = Patch(lambda replace, owner: replace(owner, "method", None))
+    patch = AttributePatch(lambda replace, owner: replace(owner, "method", None))
 
     def use() -> Any:
         class Short(Base):

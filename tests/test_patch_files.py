@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import elementgrad as eg
-from elementgrad.train import storage
-from elementgrad.train.patch import Entry, Numbers, Patch
-from elementgrad.train.replacement import replace
-from elementgrad.train.weights import Held, Weights
+from elementgrad._train import patch_file as storage
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.patch import Entry, Patch
+from elementgrad._train.patch_file import replace_file
+from elementgrad._train.weights import FileTensor, Weights
 from tests.made import counts, shapes_and_indices
 
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1}
@@ -37,7 +38,7 @@ def entry(place="fc.weight[1, ::2]", shape=(3, 5), dtype="float32", wide=None, f
     where = eg.Place.parse(place)
     at = where.select(shape).flat().reshape(-1)
     new, old = (
-        Numbers(kind, np.full((at.size, WIDTHS[kind]), byte, np.uint8))
+        BitArray(kind, np.full((at.size, WIDTHS[kind]), byte, np.uint8))
         for kind, byte in ((wide or dtype, fill + 1), (dtype, fill))
     )
     return Entry(place, where.name, shape, dtype, at, new, old, mark)
@@ -54,8 +55,8 @@ def numbers(draw, dtype, count):
     bits = draw(st.binary(min_size=count * width, max_size=count * width))
     made = np.frombuffer(bits, np.uint8).reshape(count, width)
     if dtype.startswith(("float", "complex")) and width > 1 and draw(st.booleans()):
-        return Numbers.of(np.array(draw(st.lists(st.sampled_from(SPECIAL), min_size=count, max_size=count)), dtype))
-    return Numbers(dtype, made)
+        return BitArray.of(np.array(draw(st.lists(st.sampled_from(SPECIAL), min_size=count, max_size=count)), dtype))
+    return BitArray(dtype, made)
 
 
 @st.composite
@@ -212,7 +213,7 @@ def put(**fields):
 
 
 def swap(name, *stored):
-    return lambda tensors: tensors.update({name: storage.Stored(*stored)})
+    return lambda tensors: tensors.update({name: storage.StoredTensor(*stored)})
 
 
 def positions(*at):
@@ -266,8 +267,10 @@ def test_what_does_not_hold_together_is_refused_even_with_a_right_checksum(tmp_p
 
 
 def test_what_fits_no_model_is_refused_by_inspect_and_apply_alike(tmp_path):
-    model = Weights({"fc.weight": Held.of(np.zeros((3, 5), np.float32)), "n": Held.of(np.zeros(2, np.int32))})
-    whole = Numbers.of(np.zeros(1, np.int32))
+    model = Weights(
+        {"fc.weight": FileTensor.of(np.zeros((3, 5), np.float32)), "n": FileTensor.of(np.zeros(2, np.int32))}
+    )
+    whole = BitArray.of(np.zeros(1, np.int32))
     for bad, says in (
         (entry(mark="md5:1"), "'md5:1' is no fingerprint; one reads sample: or full:"),
         (entry(mark=MARK.upper()), "is no fingerprint"),
@@ -374,7 +377,7 @@ def test_a_device_is_written_into_and_stays_a_device(tmp_path):
         device = os.ttyname(theirs)
         (tmp_path / "link").symlink_to(device)
         for path in (device, tmp_path / "link"):
-            replace(path, b"one line")
+            replace_file(path, b"one line")
             assert os.read(ours, 100) == b"one line"
         assert stat.S_ISCHR(os.stat(device).st_mode)
         assert (tmp_path / "link").is_symlink()
@@ -384,8 +387,8 @@ def test_a_device_is_written_into_and_stays_a_device(tmp_path):
 
 
 def test_standard_output_is_written_to_wherever_it_leads(tmp_path):
-    code = "import sys; from elementgrad.train import replacement; "
-    code += "print(1); replacement.replace(sys.argv[1], b'2'); print(3)"
+    code = "import sys; from elementgrad._train import patch_file; "
+    code += "print(1); patch_file.replace_file(sys.argv[1], b'2'); print(3)"
     for name in ("/dev/stdout", "/proc/self/fd/1", "/dev/fd/1"):
         command = [sys.executable, "-c", code, name]
         assert subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout == b"1\n23\n"
@@ -409,7 +412,7 @@ def test_a_file_that_another_program_has_open_is_tried_again_and_then_said(tmp_p
     some().write(path)
     assert (len(tries), Patch.read(path)) == (3, some())
     monkeypatch.setattr(os, "replace", partial(refuse, times=10**6))
-    monkeypatch.setattr("elementgrad.train.replacement.PATIENCE", 0.1)
+    monkeypatch.setattr("elementgrad._train.patch_file.PATIENCE", 0.1)
     with pytest.raises(PermissionError, match="another program has it open") as raised:
         Patch((entry(),)).write(path)
     assert raised.value.filename == str(path)

@@ -9,26 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad.train.fingerprint import CHUNK, SAMPLE, _sample, fingerprint, fits
-from elementgrad.train.patch import Entry, Numbers, Patch
+from elementgrad._train.fingerprint import CHUNK, SAMPLE, _sample, fingerprint, fits
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.patch import Entry, Patch
 from tests.made import counts
 
 EVERY = np.arange(1 << 16, dtype="<u2")
 
 
 def row(place="w[0, :2]", at=(0, 1), new=(1.0, 2.0), old=(0.0, 0.0), shape=(3, 4), name="w", dtype="float32"):
-    numbers = [Numbers.of(np.array(values, np.float32)) for values in (new, old)]
+    numbers = [BitArray.of(np.array(values, np.float32)) for values in (new, old)]
     return Entry(place, name, shape, dtype, np.array(at, dtype=np.int64), *numbers, "sample:")
 
 
 def test_every_bfloat16_is_decoded_as_others_decode_it():
-    ours = Numbers("bfloat16", EVERY.view(np.uint8).reshape(-1, 2))
+    ours = BitArray("bfloat16", EVERY.view(np.uint8).reshape(-1, 2))
     theirs = EVERY.view(ml_dtypes.bfloat16)
     with np.errstate(invalid="ignore"):
         expected = theirs.astype(np.float64)
     assert np.array_equal(ours.floats(), expected, equal_nan=True)
     assert np.array_equal(np.signbit(ours.floats()), np.signbit(expected))
-    assert Numbers.of(theirs) == ours
+    assert BitArray.of(theirs) == ours
 
 
 @pytest.mark.parametrize(
@@ -37,27 +38,27 @@ def test_every_bfloat16_is_decoded_as_others_decode_it():
 @pytest.mark.parametrize("order", ["<", ">"])
 def test_numbers_of_an_array_are_its_values_in_either_byte_order(dtype, order):
     values = np.array([[0, 1], [1, 0]]).astype(np.dtype(dtype).newbyteorder(order))
-    numbers = Numbers.of(values)
+    numbers = BitArray.of(values)
     assert numbers.dtype == dtype
     assert numbers.floats().tolist() == [0, 1, 1, 0]
-    assert numbers == Numbers.of(np.array([0, 1, 1, 0], dtype))
-    assert Numbers.of(values.T[::-1]) == Numbers.of(values.T[::-1].copy())
-    assert len(Numbers.of(values[:0])) == 0
-    assert len(Numbers.of(values[0, 0])) == 1
+    assert numbers == BitArray.of(np.array([0, 1, 1, 0], dtype))
+    assert BitArray.of(values.T[::-1]) == BitArray.of(values.T[::-1].copy())
+    assert len(BitArray.of(values[:0])) == 0
+    assert len(BitArray.of(values[0, 0])) == 1
 
 
 def test_numbers_are_equal_only_bit_by_bit():
     payload = np.array([0x7FC00001], "<u4").view("<f4")
-    assert Numbers.of(np.float32([np.nan])) == Numbers.of(np.float32([np.nan]))
-    assert Numbers.of(np.float32([np.nan])) != Numbers.of(payload)
-    assert Numbers.of(np.float32([0.0])) != Numbers.of(np.float32([-0.0]))
-    assert Numbers.of(np.float32([0.0])) != Numbers.of(np.int32([0]))
-    assert Numbers.of(np.float32([0.0])) != "0.0"
+    assert BitArray.of(np.float32([np.nan])) == BitArray.of(np.float32([np.nan]))
+    assert BitArray.of(np.float32([np.nan])) != BitArray.of(payload)
+    assert BitArray.of(np.float32([0.0])) != BitArray.of(np.float32([-0.0]))
+    assert BitArray.of(np.float32([0.0])) != BitArray.of(np.int32([0]))
+    assert BitArray.of(np.float32([0.0])) != "0.0"
 
 
 def test_numbers_cannot_be_written_to_by_anybody():
     bits = np.zeros((1, 4), np.uint8)
-    numbers = Numbers("float32", bits)
+    numbers = BitArray("float32", bits)
     bits[:] = 1
     assert numbers.floats().tolist() == [0.0]
     with pytest.raises(ValueError, match="read-only"):
@@ -69,12 +70,12 @@ def test_numbers_cannot_be_written_to_by_anybody():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Numbers("float32", np.zeros((2, 2), np.uint8)), "a float32 has 4 bytes, and the rows of bits have 2"),
-        (lambda: Numbers("float32", np.zeros(4, np.uint8)), r"bits of float32 are uint8 of shape \(4,\); give uint8"),
-        (lambda: Numbers("float32", np.zeros((1, 4))), "bits of float32 are float64"),
-        (lambda: Numbers.of(np.array(["a"])), "an array of str.* has no numbers to keep; there are: float64"),
-        (lambda: Numbers.of(np.array([None])), "an array of object has no numbers"),
-        (lambda: Numbers("float8_e4m3fn", np.zeros((1, 1), np.uint8)).floats(), "cannot be turned to floats here"),
+        (lambda: BitArray("float32", np.zeros((2, 2), np.uint8)), "a float32 has 4 bytes, and the rows of bits have 2"),
+        (lambda: BitArray("float32", np.zeros(4, np.uint8)), r"bits of float32 are uint8 of shape \(4,\); give uint8"),
+        (lambda: BitArray("float32", np.zeros((1, 4))), "bits of float32 are float64"),
+        (lambda: BitArray.of(np.array(["a"])), "an array of str.* has no numbers to keep; there are: float64"),
+        (lambda: BitArray.of(np.array([None])), "an array of object has no numbers"),
+        (lambda: BitArray("float8_e4m3fn", np.zeros((1, 1), np.uint8)).floats(), "cannot be turned to floats here"),
     ],
 )
 def test_what_is_no_number_is_refused(make, message):
@@ -119,7 +120,7 @@ def test_places_that_overlap_are_refused_and_disjoint_ones_are_not():
 
 def test_a_patch_prints_as_a_table():
     long = f"w[{list(range(30))}]"
-    eighth = Numbers("float8_e5m2", np.zeros((1, 1), np.uint8))
+    eighth = BitArray("float8_e5m2", np.zeros((1, 1), np.uint8))
     other = Entry("b\x07[0]", "b", (2,), "float8_e5m2", np.array([0]), eighth, eighth, "")
     printed = str(
         Patch(

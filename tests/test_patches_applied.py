@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad.train.weights import Held, Weights
+from elementgrad._train.weights import FileTensor, Weights
 
 PLACES = ["0.weight[3]", "1.weight[2, [0, 5]]", "1.bias"]
 
@@ -277,9 +277,9 @@ def test_weights_of_tied_names_in_a_file(tmp_path):
     elements = eg.trainable(model, "table.weight[1]")
     elements.save(tmp_path / "patch.safetensors")
     assert eg.inspect(tmp_path / "patch.safetensors").entries[0].tied == ("head.weight",)
-    held = Held.of(model["table"].weight.detach().numpy())
+    held = FileTensor.of(model["table"].weight.detach().numpy())
     eg.apply(Weights({"table.weight": held}), tmp_path / "patch.safetensors")
-    other = Held.of(model["table"].weight.detach().numpy())
+    other = FileTensor.of(model["table"].weight.detach().numpy())
     with pytest.raises(eg.PatchError, match="leave all but one out of a file"):
         eg.apply(Weights({"table.weight": held, "head.weight": other}), tmp_path / "patch.safetensors", overwrite=True)
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad.train.mapping import mapped
-from elementgrad.train.numbers import Numbers
-from elementgrad.train.patch import Entry
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.patch import Entry, mapped
 from tests.homes import HOMES, map_of, trained
 
 
@@ -174,7 +173,7 @@ def test_mapped_places_name_the_same_elements(data):
         indices = place.select(shape).flat().reshape(-1)
     except eg.SelectionError:
         return  # arrays of two lengths
-    values = Numbers.of(indices.astype(np.float32))
+    values = BitArray.of(indices.astype(np.float32))
     patch = eg.Patch((Entry(str(place), "a", shape, "float32", indices, values, values, "sample:"),))
     (one,) = mapped(patch, {"a": ("b", axes)})
     turned = x.transpose(axes).reshape(-1)

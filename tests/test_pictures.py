@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.show.canvas import Picture
+from elementgrad._show.style import Picture
 
 RNG = np.random.default_rng(0)
 KINDS = {

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad.plan import budget as bytes_of
-from elementgrad.plan.plan import AT_ONCE, Task, direction, fit
+from elementgrad._read import budget as bytes_of
+from elementgrad._read.plan import AT_ONCE, Task, direction, fit
 
 counts = st.integers(1, 10**6)
 
@@ -107,7 +107,6 @@ def test_a_tight_budget_gives_the_same_numbers_in_more_chunks(fw):
 
 PROGRESS = """
     import time, torch, elementgrad as eg
-    from elementgrad.plan import progress
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad.backends.torch import versions
+from elementgrad._backends.torch.record import history as versions
 from tests import made
 from tests.frameworks import difference
 from tests.programs import SIZE, differenced, programs, run, source_step, written
@@ -339,8 +339,10 @@ def test_where_nothing_may_be_packed_an_overwritten_value_is_refused():
 
 def test_a_question_about_many_elements_asks_each_version_once(monkeypatch):
     asked = []
-    after = versions.Version.after
-    monkeypatch.setattr(versions.Version, "after", lambda self, *writes: asked.append(self) or after(self, *writes))
+    after = versions.TensorVersion.after
+    monkeypatch.setattr(
+        versions.TensorVersion, "after", lambda self, *writes: asked.append(self) or after(self, *writes)
+    )
     x = torch.arange(5000.0)
     with eg.record(x) as rec:
         x[:10] *= 2

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.show.page import Code, Numbers, Page, Prose, Section, Steps, Table
-from elementgrad.train import patch
+from elementgrad._show.page import Code, NumbersTable, Page, Prose, Section, StepList, Table
+from elementgrad._train import patch
 
 
 def numbers(html):
@@ -99,7 +99,7 @@ def test_what_was_trained_is_reported_before_and_after(tmp_path):
 
 def test_everything_is_escaped(tmp_path):
     evil = "</script><script>alert(1)</script>"
-    sections = [Section(evil, [Prose(evil), Code(evil), Table([evil], [[evil]], evil), Steps([(1, evil, True)])])]
+    sections = [Section(evil, [Prose(evil), Code(evil), Table([evil], [[evil]], evil), StepList([(1, evil, True)])])]
     html = Page(evil, sections, evil).html()
     assert "<script>alert" not in html
     assert html.count("<script>") == html.count("</script>") == 1
@@ -109,7 +109,7 @@ def test_everything_is_escaped(tmp_path):
 
 def test_no_cell_of_a_downloaded_table_begins_a_formula(tmp_path):
     names = ["=1+1", "+a", "-b", "@c", "d"]
-    old, new = patch.Numbers.of(np.float32([0.5])), patch.Numbers.of(np.float32([-1.5]))
+    old, new = patch.BitArray.of(np.float32([0.5])), patch.BitArray.of(np.float32([-1.5]))
     entries = [patch.Entry(f"{name}[0]", name, (1,), "float32", np.array([0]), new, old, "sample:") for name in names]
     eg.report(tmp_path / "r.html", eg.Patch(tuple(entries)))
     (content,) = re.findall(r"data:text/csv;[^,]*base64,([^\"]*)", (tmp_path / "r.html").read_text())
@@ -133,7 +133,7 @@ def test_large_reports_stay_small_and_say_what_they_leave_out(tmp_path):
     (found,) = numbers(path.read_text())
     assert found.dtype == np.float32
     assert np.array_equal(found, eg.grad(net, image, of="output[0, 0, 20, 20]", wrt="input").numpy())
-    left = Numbers.of(np.ones(500_000), "many")
+    left = NumbersTable.of(np.ones(500_000), "many")
     assert left.npy == ""
     assert "All 500000 numbers would take 2.0 MB and are left out" in left.left_out
     with pytest.raises(eg.SizeError, match="too many for a report"):
@@ -143,7 +143,7 @@ def test_large_reports_stay_small_and_say_what_they_leave_out(tmp_path):
 
 def test_numbers_keep_their_bits():
     exact = np.array([0.1, -0.0, np.inf, np.nan, 1e-310])
-    found = np.load(io.BytesIO(base64.b64decode(Numbers.of(exact, "n").npy)))
+    found = np.load(io.BytesIO(base64.b64decode(NumbersTable.of(exact, "n").npy)))
     assert found.dtype == np.float64
     assert found.tobytes() == exact.tobytes()
 

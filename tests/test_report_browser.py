@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import elementgrad as eg
-from elementgrad.show.page import (
+from elementgrad._show.page import (
+    Callout,
     Code,
     Facts,
-    Finding,
-    Framed,
     Heading,
     Image,
-    Numbers,
+    NumbersTable,
     Page,
+    PartGroup,
     Prose,
     Section,
-    Steps,
+    StepList,
     Table,
 )
 
@@ -52,16 +52,16 @@ def folder(tmp_path_factory):
         Prose(long),
         Prose(f"`{long}` and `code`", ticks=True),
         Heading(long),
-        Framed(long, [Code(f"{long} = {long}"), Facts([(long, long)])], "good"),
+        PartGroup(long, [Code(f"{long} = {long}"), Facts([(long, long)])], "good"),
         Code(f"{long} = {long}"),
         Code("def f(x):\n    return x[0] + 1.5  # 'half'\n\nprint('f', None)"),
         Code(long, python=False),
         Facts([(long, long)]),
-        Finding(long, [long], "bad"),
-        Steps([(1, long, False), (2, long, True)]),
+        Callout(long, [long], "bad"),
+        StepList([(1, long, False), (2, long, True)]),
         Table([long, "b"], [[long, "1"]], "a note"),
         Image.of(np.arange(6.0).reshape(2, 3), title=long),
-        Numbers.of(np.float32([[0.1, -2.5], [np.nan, np.inf]]), "a/b c"),
+        NumbersTable.of(np.float32([[0.1, -2.5], [np.nan, np.inf]]), "a/b c"),
     ]
     Page(long, [Section(long, parts) for _ in range(6)], long).write(folder / "parts.html")
     return folder

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, seed, settings
 
 import elementgrad as eg
-from elementgrad.index import Span
+from elementgrad._place.index import Span
 from tests.made import NUMPY_REFUSES, counts, shapes_and_indices
 
 

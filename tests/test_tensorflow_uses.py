@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad.backends.tensorflow import backend
-from elementgrad.place import Place
-from elementgrad.trace import ONLY_OUTPUT, Call, Run
+from elementgrad._backends.tensorflow.tensor import backend
+from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall
+from elementgrad._place.place import Place
 from tests.made import counts
 
 X = tf.constant([0.7, -1.3, 0.4], tf.float64)
@@ -32,12 +32,12 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {"add": tf.add, "mul": tf.multipl
 
 def shares(f: Any, x: Any, wrt: str) -> tuple[list[Any], list[Any], Any]:
     """The uses of a tensor, the share of each in the gradient of the sum of the output, and the whole gradient."""
-    call = Call(f, [x], {})
+    call = BoundCall(f, [x], {})
     source = call.source(Place.parse(wrt))
-    linear, uses = backend.uses(Run(call, [source], [ONLY_OUTPUT]), [source.tensor], 0)
+    linear, uses = backend.uses(PartialCall(call, [source], [ONLY_OUTPUT]), [source.tensor], 0)
     seeds = tf.ones([1, *linear.outputs[0].shape], linear.outputs[0].dtype)
     total = seeds[0] @ eg.jacobian(f, x, wrt=wrt, unconnected="zero")
-    return uses, [share[0] for share in linear.pull(0, range(len(uses)), seeds)] if uses else [], total
+    return uses, [share[0] for share in linear.vjp(0, range(len(uses)), seeds)] if uses else [], total
 
 
 @st.composite

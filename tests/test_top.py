@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
-from elementgrad import backends
-from elementgrad.train import ranking
+from elementgrad._backends import registry as backends
+from elementgrad._train import top as ranking
 from tests.made import counts
 from tests.ranked import HOW, assert_best, best, named
 from tests.ranked_keras import RankedKeras
@@ -77,7 +77,7 @@ def test_the_largest_of_a_tensor_and_the_first_of_equal_ones(framework, values, 
     x = framework.tensor(np.float32(values))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(framework.pieces, "PIECE", piece)
-        sizes, positions = backends.find(x).largest(x, count, floor, None)
+        sizes, positions = backends.require_backend(x).largest(x, count, floor, None)
     order = sorted((i for i in range(len(x)) if abs(values[i]) >= floor), key=lambda i: (-abs(values[i]), i))[:count]
     assert positions.tolist() == sorted(order)
     assert sizes.tolist() == [abs(values[i]) for i in sorted(order)]

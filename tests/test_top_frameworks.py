@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad.backends import ranks
-from elementgrad.backends.jax import scores as jax_scores
-from elementgrad.backends.jax.linear import JaxLinear
+from elementgrad._backends import topk as ranks
+from elementgrad._backends.jax import top as jax_scores
+from elementgrad._backends.jax.autodiff import JaxLinearization
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {"0.weight": (7, 5), "0.bias": (7,), "2.weight": (3, 7), "2.bias": (3,)}
@@ -186,7 +186,7 @@ def test_the_first_of_equal_ones_across_pieces_on_jax(monkeypatch, count, floor)
 
 def test_a_sweep_makes_no_derivative_of_other_parameters_on_jax():
     params = [jnp.ones((500, 64)), jnp.ones((64, 8)), jnp.ones((8, 8))]
-    linear = JaxLinear(lambda table, w, v: [jnp.tanh(table[jnp.array([0, 3])] @ w @ v).sum(1)], params)
+    linear = JaxLinearization(lambda table, w, v: [jnp.tanh(table[jnp.array([0, 3])] @ w @ v).sum(1)], params)
     sweep = linear.sweeper(0, [1, 2])
     assert [found.shape for found in sweep(jnp.ones(2))] == [(64, 8), (8, 8)]
     made = sweep.func.lower(*sweep.args, jnp.ones(2)).compile().memory_analysis()

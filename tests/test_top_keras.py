@@ -13,7 +13,7 @@ from tensorflow.python.eager.context import context
 from tensorflow.python.framework import op_callbacks
 
 import elementgrad as eg
-from elementgrad.backends import ranks
+from elementgrad._backends import topk as ranks
 from tests.ranked import HOW, assert_best
 from tests.ranked_keras import WIDE, RankedKeras, conv, drawn, finished, mlp
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import elementgrad as eg
-from elementgrad.backends.torch import scores as torch_scores
-from elementgrad.train import ranking
+from elementgrad._backends.torch import top as torch_scores
+from elementgrad._train import top as ranking
 from tests.ranked import HOW
 from tests.ranked_torch import checkpointed, conv, mlp
 
@@ -186,13 +186,13 @@ def test_beside_a_gradient_there_is_one_sum_at_most():
 def test_what_is_remembered_is_of_the_order_of_k(monkeypatch):
     monkeypatch.setattr(ranking, "ROOM", 0)
     most = []
-    settle = ranking.Best._settle
+    settle = ranking.TopElements._settle
 
     def watching(self):
         most.append(sum(len(scores) for scores, *_ in self._offers))
         settle(self)
 
-    monkeypatch.setattr(ranking.Best, "_settle", watching)
+    monkeypatch.setattr(ranking.TopElements, "_settle", watching)
     model, x = tower()
     eg.top(model, lambda model: model(x).sum(), 20)
     assert max(most) <= 3 * 20

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elementgrad.cli import main
-from elementgrad.cli.failures import silence
-from elementgrad.cli.streams import forgiving
-from elementgrad.cli.touring.data import WORDS, digits
-from elementgrad.cli.touring.questions import CHAPTERS
-from elementgrad.cli.touring.running import Answer
-from elementgrad.cli.touring.terminal import Terminal
+from elementgrad._cli import main
+from elementgrad._cli.output import forgiving, silence
+from elementgrad._tour.data import WORDS, digits
+from elementgrad._tour.render import Terminal
+from elementgrad._tour.runner import CHAPTERS, CellResult
 from tests.test_report_browser import CHROMIUM, WIDTHS
 from tests.tour_answers import FOUNDING, MISLED, RAISED
 
@@ -197,8 +195,8 @@ def test_the_terminal_may_know_few_characters(encoding, monkeypatch):
     with forgiving():
         terminal = Terminal()
         terminal.chapter("The first")
-        terminal.answer("elementgrad", Answer("Do so.", "f(x)", {"J": np.eye(8) / 4 + np.eye(8, k=1)}), "green")
-        terminal.answer("the usual answer", Answer("Do so.", "f(x)", error="ValueError: no"), "red")
+        terminal.answer("elementgrad", CellResult("Do so.", "f(x)", {"J": np.eye(8) / 4 + np.eye(8, k=1)}), "green")
+        terminal.answer("the usual answer", CellResult("Do so.", "f(x)", error="ValueError: no"), "red")
     assert out.errors == "strict"
     printed = out.buffer.getvalue().decode(encoding)
     assert "-> ValueError: no" in printed

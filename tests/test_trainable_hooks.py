@@ -8,7 +8,7 @@ import copy, gc, importlib, pkgutil
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-import elementgrad.backends.torch as ours
+import elementgrad._backends.torch as ours
 import elementgrad as eg
 
 def hooks():

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad.backends.casting import cast_array
-from elementgrad.backends.torch.training.casting import cast
-from elementgrad.train.numbers import Numbers
-from elementgrad.train.reversal import reversal
-from elementgrad.train.weights import Held, Weights
+from elementgrad._backends.torch.train.parameter import cast
+from elementgrad._train.api import reversal
+from elementgrad._train.numbers import BitArray, cast_array
+from elementgrad._train.weights import FileTensor, Weights
 from tests.frameworks import JAX, TENSORFLOW, TORCH
 
 PATTERNS = {
@@ -90,7 +89,7 @@ def test_what_nobody_moved_is_as_it_was(fw, name, dtype, tmp_path):
     assert held(applied.merge() if fw is JAX else other) == values.tobytes()
     applied.undo()
     assert held(applied.merge() if fw is JAX else other) == values.tobytes()
-    weights = Weights({"w": Held.of(values)})
+    weights = Weights({"w": FileTensor.of(values)})
     patch = eg.inspect(tmp_path / "patch.safetensors")
     eg.apply(weights, patch)
     assert weights.tensors["w"].bits.tobytes() == values.tobytes()
@@ -124,7 +123,7 @@ def test_every_number_of_half_precision_comes_back_from_a_wider_dtype(before, af
     every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[before])
     wide = cast_array(every, DTYPES[after])
     assert cast_array(wide, DTYPES[before]).tobytes() == every.tobytes()
-    numbers = Numbers.of(every)
+    numbers = BitArray.of(every)
     assert numbers.rounded(after).bits.tobytes() == wide.tobytes()
     assert numbers.rounded(after).rounded(before) == numbers
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elementgrad as eg
-from elementgrad.backends.torch.training import correlations, lookups
+from elementgrad._backends.torch.train import kernels as correlations
+from elementgrad._backends.torch.train import layers as lookups
 from tests.training_checks import (
     HOW,
     WAYS,

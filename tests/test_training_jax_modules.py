@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import elementgrad as eg
-from elementgrad.backends.jax.model import JaxModel
+from elementgrad._backends.jax.names import JaxModel
 from tests.jax_losses import IDS, X, arrays, assert_same, moved, numbers
 
 ROW = jnp.asarray(X[0], "float32")

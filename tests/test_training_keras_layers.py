@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from keras import layers
 
 import elementgrad as eg
-from elementgrad.backends.tensorflow.training import correlations, entries
+from elementgrad._backends.tensorflow.train import layers as correlations
+from elementgrad._backends.tensorflow.train import parameter as entries
 from tests import keras_models
 from tests.keras_training import bits, variable_of
 from tests.made import counts
@@ -258,6 +259,6 @@ def variable_at(model, name):
 
 
 def _held(model):
-    from elementgrad.backends.tensorflow.model import KerasModel
+    from elementgrad._backends.tensorflow.names import KerasModel
 
     return list(KerasModel(model).held())

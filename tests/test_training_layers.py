@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from elementgrad.backends.torch.training import correlations, lookups
+from elementgrad._backends.torch.train import kernels as correlations
+from elementgrad._backends.torch.train import layers as lookups
 from tests.training_checks import WAYS, assert_layer, numbers, tokens_below
 
 INPUTS = {

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import elementgrad as eg
-from elementgrad.cli import main
-from elementgrad.train.numbers import Numbers
-from elementgrad.train.reversal import reversal
-from elementgrad.train.weights import Held, Weights
+from elementgrad._cli import main
+from elementgrad._train.api import reversal
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.weights import FileTensor, Weights
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -27,9 +27,9 @@ def test_numbers_are_rounded_as_the_framework_rounds_them(dtype):
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 3.5e38, 65519.0, 65520.0, 1e-45]).view(torch.int32)
     values = torch.cat([bits, ties, special]).view(torch.float32)
     values = values[~values.isnan()]
-    rounded = Numbers.of(values.numpy()).rounded(dtype)
-    assert rounded == Numbers(dtype, values.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1, 2))
-    assert np.isnan(Numbers.of(np.float32([np.nan])).rounded(dtype).floats()).all()
+    rounded = BitArray.of(values.numpy()).rounded(dtype)
+    assert rounded == BitArray(dtype, values.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1, 2))
+    assert np.isnan(BitArray.of(np.float32([np.nan])).rounded(dtype).floats()).all()
 
 
 @pytest.mark.parametrize("ending", [".npz", ".safetensors"])
@@ -110,7 +110,7 @@ NAMES += ["ü☃", "a b", "a\\b", "a\0b", ".npy", "__metadata", "x" * 300, "=1+1
 def test_tensors_of_every_name_are_kept_in_npz(tmp_path):
     held = {name: np.float32([number, -0.0]) for number, name in enumerate(NAMES)}
     path = tmp_path / "w.npz"
-    Weights({name: Held.of(array) for name, array in held.items()}).write(path)
+    Weights({name: FileTensor.of(array) for name, array in held.items()}).write(path)
     once = path.read_bytes()
     again = Weights.read(path)
     assert list(again.tensors) == NAMES
@@ -127,14 +127,14 @@ def test_tensors_of_every_name_are_kept_in_npz(tmp_path):
 def test_names_that_npz_cannot_hold_are_refused_before_anything_is_written(tmp_path):
     for name, says in (("\ud800", "is no text that .npz has a place for"), ("x" * 70_000, "70004 bytes is too long")):
         with pytest.raises(eg.PatchError, match=says):
-            Weights({name: Held.of(np.float32(1))}).write(tmp_path / "w.npz")
+            Weights({name: FileTensor.of(np.float32(1))}).write(tmp_path / "w.npz")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["file", "allow_pickle", "w.npy"])
 def test_a_patch_goes_into_npz_tensors_of_every_name(tmp_path, name):
     before = {name: np.float32([1, 2]), "w": np.float32([3, 4])}
-    Weights({name: Held.of(array) for name, array in before.items()}).write(tmp_path / "w.npz")
+    Weights({name: FileTensor.of(array) for name, array in before.items()}).write(tmp_path / "w.npz")
     model = torch.nn.ParameterDict({"x": torch.tensor([1.0, 2.0])})
     elements = eg.trainable(model, "x[1]")
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad.backends.torch.training.products import Product
+from elementgrad._backends.torch.train.kernels import TorchProduct
 from tests.training_models import differing
 
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.complex64: 1e-6, torch.complex128: 1e-12}
@@ -133,7 +133,7 @@ def only(patch, way):
     def cheapest(self, *ways):
         return getattr(self, f"_{way if way in ways else ways[0]}")
 
-    patch.setattr(Product, "_cheapest", cheapest)
+    patch.setattr(TorchProduct, "_cheapest", cheapest)
 
 
 def numbers(*shape):

@@ -7,9 +7,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elementgrad.address import at as at
-    from elementgrad.choice import choose as choose
-    from elementgrad.distributed.blocks import Blocks as Blocks
+    from elementgrad._edit.choose import choose as choose
+    from elementgrad._explain.api import explain as explain
+    from elementgrad._explain.check import Check as Check
+    from elementgrad._explain.check import check as check
+    from elementgrad._explain.diagnosis import Diagnosis as Diagnosis
+    from elementgrad._names.capture import tag as tag
+    from elementgrad._names.names import names as names
+    from elementgrad._place.place import Place as Place
+    from elementgrad._place.place import at as at
+    from elementgrad._place.selection import Selection as Selection
+    from elementgrad._read.api import grad as grad
+    from elementgrad._read.api import hessian as hessian
+    from elementgrad._read.api import jacobian as jacobian
+    from elementgrad._read.blocks import Blocks as Blocks
+    from elementgrad._read.contributions import Share as Share
+    from elementgrad._read.contributions import Shares as Shares
+    from elementgrad._read.contributions import contributions as contributions
+    from elementgrad._read.jacobian import Jacobian as Jacobian
+    from elementgrad._read.plan import Block as Block
+    from elementgrad._read.plan import Plan as Plan
+    from elementgrad._read.record import Recording as Recording
+    from elementgrad._read.record import record as record
+    from elementgrad._read.sparse import Prepared as Prepared
+    from elementgrad._show.plot import plot as plot
+    from elementgrad._show.report import report as report
+    from elementgrad._sparsity.pattern import Pattern as Pattern
+    from elementgrad._train.api import apply as apply
+    from elementgrad._train.api import trainable as trainable
+    from elementgrad._train.elements import Elements as Elements
+    from elementgrad._train.functional import Uses as Uses
+    from elementgrad._train.patch import Patch as Patch
+    from elementgrad._train.patch import inspect as inspect
+    from elementgrad._train.top import top as top
     from elementgrad.errors import BatchError as BatchError
     from elementgrad.errors import BroadcastError as BroadcastError
     from elementgrad.errors import DtypeError as DtypeError
@@ -27,73 +57,43 @@ if TYPE_CHECKING:
     from elementgrad.errors import TracedError as TracedError
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.errors import WorkerError as WorkerError
-    from elementgrad.explaining.checking import Check as Check
-    from elementgrad.explaining.checking import check as check
-    from elementgrad.explaining.diagnosis import Diagnosis as Diagnosis
-    from elementgrad.explaining.start import explain as explain
-    from elementgrad.lazy import Jacobian as Jacobian
-    from elementgrad.naming import names as names
-    from elementgrad.paths import contributions as contributions
-    from elementgrad.place import Place as Place
-    from elementgrad.plan.layout import Block as Block
-    from elementgrad.plan.plan import Plan as Plan
-    from elementgrad.prepared import Prepared as Prepared
-    from elementgrad.read import grad as grad
-    from elementgrad.read import hessian as hessian
-    from elementgrad.read import jacobian as jacobian
-    from elementgrad.recording import Recording as Recording
-    from elementgrad.recording import record as record
-    from elementgrad.selection import Selection as Selection
-    from elementgrad.shares import Share as Share
-    from elementgrad.shares import Shares as Shares
-    from elementgrad.show.pictures import plot as plot
-    from elementgrad.show.reporting import report as report
-    from elementgrad.sparsity.pattern import Pattern as Pattern
-    from elementgrad.tap import tag as tag
-    from elementgrad.train.elements import Elements as Elements
-    from elementgrad.train.functional import Uses as Uses
-    from elementgrad.train.patch import Patch as Patch
-    from elementgrad.train.patch import inspect as inspect
-    from elementgrad.train.ranking import top as top
-    from elementgrad.train.start import apply as apply
-    from elementgrad.train.start import trainable as trainable
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "at": "address",
-    "check": "explaining.checking",
-    "choose": "choice",
-    "contributions": "paths",
-    "explain": "explaining.start",
-    "grad": "read",
-    "hessian": "read",
-    "inspect": "train.patch",
-    "jacobian": "read",
-    "names": "naming",
-    "plot": "show.pictures",
-    "report": "show.reporting",
-    "tag": "tap",
-    "top": "train.ranking",
-    "record": "recording",
-    "Recording": "recording",
-    "Check": "explaining.checking",
-    "Diagnosis": "explaining.diagnosis",
-    "Share": "shares",
-    "Shares": "shares",
-    "Block": "plan.layout",
-    "Blocks": "distributed.blocks",
-    "Jacobian": "lazy",
-    "Patch": "train.patch",
-    "Pattern": "sparsity.pattern",
-    "Prepared": "prepared",
-    "Plan": "plan.plan",
-    "Place": "place",
-    "Selection": "selection",
-    "trainable": "train.start",
-    "apply": "train.start",
-    "Elements": "train.elements",
-    "Uses": "train.functional",
+    "at": "_place.place",
+    "check": "_explain.check",
+    "choose": "_edit.choose",
+    "contributions": "_read.contributions",
+    "explain": "_explain.api",
+    "grad": "_read.api",
+    "hessian": "_read.api",
+    "inspect": "_train.patch",
+    "jacobian": "_read.api",
+    "names": "_names.names",
+    "plot": "_show.plot",
+    "report": "_show.report",
+    "tag": "_names.capture",
+    "top": "_train.top",
+    "record": "_read.record",
+    "Recording": "_read.record",
+    "Check": "_explain.check",
+    "Diagnosis": "_explain.diagnosis",
+    "Share": "_read.contributions",
+    "Shares": "_read.contributions",
+    "Block": "_read.plan",
+    "Blocks": "_read.blocks",
+    "Jacobian": "_read.jacobian",
+    "Patch": "_train.patch",
+    "Pattern": "_sparsity.pattern",
+    "Prepared": "_read.sparse",
+    "Plan": "_read.plan",
+    "Place": "_place.place",
+    "Selection": "_place.selection",
+    "trainable": "_train.api",
+    "apply": "_train.api",
+    "Elements": "_train.elements",
+    "Uses": "_train.functional",
     "ElementgradError": "errors",
     "ElementgradWarning": "errors",
     "BatchError": "errors",

@@ -2,6 +2,6 @@
 
 import sys
 
-from elementgrad.cli import main
+from elementgrad._cli import main
 
 sys.exit(main())

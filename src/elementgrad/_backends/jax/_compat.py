@@ -1,0 +1,10 @@
+"""Every private name of JAX that this backend relies on, so that an upgrade is one file."""
+
+from jax._src import core as core
+from jax._src.core import get_axis_env as get_axis_env
+from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
+from jax._src.core import jaxprs_in_params as jaxprs_in_params
+from jax._src.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
+from jax._src.source_info_util import current as current
+from jax._src.source_info_util import current_name_stack as current_name_stack
+from jax._src.source_info_util import user_context as user_context

@@ -1,0 +1,240 @@
+"""Sweeps through a JAX function: its linear program, run forward or transposed, over stacks and compiled."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from elementgrad._backends.autodiff import (
+    Function,
+    Linearization,
+    NotBatchableError,
+    TensorFunction,
+    UnsupportedError,
+    reason,
+)
+from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
+from elementgrad._backends.jax.program import between, one_way, shifted
+from elementgrad._backends.jax.sharding import axes_of, members, varying
+from elementgrad._sparsity.pattern import Pattern
+from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
+
+Array = jax.Array
+Sweep = Callable[[Any, Array], tuple[Array, ...]]
+MISSING = ("JVP", "ifferentiation", "autodiff")
+"""One of these stands in the errors about rules that an operation does not have."""
+ONE_WAY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
+
+
+class JaxLinearization(Linearization):
+    """`jax.linearize` at the inputs: what it saved is shared by all sweeps, and nothing runs the function again.
+
+    Programs are compiled for this object alone. A cache by function would give stale answers once a closure changes.
+    """
+
+    mirrored = True
+
+    def __init__(self, run: Function, inputs: Sequence[Array]):
+        super().__init__()
+        self.inputs = inputs
+        self._run = run
+        try:
+            with plain_errors():
+                self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+        except ElementgradError:
+            raise
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if not any(word in str(error) for word in MISSING):
+                raise
+            raise FrameworkError(f"jax can differentiate this in no direction: {reason(error)}") from error
+        self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
+        self._single: set[Any] = set()
+
+    @classmethod
+    def of(cls, run: TensorFunction, inputs: Sequence[Array | None]) -> "JaxLinearization":
+        """Evaluate a function at its inputs; one that it computes on its way has a change for an input, at zero."""
+        if not any(x is None for x in inputs):
+            return cls(run, inputs)  # type: ignore[arg-type]
+        met = [x is None for x in inputs]
+
+        def changed(*xs: Array) -> Sequence[Array]:
+            return run(*[partial(_changed, x) if new else x for x, new in zip(xs, met, strict=True)])
+
+        return cls(changed, _with_changes(run, inputs))
+
+    def gradient(self, output: int, seed: Array) -> "JaxLinearization":
+        def pulled(*xs: Array) -> tuple[Array, ...]:
+            y, back = jax.vjp(lambda *xs: self._run(*xs)[output], *xs)
+            return back(varying(seed, axes_of(y)))
+
+        return JaxLinearization(pulled, self.inputs)
+
+    def vjp(self, output: int, inputs: Sequence[int], seeds: Array) -> list[Array | None]:
+        paths = [i in self.paths[output] for i in inputs]
+        if not any(paths):
+            return [None] * len(inputs)
+
+        xs, axes = self.inputs, axes_of(self.outputs[output])  # a sweep that held the object would keep it alive
+
+        def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(varying(seed, axes))
+            return tuple([transposed[i] for i in inputs])
+
+        swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
+        return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
+
+    def sweeper(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
+        """A compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
+        xs, axes = self.inputs, axes_of(self.outputs[output])
+
+        def sweep(program: Any, seed: Array) -> list[Array]:
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(varying(seed, axes))
+            return [transposed[i] for i in inputs]
+
+        return partial(jax.jit(sweep), self._program)
+
+    def jvp(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
+        if self.one_way:  # compiled, it would be found out too late
+            raise UnsupportedError(self.one_way)
+        xs = self.inputs
+
+        def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
+            tangents = [varying(seed if i == input else jnp.zeros_like(x), axes_of(x)) for i, x in enumerate(xs)]
+            pushed = program(*tangents)
+            return tuple([pushed[o] for o in outputs])
+
+        swept = self._sweep(("forward", input, *outputs), sweep, seeds)
+        return [y if input in self.paths[o] else None for o, y in zip(outputs, swept, strict=True)]
+
+    def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
+        if key not in self._sweeps:
+            self._sweeps[key] = jax.jit(sweep), jax.jit(jax.vmap(sweep, (None, 0)))
+        single, stacked = self._sweeps[key]
+        if len(seeds) > 1:
+            try:
+                return stacked(self._program, seeds)
+            except Exception as error:
+                raise NotBatchableError(reason(error)) from error
+        if key not in self._single:  # compiling pays from the second time on
+            self._single.add(key)
+            single = sweep
+        try:
+            return [derivative[None] for derivative in single(self._program, seeds[0])]
+        except Exception as error:
+            raise UnsupportedError(reason(error)) from error
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        from elementgrad._backends.jax import sparsity
+
+        if input not in self.paths[output]:
+            return None
+        if self.one_way:
+            self.without[output]["forward"] = self.one_way
+        try:
+            if local:
+                xs, program = self.inputs, self._program
+                zeros = [varying(jnp.zeros_like(x), axes_of(x)) for x in xs]
+                return sparsity.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
+            return sparsity.everywhere(partial(self._at, output, input), self.inputs[input])
+        except ElementgradError:
+            raise
+        except Exception as error:  # it has run with numbers, so that this is about their absence
+            raise UnsupportedError(reason(error)) from error
+
+    def _at(self, output: int, input: int, x: Array) -> Array:
+        """One output as a function of one input."""
+        return self._run(*[x if i == input else other for i, other in enumerate(self.inputs)])[output]
+
+    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+        return max(map(_bytes, _made(self._jaxpr.jaxpr)), default=0)
+
+    @cached_property
+    def _jaxpr(self) -> Any:
+        return jax.make_jaxpr(self._program)(*self.inputs)
+
+    @cached_property
+    def one_way(self) -> str:
+        """Why there are reverse sweeps alone; empty if there are others too.
+
+        A function may be run by each member of an axis, and send numbers to others. Then a reverse sweep from one
+        element is what `jax.grad` gives to each member, while a forward sweep would move the same element of all of
+        them at once, which is another number.
+        """
+        if one_way(self._jaxpr.jaxpr):
+            return ONE_WAY
+        axes = between(self._jaxpr.jaxpr, members())
+        return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
+
+    @cached_property
+    def paths(self) -> list[set[int]]:
+        """For each output the inputs that its derivative is computed from."""
+        jaxpr = self._jaxpr.jaxpr
+        return [
+            {i for i, used in enumerate(dce_jaxpr(jaxpr, [o == output for o in range(len(self.outputs))])[1]) if used}
+            for output in range(len(self.outputs))
+        ]
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise our own errors as they were, without the note about its frames that JAX adds on their way."""
+    try:
+        yield
+    except ElementgradError as error:
+        raise type(error)(*error.args).with_traceback(error.__traceback__) from None
+
+
+def _with_changes(run: TensorFunction, inputs: Sequence[Array | None]) -> list[Array]:
+    """The inputs, with zeros in place of what the function computes on its way, of the shape that it turns out to have.
+
+    That is found without computing anything, where the function can be traced.
+    """
+    found: dict[int, tuple[Any, Any, frozenset[Any]]] = {}
+
+    def note(number: int, x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
+            raise DtypeError(
+                f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array"
+            )
+        found[number] = x.shape, x.dtype, axes_of(x)
+        return x
+
+    def look(*given: Array) -> tuple[()]:
+        left = iter(given)
+        run(*[partial(note, number) if x is None else next(left) for number, x in enumerate(inputs)])
+        return ()
+
+    given = [x for x in inputs if x is not None]
+    try:
+        jax.eval_shape(look, *given)
+        traced = True
+    except Exception:  # one that is not about tracing comes again
+        traced = False
+    if not traced:
+        with plain_errors():
+            look(*given)
+    return [_zeros(*found[n]) if x is None else x for n, x in enumerate(inputs)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[Any]) -> Array:
+    return varying(jnp.zeros(shape, dtype), axes)
+
+
+def _changed(change: Array, met: Array) -> Array:
+    return shifted(met, change) if jnp.issubdtype(met.dtype, jnp.inexact) else met
+
+
+def _made(jaxpr: Any) -> Iterator[Any]:
+    """What a program makes on its way, inner programs included."""
+    for equation in jaxpr.eqns:
+        yield from [variable.aval for variable in equation.outvars]
+        for inner in jaxprs_in_params(equation.params):
+            yield from _made(inner)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

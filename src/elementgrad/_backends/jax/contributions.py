@@ -1,0 +1,136 @@
+"""The uses that a JAX function makes of one value: every argument slot of every equation that takes it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from elementgrad._backends.autodiff import TensorFunction, Use, reason
+from elementgrad._backends.jax._compat import jaxprs_in_params
+from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
+from elementgrad._backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shifted
+from elementgrad._backends.jax.sharding import axes_of, varying
+from elementgrad._backends.source_location import is_users, spelled
+from elementgrad.errors import DtypeError, FrameworkError
+
+Array = jax.Array
+MARK = "elementgrad"
+"""The name that the value bears in the program, so that it is known there: no tag has it, as theirs go on."""
+JAX_PACKAGES = ("jax", "jaxlib", "flax")
+"""Whose lines of code are not the user's."""
+
+
+def uses(run: TensorFunction, inputs: Sequence[Array | None], input: int) -> tuple[JaxLinearization, list[Use]]:
+    """A function of changes to one of its inputs, each in one of its uses alone, at zero."""
+    watching = _WatchedProgram(run, inputs, input)
+    found = watching.found()
+    linear = JaxLinearization(watching.outputs, watching.zeros(len(found)))
+    leading = sorted(set().union(*linear.paths))
+    if leading and len(leading) == len(found):
+        return linear, found
+    if not leading:  # one input all the same, since it tells the shape
+        return JaxLinearization(lambda _: watching.outputs(*[None] * len(found)), watching.zeros(1)), []
+
+    def fewer(*changes: Array) -> Sequence[Array]:
+        placed = dict(zip(leading, changes, strict=True))
+        return watching.outputs(*[placed.get(number) for number in range(len(found))])
+
+    return JaxLinearization(fewer, watching.zeros(len(leading))), [found[number] for number in leading]
+
+
+class _WatchedValue:
+    """The value, wherever it goes in the program under another name."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class _WatchedProgram:
+    """A program in which one value is watched, and changed in some of its uses."""
+
+    def __init__(self, run: TensorFunction, inputs: Sequence[Array | None], input: int):
+        x = inputs[input]
+        try:
+            with plain_errors():
+                self._program = jax.make_jaxpr(
+                    lambda: tuple(
+                        run(*inputs[:input], self._mark if x is None else self._mark(x), *inputs[input + 1 :])
+                    )
+                )()
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            raise FrameworkError(
+                f"uses are told in a function that jax can trace, and this one branches on values: {reason(error)}"
+            ) from error
+
+    def found(self) -> list[Use]:
+        """All uses, in the order in which they come."""
+        found: list[Use] = []
+        jax.eval_shape(lambda: self._run([], found))
+        return found
+
+    def outputs(self, *changes: Array | None) -> list[Array]:
+        """The results, with a change in each of the uses, or None for none."""
+        return self._run(changes, [])
+
+    def zeros(self, count: int) -> list[Array]:
+        """So many changes that change nothing."""
+        return [varying(jnp.zeros(self._shape, self._dtype), self._axes) for _ in range(count)]
+
+    def _run(self, changes: Sequence[Array | None], found: list[Use]) -> list[Array]:
+        def used(value: Any, operation: str, where: str | None) -> Any:
+            change = changes[len(found)] if changes else None
+            found.append(Use(operation, where))
+            return value if change is None else shifted(value, change)
+
+        def inside(call: str | None) -> Step:
+            def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
+                if equation.primitive.name == "name" and equation.params["name"] == MARK:
+                    return [_WatchedValue(*operands)]
+                if not any(isinstance(operand, _WatchedValue) for operand in operands):
+                    return bind(equation, operands)
+                if equation.primitive.name == "name":
+                    return operands  # a name is no use
+                where = _where(equation) or call  # JAX's own functions know nothing of who called them
+                if equation.primitive.name in FOLLOWED:
+                    return follow(equation, operands, inside(where))
+                told = _operation(equation), where
+                return bind(equation, [used(x.value, *told) if isinstance(x, _WatchedValue) else x for x in operands])
+
+            return step
+
+        results = evaluate(self._program.jaxpr, self._program.consts, [], inside(None))
+        return [
+            used(result.value, "return", None) if isinstance(result, _WatchedValue) else result for result in results
+        ]
+
+    def _mark(self, x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise DtypeError(
+                f"what is named is of dtype {x.dtype}, which has no gradients; make it floating point first"
+            )
+        self._shape, self._dtype, self._axes = x.shape, x.dtype, axes_of(x)
+        return checkpoint_name(x, MARK)
+
+
+def _operation(equation: Any) -> str:
+    """What the user knows an equation by: the function that has rules of its own, or the body of a loop."""
+    primitive = equation.primitive.name
+    inner = next(iter(jaxprs_in_params(equation.params)), None)
+    if inner is None or primitive in ("cond", "while"):
+        return primitive
+    name, _, source = str(getattr(inner.debug_info, "func_src_info", None) or "").partition(" at ")
+    if len(inner.eqns) == 1 and inner.eqns[0].primitive.name in FOLLOWED:
+        name = name or inner.eqns[0].params.get("name", "")
+    own = primitive == "scan" and not is_users(source, JAX_PACKAGES)  # a loop that JAX makes around the body
+    return primitive if own or not name.isidentifier() else name
+
+
+def _where(equation: Any) -> str | None:
+    """The innermost line of the user's code that an equation comes from."""
+    traceback = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if is_users(frame.file_name, JAX_PACKAGES):
+            return spelled(frame.file_name, frame.line_num)
+    return None

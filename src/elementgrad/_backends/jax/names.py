@@ -1,0 +1,152 @@
+"""The names inside a JAX module: the arrays of a callable that is a pytree, by their paths; runs on copies of it."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import jax
+
+from elementgrad._backends.jax.program import is_array, meeting
+from elementgrad._backends.model import CaptureLike, Model
+from elementgrad._names import pytree
+
+Array = jax.Array
+Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
+BOX = ["value"]
+"""The only key of what holds an array under a name of its own: `nnx.Param`, `nn.Partitioned`."""
+
+
+def opened(value: Any) -> Node | None:
+    """The keys and contents of any node of a pytree but JAX's basic ones, and how to put others in."""
+    if value is None or isinstance(value, (tuple, list, dict)):
+        return None
+    branches, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda other: other is not value)
+    if any(not path for path, _ in branches):
+        return None
+    keys = [_key(path[0]) for path, _ in branches]
+    rebuild = partial(jax.tree_util.tree_unflatten, structure)
+    return [None] if keys == BOX else keys, [branch for _, branch in branches], rebuild
+
+
+class JaxModel(Model):
+    """A function, or a callable that is a pytree such as a module of flax NNX or Equinox, or a method or partial."""
+
+    def held(self) -> Iterator[tuple[str, str, Array]]:
+        return ((".".join(path), kind, leaf) for path, kind, leaf in _arrays(self.function, (), "parameter", set()))
+
+    def bearing(self, name: str) -> list[tuple[str, Array | None]]:
+        return [(kind, array) for other, kind, array in self.held() if other == name]
+
+    @contextmanager
+    def running(self, new: Mapping[str, Array], passage: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+        function = CopyingFunction(self.function, new)
+        yield function if passage is None else CopyingFunction(meeting(function, passage))
+
+
+class CopyingFunction:
+    """A function that runs on copies of all that a run could write to, made when it is called; JAX's configuration is
+    as before afterwards.
+
+    They are made inside whatever transformation calls it: there alone may a module of flax NNX be written to.
+    """
+
+    def __init__(self, function: Callable[..., Any], new: Mapping[str, Array] | None = None):
+        self._function = function
+        self._new = new or {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        seen: dict[int, tuple[Any, Any]] = {}
+        function = _copied(self._function, (), self._new, seen)
+        args, kwargs = _copied((args, kwargs), (), {}, seen)
+        return function(*args, **kwargs)
+
+
+def copied(value: Any, new: Mapping[str, Array]) -> Any:
+    """The same value around copies of what can be written to, with some arrays replaced by their names."""
+    return _copied(value, (), new, {})
+
+
+def _arrays(
+    value: Any, path: tuple[str, ...], kind: str, seen: set[int]
+) -> Iterator[tuple[tuple[str, ...], str, Array]]:
+    """All arrays by their first paths: a part that two others share, and that can be written to, is one."""
+    if is_array(value):
+        yield path, kind, value
+        return
+    node = _node(value)
+    if node is None or id(value) in seen:
+        return
+    if _writable(value):
+        seen.add(id(value))
+    kind = _kind(value) or kind
+    for key, branch in zip(*node[:2], strict=True):
+        yield from _arrays(branch, path if key is None else (*path, str(key)), kind, seen)
+
+
+def _copied(value: Any, path: tuple[str, ...], new: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]) -> Any:
+    """The same value around copies of what can be written to, with some arrays replaced by their paths."""
+    if is_array(value):
+        return new.get(".".join(path), value) if new else value
+    if id(value) in seen:
+        return seen[id(value)][1]
+    node = _node(value)
+    if node is None:
+        return value
+    keys, branches, rebuild = node
+    entries = [
+        _copied(branch, path if key is None else (*path, str(key)), new, seen)
+        for key, branch in zip(keys, branches, strict=True)
+    ]
+    if _writable(value):
+        seen[id(value)] = value, rebuild(entries)  # the value too, so that no other gets its id
+        return seen[id(value)][1]
+    changed = any(entry is not branch for entry, branch in zip(entries, branches, strict=True))
+    return rebuild(entries) if changed else value
+
+
+def _node(value: Any) -> Node | None:
+    if isinstance(value, partial):
+        return _opened_partial(value)
+    if isinstance(value, MethodType):
+        known = opened(value.__self__) is not None
+        return ([None], [value.__self__], lambda entries: MethodType(value.__func__, entries[0])) if known else None
+    return pytree.flatten_one_level(value)
+
+
+def _opened_partial(value: partial) -> Node:
+    """The function, whose names are its own, and the arguments by the names of its parameters."""
+    try:
+        parameters = list(inspect.signature(value.func).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [parameter.name for parameter in parameters if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
+    names = names[: len(value.args)] + [f"args.{number}" for number in range(len(names), len(value.args))]
+    count = 1 + len(names)
+
+    def rebuild(entries: Sequence[Any]) -> partial:
+        keywords = dict(zip(value.keywords, entries[count:], strict=True))
+        return type(value)(entries[0], *entries[1:count], **keywords)
+
+    return [None, *names, *value.keywords], [value.func, *value.args, *value.keywords.values()], rebuild
+
+
+def _writable(value: Any) -> bool:
+    """Whether a run could write to it: a module of NNX to its statistics and counters, for one."""
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return not (parameters is not None and parameters.frozen) and opened(value) is not None
+
+
+def _kind(value: Any) -> str | None:
+    """What an array inside of a variable of flax NNX is."""
+    names = [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("flax.nnx")]
+    return None if "Variable" not in names else "parameter" if "Param" in names else "buffer"
+
+
+def _key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)

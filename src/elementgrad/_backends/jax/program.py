@@ -1,0 +1,221 @@
+"""A function of the user's as the program that JAX traces it to, run step by step, so that tags in it are met."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+
+from elementgrad._backends.jax._compat import current_name_stack, get_opaque_trace_state, jaxprs_in_params, user_context
+from elementgrad._backends.model import CaptureLike
+from elementgrad._cleanup import assign, scope
+from elementgrad._names import pytree
+from elementgrad.errors import PlaceError
+
+Step = Callable[[Any, list[Any]], Sequence[Any]]
+"""Takes an equation and its operands, gives its results."""
+PREFIX = "elementgrad:"
+"""What the names of our tags begin with, among those that others give for checkpoints."""
+FOLLOWED = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "closed_call": "call_jaxpr"}
+"""The calls that mean what their inner program means, and where that is: tags inside them are met."""
+LOOPS = {"scan": "a scan", "while": "a while loop"}
+_local = threading.local()
+
+
+def staged(x: Any, name: str) -> Any:
+    """A traced value with a name that stays in the program, and lowers to nothing; a concrete one as it is.
+
+    Where a program is traced for the sake of that name, a concrete one becomes a part of the program as well.
+    """
+    if isinstance(x, jax.core.Tracer) or name.partition(":")[0] in _local.__dict__.get("bases", ()):
+        return checkpoint_name(x, PREFIX + name)
+    return x
+
+
+def meeting(function: Callable[..., Any], passage: CaptureLike) -> Callable[..., Any]:
+    """A function that is traced first and then run step by step, its tags passing by.
+
+    What branches in Python on values cannot be traced: it runs as it stands, and meets the tags that Python itself
+    comes to.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            returned, program = _traced(lambda: function(*args, **kwargs), passage)
+        except Exception:  # if it was not the tracing, the same will come again
+            program = None
+        if program is None:
+            with passage.open(_level(passage)):
+                return function(*args, **kwargs)
+        results = iter(evaluate(program.jaxpr, program.consts, [], _passing(passage)))
+        return pytree.map_tree(returned, lambda leaf: next(results) if is_array(leaf) else leaf)
+
+    return run
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], step: Step) -> list[Any]:
+    """Run a program, one step per equation."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    last = {variable: number for number, equation in enumerate(jaxpr.eqns) for variable in _variables(equation.invars)}
+    for variable in _variables(jaxpr.outvars):
+        last.pop(variable, None)
+    for number, equation in enumerate(jaxpr.eqns):
+        results = step(equation, [_read(atom, values) for atom in equation.invars])
+        for variable in set(_variables(equation.invars)):
+            if last.get(variable) == number:
+                del values[variable]  # what nobody needs any more is freed
+        values.update(zip(equation.outvars, results, strict=True))
+    return [_read(atom, values) for atom in jaxpr.outvars]
+
+
+def follow(equation: Any, operands: Sequence[Any], step: Step) -> list[Any]:
+    """Run the inner program of a call, one step per equation."""
+    inner = equation.params[FOLLOWED[equation.primitive.name]]
+    return evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, step)
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Run an equation as it stands, with its derivative rule, sharding and line of code."""
+    parameters = equation.primitive.get_bind_params(equation.params)
+    functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
+    stack = current_name_stack() + equation.source_info.name_stack
+    with user_context(equation.source_info.traceback, name_stack=stack), equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *operands, **parameters)
+    return results if equation.primitive.multiple_results else [results]
+
+
+@jax.custom_jvp
+def shifted(value: jax.Array, change: jax.Array) -> jax.Array:
+    """A value itself, down to the sign of a zero, with the derivatives of its sum with a change that is zero."""
+    return value
+
+
+@shifted.defjvp
+def _shifted_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return shifted(*primals), tangents[0] + tangents[1]
+
+
+def one_way(jaxpr: Any) -> bool:
+    """Whether a linear program holds a rule for reverse sweeps alone: it stands there as an operation of its own."""
+    return any(
+        equation.primitive.name == "custom_lin" or any(map(one_way, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+def between(jaxpr: Any, names: frozenset[Any]) -> set[Any]:
+    """Those of some named axes along which a program sends numbers from one member to another."""
+    found: set[Any] = set()
+    for equation in jaxpr.eqns:
+        for key in ("axes", "axis_name"):
+            axes = equation.params.get(key, ())
+            found |= {axis for axis in (axes if isinstance(axes, tuple | list) else [axes]) if axis in names}
+        for inner in jaxprs_in_params(equation.params):
+            found |= between(inner, names)
+    return found
+
+
+def is_array(x: Any) -> bool:
+    """Whether this is an array of JAX's own, traced or not."""
+    return isinstance(x, (jax.Array, jax.core.Tracer))
+
+
+def _traced(function: Callable[[], Any], passage: CaptureLike) -> tuple[Any, Any]:
+    """What a function returned, and the program that computes the arrays in it."""
+    returned: list[Any] = []
+
+    def arrays() -> list[Any]:
+        returned.append(function())
+        return [leaf for leaf in pytree.leaves_of(returned[-1]) if is_array(leaf)]
+
+    with passage.open(lambda name: False), _staging(passage.bases):
+        program = jax.make_jaxpr(arrays)()
+    return returned[-1], program
+
+
+@contextmanager
+def _staging(bases: set[str]) -> Iterator[None]:
+    with scope():
+        assign(_local, "bases", bases)
+        yield
+
+
+def _level(passage: CaptureLike) -> Callable[[str], bool]:
+    """Whether Python comes to a tag in the function itself, and not while something inside is traced."""
+    level = get_opaque_trace_state(convention="elementgrad")
+
+    def here(name: str) -> bool:
+        if get_opaque_trace_state(convention="elementgrad") == level:
+            return True
+        if name in passage.bases:
+            raise PlaceError(
+                f"{name!r} is tagged inside a jax.jit, jax.vmap or the like, and the function around it cannot be "
+                "traced as it branches on values; tag what that returns, or branch by jnp.where or jax.lax.cond"
+            )
+        return False
+
+    return here
+
+
+def _passing(passage: CaptureLike) -> Step:
+    known: dict[int, set[str]] = {}
+
+    def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
+        tag = _tag(equation)
+        if tag is not None:
+            base, _, key = tag.partition(":")
+            (value,) = operands
+            value = value if is_array(value) else jnp.asarray(value, equation.invars[0].aval.dtype)
+            return [passage.pass_on("activation", base, key.removeprefix(":"), value, key.startswith(":"))]
+        inside = {name for inner in jaxprs_in_params(equation.params) for name in _names(inner, known)}
+        if inside and equation.primitive.name in FOLLOWED:
+            return follow(equation, operands, step)
+        for name in sorted(inside & passage.bases):
+            raise _unreachable(name, equation)
+        return bind(equation, operands)
+
+    return step
+
+
+def _names(jaxpr: Any, known: dict[int, set[str]]) -> set[str]:
+    """The names of all tags in a program."""
+    if id(jaxpr) not in known:
+        known[id(jaxpr)] = set()
+        for equation in jaxpr.eqns:
+            tag = _tag(equation)
+            known[id(jaxpr)] |= set() if tag is None else {tag.partition(":")[0]}
+            for inner in jaxprs_in_params(equation.params):
+                known[id(jaxpr)] |= _names(inner, known)
+    return known[id(jaxpr)]
+
+
+def _tag(equation: Any) -> str | None:
+    if equation.primitive.name != "name" or not equation.params["name"].startswith(PREFIX):
+        return None
+    return equation.params["name"].removeprefix(PREFIX)
+
+
+def _unreachable(name: str, equation: Any) -> PlaceError:
+    primitive = equation.primitive.name
+    if primitive in LOOPS:
+        why = f"is tagged inside {LOOPS[primitive]}, where it has no single value; return it from the loop and tag it"
+        return PlaceError(f"{name!r} {why} there")
+    if primitive == "cond":
+        why = "is tagged inside a branch of a cond, which may not run; return it from the branch and tag it there"
+        return PlaceError(f"{name!r} {why}")
+    return PlaceError(
+        f"{name!r} is tagged inside a {primitive}, which has rules of its own and cannot be opened; tag what goes into "
+        "it or comes out of it"
+    )
+
+
+def _read(atom: Any, values: dict[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))

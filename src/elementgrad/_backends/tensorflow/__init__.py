@@ -1,0 +1,1 @@
+"""The TensorFlow and Keras backend."""

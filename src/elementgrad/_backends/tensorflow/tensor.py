@@ -1,0 +1,454 @@
+"""Sparse matrices of TensorFlow.
+
+Index arrays for TensorFlow, which has none: elements as rows of a reshaped tensor, gathered and scattered.
+
+TensorFlow.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+from elementgrad import _cleanup
+from elementgrad._backends.autodiff import Linearization, TensorFunction, Use
+from elementgrad._backends.base import Backend, DtypeRange, Kind, Layout, Matrices, Read
+from elementgrad._backends.model import Model
+from elementgrad._backends.tensorflow import autodiff, contributions, isolate, names
+from elementgrad._backends.tensorflow._compat import op_def_registry
+from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
+from elementgrad._backends.tensorflow.isolate import seeded, silenced, undisturbed
+from elementgrad._backends.tensorflow.names import KerasModel, TensorflowModel, root
+from elementgrad._backends.tensorflow.record import TensorflowRecorder
+from elementgrad._explain.trace import LiveReport, Trace
+from elementgrad._place.index import Span
+from elementgrad._place.selection import Selection, forward
+from elementgrad._read.recorder import Recorder
+from elementgrad._sparsity.pattern import Pattern
+from elementgrad._train.trainer import Trainer
+from elementgrad.errors import FrameworkError, TracedError
+
+Tensor = Any
+HARMLESS = {"Placeholder", "ReadVariableOp", "StatefulPartitionedCall"}
+"""Operations with a state that change nothing, or only what those inside them change."""
+
+
+class TensorflowMatrices(Matrices):
+    """The operations of `Matrices` on `tf.Tensor`."""
+
+    def index(self, positions: np.ndarray, like: Tensor) -> Any:
+        """Positions, of which a graph makes a constant of its own."""
+        return positions
+
+    def gather(self, x: Tensor, index: Any) -> Tensor:
+        """The elements there."""
+        return tf.gather(x, index)
+
+    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
+        """Outside of a graph that is being traced."""
+        with tf.init_scope():
+            return tf.cast(numbers, like.dtype)
+
+    def maybe_compile_read(self, read: Read) -> Read:
+        """As a graph, unless it cannot be traced, or would draw numbers or write to variables."""
+        traced: Read | None = None
+        tried = False
+
+        def run(x: Tensor) -> Any:
+            nonlocal traced, tried
+            if not tried:
+                traced, tried = _traced(read, x), True
+            return read(x) if traced is None else traced(x)
+
+        return run
+
+    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
+        """A `tf.SparseTensor`, which is by coordinates."""
+        if layout == "csr":
+            raise FrameworkError('TensorFlow keeps sparse matrices by coordinates; use "coo" or "scipy"')
+        with tf.init_scope():
+            places = tf.constant(np.stack([pattern.rows, pattern.columns], 1).astype(np.int64))
+            shape = tf.constant(pattern.shape, tf.int64)
+        return lambda values: tf.sparse.SparseTensor(places, values, shape)
+
+
+def _traced(read: Read, x: Tensor) -> Read | None:
+    try:
+        with silenced():
+            function = tf.function(read, [tf.TensorSpec(x.shape, x.dtype)], autograph=False).get_concrete_function()
+    except Exception:  # it runs as it stands
+        return None
+    definition = function.graph.as_graph_def()
+    nodes = [*definition.node, *[node for part in definition.library.function for node in part.node_def]]
+    return function if all(node.op in HARMLESS or not _stateful(node.op) for node in nodes) else None
+
+
+def _stateful(kind: str) -> bool:
+    definition = op_def_registry.get(kind)
+    return definition is None or definition.is_stateful
+
+
+INT32 = 2**31
+"""Up to so many positions are int32: TensorFlow vectorises (pfor) a scatter only with those."""
+
+
+class RowIndexing:
+    """The selected elements as rows: trailing axes that are named whole stay blocks instead of becoming indices.
+
+    Indices are a list of one list (axes 1, k, 1): with two axes a gradient is IndexedSlices, for which TensorFlow's
+    forward mode has no tangent.
+    """
+
+    def __init__(self, x: Tensor, selection: Selection):
+        self.x = x
+        self.nothing = not selection.traced and selection.size == 0  # TensorFlow gathers nothing from nothing
+        if selection.traced:
+            positions = flat_positions(x, selection)
+            self.shape, self.rows = tf.shape(positions), tf.reshape(x, [-1])
+            self.indices = tf.reshape(positions, [1, -1, 1])
+            self.listed = tf.shape(self.indices)[:2]
+        else:
+            positions, block = selection.rows()
+            count = math.prod(selection.of[: len(selection.of) - len(block)])
+            self.shape, self.rows = selection.shape, _reshape(x, (count, *block))
+            self.indices = tf.constant(positions.reshape(1, -1, 1), tf.int32 if count < INT32 else tf.int64)
+            self.listed = (1, positions.size, *block)
+
+    def take(self) -> Tensor:
+        """The rows."""
+        if self.nothing:
+            return tf.reshape(tf.reshape(self.x, [-1])[:0], self.shape)
+        return tf.reshape(tf.gather_nd(self.rows, self.indices), self.shape)
+
+    def put(self, value: Tensor) -> Tensor:
+        """The tensor with its rows replaced."""
+        return self._scatter(tf.tensor_scatter_nd_update, value)
+
+    def add(self, value: Tensor) -> Tensor:
+        """The tensor with values added to its rows; repeated ones accumulate."""
+        return self._scatter(tf.tensor_scatter_nd_add, value)
+
+    def multiply(self, value: Tensor) -> Tensor:
+        """The tensor with its rows multiplied; the factors of repeated ones are multiplied together first."""
+        distinct, group = tf.unique(tf.reshape(self.indices, [-1]))
+        factors = tf.reshape(tf.broadcast_to(value, self.shape), [-1])
+        factors = tf.math.unsorted_segment_prod(factors, group, tf.size(distinct))
+        self.indices, self.shape = tf.reshape(distinct, [1, -1, 1]), tf.shape(distinct)
+        self.listed = tf.shape(self.indices)[:2]
+        return self.put(self.take() * factors)
+
+    def _scatter(self, scatter: Any, value: Tensor) -> Tensor:
+        if self.nothing:
+            return tf.identity(self.x)
+        value = tf.reshape(_broadcast(value, self.shape), self.listed)
+        return _reshape(scatter(self.rows, self.indices, value), self.x)
+
+
+def _reshape(x: Tensor, like: Any) -> Tensor:
+    """x in a shape, or in that of a tensor. Eager operations are slow, so one that would do nothing is left out."""
+    shape = tf.TensorShape(like) if isinstance(like, tuple) else like.shape
+    if shape.is_fully_defined():
+        return x if x.shape == shape else tf.reshape(x, shape)
+    return tf.ensure_shape(tf.reshape(x, tf.shape(like)), shape)
+
+
+def _broadcast(value: Tensor, shape: Any) -> Tensor:
+    return value if isinstance(shape, tuple) and value.shape == shape else tf.broadcast_to(value, shape)
+
+
+def flat_positions(x: Tensor, selection: Selection) -> Tensor:
+    """Positions in the flattened x of elements whose indices, or the sizes they count in, are known only at run time.
+
+    An index out of range, or beyond int32, becomes -1, which TensorFlow refuses where it can; it never becomes another
+    element's position.
+    """
+    sizes = tf.unstack(tf.shape(x, out_type=tf.int64))
+    lines = [_line(part, size) for part, size in zip(selection.parts, sizes, strict=True)]
+    position = tf.zeros((), tf.int64)
+    valid = tf.constant(True)
+    for part, size in zip(selection.mesh(lines=lines, reshape=_append_axes), sizes, strict=True):
+        part = tf.cast(part, tf.int64)
+        part = tf.where(part < 0, part + size, part)
+        valid &= (part >= 0) & (part < size)
+        position = position * size + part
+    return tf.cast(tf.where(valid & (position < INT32), position, tf.constant(-1, tf.int64)), tf.int32)
+
+
+def _line(part: Any, size: Tensor) -> Tensor:
+    """A range along one axis, with the bounds of a slice clamped to a size known only at run time."""
+    if isinstance(part, range):
+        return tf.range(part.start, part.stop, part.step, dtype=tf.int64)
+    if not isinstance(part, Span):
+        return part
+    step = 1 if part.step is None else part.step
+    low, high = (0, size) if step > 0 else (-1, size - 1)
+
+    def bound(given: int | None, default: Any) -> Tensor:
+        if given is None:
+            return tf.cast(default, tf.int64)
+        return tf.clip_by_value(given + size if given < 0 else tf.constant(given, tf.int64), low, high)
+
+    start, stop = bound(part.start, low if step > 0 else high), bound(part.stop, high if step > 0 else low)
+    return tf.range(start, tf.maximum(start, stop) if step > 0 else tf.minimum(start, stop), step)
+
+
+def _append_axes(part: Any, count: int) -> Tensor:
+    part = tf.convert_to_tensor(part)
+    return tf.reshape(part, tf.concat([tf.shape(part), tf.ones(count, tf.int32)], 0))
+
+
+# tf.Tensor, tf.Variable or a Keras variable
+
+
+class TensorflowBackend(TensorflowMatrices, Backend):
+    """The operations of `Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
+
+    name = "tensorflow"
+
+    def owns(self, kind: type) -> bool:
+        return issubclass(kind, (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor))
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        if x.shape.rank is None:
+            raise TracedError("the tensor's number of axes is not known while tracing; give it with tf.ensure_shape")
+        return tuple(x.shape)
+
+    def kind(self, x: Tensor) -> Kind:
+        dtype = tf.as_dtype(x.dtype)
+        if dtype.is_floating:
+            return "f"
+        return "c" if dtype.is_complex else "b" if dtype.is_bool else "i" if dtype.is_integer else "o"
+
+    def read(self, x: Tensor) -> np.ndarray | None:
+        return tf.get_static_value(tf.convert_to_tensor(x))
+
+    def dtype_range(self, x: Tensor) -> DtypeRange | None:
+        return _limits(tf.as_dtype(x.dtype))
+
+    def cast(self, value: Any, like: Tensor) -> Tensor:
+        return tf.cast(value if tf.is_tensor(value) else np.asarray(value), like.dtype)  # a bare float is float32 here
+
+    def take(self, x: Tensor, selection: Selection) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        if selection.basic:
+            index, flips = selection.basic
+            return tf.reverse(x[index], flips) if flips else x[index]
+        if selection.mask is not None and selection.traced:
+            return tf.boolean_mask(x, selection.mask.values)
+        return RowIndexing(x, selection).take()
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return tf.convert_to_tensor(array)
+
+    def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        value = self.cast(value, x)
+        if selection.basic and _strided_update_works(selection):
+            return _strided_update(x, selection, value)
+        return RowIndexing(x, selection).put(value)
+
+    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        value = self.cast(value, x)
+        return RowIndexing(x, selection).multiply(value) if multiply else RowIndexing(x, selection).add(value)
+
+    def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
+        return tf.where(mask, x, y)
+
+    def stop(self, x: Tensor) -> Tensor:
+        return tf.stop_gradient(x)
+
+    def only(self, x: Tensor, selection: Selection) -> Tensor:
+        mask = selection.mask
+        if mask is not None:
+            return _through(x, lambda g: tf.where(mask.values, g, tf.zeros_like(g)))
+        return _through(x, lambda g: self.put(tf.zeros_like(g), selection, self.take(g, selection)))
+
+    def stop_gradient_at(self, x: Tensor, selection: Selection) -> Tensor:
+        mask = selection.mask
+        if mask is not None:
+            return _through(x, lambda g: tf.where(mask.values, tf.zeros_like(g), g))
+        return _through(x, lambda g: self.put(g, selection, 0))
+
+    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        # An array takes a fraction of the time of a tuple.
+        return tf.reshape(x, np.array(shape, np.int64) if tf.executing_eagerly() else shape)
+
+    def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return tf.broadcast_to(x, shape)
+
+    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        x, logits = tf.convert_to_tensor(x), tf.convert_to_tensor(logits)
+        weights = tf.nn.softmax(tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits, axis)
+        weights = tf.cast(weights, x.dtype)
+        return tf.reduce_sum(weights * tf.where(weights == 0, tf.zeros_like(x), x), axis)
+
+    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        last = [*(other for other in range(x.shape.rank) if other != axis), axis]
+        x = tf.transpose(x, last)
+        chosen = tf.broadcast_to(tf.argmax(logits, axis), tf.shape(x)[:-1])
+        return tf.gather(x, chosen, batch_dims=x.shape.rank - 1)
+
+    def straight_through(self, value: Tensor, slope: Tensor) -> Tensor:
+        return _graft(value, slope)
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if tf.executing_eagerly():
+            return function
+        autograph = tf.__internal__.autograph
+        return autograph.tf_convert(function, autograph.control_status_ctx())
+
+    def is_model(self, function: Any) -> bool:
+        return root(function) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return TensorflowModel(function) if root(function) is None else KerasModel(function)
+
+    def trainer(self, model: Any) -> Trainer:
+        owner = root(model)
+        if owner is None or autodiff.written(model) is not owner:
+            raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
+        from elementgrad._backends.tensorflow.train.trainer import KerasTrainer
+
+        return KerasTrainer(owner)
+
+    def parameter_gradients(
+        self,
+        model: Any,
+        parameters: Mapping[str, Tensor],
+        losses: Callable[[], Iterable[Tensor]],
+        squared: bool,
+        give: Callable[[str, Tensor], None],
+    ) -> None:
+        from elementgrad._backends.tensorflow.top import slopes
+
+        slopes(model, parameters, losses, squared, give)
+
+    def topk_abs(
+        self, x: Tensor, count: int, floor: float, minus: Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        from elementgrad._backends.tensorflow.top import largest
+
+        return largest(x, count, floor, minus)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        written = autodiff.written(function)
+        return written.call if root(function) is written else written
+
+    def unwrap_parameter(self, x: Tensor) -> Tensor:
+        value = getattr(x, "_value", None)
+        return value if isinstance(value, tf.Variable) else x
+
+    def is_real_call(self, x: Tensor) -> bool:
+        return names.computing()
+
+    def is_single_value(self, x: Tensor) -> bool:
+        return not autodiff.inside(x)
+
+    def isolated(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
+        return undisturbed()
+
+    def ambient_state(self, linear: Linearization) -> Any:
+        return linear.seeds if isinstance(linear, TensorflowLinearization) else None
+
+    def restore_ambient_state(self, surroundings: Any) -> AbstractContextManager[Any]:
+        return seeded(surroundings)
+
+    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
+        def compiled(f: Any) -> tuple[Any, ...]:
+            options = f.input_signature, f._autograph, f._jit_compile, f._reduce_retracing
+            return tf.function, (f.python_function, *options)
+
+        return {type(tf.function(lambda: None)): compiled}
+
+    def linearize(self, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linearization:
+        return TensorflowLinearization.of(run, inputs, create_graph, order)
+
+    def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
+        return TensorflowRecorder(tensors)
+
+    def uses(self, run: TensorFunction, inputs: Sequence[Tensor], input: int) -> tuple[Linearization, list[Use]]:
+        return contributions.of(run, inputs, input)
+
+    def itemsize(self, x: Tensor) -> int:
+        return tf.as_dtype(x.dtype).size
+
+    def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return tf.zeros(shape, like.dtype)
+
+    def one_hot_seeds(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
+        seeds = tf.one_hot(positions, math.prod(like.shape) // batch, dtype=like.dtype)
+        return self.reshape(tf.repeat(seeds, batch, 0) if batch > 1 else seeds, (len(positions), *like.shape))
+
+    def to_float64(self, x: Tensor) -> np.ndarray | None:
+        return self.read(tf.cast(x, tf.float64))
+
+    def convert(self, x: Tensor, dtype: str) -> Tensor:
+        return x if tf.as_dtype(x.dtype).name == dtype else tf.cast(x, dtype)
+
+    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
+        from elementgrad._backends.tensorflow.explain import TensorflowTrace
+
+        return TensorflowTrace(run, source, probe)
+
+    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+        from elementgrad._backends.tensorflow.explain import told
+
+        return told(function, wrt)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        return tf.concat(parts, 0)
+
+    def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return tf.transpose(x, axes)
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        return tf.matmul(x, y)
+
+
+@cache
+def _limits(dtype: tf.DType) -> DtypeRange | None:
+    if dtype.is_floating or dtype.is_complex:
+        return DtypeRange.of_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
+    return DtypeRange.of_integers(ml_dtypes.iinfo(dtype.as_numpy_dtype)) if dtype.is_integer else None
+
+
+def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
+    """x itself, at no cost, with its derivatives passed through a linear map that is its own transpose."""
+    # The value is cut off first: forward mode would follow it beside the rule.
+    return tf.custom_gradient(lambda x: (tf.stop_gradient(x), keep))(tf.convert_to_tensor(x))
+
+
+@tf.custom_gradient
+def _graft(value: Tensor, slope: Tensor) -> Any:
+    return tf.stop_gradient(value), lambda upstream: (None, upstream)
+
+
+def _strided_update_works(selection: Selection) -> bool:
+    """XLA, which may compile any graph later, updates only unit steps."""
+    return tf.executing_eagerly() or all(
+        abs(forward(part).step) == 1 for part in selection.parts if isinstance(part, range)
+    )
+
+
+def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
+    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in selection.parts]
+    ahead = [forward(part) for part in ranges]
+    flips = [axis for axis, part in enumerate(ranges) if part.step < 0]
+    value = tf.reshape(tf.broadcast_to(value, selection.shape), [len(part) for part in ranges])
+    return tf.raw_ops.TensorStridedSliceUpdate(
+        input=x,
+        begin=np.array([part.start for part in ahead], np.int64),
+        end=np.array([part.stop for part in ahead], np.int64),
+        strides=np.array([part.step for part in ahead], np.int64),
+        value=tf.reverse(value, flips) if flips else value,
+    )
+
+
+backend = TensorflowBackend()
+_cleanup.on_entry(isolate.snapshot)

@@ -1,0 +1,1 @@
+"""Training of single elements of Keras variables."""

@@ -1,0 +1,225 @@
+"""Training elements of a Keras model: which variables there are, freezing the others, routing losses."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elementgrad._backends.tensorflow import distributed
+from elementgrad._backends.tensorflow.names import KerasModel, root
+from elementgrad._backends.tensorflow.train import parameter
+from elementgrad._backends.tensorflow.train.layers import dress
+from elementgrad._backends.tensorflow.train.parameter import (
+    HALVES,
+    KerasElementGroup,
+    KerasPartialParameter,
+    bits,
+    cast,
+    put,
+    take,
+    tie,
+    untie,
+    weight_of,
+)
+from elementgrad._train.trainer import Trainer, TrainingState
+from elementgrad.errors import DtypeError, FrameworkError, OptionError
+
+Tensor = Any
+
+
+class KerasTrainer(Trainer):
+    """A Keras model or layer whose elements train."""
+
+    elsewhere: Mapping[str, str] = {
+        "parameters": "elements.variables",
+        "backward": "elements.gradients(tape, {place: loss})",
+    }
+    kind = "trainable variable"
+    others: Mapping[str, str] = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
+    separator = "/"
+
+    def __init__(self, model: Any):
+        if not tf.executing_eagerly():
+            raise FrameworkError("elements are chosen before a function is compiled; call this outside of tf.function")
+        self._root = root(model)
+        distributed.require_outside(self._root)
+        self._named = KerasModel(self._root)
+        self._owner = object()
+        self._variables = {id(held._value): held for _, kind, held in self._named._variables() if kind == "parameter"}
+
+    def names(self) -> Iterator[str]:
+        return (name for name, kind, _ in self._named.held() if kind == "parameter")
+
+    def spelled(self) -> Iterator[tuple[str, Tensor]]:
+        for path, layer in self._named._layers():
+            for variable in layer._trainable_variables:
+                if variable._value is not None:
+                    yield f"{path}/{variable.name}" if path else variable.name, variable._value
+
+    def standing(self, tensor: Tensor) -> TrainingState:
+        return parameter.standing(self._variables[id(tensor)])
+
+    def parameter(self, name: str) -> Tensor:
+        bearing = self._named.bearing(name)
+        for kind, tensor in bearing:
+            if kind == "parameter" and tensor is not None:
+                return tensor
+        if not any(self.names()):
+            raise FrameworkError("the model has no variables yet; call it once, or model.build(...), before")
+        raise self.unknown_name_error(name, bearing[0][0] if bearing else None)
+
+    def named(self, tensor: Tensor) -> str:
+        for name, kind, held in self._named.held():
+            if kind == "parameter" and held is distributed.inside(tensor):
+                return name
+        raise self.not_a_parameter_error(tensor)
+
+    def training(self, tensor: Tensor) -> Sequence[KerasElementGroup]:
+        weight = weight_of(tensor)
+        return [] if weight is None else weight.parts
+
+    def check(self, tensor: Tensor, name: str) -> None:
+        distributed.require_mirrored(tensor, name)
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise DtypeError(f"{name} is {tensor.dtype.name}, and only floats train")
+        if self._variables[id(tensor)].constraint is not None:
+            raise FrameworkError(
+                f"{name} has a constraint, which rewrites all of it after every step; set its constraint to None"
+            )
+
+    @property
+    def is_distributed(self) -> bool:
+        return self._shared is not None
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return bool(self._shared.extended.should_checkpoint)  # the chief
+
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        return distributed.gathered(self._shared, row)
+
+    def dtype(self, given: Any) -> Any:
+        try:
+            found = None if given is None else tf.as_dtype(given)
+        except TypeError:
+            found = tf.int32
+        if found is not None and not (found.is_floating or found.is_complex):
+            raise OptionError(f"dtype={given!r} is no floating dtype; give tf.float32 or tf.float64, or None")
+        return found
+
+    def part(
+        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    ) -> KerasElementGroup:
+        held = take(tensor, positions)
+        now = held if values is None else _of_bits(values)
+        kept = dtype or (tf.as_dtype(now.dtype) if values is not None else _kept(tensor.dtype))
+        variable = self._variables[id(tensor)]
+        taken = {part.leaf.name for part in self.training(tensor)}
+        name = next(name for number in count() if (name := f"{variable.name}_elements_{number}") not in taken)
+        with distributed.scope(tensor):
+            leaf = keras.Variable(cast(now, kept), dtype=kept.name, autocast=False, name=name)
+        leaf._path = f"{variable.path}_elements_{name.rpartition('_')[2]}"  # optimizers leave variables out by it
+        part = KerasElementGroup(tensor, positions, held if originals is None else _of_bits(originals), leaf)
+        part.found = held
+        return part
+
+    def start(self, parts: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
+        parameter.claim(self._variables.values(), self._owner, [self._variables[id(tensor)] for tensor in kept])
+        for part in parts:
+            weight = weight_of(part.tensor) or KerasPartialParameter(self._variables[id(part.tensor)])
+            part.weight = weight
+            weight.parts.append(part)
+            weight.arrange()
+            tie(weight)
+        changed = list({id(part.weight): part.weight for part in parts}.values())
+        for weight in changed:
+            weight.layers |= {id(layer): layer for _, layer in self._named._layers()}
+            weight.roots[id(self._root)] = self._root
+        for part in parts:
+            part.write_to_parameter()
+        self._renew(changed)
+
+    def stop(self, parts: Sequence[Any]) -> None:
+        """Done again, it goes on from wherever it was interrupted."""
+        changed = list({id(part.weight): part.weight for part in parts if part.weight is not None}.values())
+        for weight in changed:
+            weight.parts[:] = [part for part in weight.parts if all(part is not other for other in parts)]
+        for part in parts:
+            untie(part.leaf._value)
+        for weight in changed:
+            weight.arrange()
+            if not weight.parts:
+                untie(weight.tensor, weight.variable)
+                # Writing single elements has had every read of the variable copy it, which is over now.
+                for copy in distributed.copies(weight.tensor):
+                    tf.raw_ops.DisableCopyOnRead(resource=copy.handle)
+        parameter.leave(self._variables.values(), self._owner)
+        self._renew(changed)
+        for part in parts:
+            part.weight = None
+
+    def cancel(self, parts: Sequence[Any]) -> None:
+        self.stop(parts)
+        for part in parts:
+            for _, tensor in part.copies:
+                put(tensor, part.index, part.found)
+
+    def write(self, part: Any) -> None:
+        part.write_to_parameter()
+
+    def restore(self, part: Any) -> None:
+        part.leaf.assign(cast(part.originals, part.leaf._value.dtype))
+        for _, tensor in part.copies:
+            put(tensor, part.index, part.originals)
+
+    def check_loss(self, loss: Tensor, of: str) -> None:
+        if not tf.is_tensor(loss):
+            raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a tf.Tensor of one number")
+        if loss.shape.num_elements() != 1:
+            raise OptionError(f"the loss for {of} has shape {loss.shape}; give one number, such as tf.reduce_sum(loss)")
+
+    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
+        return tape.gradient(loss, [part.leaf for part in parts])
+
+    def check_tape(self, tape: Any, losses: int) -> None:
+        if not isinstance(tape, tf.GradientTape):
+            raise OptionError(f"{type(tape).__name__} is no tape; give the tf.GradientTape that recorded the losses")
+        if losses > 1 and not tape._persistent:
+            raise OptionError(
+                f"the tape gives one gradient, and there are {losses} losses; use tf.GradientTape(persistent=True)"
+            )
+
+    def heard(self, before: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
+        if len(elements) < gradient.shape[0]:
+            some = tf.gather(gradient, elements)
+            gradient = tf.scatter_nd(elements[:, None], some, tf.shape(gradient, out_type=tf.int64))
+        return gradient if before is None else before + gradient
+
+    def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        return bits(take(tensor, positions))
+
+    @property
+    def _shared(self) -> Any:
+        """The strategy of several processes, if the variables are of one."""
+        return distributed.shared(distributed.strategy_of(variable._value) for variable in self._variables.values())
+
+    def _renew(self, changed: Sequence[KerasPartialParameter]) -> None:
+        """Let the layers know, and forget what was compiled before."""
+        layers = {id(layer): layer for weight in changed for layer in weight.layers.values()}
+        for layer in layers.values():
+            dress(layer)
+            for function in ("train_function", "test_function", "predict_function"):
+                if getattr(layer, function, None) is not None:
+                    setattr(layer, function, None)
+
+
+def _kept(dtype: Any) -> Any:
+    """The dtype of a leaf for a variable of a dtype: small steps are lost in half precision."""
+    return tf.float32 if dtype in HALVES else dtype
+
+
+def _of_bits(numbers: Any) -> np.ndarray:
+    return np.frombuffer(numbers.bits.tobytes(), tf.as_dtype(numbers.dtype).as_numpy_dtype)

@@ -1,0 +1,23 @@
+"""Every private name of PyTorch that this backend relies on, so that an upgrade is one file."""
+
+from torch._C import _storage_Use_Count as _storage_Use_Count
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
+from torch._C._dynamo.guards import (
+    set_is_in_mode_without_ignore_compile_internals as set_is_in_mode_without_ignore_compile_internals,
+)
+from torch._C._functorch import _add_batch_dim as _add_batch_dim
+from torch._C._functorch import _remove_batch_dim as _remove_batch_dim
+from torch._C._functorch import _vmap_decrement_nesting as _vmap_decrement_nesting
+from torch._C._functorch import _vmap_increment_nesting as _vmap_increment_nesting
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
+from torch.autograd.function import _SingleLevelFunction as _SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward as _engine_run_backward
+from torch.nn.modules.module import _global_forward_hooks as _global_forward_hooks
+from torch.nn.modules.module import _global_forward_hooks_always_called as _global_forward_hooks_always_called
+from torch.nn.modules.module import _global_forward_pre_hooks as _global_forward_pre_hooks
+from torch.nn.modules.module import _global_module_registration_hooks as _global_module_registration_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks as _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves

@@ -1,0 +1,279 @@
+"""What can be typed: the commands, their options and their help. Nothing is imported for it that takes time."""
+
+import argparse
+import sys
+from typing import Any, NoReturn
+
+from elementgrad import __version__
+from elementgrad.errors import shortened
+
+FRAMEWORKS = ("torch", "tensorflow", "jax")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+CODES = """exit codes:
+  0  nothing to report
+  1  a finding: no path, a gradient of zero, numbers that are not finite, or a difference
+  2  the command cannot work as it was given
+  3  your own code raised; its traceback is shown"""
+MODEL = """file.py:name or package.module:name, of a model or a function. A class, and a function that takes no
+arguments, are called first, and what they return is used; 'file.py:name()' calls any other function, too"""
+INPUTS = """arguments in order: a .npy, .npz, .safetensors or .json file, JSON such as '[1.0, 2.0]', or file.py:name;
+'data.npz:x' takes one array of a file"""
+
+
+class SingleValue(argparse.Action):
+    """An option of one answer: a second one would replace the first unseen."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        """Keep the value, or refuse another."""
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{self.option_strings[0]} is given twice; give it once")
+        setattr(namespace, self.dest, values)
+
+
+class InterspersedParser(argparse.ArgumentParser):
+    """A parser of a command, which takes options between its arguments too."""
+
+    _taken = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base does, after options and arguments were told apart."""
+        if self._taken or any(action.nargs == argparse.PARSER for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        self._taken = True  # the base comes back here for each of its two rounds
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._taken = False
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write the help. The base passes over an output that is closed or full, and ends as if all were well."""
+        if message:
+            (file or sys.stderr).write(message)
+
+    def error(self, message: str) -> NoReturn:
+        """One line, without all that could have been typed."""
+        self.exit(2, f"elementgrad: {shortened(message)}; '{self.prog} --help' has the options\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line. The command's function stands in `run`, as `module.function`."""
+    made = InterspersedParser(
+        prog="elementgrad",
+        description="Gradients, one element at a time: read, explain, edit and train single elements of any tensor.",
+        epilog="'elementgrad COMMAND --help' has the options and examples of a command.\n\n" + CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=f"elementgrad {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="command")
+    _tour(commands)
+    _grad(commands)
+    _explain(commands)
+    _check(commands)
+    _names(commands)
+    _report(commands)
+    _patch(commands)
+    _completion(commands)
+    return made
+
+
+def _tour(commands: Any) -> None:
+    tour = _command(
+        commands,
+        "tour",
+        "answer the founding questions on two small models, and write them to a page",
+        """examples:
+  elementgrad tour
+  elementgrad tour --framework jax --out tour-jax.html""",
+    )
+    tour.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="torch by default")
+    tour.add_argument("--out", metavar="FILE", default="tour.html", help="the page; tour.html by default")
+    tour.add_argument("--no-report", action="store_true", help="write no page")
+    tour.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    tour.set_defaults(run="tour.run_tour")
+
+
+def _grad(commands: Any) -> None:
+    grad = _command(
+        commands,
+        "grad",
+        "derivatives of named elements by named elements",
+        """examples:
+  elementgrad grad net.py:net x.npy --of 'head[0, 3]' --wrt 'conv1[0, 12]'
+  elementgrad grad loss.py:loss '[1.0, 2.0, 3.0]' --wrt 'x[2]'
+  elementgrad grad net.py:make x.npy --of 'output[0, 3]' --wrt x --out g.npy --plot g.png
+  elementgrad grad net.py:net --input x=x.npy --input mask=mask.npy --of 'output[0]' --wrt x --wrt fc.weight --json
+
+The numbers go to stdout, everything else to stderr.""",
+    )
+    _subject(grad)
+    _sides(grad, several=True)
+    grad.add_argument(
+        "--unconnected", choices=("error", "zero"), default="error", help="what to do where there is no path"
+    )
+    grad.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
+    grad.add_argument("--out", metavar="FILE", help="write the gradient to a .npy, .npz, .safetensors or .json file")
+    grad.add_argument("--plot", metavar="FILE", help="draw the gradient into a .png, .svg or .pdf file")
+    _printed(grad, "reading.grad")
+
+
+def _explain(commands: Any) -> None:
+    explain = _command(
+        commands,
+        "explain",
+        "why a gradient is None, zero, NaN or wrong",
+        """examples:
+  elementgrad explain net.py:net x.npy --of 'output[0, 3]' --wrt 'embedding.weight[7, 0]'
+  elementgrad explain loss.py:loss '[1.0, -2.0]' --wrt 'x[1]'
+  elementgrad explain train.py:step --step
+
+Exit code 0 says that the gradient flows.""",
+    )
+    _subject(explain)
+    _sides(explain)
+    explain.add_argument("--no-probe", action="store_true", help="try nothing out by moving an element")
+    explain.add_argument(
+        "--step", action="store_true", help="the function is a training step that takes nothing: run it as it is"
+    )
+    _printed(explain, "asking.explain")
+
+
+def _check(commands: Any) -> None:
+    check = _command(
+        commands,
+        "check",
+        "hold derivatives against differences of values",
+        """examples:
+  elementgrad check loss.py:loss '[0.5, 1.0]'
+  elementgrad check net.py:net x.npy --of 'output[0, 3]' --wrt 'fc.weight[3, :5]'
+
+Exit code 0 says that all entries agree; 1 that some differ, or that differences do not decide.""",
+    )
+    _subject(check)
+    _sides(check)
+    _printed(check, "asking.check")
+
+
+def _names(commands: Any) -> None:
+    names = _command(
+        commands,
+        "names",
+        "every tensor that --of and --wrt can name",
+        """examples:
+  elementgrad names net.py:net x.npy
+  elementgrad names net.py:net x.npy --kind parameter""",
+    )
+    _subject(names)
+    names.add_argument("--kind", choices=("input", "activation", "output", "parameter", "buffer"), help="only these")
+    _printed(names, "listing.names")
+
+
+def _report(commands: Any) -> None:
+    report = _command(
+        commands,
+        "report",
+        "one HTML file with the gradient, its pictures, plan and diagnosis",
+        """examples:
+  elementgrad report net.py:net x.npy --of 'head[0, 3]' --wrt x --out report.html
+  elementgrad report patch.safetensors --out patch.html
+
+In place of MODEL stands the file of a patch for a page about what was trained.""",
+    )
+    _subject(report)
+    _sides(report, several=True)
+    report.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
+    report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
+    report.add_argument("--title", help="what stands at its head")
+    _printed(report, "reporting.report")
+
+
+def _patch(commands: Any) -> None:
+    patch = commands.add_parser("patch", help="look into a patch, put it into weights, take it back")
+    actions = patch.add_subparsers(dest="action", required=True, metavar="action")
+    inspect = _command(
+        actions,
+        "inspect",
+        "what a patch changes",
+        """examples:
+  elementgrad patch inspect patch.safetensors""",
+    )
+    inspect.add_argument("patch", metavar="PATCH", help="the file of a patch")
+    _printed(inspect, "patching.look")
+    for name, does, example in (
+        (
+            "apply",
+            "put the values of a patch into weights",
+            "model.safetensors patch.safetensors --out new.safetensors",
+        ),
+        ("undo", "take a patch back, to the bit", "new.safetensors patch.safetensors --out old.safetensors"),
+    ):
+        action = _command(
+            actions,
+            name,
+            does,
+            f"""examples:
+  elementgrad patch {name} {example}
+  elementgrad patch {name} net.py:net patch.safetensors --out weights.npz
+
+Weights that the patch was not made for are refused, and no file is written.""",
+        )
+        action.add_argument(
+            "target", metavar="WEIGHTS", help="a .safetensors or .npz file of weights, or file.py:name of a model"
+        )
+        action.add_argument(
+            "patch", metavar="PATCH", nargs="+", help="the file of a patch, or several that belong together"
+        )
+        action.add_argument(
+            "--out",
+            metavar="FILE",
+            required=True,
+            help="where all the weights go: .safetensors or .npz, for a Keras model also .weights.h5 or .keras",
+        )
+        _printed(action, f"patching.{'put' if name == 'apply' else 'take_back'}")
+
+
+def _completion(commands: Any) -> None:
+    completion = _command(
+        commands,
+        "completion",
+        "a script for tab completion in a shell",
+        """examples:
+  eval "$(elementgrad completion bash)"                 # this shell; in ~/.bashrc for all
+  elementgrad completion zsh > ~/.zfunc/_elementgrad    # a folder that is in $fpath
+  elementgrad completion fish > ~/.config/fish/completions/elementgrad.fish""",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+    completion.set_defaults(run="completing.completion")
+
+
+def _command(commands: Any, name: str, does: str, epilog: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return made
+
+
+def _subject(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=" ".join(MODEL.split()))
+    command.add_argument("inputs", metavar="INPUT", nargs="*", help=" ".join(INPUTS.split()))
+    command.add_argument(
+        "--input", metavar="NAME=INPUT", action="append", default=[], dest="named", help="an argument by its name"
+    )
+    command.add_argument("--framework", choices=FRAMEWORKS, help="whose tensors arrays become, where nothing tells")
+    command.add_argument("--dtype", choices=DTYPES, help="the dtype of floating inputs; that of the model by default")
+
+
+def _sides(command: argparse.ArgumentParser, several: bool = False) -> None:
+    command.add_argument("--of", metavar="PLACE", action=SingleValue, help="what to derive, such as 'head[0, 3]'")
+    text = "by what, such as 'conv1[0, 12, 5:9]'" + ("; may be given several times" if several else "")
+    command.add_argument("--wrt", metavar="PLACE", action="append" if several else SingleValue, help=text)
+
+
+def _printed(command: argparse.ArgumentParser, run: str) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    command.set_defaults(run=run)

@@ -1,0 +1,142 @@
+"""What explain finds: a verdict, its cause, the line, and what to do about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elementgrad._explain.blame import spelled
+from elementgrad._explain.causes import known
+from elementgrad._explain.path import CauseFinding, DataPath
+from elementgrad._explain.trace import Verdict
+from elementgrad._html import box, guarded
+
+Tensor = Any
+SENTENCES: dict[str, str] = {
+    "flows": "{of} has a gradient with respect to {wrt}",
+    "unconnected": "{of} has no gradient with respect to {wrt}",
+    "zero": "the gradient of {of} with respect to {wrt} is zero",
+    "nonfinite": "the gradient of {of} with respect to {wrt} is not finite",
+    "mismatch": "the gradient of {of} with respect to {wrt} is not what its values say",
+}
+COLOURS = {
+    "flows": "#1a7f37",
+    "unconnected": "#cf222e",
+    "zero": "#9a6700",
+    "nonfinite": "#cf222e",
+    "mismatch": "#8250df",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a gradient is what it is. Made by `eg.explain`; `print` it.
+
+    >>> import torch, elementgrad as eg
+    >>> diagnosis = eg.explain(lambda x: x.detach().sum(), torch.ones(2), wrt="x[0]")
+    >>> diagnosis.verdict, diagnosis.cause, diagnosis.operation
+    ('unconnected', 'detached', 'detach')
+    """
+
+    __module__ = "elementgrad"
+
+    verdict: Verdict
+    cause: str | None = None
+    """One of the names in the documentation; None if what was seen does not decide, or if nothing is wrong."""
+    where: str | None = None
+    """The user's line, `model.py:42`."""
+    operation: str | None = None
+    module: str = ""
+    """The path of the module or layer in which it happens."""
+    path: Sequence[str] = ()
+    """Operations on one way from the source to the target, with the break marked."""
+    evidence: Sequence[str] = ()
+    fix: str | None = None
+    value: Tensor | None = None
+    """The gradient, if there is one."""
+    of: str = "output"
+    wrt: str = "the input"
+    variant: str | None = field(default=None, repr=False)
+    """What the words are chosen by besides the cause: the operation, mostly."""
+
+    @classmethod
+    def made(
+        cls,
+        verdict: Verdict,
+        finding: CauseFinding,
+        trail: DataPath | None,
+        framework: str,
+        of: str,
+        wrt: str,
+        **more: Any,
+    ) -> "Diagnosis":
+        """A finding in words."""
+        step, cause = finding.step, finding.cause
+        operation = step.operation if step is not None else None
+        words = {"operation": operation or "a step", "of": of, "wrt": wrt}
+        evidence = [*finding.evidence, *[f"another path ends in {spelled(other)}" for other in finding.others]]
+        return cls(
+            verdict,
+            cause,
+            step.where if step is not None else None,
+            operation,
+            step.path if step is not None else "",
+            tuple(trail.line(step)) if trail is not None else (),
+            tuple(dict.fromkeys(evidence)),
+            known(cause, finding.variant or operation).remedy(framework).format(**words),
+            of=of,
+            wrt=wrt,
+            variant=finding.variant,
+            **more,
+        )
+
+    @property
+    def clause(self) -> str | None:
+        """What is wrong, as a part of a sentence."""
+        if self.fix is None:
+            return None
+        said = known(self.cause, self.variant or self.operation).says
+        return said.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
+
+    @property
+    def reason(self) -> tuple[str, str] | None:
+        """What is wrong and in which line, and what to do about it, for an error that goes on from there."""
+        if self.clause is None or self.fix is None:
+            return None
+        told = ", in ".join([part for part in (self.where, self.module) if part])
+        return self.clause + (f" ({told})" if told else ""), self.fix
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        says = SENTENCES[self.verdict].format(of=self.of, wrt=self.wrt)
+        return f"{says}." if self.clause is None else f"{says}: {self.clause}."
+
+    @property
+    def place(self) -> str | None:
+        """Line, module and operation in a few words."""
+        parts = [
+            self.where,
+            f"in {self.module}" if self.module else None,
+            f"at {self.operation}" if self.operation else None,
+        ]
+        told = [part for part in parts if part]
+        return ", ".join(told) if told else None
+
+    def __bool__(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.verdict == "flows" and self.cause is None
+
+    def __str__(self) -> str:
+        lines = [self.sentence]
+        if self.fix is not None and self.place is not None:
+            lines.append(f"where: {self.place}")
+        if self.cause is None:
+            lines += [f"seen: {fact}" for fact in self.evidence]
+        if self.fix is not None:
+            lines.append(f"fix: {self.fix}")
+        return "\n".join(lines)
+
+    @guarded
+    def _repr_html_(self) -> str:
+        head, *rest = str(self).split("\n")
+        return box(head, rest, COLOURS[self.verdict])

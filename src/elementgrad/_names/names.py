@@ -1,0 +1,66 @@
+"""`names`: a table of everything in a function or model that `of` and `wrt` can name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elementgrad._backends.base import Backend
+from elementgrad._backends.registry import not_compiled
+from elementgrad._html import Rows, Tabular
+from elementgrad._names.call import BoundCall
+from elementgrad._read.api import NOTHING
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Name:
+    """One tensor of a function or model: what it is called, and what it is."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Names(Tabular, tuple[Name, ...]):
+    """Names in the order in which a run meets them, printed as a table."""
+
+    __slots__ = ()
+
+    def _rows(self) -> Rows:
+        rows = [("name", "kind", "shape", "dtype")]
+        rows += [(row.name, row.kind, "x".join(map(str, row.shape)) or "()", row.dtype) for row in self]
+        return rows
+
+
+@not_compiled
+def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOTHING) -> Names:
+    """Every tensor of a function or model that can be named, found by one run of it that disturbs nothing.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    >>> eg.names(model, torch.ones(1, 3))
+    name      kind        shape  dtype
+    input     input       1x3    float32
+    0         activation  1x2    float32
+    1         activation  1x2    float32
+    output    output      1x2    float32
+    0.weight  parameter   2x3    float32
+    0.bias    parameter   2      float32
+    """
+    call = BoundCall(model, args, kwargs)
+    with call.backend.isolated(model):
+        passage = call.everything()
+    inputs = [(source.name, "input", source.tensor) for source in call.inputs]
+    return Names(
+        [
+            *[_described(*named, call.backend) for named in inputs],
+            *[Name(name, met.kind, *passage.described[met]) for name, met in passage.named()],
+            *[_described(*named, call.backend) for named in call.model.held()],
+        ]
+    )
+
+
+def _described(name: str, kind: str, tensor: Tensor, backend: Backend) -> Name:
+    return Name(name, kind, tuple(backend.shape(tensor)), backend.dtype(tensor))

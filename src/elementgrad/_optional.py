@@ -1,0 +1,18 @@
+"""The packages that some of the library needs and the rest does not, and what to install for them."""
+
+from importlib import import_module
+
+
+def require(packages: str, what: str, extra: str) -> None:
+    """Raise an error that says what to install, unless all of these packages are there.
+
+    >>> from elementgrad._optional import require
+    >>> require("numpy no_such_package", "eg.plot", "show")
+    Traceback (most recent call last):
+    ImportError: eg.plot needs no_such_package; pip install 'elementgrad[show]'
+    """
+    for package in packages.split():
+        try:
+            import_module(package)
+        except ImportError:
+            raise ImportError(f"{what} needs {package}; pip install 'elementgrad[{extra}]'") from None

@@ -1,0 +1,206 @@
+"""The normal form of an index: ints, spans, `...` and frozen arrays, as NumPy understands them.
+
+An index is written before its tensor's shape is known (`eg.at("fc.weight")[3, :]`), so this module knows nothing of
+shapes. `selection.py` puts an index against one.
+"""
+
+from collections.abc import Sequence
+from operator import index as as_int
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elementgrad._backends import base, registry
+from elementgrad._backends.base import Backend
+from elementgrad.errors import FrameworkError, SelectionError, quoted
+
+FITS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
+
+DEEPEST = 64
+"""Axes of an array of NumPy."""
+
+
+class Span(NamedTuple):
+    """A slice that can be hashed (Python's own cannot before 3.12)."""
+
+    start: int | None
+    stop: int | None
+    step: int | None
+
+    def __str__(self) -> str:
+        start, stop, step = ("" if bound is None else quoted(bound) for bound in self)
+        return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+
+
+class IndexArray:
+    """An integer array or boolean mask inside an index: a read-only copy, or a tensor whose values are traced.
+
+    What is traced (an argument under `jax.jit`, `tf.function`, `torch.compile` or vmap) has a shape and no values, so
+    nobody can check it.
+    """
+
+    __slots__ = ("boolean", "shape", "tracer", "values")
+
+    def __init__(self, values: Any, shape: tuple[int, ...], boolean: bool, tracer: base.Backend | None = None):
+        self.values = values
+        self.shape = shape
+        self.boolean = boolean
+        self.tracer = tracer
+
+    @property
+    def traced(self) -> bool:
+        """Whether there are no values to read."""
+        return self.tracer is not None
+
+    def readable(self, why: str) -> np.ndarray:
+        """The values, or an error that says why they are needed."""
+        return self.values if self.tracer is None else self.tracer.require_concrete(self.values, why)
+
+    @classmethod
+    def freeze(cls, array: np.ndarray) -> "IndexArray":
+        """Keep a read-only copy, so that a later write to the caller's array cannot change what was named."""
+        kind = array.dtype.kind
+        if array.dtype == np.uint64:
+            array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
+        boolean = kind == "b"
+        values = np.array(array, np.bool_ if boolean else np.int64, order="C")
+        values.setflags(write=False)
+        return cls(values, values.shape, boolean)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IndexArray.freeze, (self.readable("traced indices cannot be copied or pickled; use concrete ones"),)
+
+    @property
+    def axes(self) -> int:
+        """How many axes of the tensor it uses up: a mask as many as it has, an integer array one."""
+        return len(self.shape) if self.boolean else 1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, IndexArray):
+            return NotImplemented
+        if self.traced or other.traced:
+            return self.values is other.values
+        alike = self.boolean == other.boolean and self.shape == other.shape
+        return alike and self.values.tobytes() == other.values.tobytes()
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.boolean, id(self.values) if self.traced else self.values.tobytes()))
+
+    def __str__(self) -> str:
+        if self.traced:
+            return f"<traced {'mask' if self.boolean else 'indices'} {self.shape}>"
+        if self.values.size == 0 and (self.boolean or self.shape != (0,)):
+            return f"{'bool' if self.boolean else 'int'}({', '.join(map(str, self.shape))})"
+        return str(self.values.tolist()).replace("True", "true").replace("False", "false")
+
+
+Item = int | Span | EllipsisType | IndexArray
+Index = tuple[Item, ...]
+
+
+def normalize(index: Any, home: base.Backend | None = None) -> Index:
+    """Bring what stands between the brackets of `x[...]` into normal form; `home` is the backend of x, if known."""
+    if type(index) is int:
+        return (index,)
+    if isinstance(index, tuple):
+        return tuple([item if type(item) is int else _item(item, home) for item in index])
+    return (_item(index, home),)
+
+
+def as_written(index: Index) -> tuple[Any, ...]:
+    """A normal index in the words of the framework, for what knows neither spans nor frozen arrays."""
+    items: list[Any] = []
+    for item in index:
+        items.append(slice(*item) if isinstance(item, Span) else item.values if isinstance(item, IndexArray) else item)
+    return tuple(items)
+
+
+def to_text(index: Index) -> str:
+    """The index as text, brackets included; `parse` reads it back."""
+    return f"[{', '.join('...' if item is Ellipsis else _written(item) for item in index)}]"
+
+
+def _written(item: Any) -> str:
+    return quoted(item) if type(item) is int else str(item)
+
+
+def _item(item: Any, home: base.Backend | None) -> Item:
+    if type(item) is int or item is Ellipsis or isinstance(item, (Span, IndexArray)):
+        return item
+    if type(item) is slice:
+        start, stop, step = item.start, item.stop, item.step
+        bounds = (
+            start if start is None or type(start) is int else _bound(start),
+            stop if stop is None or type(stop) is int else _bound(stop),
+            step if step is None or type(step) is int else _bound(step),
+        )
+        return tuple.__new__(Span, bounds)  # half the time of Span(*bounds), on a path of few microseconds
+    if item is None:
+        raise SelectionError(f"None (newaxis) adds an axis and names no element; {FITS}; reshape the tensor instead")
+    if isinstance(item, (np.ndarray, list)):
+        return _from_array(item)
+    backend = registry.backend_of(item)
+    if backend is not None:
+        if home not in (None, backend):
+            raise FrameworkError(
+                f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both"
+            )
+        return _from_tensor(item, backend)
+    arrays = isinstance(item, (bool, np.generic, Sequence)) or hasattr(item, "__array__")
+    if arrays and not isinstance(item, (str, bytes)):
+        return _from_array(item)
+    try:
+        return as_int(item)
+    except TypeError:
+        raise SelectionError(f"{quoted(item)} of type {type(item).__name__} is not an index; {FITS}") from None
+
+
+def _bound(bound: Any) -> int:
+    try:
+        return as_int(bound)
+    except TypeError:
+        raise SelectionError(f"slice bound {quoted(bound)} is not an int; {FITS}") from None
+
+
+def holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether a list has tensors in it: NumPy would read their values, and lose what they belong to.
+
+    Lists that are deeper than the axes of any array are not looked into: NumPy refuses them.
+    """
+    if not isinstance(value, (list, tuple)) or depth > DEEPEST:
+        return False
+    return any(
+        type(entry) is not int and (registry.backend_of(entry) or holds_tensors(entry, depth + 1)) for entry in value
+    )
+
+
+def _from_array(item: Any) -> Item:
+    if holds_tensors(item):
+        raise SelectionError("a list of tensors is not an index; stack them into one tensor first")
+    try:
+        array = np.asarray(item)
+        if not isinstance(item, np.ndarray) and array.dtype.kind in "Of":
+            # An empty list says nothing of its dtype; ints of a compiler's own are ints as well.
+            array = np.array([as_int(entry) for entry in array.flat], dtype=np.int64).reshape(array.shape)
+    except OverflowError:
+        raise SelectionError(f"{quoted(item)} holds an int that is out of range for any axis") from None
+    except TypeError:
+        raise SelectionError(f"{quoted(item)} holds what is not an int; {FITS}") from None
+    except Exception:
+        raise SelectionError(f"{type(item).__name__} does not make one array; its rows must be of one length") from None
+    if array.dtype.kind not in "biu":
+        raise SelectionError(f"an index array of dtype {array.dtype} cannot name elements; {FITS}")
+    if array.ndim == 0 and array.dtype.kind != "b":
+        return int(array)
+    return IndexArray.freeze(array)
+
+
+def _from_tensor(item: Any, backend: Backend) -> Item:
+    kind = backend.kind(item)
+    if kind not in "bi":
+        raise SelectionError(f"an index tensor of dtype {item.dtype} cannot name elements; {FITS}")
+    values = backend.read(item)
+    if values is not None:
+        return _from_array(values)
+    return IndexArray(item, backend.shape(item), boolean=kind == "b", tracer=backend)

@@ -1,0 +1,1 @@
+"""Derivatives: the lazy Jacobian, the plan that it makes for each read, and the sweeps that carry it out."""

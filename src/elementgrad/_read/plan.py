@@ -1,0 +1,265 @@
+"""The plan: from numbers of rows, columns and bytes to sweeps, their direction and how many run at once.
+
+A whole Jacobian cut into blocks of rows or columns, which are boxes in an array of its shape.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from elementgrad._html import grid, guarded
+from elementgrad._read.budget import to_text
+from elementgrad._sparsity.coloring import Coloring
+
+Mode = Literal["reverse", "forward"]
+AT_ONCE = 3
+"""Of the derivatives on the way about so many of the largest are held together: one read, one made, one on a detour."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for, in numbers alone.
+
+    `rows` and `columns` are distinct; `numbers` is how many come back. With a batch, rows, columns and sizes are
+    those of one example.
+    """
+
+    rows: int
+    columns: int
+    of_size: int
+    wrt_size: int
+    numbers: int
+    itemsize: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a read will do. It prints itself: what is asked, what the whole Jacobian would cost, what this costs.
+
+    >>> import torch, elementgrad as eg
+    >>> J = eg.jacobian(torch.tanh, torch.ones(1000, dtype=torch.float64))
+    >>> plan = J.plan(slice(0, 40), 7)
+    >>> plan.mode, plan.sweeps
+    ('forward', 1)
+    >>> print(plan)
+    asked      40 rows, 1 column: 40 numbers, 320 B
+    naive      1000 reverse sweeps for the whole Jacobian, 8 MB
+    planned    1 forward sweep
+    speed-up   1000x fewer sweeps
+    """
+
+    __module__ = "elementgrad"
+
+    task: Task
+    mode: Mode
+    sweeps: int
+    chunk: int
+    """How many sweeps run at once."""
+    bytes: int
+    """About how much memory grows with the sweeps of one chunk, the result aside."""
+    budget: int | None
+    """The bytes that it may grow by; None for a single sweep, which needs none."""
+    notes: tuple[str, ...] = ()
+    colouring: Coloring | None = None
+    """How rows and columns go together in sweeps, where a pattern is known and that is fewer."""
+
+    @property
+    def chunks(self) -> int:
+        """How many times a chunk of sweeps runs."""
+        return -(-self.sweeps // self.chunk)
+
+    @property
+    def naive(self) -> int:
+        """The sweeps of a whole Jacobian by reverse mode, of which one would then pick."""
+        return self.task.of_size * self.task.batch
+
+    @property
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """What it prints, as pairs of a word and what there is to say."""
+        task = self.task
+        whole = task.of_size * task.wrt_size * task.batch**2 * task.itemsize
+        rows, columns = _count(task.rows, "row"), _count(task.columns, "column")
+        result = to_text(task.numbers * task.itemsize)
+        return (
+            ("asked", f"{rows}, {columns}: {_count(task.numbers, 'number')}, {result}"),
+            ("naive", f"{_count(self.naive, 'reverse sweep')} for the whole Jacobian, {to_text(whole)}"),
+            *self._colours(),
+            ("planned", self._sweeps() + self._chunks()),
+            ("speed-up", f"{_times(self.naive / max(1, self.sweeps))} fewer sweeps"),
+            *(("note", note) for note in self.notes),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<10} {text}" for name, text in self.lines)
+
+    __repr__ = __str__
+
+    @guarded
+    def _repr_html_(self) -> str:
+        return grid(self.lines, heads=False)
+
+    def _sweeps(self) -> str:
+        return _count(self.sweeps, f"{self.mode} sweep") if self.colouring is None else self.colouring.text
+
+    def _colours(self) -> list[tuple[str, str]]:
+        if self.colouring is None:
+            return []
+        rows, columns = _count(self.task.rows, "row"), _count(self.task.columns, "column")
+        dense = ", which is dense" if 0 < min(self.task.rows, self.task.columns) <= self.sweeps else ""
+        return [("coloured", f"{_count(self.sweeps, 'colour')} against {rows} and {columns}{dense}")]
+
+    def _chunks(self) -> str:
+        if self.budget is None:
+            return ""
+        grows = f"about {to_text(self.bytes)} of a budget of {to_text(self.budget)}"
+        each = f"{self.chunks} chunks of {self.chunk}" if self.chunks > 1 else "one chunk"
+        return f" in {each}, {grows}"
+
+
+def direction(task: Task, without: Mapping[str, str]) -> Mode:
+    """Rows are reverse sweeps and columns forward ones; whichever is fewer, unless this function cannot have it."""
+    mode: Mode = "forward" if task.columns < task.rows else "reverse"
+    other: Mode = "reverse" if mode == "forward" else "forward"
+    return other if mode in without and other not in without else mode
+
+
+def fit(
+    task: Task, mode: Mode, work: int = 0, budget: int | None = None, notes: tuple[str, ...] = (), looped: bool = False
+) -> Plan:
+    """Fit the sweeps of a direction into a budget, in chunks of about equal size.
+
+    `work` is the largest derivative that a sweep makes on its way, in bytes.
+    """
+    sweeps = task.columns if mode == "forward" else task.rows
+    if sweeps <= 1 or budget is None:
+        return Plan(task, mode, sweeps, max(1, sweeps), 0, None, notes)
+    ends = (task.of_size + task.wrt_size) * task.batch * task.itemsize
+    each = ends + AT_ONCE * work
+    most = 1 if looped else max(1, min(sweeps, budget // each))
+    chunk = -(-sweeps // -(-sweeps // most))
+    if each > budget:
+        notes = (*notes, f"one sweep takes about {to_text(each)}, more than the budget")
+    return Plan(task, mode, sweeps, chunk, chunk * each, budget, notes)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a Jacobian with all columns, or the other way round; `J.blocks()` gives them.
+
+    `rows` and `columns` are slices into the output and the input, both flattened, so that a block is a part of the
+    Jacobian as a matrix: `matrix[block.rows, block.columns]` is `block.values`. With `batch=True` there is such a
+    matrix for each example, and `matrices[:, block.rows, block.columns]` is `block.values`.
+
+    >>> import torch, elementgrad as eg
+    >>> J = eg.jacobian(lambda x: x[:3] ** 2, torch.arange(4.0))
+    >>> next(iter(J.blocks()))
+    Block(rows=slice(0, 1, None), columns=slice(0, 4, None), values=array([[0., 0., 0., 0.]], dtype=float32))
+    """
+
+    __module__ = "elementgrad"
+
+    rows: slice
+    columns: slice
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the blocks are. Each is one piece of the flattened side that is cut, and a box of it as well."""
+
+    examples: Shape
+    of: Shape
+    wrt: Shape
+    mode: Mode
+    box: Shape
+    """The sizes of a block along the axes of the side that is cut; the last along an axis may be smaller."""
+
+    @classmethod
+    def cut(cls, examples: Shape, of: Shape, wrt: Shape, mode: Mode, most: int) -> "BlockLayout":
+        """Blocks of at most so many rows, for reverse sweeps, or columns.
+
+        >>> from elementgrad._read.plan import BlockLayout
+        >>> BlockLayout.cut((), (4, 10), (7,), "reverse", most=25).box, BlockLayout.cut((), (4, 10), (7,), "reverse", most=6).box
+        ((2, 10), (1, 5))
+        """
+        box: list[int] = []
+        for size in reversed(of if mode == "reverse" else wrt):
+            size = max(1, size)
+            fits = min(size, most)
+            box.append(-(-size // -(-size // fits)))  # of about equal size
+            most = max(1, most // size) if fits == size else 1
+        return cls(examples, of, wrt, mode, tuple(reversed(box)))
+
+    @property
+    def side(self) -> Shape:
+        """The shape of the side that is cut."""
+        return self.of if self.mode == "reverse" else self.wrt
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole."""
+        return (*self.examples, *self.of, *self.wrt)
+
+    @property
+    def chunks(self) -> Shape:
+        """The shape of a block in an array of the whole's shape."""
+        sides = (*self.box, *self.wrt) if self.mode == "reverse" else (*self.of, *self.box)
+        return tuple([max(1, size) for size in (*self.examples, *sides)])
+
+    @property
+    def grid(self) -> Shape:
+        """How many blocks there are along each axis of the whole."""
+        return tuple([-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)])
+
+    def __len__(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def most(self) -> int:
+        """How many rows or columns the largest block has."""
+        return math.prod(self.box)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the largest block has."""
+        return math.prod(self.chunks)
+
+    def coordinates(self, number: int) -> Shape:
+        """Where a block is in the grid."""
+        return tuple(map(int, np.unravel_index(number, self.grid))) if self.grid else ()
+
+    def region(self, number: int) -> tuple[slice, ...]:
+        """The box of a block in an array of the whole's shape."""
+        boxes = zip(self.coordinates(number), self.chunks, self.shape, strict=True)
+        return tuple([slice(at * chunk, min((at + 1) * chunk, size)) for at, chunk, size in boxes])
+
+    def sizes(self, number: int) -> Shape:
+        """The shape of that box."""
+        return tuple([piece.stop - piece.start for piece in self.region(number)])
+
+    def bounds(self, number: int) -> tuple[slice, slice]:
+        """The rows and columns of a block."""
+        first = len(self.examples) + (0 if self.mode == "reverse" else len(self.of))
+        box = self.region(number)[first : first + len(self.side)]
+        start = 0
+        for size, piece in zip(self.side, box, strict=True):
+            start = start * size + piece.start
+        cut = slice(start, start + math.prod([piece.stop - piece.start for piece in box]))
+        if self.mode == "reverse":
+            return cut, slice(0, math.prod(self.wrt))
+        return slice(0, math.prod(self.of)), cut

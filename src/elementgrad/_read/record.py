@@ -1,0 +1,270 @@
+"""`record`: derivatives of eager code, asked for during or after it runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from elementgrad._backends import registry
+from elementgrad._backends.base import Backend
+from elementgrad._backends.registry import not_compiled
+from elementgrad._cleanup import Held, at_end, committed
+from elementgrad._names import pytree
+from elementgrad._names.call import Operand
+from elementgrad._place.place import Place
+from elementgrad._read.api import asks_for_zeros, forbid_forward
+from elementgrad._read.budget import parse
+from elementgrad._read.contributions import Share, Shares
+from elementgrad._read.jacobian import Jacobian, read_together, unconnected_error
+from elementgrad._read.recorder import ElementRequest, Recorder
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
+
+Tensor = Any
+Tree = Any
+"""Something, or a tuple, list or dict of it."""
+
+
+def record(*tensors: Tensor) -> "Recording":
+    """Record what is computed from tensors in a block of eager code, to ask for derivatives then and afterwards.
+
+    Plain tensors will do: nothing need be watched or require gradients, and nothing is changed about them.
+
+    >>> import torch, elementgrad as eg
+    >>> X, Y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
+    >>> with eg.record(X) as rec:
+    ...     Z = X @ Y
+    >>> rec.grad(eg.at(Z)[0, 0], X)
+    tensor([[5., 7.],
+            [0., 0.]])
+    """
+    return Recording(tensors)
+
+
+class Recording:
+    """A block of eager code with its derivatives. Make one with `eg.record`.
+
+    It is asked during the block or after it, as often as you like: nothing accumulates, and no `.grad` is touched.
+
+    >>> import torch, elementgrad as eg
+    >>> t = torch.tensor([3.0, 0.0, 0.0, 0.0, 0.0])
+    >>> with eg.record(t) as rec:
+    ...     t[1] = 2 * t[0]
+    ...     t[3] = t[1] ** 2 + t[0]
+    ...     t[4] = t[3] * t[1]
+    >>> rec.grad(eg.at(t)[4], eg.at(t)[1])
+    tensor(111.)
+    """
+
+    __module__ = "elementgrad"
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._backend = _one_backend(tensors)
+        for x in tensors:
+            _require_gradient(self._backend, x)
+        self._recorder: Recorder = self._backend.recorder(tensors)
+        self._held = Held()
+        self._begun = False
+
+    @committed
+    def __enter__(self) -> "Recording":
+        if self._begun:
+            raise OptionError("a recording is of one block; call eg.record again for another")
+        self._begun = True
+        self._held.hold(self)
+        self._recorder.start()
+        return self
+
+    __exit__ = at_end()
+
+    def __del__(self) -> None:
+        if "_held" in self.__dict__:  # it was made without an error
+            self._held.give_up()
+
+    @not_compiled
+    def grad(self, of: Tree, wrt: Tree, unconnected: str = "error") -> Tree:
+        """The derivative of the elements that `of` names with respect to those that `wrt` names, computed now.
+
+        Both are tensors or places of tensors, recorded or made in the block: `z`, `eg.at(z)[0, 0]`. The shape is that
+        of `of`'s elements and then `wrt`'s. A tuple, list or dict gives the same structure of gradients.
+
+        >>> import torch, elementgrad as eg
+        >>> x = torch.tensor([1.0, 2.0, 3.0])
+        >>> with eg.record(x) as rec:
+        ...     y = x**2
+        ...     z = y.sum()
+        >>> rec.grad(z, eg.at(x)[2]), rec.grad(eg.at(y)[:2], eg.at(x)[0])
+        (tensor(6.), tensor([2., 0.]))
+        >>> rec.grad(z, {"x": x, "y": y})
+        {'x': tensor([2., 4., 6.]), 'y': tensor([1., 1., 1.])}
+        """
+        reading = _RecordedRead(self, of, wrt, unconnected, None)
+        places = iter(pytree.leaves_of(of))
+        return pytree.map_tree(reading.of, lambda side: reading.gradients(side, next(places)))
+
+    @not_compiled
+    def jacobian(self, of: Tree, wrt: Tree, unconnected: str = "error", budget: int | str | None = None) -> Tree:
+        """The derivative of one tensor with respect to another as a lazy `Jacobian`, which computes what you index.
+
+        >>> import torch, elementgrad as eg
+        >>> x = torch.tensor([1.0, 2.0, 3.0])
+        >>> with eg.record(x) as rec:
+        ...     y = x**2 * x[0]
+        >>> J = rec.jacobian(y, x)
+        >>> J[2, :], J.diagonal()
+        (tensor([9., 0., 6.]), tensor([3., 4., 6.]))
+        """
+        for place in pytree.leaves_of(of):
+            if isinstance(place, Place) and place.write is not None:
+                raise PlaceError(
+                    f"{place!r} as the output of a Jacobian, whose value is no longer there; leave write out, or use "
+                    "rec.grad"
+                )
+        reading = _RecordedRead(self, of, wrt, unconnected, budget)
+        return pytree.map_tree(
+            reading.of, lambda side: pytree.map_tree(reading.wrt, lambda source: reading.jacobian(side, source))
+        )
+
+    @not_compiled
+    def contributions(self, of: Tensor | Place, wrt: Tensor | Place, unconnected: str = "error") -> Shares:
+        """The derivative split into one share per use of the source; a use is one argument slot of one operation.
+
+        PyTorch only.
+
+        >>> import torch, elementgrad as eg
+        >>> x = torch.tensor([1.0, 2.0, 3.0])
+        >>> with eg.record(x) as rec:
+        ...     y = 2 * x[2] + x.sum()
+        >>> rec.contributions(y, eg.at(x)[2])
+        select  ...  2
+        sum     ...  1
+        total  ...3
+        """
+        reading = _RecordedRead(self, of, wrt, unconnected, None)
+        if not isinstance(reading.of, Operand) or not isinstance(reading.wrt, Operand):
+            raise PlaceError("contributions are of one tensor to one; ask for each in turn")
+        return reading.shares(*reading.asked)
+
+
+class _RecordedRead:
+    """What is asked of a recording, with both sides found."""
+
+    def __init__(self, recording: Recording, of: Tree, wrt: Tree, unconnected: str, budget: int | str | None):
+        self.zero = asks_for_zeros(unconnected)
+        if not recording._begun:
+            raise OptionError("nothing is recorded yet; ask inside of the block, with eg.record(x) as rec: ...")
+        self.budget = parse(budget)
+        self.backend = backend = recording._backend
+        self.recorder = recording._recorder
+        outputs, inputs = [[_asked(wanted, backend) for wanted in pytree.leaves_of(side)] for side in (of, wrt)]
+        if not outputs or not inputs:
+            raise PlaceError("of or wrt names nothing; name a tensor of the recording")
+        self.asked = outputs[0], inputs[0]
+        self.linear = self.recorder.linear(outputs, inputs)
+        ends = iter([*outputs, *inputs])
+        self.of = _sides(of, ends, "of", self.linear.value, backend)
+        self.wrt = _sides(wrt, ends, "wrt", self.linear.inputs.__getitem__, backend)
+        forbid_forward(self.linear, backend, pytree.leaves_of(self.of), pytree.leaves_of(self.wrt))
+
+    def jacobian(self, of: Operand, wrt: Operand) -> Jacobian:
+        """The lazy Jacobian of two sides."""
+        return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget)
+
+    def gradients(self, of: Operand, wanted: Tensor | Place) -> Tree:
+        """The block of each input, all from the same sweeps."""
+        if of.base is None and not (isinstance(wanted, Place) and wanted.index):
+            if math.prod(of.shape) != 1:
+                index = ", ".join("0" * len(of.shape))
+                raise SelectionError(
+                    f"of is a tensor of shape {of.shape} and not a single number; say which elements, as in "
+                    f"eg.at(z)[{index}] or eg.at(z)[...], or use rec.jacobian"
+                )
+            of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
+        blocks = iter(read_together([self.jacobian(of, wrt) for wrt in pytree.leaves_of(self.wrt)]))
+        return pytree.map_tree(self.wrt, lambda _: next(blocks))
+
+    def shares(self, of: ElementRequest, wrt: ElementRequest) -> Shares:
+        """One sweep for each output element, and its uses side by side."""
+        backend, one = self.backend, self.of
+        rows = [self.recorder.uses(of, int(position), wrt) for position in of.positions.reshape(-1)]
+        shape = (*one.shape, *self.wrt.shape)
+        nothing = backend.zeros(shape, self.wrt.tensor)
+        if all(row is None for row in rows):
+            if not self.zero:
+                raise unconnected_error(one, self.wrt, backend)
+            return Shares((), nothing)
+        if len(rows) == 1:
+            shares = [(flow.use.operation, flow.use.where, flow.value) for flow in rows[0] or ()]
+        else:
+            shares = self._joined(rows)
+        values = [(name, line, backend.copy(backend.reshape(value, shape))) for name, line, value in shares]
+        return Shares([Share(*share) for share in values], nothing)
+
+    def _joined(self, rows: Sequence[Any]) -> list[tuple[str, str | None, Tensor]]:
+        """The same use for several output elements is one share."""
+        slots: dict[Any, dict[int, Any]] = {}
+        for number, row in enumerate(rows):
+            for flow in row or ():
+                slots.setdefault((flow.order, flow.use.operation, flow.use.where), {})[number] = flow.value
+        empty = self.backend.zeros(self.wrt.shape, self.wrt.tensor)
+        return [
+            (name, line, self.backend.concat([_row(by_row.get(i, empty)) for i in range(len(rows))]))
+            for (_, name, line), by_row in sorted(slots.items(), key=lambda slot: slot[0][0])
+        ]
+
+
+def _row(value: Tensor) -> Tensor:
+    return value[None]
+
+
+def _one_backend(tensors: Sequence[Tensor]) -> Backend:
+    if not tensors:
+        raise PlaceError("eg.record() of no tensors; give those that you will ask about, as in eg.record(x)")
+    for x in tensors:
+        if isinstance(x, Place):
+            raise PlaceError(f"eg.record takes whole tensors and {x!r} is a place; record x, and name places later")
+    found = {registry.require_backend(x).name: registry.require_backend(x) for x in tensors}
+    if len(found) > 1:
+        raise FrameworkError(f"tensors of {' and '.join(sorted(found))} in one recording; use one framework for all")
+    return next(iter(found.values()))
+
+
+def _require_gradient(backend: Backend, x: Tensor) -> None:
+    if backend.kind(x) not in "fc":
+        raise DtypeError(f"a tensor of dtype {x.dtype} has no gradients; make it floating point first")
+
+
+def _asked(wanted: Any, backend: Backend) -> ElementRequest:
+    place = wanted if isinstance(wanted, Place) else None
+    if isinstance(wanted, str) or (place is not None and place.tensor is None):
+        _refuse_name(str(wanted))
+    x = place.tensor if place is not None else wanted
+    if registry.require_backend(x) is not backend:
+        raise FrameworkError(
+            f"the recording is of {backend.name} and the tensor is {registry.require_backend(x).name}'s; use one framework"
+        )
+    _require_gradient(backend, x)
+    shape = tuple(backend.shape(x))
+    if place is not None and place.index:
+        return ElementRequest(x, np.asarray(place.select().flat()), place.write)
+    return ElementRequest(x, np.arange(math.prod(shape)).reshape(shape), place.write if place is not None else None)
+
+
+def _refuse_name(name: str) -> NoReturn:
+    raise PlaceError(
+        f"{name!r} names no tensor in a recording, which knows tensors alone; give the tensor, as in eg.at(x)[0]"
+    )
+
+
+def _sides(wanted: Tree, asked: Any, name: str, like: Any, backend: Backend) -> Tree:
+    """Sides in the structure that was asked for."""
+    numbers = iter(range(len(pytree.leaves_of(wanted))))
+
+    def side(one: Any) -> Operand:
+        number, given = next(numbers), next(asked)
+        shape = tuple(backend.shape(given.tensor))
+        base = one.select() if isinstance(one, Place) and one.index else None
+        return Operand(name, number, like(number), shape, base)
+
+    return pytree.map_tree(wanted, side)

@@ -1,0 +1,1 @@
+"""Which entries of a Jacobian can be nonzero, and how few sweeps read them."""

@@ -1,0 +1,260 @@
+"""Which entries of a matrix can be nonzero: a value object."""
+
+import html
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from elementgrad import _npz
+from elementgrad.errors import OptionError, SelectionError, SizeError
+
+DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+"""The dots of a Braille character, four rows of two, by their bits."""
+HIGH, WIDE = 16, 32
+"""The most lines and characters that a picture takes."""
+MOST = 10**8
+"""More entries than this are not written down."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pattern:
+    """The places of a matrix that can hold something other than zero; all others never do.
+
+    A Jacobian counts as a matrix: a row for each element of the output, a column for each of the input, both in the
+    order of the flattened tensors. A pattern may hold more places than are needed, and must hold no fewer. It is kept
+    by rows (CSR): the columns of row `i` are `columns[starts[i]:starts[i + 1]]`, in rising order.
+
+    >>> import numpy as np, elementgrad as eg
+    >>> P = eg.Pattern.from_dense(np.eye(4) + np.eye(4, k=1))
+    >>> P
+    <Pattern (4, 4): 7 of 16 entries, 43.8 %>
+    >>> P.rows.tolist(), P.columns.tolist()
+    ([0, 0, 1, 1, 2, 2, 3], [0, 1, 1, 2, 2, 3, 3])
+    >>> P | P.T == eg.Pattern.from_dense(np.eye(4) + np.eye(4, k=1) + np.eye(4, k=-1))
+    True
+    """
+
+    __module__ = "elementgrad"
+
+    shape: tuple[int, int]
+    starts: np.ndarray
+    columns: np.ndarray
+
+    def __post_init__(self) -> None:
+        shape, starts, columns = _checked(self.shape, self.starts, self.columns)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "starts", _frozen(starts, len(columns)))
+        object.__setattr__(self, "columns", _frozen(columns, shape[1]))
+
+    @classmethod
+    def from_entries(cls, rows: Any, columns: Any, shape: tuple[int, int]) -> "Pattern":
+        """The entries at these places, in any order; one named twice is there once.
+
+        >>> import elementgrad as eg
+        >>> eg.Pattern.from_entries([1, 0, 1], [2, 0, 2], (2, 3)).columns.tolist()
+        [0, 2]
+        """
+        rows, columns = (np.asarray(x).reshape(-1) for x in (rows, columns))
+        if len(rows) != len(columns):
+            raise OptionError(f"{len(rows)} rows and {len(columns)} columns do not pair up; give as many of each")
+        for numbers, size, what in ((rows, shape[0], "row"), (columns, shape[1], "column")):
+            if len(numbers) and (numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= size):
+                raise SelectionError(f"a {what} of an entry is no int from 0 to {size - 1}; shape is {tuple(shape)}")
+        keys = np.unique(rows.astype(np.int64) * shape[1] + columns)
+        return cls.from_keys(keys, shape)
+
+    @classmethod
+    def from_keys(cls, keys: np.ndarray, shape: tuple[int, int]) -> "Pattern":
+        """The entries at these positions of the flattened matrix, which rise."""
+        rows = keys // max(1, shape[1])
+        starts = np.searchsorted(rows, np.arange(shape[0] + 1))
+        return cls(shape, starts, keys - rows * shape[1])
+
+    @classmethod
+    def from_dense(cls, matrix: Any) -> "Pattern":
+        """The entries of a matrix that are not zero (NaN is not), or that are true."""
+        matrix = np.asarray(matrix)
+        if matrix.ndim != 2:
+            raise OptionError(f"a pattern is that of a matrix, and this has {matrix.ndim} axes; reshape it to two")
+        return cls.from_keys(np.flatnonzero(matrix), matrix.shape)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> "Pattern":
+        """The entries that a matrix of scipy.sparse stores, zeros that are stored included."""
+        matrix = matrix.tocoo()
+        return cls.from_entries(matrix.row, matrix.col, matrix.shape)
+
+    @classmethod
+    def full(cls, shape: tuple[int, int]) -> "Pattern":
+        """Every entry."""
+        require_room(shape[0] * shape[1])
+        return cls(shape, np.arange(shape[0] + 1) * shape[1], np.tile(np.arange(shape[1]), shape[0]))
+
+    @property
+    def size(self) -> int:
+        """How many entries can be nonzero."""
+        return len(self.columns)
+
+    @property
+    def density(self) -> float:
+        """The share of entries that can be nonzero."""
+        return self.size / max(1, self.shape[0] * self.shape[1])
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The row of each entry, beside `columns`."""
+        return _frozen(np.repeat(np.arange(self.shape[0]), np.diff(self.starts)), self.shape[0])
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """The position of each entry in the flattened matrix; they rise."""
+        keys = self.rows.astype(np.int64) * self.shape[1] + self.columns
+        keys.flags.writeable = False
+        return keys
+
+    @cached_property
+    def T(self) -> "Pattern":  # noqa: N802
+        """The pattern of the transposed matrix."""
+        order = np.argsort(self.columns, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(self.columns, minlength=self.shape[1]))])
+        return Pattern((self.shape[1], self.shape[0]), starts, self.rows[order])
+
+    def dense(self) -> np.ndarray:
+        """A matrix of booleans."""
+        matrix = np.zeros(self.shape, dtype=bool)
+        matrix[self.rows, self.columns] = True
+        return matrix
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.csr_array` of ones; needs SciPy (the extra `sparse`)."""
+        places = np.ones(self.size), self.columns, self.starts
+        return scipy_sparse().csr_array(places, shape=self.shape, copy=True)  # SciPy may write to what it is given
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the pattern to a file (`.npz`, nothing in it is executed when it is read)."""
+        with open(path, "wb") as file:
+            np.savez_compressed(file, shape=np.array(self.shape), starts=self.starts, columns=self.columns)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Pattern":
+        """Read what `save` wrote."""
+        try:
+            held = _npz.read(path)
+            shape, starts, columns = (held[name] for name in ("shape", "starts", "columns"))
+        except (KeyError, _npz.ArchiveError) as error:
+            where = os.fspath(path)
+            raise OptionError(f"{where!r} holds no pattern ({error}); give a file that Pattern.save wrote") from None
+        return cls(tuple(np.atleast_1d(shape).tolist()), starts, columns)
+
+    def positions(self, rows: Any, columns: Any) -> np.ndarray:
+        """Which entry each place is, counted along `columns`; -1 for one outside the pattern."""
+        wanted = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
+        if not self.size:
+            return np.full(wanted.shape, -1)
+        found = np.minimum(np.searchsorted(self.keys, wanted), self.size - 1)
+        return np.where(self.keys[found] == wanted, found, -1)
+
+    def taken(self, rows: np.ndarray, columns: np.ndarray) -> "Pattern":
+        """The pattern of some rows and columns, in this order; each may be named several times."""
+        counts = np.diff(self.starts)[rows]
+        ends = np.cumsum(counts)
+        entries = np.arange(int(counts.sum())) + np.repeat(self.starts[rows] - (ends - counts), counts)
+        order = np.argsort(columns, kind="stable")
+        named = columns[order]
+        low, high = (np.searchsorted(named, self.columns[entries], side) for side in ("left", "right"))
+        times = high - low
+        down = np.repeat(np.repeat(np.arange(len(rows)), counts), times)
+        within = np.arange(len(down)) - np.repeat(np.cumsum(times) - times, times)
+        return Pattern.from_entries(down, order[np.repeat(low, times) + within], (len(rows), len(columns)))
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        """The entries of either."""
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        if other.shape != self.shape:
+            raise OptionError(f"patterns of shapes {self.shape} and {other.shape} have no union; give one shape")
+        return Pattern.from_keys(np.union1d(self.keys, other.keys), self.shape)
+
+    def __le__(self, other: "Pattern") -> bool:
+        """Whether the other holds every entry of this one."""
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return self.shape == other.shape and bool((other.positions(self.rows, self.columns) >= 0).all())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        same = self.shape == other.shape and np.array_equal(self.starts, other.starts)
+        return same and np.array_equal(self.columns, other.columns)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.starts.tobytes(), self.columns.tobytes()))
+
+    def __repr__(self) -> str:
+        entries = f"{self.size} of {self.shape[0] * self.shape[1]} entries"
+        return f"<Pattern {self.shape}: {entries}, {100 * self.density:.3g} %>"
+
+    def __str__(self) -> str:
+        """A picture of at most 16 lines of 32 characters: a dot where at least one entry is."""
+        return "\n".join([repr(self)[1:-1], *self.picture()])
+
+    def picture(self) -> list[str]:
+        """The lines of the picture."""
+        high = max(1, min(4 * HIGH, self.shape[0]))
+        wide = max(1, min(2 * WIDE, self.shape[1]))
+        dots = np.zeros((-(-high // 4) * 4, -(-wide // 2) * 2), dtype=bool)
+        if self.size:
+            down = self.rows.astype(np.int64) * high // self.shape[0]
+            dots[down, self.columns.astype(np.int64) * wide // self.shape[1]] = True
+        cells = dots.reshape(dots.shape[0] // 4, 4, dots.shape[1] // 2, 2)
+        return ["".join(map(chr, line)) for line in 0x2800 + np.einsum("iajb,ab->ij", cells, DOTS)]
+
+    def _repr_html_(self) -> str:
+        picture = "\n".join(self.picture())
+        return f"<div>{html.escape(repr(self)[1:-1])}</div><pre style='line-height: 1.1'>{picture}</pre>"
+
+
+def require_room(entries: int) -> None:
+    """Refuse a pattern that fits into no memory."""
+    if entries > MOST:
+        raise SizeError(
+            f"the pattern would have {entries} entries: every output depends on very many inputs, so the Jacobian is "
+            "not sparse; read some of its rows or columns, or multiply with it"
+        )
+
+
+def scipy_sparse() -> Any:
+    """The module `scipy.sparse`, or what to do about its absence."""
+    try:
+        import scipy.sparse as sparse  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise OptionError("SciPy is not installed; pip install elementgrad[sparse]") from None
+    return sparse
+
+
+def _checked(shape: Any, starts: Any, columns: Any) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
+    starts, columns = np.asarray(starts), np.asarray(columns)
+    if len(shape) != 2 or min(shape) < 0:
+        raise OptionError(f"a pattern has two axes, rows and columns, and not shape {tuple(shape)}")
+    rows, width = map(int, shape)
+    arrays = starts.ndim == columns.ndim == 1 and len(starts) == rows + 1
+    if not arrays or starts[0] != 0 or starts[-1] != len(columns) or (np.diff(starts) < 0).any():
+        raise OptionError(f"starts must rise from 0 to the {columns.size} entries, one more than the {rows} rows")
+    if len(columns):
+        if columns.min() < 0 or columns.max() >= width:
+            raise OptionError(f"a column is out of range for shape {(rows, width)}")
+        inside = np.ones(len(columns), dtype=bool)
+        inside[starts[starts < len(columns)]] = False
+        if (np.diff(columns) <= 0)[inside[1:]].any():
+            raise OptionError("the columns of each row must rise; Pattern.from_entries sorts them")
+    return (rows, width), starts, columns
+
+
+def _frozen(numbers: np.ndarray, most: int) -> np.ndarray:
+    """In as few bytes as hold it, and not to be written to."""
+    numbers = np.array(numbers, dtype=np.int32 if most < 2**31 else np.int64)
+    numbers.flags.writeable = False
+    return numbers

@@ -1,0 +1,1 @@
+"""Training of named elements, and patches: what was trained, as a value and as a file."""

@@ -1,0 +1,241 @@
+"""Weights in a file, by their bytes: what a patch can be put into where no model and no framework is at hand."""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import index
+from typing import Any, NoReturn
+
+import numpy as np
+
+from elementgrad import _npz
+from elementgrad._place.grammar import listed, nearest
+from elementgrad._train.numbers import VIEWS, BitArray, is_floating
+from elementgrad._train.patch_file import StoredTensor, joined, replace_file
+from elementgrad._train.trainer import ElementGroup, Trainer
+from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
+
+ENDINGS = (".safetensors", ".npz")
+DTYPES = {
+    **{f"F{8 * width}": f"float{8 * width}" for width in (2, 4, 8)},
+    **{
+        f"{sign.upper() or ''}I{8 * width}".replace("UI", "U"): f"{sign}int{8 * width}"
+        for sign in ("", "u")
+        for width in (1, 2, 4, 8)
+    },
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "BOOL": "bool",
+}
+"""The names of dtypes in safetensors, and ours."""
+
+
+class FileTensor:
+    """One tensor by its bytes, which may be written to."""
+
+    def __init__(self, dtype: str, shape: Sequence[int], bits: np.ndarray):
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.bits = bits
+        """uint8, one row per element, the lowest byte first."""
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "FileTensor":
+        """A NumPy array, copied."""
+        numbers = BitArray.of(array)
+        return cls(numbers.dtype, array.shape, np.array(numbers.bits))
+
+
+class Weights:
+    """Tensors by name, read from a file and written to one.
+
+    >>> import tempfile, numpy as np
+    >>> from elementgrad._train.weights import Weights
+    >>> path = tempfile.mkdtemp() + "/weights.npz"
+    >>> np.savez(path, bias=np.float32([1.0, 2.0]))
+    >>> weights = Weights.read(path)
+    >>> weights.tensors["bias"].bits[0] = weights.tensors["bias"].bits[1]
+    >>> weights.write(path)
+    >>> np.load(path)["bias"]
+    array([2., 2.], dtype=float32)
+    """
+
+    def __init__(self, tensors: Mapping[str, FileTensor], packed: bytearray | None = None):
+        self.tensors = dict(tensors)
+        self._packed = packed
+        """The file as it was read, in which the bytes of the tensors are written to."""
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Weights":
+        """The tensors of a .safetensors or .npz file."""
+        path = os.fspath(path)
+        if path.endswith(".npz"):
+            try:
+                return cls({name: FileTensor.of(array) for name, array in _npz.read(path).items()})
+            except (_npz.ArchiveError, DtypeError) as error:
+                raise PatchError(f"{path} holds no weights: {error}") from None
+        with open(path, "rb") as file:
+            packed = bytearray(file.read())
+        return cls(dict(_unpacked(path, packed)), packed)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write all tensors to a file, as a whole or not at all; in the format they came in nothing else changes."""
+        path = os.fspath(path)
+        if path.endswith(".safetensors"):
+            replace_file(path, bytes(self._packed) if self._packed is not None else _pack(self.tensors))
+            return
+        unknown = [name for name, held in self.tensors.items() if held.dtype == "bfloat16" or held.dtype not in VIEWS]
+        if unknown:
+            raise PatchError(
+                f"{self.tensors[unknown[0]].dtype} of {unknown[0]} has no place in .npz; write .safetensors"
+            )
+        arrays = {
+            name: np.frombuffer(held.bits.tobytes(), VIEWS[held.dtype]).reshape(held.shape)
+            for name, held in self.tensors.items()
+        }
+        try:
+            content = _npz.pack(arrays)
+        except _npz.ArchiveError as error:
+            raise PatchError(str(error)) from None
+        replace_file(path, content)
+
+
+class FileElementGroup(ElementGroup):
+    """Elements of a tensor in a file."""
+
+    def __init__(
+        self, tensor: FileTensor, positions: np.ndarray, values: BitArray, originals: BitArray, found: BitArray
+    ):
+        self.tensor, self.positions, self.leaf = tensor, positions, values
+        self.originals, self.found = originals, found
+
+
+class WeightsTrainer(Trainer):
+    """How a patch comes into weights and out of them; training needs a model."""
+
+    elsewhere: Mapping[str, str] = {}
+    freezes = False
+
+    def __init__(self, weights: Weights):
+        self._tensors = weights.tensors
+
+    def names(self) -> Iterator[str]:
+        """All of them."""
+        return iter(self._tensors)
+
+    def parameter(self, name: str) -> FileTensor:
+        """The tensor of that name."""
+        if name not in self._tensors:
+            raise PlaceError(f"no tensor named {name!r}; {nearest(name, list(self._tensors))}")
+        return self._tensors[name]
+
+    def named(self, *_: Any) -> NoReturn:
+        """Tensors are not at hand."""
+        raise PlaceError(f"weights in a file are named by texts; there are: {listed(list(self._tensors))}")
+
+    lone = named
+
+    def training(self, tensor: FileTensor) -> Sequence[ElementGroup]:
+        """None does."""
+        return ()
+
+    def check(self, tensor: FileTensor, name: str) -> None:
+        """Refuse what is never patched."""
+        if not is_floating(tensor.dtype):
+            raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched; name a tensor of floats")
+
+    def dtype(self, given: Any) -> Any:
+        """As it is."""
+        return given
+
+    def part(
+        self, tensor: FileTensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    ) -> ElementGroup:
+        """The elements with their values from a patch."""
+        held = BitArray(tensor.dtype, tensor.bits[positions])
+        return FileElementGroup(tensor, positions, held if values is None else values, originals or held, held)
+
+    def write(self, part: ElementGroup) -> None:
+        """Put the values in, rounded to the dtype of the tensor."""
+        part.tensor.bits[part.positions] = part.leaf.rounded(part.tensor.dtype).bits
+
+    def restore(self, part: ElementGroup) -> None:
+        """Put the originals in."""
+        part.tensor.bits[part.positions] = part.originals.bits
+
+    def cancel(self, parts: Sequence[ElementGroup]) -> None:
+        """Put in what was there when the parts were made."""
+        for part in parts:
+            part.tensor.bits[part.positions] = part.found.bits
+
+    def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        """The bytes of some elements."""
+        return tensor.dtype, tensor.bits if positions is None else tensor.bits[positions]
+
+    def start(self, *_: Any, **__: Any) -> NoReturn:
+        """Nothing trains here."""
+        raise FrameworkError("weights in a file do not train; load them into a model")
+
+    stop = check_loss = gradients = start
+
+
+def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
+    """The tensors of a safetensors file, whose bytes are those of the file."""
+    try:
+        end = 8 + struct.unpack("<Q", packed[:8])[0]
+        header = json.loads(packed[8:end], object_pairs_hook=_each_once)
+        described = [(name, *_described(one)) for name, one in header.items() if name != "__metadata__"]
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        twice = f", since it names {error} twice" if isinstance(error, _TwiceError) else ""
+        raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
+    for name, dtype, shape, first, last in described:
+        size = math.prod(shape)
+        held = DTYPES.get(dtype, dtype)
+        width = np.dtype(VIEWS[held]).itemsize if held in VIEWS else (last - first) // max(1, size)
+        if min(shape, default=0) < 0 or not 0 <= first <= last <= len(packed) - end or last - first != width * size:
+            raise PatchError(f"{path} is damaged: {name} does not fit into it")
+    filled = sorted((first, last, name) for name, _, _, first, last in described if first < last)
+    for (_, last, name), (first, _, other) in pairwise(filled):
+        if first < last:
+            raise PatchError(
+                f"{path} is damaged: {name} and {other} overlap in it, so that a change of one would change the other; "
+                "save the weights again"
+            )
+    for name, dtype, shape, first, last in described:
+        bits = np.frombuffer(memoryview(packed)[end + first : end + last], np.uint8)
+        size = math.prod(shape)
+        yield name, FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
+
+
+class _TwiceError(ValueError):
+    """A name that stands twice in one object of JSON, of which most parsers take the last."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _TwiceError(repr(name))
+        found[name] = value
+    return found
+
+
+def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """What a header says of a tensor: dtype, shape, and where its bytes begin and end."""
+    first, last = map(index, one["data_offsets"])
+    return str(one["dtype"]), tuple(map(index, one["shape"])), first, last
+
+
+def _pack(tensors: Mapping[str, FileTensor]) -> bytes:
+    names = {ours: theirs for theirs, ours in DTYPES.items()}
+    if "__metadata__" in tensors:
+        raise PatchError("a tensor called __metadata__ has no place in .safetensors; write .npz")
+    for name, held in tensors.items():
+        if held.dtype not in names:
+            raise PatchError(f"{held.dtype} of {name} has no place in .safetensors; write .npz")
+    return joined(
+        {name: StoredTensor(names[held.dtype], held.shape, held.bits.tobytes()) for name, held in tensors.items()}
+    )

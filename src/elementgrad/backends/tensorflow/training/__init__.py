@@ -1,1 +1,0 @@
-"""Elements of Keras models that train."""

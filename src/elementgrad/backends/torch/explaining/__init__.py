@@ -1,1 +1,0 @@
-"""What PyTorch tells of a run, so that somebody can say where a derivative was lost."""

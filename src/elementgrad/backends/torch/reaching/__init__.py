@@ -1,1 +1,0 @@
-"""Which entries of a Jacobian can be nonzero: a reverse sweep is watched, operation by operation."""

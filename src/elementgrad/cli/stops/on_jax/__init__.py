@@ -1,1 +1,0 @@
-"""The answers of the tour on JAX, a module for each chapter."""

@@ -1,1 +1,0 @@
-"""The answers of the tour on PyTorch, a module for each chapter."""

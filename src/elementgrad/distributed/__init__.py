@@ -1,1 +1,0 @@
-"""A whole Jacobian, block by block: here, on workers of any engine, or straight to disk."""

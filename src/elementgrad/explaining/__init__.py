@@ -1,1 +1,0 @@
-"""The verb explain: why a gradient is missing, zero, not finite or not what its values say."""

@@ -1,1 +1,0 @@
-"""The verb show: pictures and reports. Nothing else in the library imports it."""

@@ -1,1 +1,0 @@
-"""Sparsity, framework-free: which entries of a Jacobian can be nonzero, and how few sweeps read them all."""

@@ -1,1 +1,0 @@
-"""The verb train: only the named elements, exactly."""
