@@ -1,4 +1,5 @@
 # Two commands: `make tour` (PyTorch alone) and `make test` (all frameworks). Needs Python 3.11, pip and make.
+# `make test-all` adds tests/slow: several processes, MPI, Dask, a browser, tours. `make sweep` runs long property sweeps.
 # Also `make lint`, `make bench` and `make docs` (the site, into site/).
 PYTHON ?= python3
 VENV := .venv
@@ -9,17 +10,24 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: tour test test-oldest lint bench docs clean
+.PHONY: tour test test-all test-oldest sweep lint bench docs clean
 
 tour: $(VENV)/tour.stamp
 	@$(BIN)/elementgrad tour
 
 # K selects tests by expression, as in `make test K=selection`.
 test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n 2 --ignore=tests/slow $(if $(K),-k "$(K)")
+
+test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 2 $(if $(K),-k "$(K)")
 
 test-oldest: .venv-oldest/stamp
-	.venv-oldest/bin/python -m pytest -n 2 $(if $(K),-k "$(K)")
+	.venv-oldest/bin/python -m pytest -n 2 --ignore=tests/slow $(if $(K),-k "$(K)")
+
+# More examples of every property test, and interrupts at far more lines. Takes an hour or more.
+sweep: $(VENV)/test.stamp
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 -k "$(if $(K),$(K),made or of_hessians_are or interrupt)"
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import pytest
 import torch  # before TensorFlow: the other order is known to crash
 from hypothesis import HealthCheck, settings
 
-from tests.frameworks import FRAMEWORKS, Framework
+from tests.support.frameworks import FRAMEWORKS, Framework
 
 torch.set_num_threads(1)
 if jax.__version_info__ >= (0, 10):  # others may not know the flag, and end the process for it

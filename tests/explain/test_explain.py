@@ -1,0 +1,296 @@
+"""What explain says and how: texts, options, refusals, and that nothing of the user's is disturbed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import elementgrad as eg
+from elementgrad._explain.blame import FurtherEvidence, why_nonfinite, why_unconnected, why_zero
+from elementgrad._explain.causes import CAUSES, KILLS, UNDECIDED
+from elementgrad._explain.path import DataPath
+from elementgrad._explain.trace import CotangentSizes, Op, OpGraph, TangentSizes
+
+X = torch.tensor([1.0, -2.0, 3.0])
+FRAMEWORKS = ("torch", "tensorflow", "jax")
+SLUGS = """
+    not-tracked integer non-leaf unused resliced detached left-framework no-grad outside-tape discrete step-function
+    assigned-state no-rule custom-rule hook freed-graph dead-relu saturated clamped masked dropped row-not-used
+    overwritten modified-in-place modified-through-data cancelled underflow masked-branch singular accumulated tie
+""".split()  # noqa: SIM905
+
+
+def line_of(mark):
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {mark}"))
+
+
+def test_every_cause_has_its_words_in_every_framework():
+    assert set(SLUGS) <= set(CAUSES)
+    for cause in (*CAUSES.values(), UNDECIDED):
+        for framework in FRAMEWORKS:
+            words = {"operation": "f", "of": "y", "wrt": "x"}
+            said, fix = cause.says.format(**words), cause.remedy(framework).format(**words)
+            assert said.strip(".") == said != "", said
+            assert fix.strip(".") == fix != "", fix
+            assert not {"AccumulateGrad", "aten", "jaxpr", "autodiff", "vjp", "jvp"} & set(said.split())
+    assert set(KILLS.values()) <= set(CAUSES)
+
+
+def test_the_text_is_one_verdict_one_line_and_one_fix():
+    def f(x):
+        return (x * 2).detach().sum()  # cut
+
+    found = eg.explain(f, X, wrt="x[1]")
+    where = f"test_explain.py:{line_of('cut')}"
+    assert str(found) == (
+        "output has no gradient with respect to x[1]: detach cuts it off.\n"
+        f"where: {where}, at detach\n"
+        "fix: leave detach out, or apply it only where no gradient is wanted"
+    )
+    assert found.path == ("mul", "detach (broken here)", "sum")
+    assert not found
+    html = found._repr_html_()
+    assert "detach cuts it off" in html
+    assert where in html
+    assert "#cf222e" in html
+
+
+TEXTS = {
+    "the gradient of output with respect to x[1] is zero: relu is flat at its input, which is not above zero.": (
+        lambda x: torch.relu(x).sum()
+    ),
+    "the gradient of output with respect to x[1] is zero: clamp is flat beyond its bounds.": (
+        lambda x: x.clamp(0, 1).sum()
+    ),
+    "the gradient of output with respect to x[1] is zero: max takes other elements than x[1].": lambda x: x.max(),
+    "the gradient of output with respect to x[1] is zero: it is not computed from x[1].": lambda x: x[0] * 2,
+    "the gradient of output with respect to x[1] is not finite: sqrt has no finite slope at this input.": (
+        lambda x: (x + 2).sqrt().sum()
+    ),
+    "output has no gradient with respect to x[1]: its numbers leave the framework in item.": (
+        lambda x: torch.ones(()) * x.sum().item()
+    ),
+    "output has no gradient with respect to x[1]: argmax gives whole numbers, truths or draws, which have no slope.": (
+        lambda x: x.argmax()
+    ),
+    "output has a gradient with respect to x[1].": lambda x: x.sum(),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_verdict_is_one_sentence(text):
+    assert eg.explain(TEXTS[text], X, wrt="x[1]").sentence == text
+
+
+def test_the_diagnosis_is_about_the_element_asked_for():
+    f = lambda x: torch.relu(x).sum()  # noqa: E731
+    assert eg.explain(f, X, wrt="x[1]").cause == "dead-relu"
+    assert eg.explain(f, X, wrt="x[0]").verdict == "flows"
+    whole = eg.explain(f, X)
+    assert whole.verdict == "flows"
+    assert whole.evidence == ("1 of 3 elements have a gradient of zero",)
+    assert torch.equal(whole.value, torch.tensor([1.0, 0.0, 1.0]))
+    assert eg.explain(lambda x: x**2, X, of="output[1]", wrt="x[0]").cause == "unused"
+
+
+def test_a_live_tensor_by_its_elements():
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    y = torch.relu(x)
+    assert eg.explain(of=y.sum(), wrt=eg.at(x)[1]).cause == "dead-relu"
+    assert eg.explain(of=y.sum(), wrt=eg.at(x)[0]).verdict == "flows"
+    assert eg.explain(of=eg.at(y)[0], wrt=eg.at(x)[0]).value == 1
+    assert x.grad is None
+
+
+def test_a_recording_tells_the_line_of_a_live_tensor():
+    x = torch.tensor([-1.0, -2.0], requires_grad=True)
+    with eg.record(x):
+        y = torch.relu(x).sum()  # recorded
+    found = eg.explain(of=y, wrt=x)
+    assert (found.cause, found.where) == ("dead-relu", f"test_explain.py:{line_of('recorded')}")
+
+
+def test_what_does_not_decide_is_said_to():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    found = eg.explain(of=(y * 2).sum(), wrt=x)
+    assert (found.verdict, found.cause) == ("unconnected", None)
+    assert "seen: it is tracked, and the graph of the result does not lead to it" in str(found)
+    found = eg.explain(lambda x: torch.ones(()) * x.sum().item(), X, probe=False)
+    assert found.cause is None
+    assert "whether they came back was not tried" in found.evidence[0]
+
+
+class OddError(ValueError):
+    pass
+
+
+def test_what_the_function_raises_comes_through_and_everything_is_restored():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+
+    def f(x):
+        model(x)
+        raise OddError("mine")
+
+    model.eval(), model[2].train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(OddError, match="mine"):
+        eg.explain(f, torch.ones(2, 3))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("fault", [torch.relu, torch.detach, torch.sqrt, torch.tanh])
+def test_nothing_is_disturbed(fault):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+    x = torch.zeros(2, 3, requires_grad=True)
+    x.grad = torch.ones(2, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    eg.explain(lambda x: model(fault(x)).sum(), x)
+    assert torch.equal(x.grad, torch.ones(2, 3))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (lambda: eg.explain(lambda x: x.sum(), X, wrt="y"), eg.PlaceError, "no tensor is named 'y'"),
+        (lambda: eg.explain(lambda x: x.sum(), X, probe="no"), eg.OptionError, "probe='no' is neither True nor False"),
+        (lambda: eg.explain(of=X), eg.PlaceError, "needs both tensors"),
+        (lambda: eg.explain(of="output", wrt=X), eg.PlaceError, "names no live tensor"),
+        (lambda: eg.explain(lambda x: x.sum(), X, wrt="x[7]"), eg.SelectionError, "out of range"),
+        (lambda: eg.explain(lambda: X.sum()), eg.PlaceError, "did not call backward"),
+        (lambda: eg.explain(lambda: X.sum(), wrt="x"), eg.PlaceError, "names no live tensor"),
+        (lambda: eg.explain(3, X), eg.FrameworkError, "cannot be called"),
+        (lambda: eg.explain(X), eg.FrameworkError, "Tensor cannot be called"),
+    ],
+)
+def test_bad_input_is_told(given, error, says):
+    with pytest.raises(error, match=says.replace("[", r"\[")):
+        given()
+
+
+def test_the_error_of_grad_names_the_line_and_the_fix():
+    def f(x):
+        h = torch.tanh(x)
+        return h.detach().sum()  # the error's line
+
+    where = f"test_explain.py:{line_of('the error' + chr(39) + 's line')}"
+    with pytest.raises(eg.UnconnectedError) as caught:
+        eg.grad(f, X)
+    assert str(caught.value) == (
+        f"output does not depend on x in torch's derivative program: detach cuts it off ({where}), so there is no "
+        "gradient, not even a zero one; leave detach out, or apply it only where no gradient is wanted, or pass "
+        'unconnected="zero" if zeros will do'
+    )
+
+
+KINKS = {
+    "abs at 0": (torch.abs, 0.0, "zero", "kink", 0.0),
+    "clip at the bound": (lambda x: x.clamp(-1, 1), 1.0, "flows", None, 1.0),
+    "max(x, 0) at 0": (lambda x: torch.maximum(x, torch.zeros(1)), 0.0, "flows", None, 0.5),
+    "relu at 0": (torch.relu, 0.0, "zero", "dead-relu", 0.0),
+    "round": (torch.round, 0.3, "zero", "step-function", 0.0),
+    "where and sqrt at 0": (
+        lambda x: torch.where(x > 0, x.sqrt(), torch.zeros(1)),
+        0.0,
+        "nonfinite",
+        "masked-branch",
+        np.nan,
+    ),
+    "norm at 0": (lambda x: x.norm()[None], 0.0, "zero", "kink", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_kinks_are_reported_as_pytorch_takes_them(name):
+    f, x, verdict, cause, value = KINKS[name]
+    found = eg.explain(f, torch.tensor([x]), of="output[0]", wrt=eg.at[0])
+    assert (found.verdict, found.cause) == (verdict, cause), found
+    np.testing.assert_equal(float(found.value), value)
+
+
+def test_following_needs_no_framework():
+    steps = [
+        Op("mul", "a.py:1", takes=(0,), gives=(1,)),
+        Op("stop_gradient", "a.py:2", takes=(1,), gives=(2,), stops="detached"),
+        Op("relu", "a.py:3", takes=(1,), gives=(3,)),
+        Op("add", "a.py:4", takes=(2, 3), gives=(4,)),
+    ]
+    cut = DataPath(OpGraph([*steps[:2], Op("sum", takes=(2,), gives=(4,))], 0, 4, {0, 1}))
+    assert why_unconnected(cut, None).step is steps[1]
+    assert cut.line(steps[1]) == ["mul", "stop_gradient (broken here)", "sum"]
+    trail = DataPath(OpGraph(steps, 0, 4, {0, 1, 3, 4}))
+    pushed = [TangentSizes(1, 2), TangentSizes(2, 0), TangentSizes(2, 0), TangentSizes(0, 0)]
+    dead = why_zero(trail, pushed, 0.0, False, 1e-7, FurtherEvidence(precise=lambda: 0.0))
+    assert (dead.cause, dead.step, dead.others) == ("dead-relu", steps[2], [steps[1]])
+    pulled = [CotangentSizes(np.nan, np.nan, 0), None, CotangentSizes(1, np.inf, 1), CotangentSizes(1, 1, 1)]
+    assert why_nonfinite(trail, None, pulled, finite=True).step is steps[2]
+
+
+def test_gpt2_names_the_module_and_the_line():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=8, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    ids = torch.tensor([[3, 7, 1]])
+
+    def explained(fault=None, of="output.logits[0, -1, 2]", wrt="transformer.wpe.weight[0, 0]"):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).eval()
+        if fault is not None:
+            fault(model.transformer.h)
+        return eg.explain(model, ids, of=of, wrt=wrt)
+
+    def cut(blocks):
+        blocks[7].register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))  # block 7
+
+    def written(blocks):
+        blocks[2].ln_2.register_forward_hook(lambda _, __, out: out.data.mul_(3.0) * 0 + out)  # block 2
+
+    def overflown(blocks):
+        blocks[3].mlp.register_forward_hook(lambda _, __, out: (out.half() * 1e9).float())  # block 3
+
+    def frozen(blocks):
+        blocks[5].requires_grad_(False)
+
+    assert explained().verdict == "flows"
+    found = explained(cut)
+    assert (found.cause, found.module) == ("detached", "transformer.h.7")
+    assert found.where == f"test_explain.py:{line_of('block 7')}"
+    found = explained(written)
+    assert (found.verdict, found.cause, found.module) == ("mismatch", "modified-through-data", "transformer.h.2")
+    assert found.where == f"test_explain.py:{line_of('block 2')}"
+    found = explained(overflown)
+    assert (found.verdict, found.cause, found.where) == (
+        "nonfinite",
+        "overflow",
+        f"test_explain.py:{line_of('block 3')}",
+    )
+    found = explained(frozen, wrt="transformer.h.5.attn.c_attn.weight[0, 0]")
+    assert (found.cause, found.module) == ("not-tracked", "transformer.h.5.attn.c_attn")
+    found = explained(wrt="transformer.wpe.weight[9, 0]")
+    assert (found.cause, found.module) == ("row-not-used", "transformer.wpe")
+
+
+def test_a_step_that_fails_otherwise_raises_what_it_raised():
+    def step():
+        F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7]))
+
+    with pytest.raises(IndexError):
+        eg.explain(step)
+
+
+def test_the_page_lists_every_cause():
+    page = (Path(__file__).parents[2] / "docs" / "explaining.md").read_text()
+    assert [cause for cause in CAUSES if f"`{cause}`" not in page] == []
