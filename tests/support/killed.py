@@ -1,6 +1,7 @@
 """A process whose children save patches and are killed at random moments; run by itself, for it forks.
 
-`python -m tests.support.killed directory kills` prints how often each patch was found, and how often a save was interrupted.
+`python -m tests.support.killed directory kills` prints how often each patch was found, and how often a save was
+interrupted.
 """
 
 import json

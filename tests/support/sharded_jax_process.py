@@ -1,7 +1,7 @@
 """One of two processes that train elements of parameters on a mesh of the devices of both.
 
-`python -m tests.support.sharded_jax_process number port directory` prints what each check found wrong, or null, and the bits
-of what was trained.
+`python -m tests.support.sharded_jax_process number port directory` prints what each check found
+wrong, or null, and the bits of what was trained.
 """
 
 import json
