@@ -222,12 +222,12 @@ def test_kinks_are_reported_as_pytorch_takes_them(name):
 
 def test_following_needs_no_framework():
     steps = [
-        Op("mul", "a.py:1", takes=(0,), gives=(1,)),
-        Op("stop_gradient", "a.py:2", takes=(1,), gives=(2,), stops="detached"),
-        Op("relu", "a.py:3", takes=(1,), gives=(3,)),
-        Op("add", "a.py:4", takes=(2, 3), gives=(4,)),
+        Op("mul", "a.py:1", inputs=(0,), outputs=(1,)),
+        Op("stop_gradient", "a.py:2", inputs=(1,), outputs=(2,), cut_cause="detached"),
+        Op("relu", "a.py:3", inputs=(1,), outputs=(3,)),
+        Op("add", "a.py:4", inputs=(2, 3), outputs=(4,)),
     ]
-    cut = DataPath(OpGraph([*steps[:2], Op("sum", takes=(2,), gives=(4,))], 0, 4, {0, 1}))
+    cut = DataPath(OpGraph([*steps[:2], Op("sum", inputs=(2,), outputs=(4,))], 0, 4, {0, 1}))
     assert why_unconnected(cut, None).step is steps[1]
     assert cut.line(steps[1]) == ["mul", "stop_gradient (broken here)", "sum"]
     trail = DataPath(OpGraph(steps, 0, 4, {0, 1, 3, 4}))

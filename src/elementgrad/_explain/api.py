@@ -16,7 +16,7 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import UNSEEN, CauseFinding, CheckedTrace, DataPath, OpaqueTrace
 from elementgrad._explain.probe import Probe
-from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, unfollowed
+from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, cannot_follow
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef, require_callable
 from elementgrad._place.place import Place
 from elementgrad._read.api import NOTHING, parsed, parsed_target
@@ -29,7 +29,7 @@ SUSPECT = ("modified-through-data", "hook", "custom-rule")
 
 def suspected(account: OpGraph) -> list[Hint]:
     """What may make a gradient wrong, the likeliest first."""
-    found = [remark for remark in account.remarks if remark.cause in SUSPECT]
+    found = [remark for remark in account.hints if remark.cause in SUSPECT]
     return sorted(found, key=lambda remark: SUSPECT.index(str(remark.cause)))
 
 
@@ -37,7 +37,7 @@ def blamed(suspects: Sequence[Hint]) -> CauseFinding:
     """Who makes a gradient wrong; of several sorts of suspects none."""
     if len({remark.cause for remark in suspects}) == 1:
         return CauseFinding.of_remark(suspects[0])
-    words = {remark.cause: remark.step.operation if remark.step is not None else "" for remark in suspects}
+    words = {remark.cause: remark.op.operation if remark.op is not None else "" for remark in suspects}
     return CauseFinding(None, None, [f"it may be {cause}: {operation}" for cause, operation in words.items()])
 
 
@@ -68,7 +68,7 @@ class Explanation:
         self._refuse_empty(source.name, source.tensor)
         witness = self._witness(source)
         self._refuse_empty(source.name, witness.source)
-        trail = DataPath(witness.account)
+        trail = DataPath(witness.graph)
         since = self._call.side(self._place, source, 0, witness.source, batch=False)
         if self._backend.kind(witness.target) not in "fc":
             finding = CauseFinding(None) if isinstance(witness, OpaqueTrace) else why_unconnected(trail, None)
@@ -81,7 +81,7 @@ class Explanation:
         try:
             gradient, largest = self._gradient(witness, trials)
         except Exception as error:
-            remark = witness.refusal(error)
+            remark = witness.hint_for_error(error)
             if remark is None:
                 raise
             return self._made("unconnected", CauseFinding.of_remark(remark), trail)
@@ -100,18 +100,18 @@ class Explanation:
     ) -> Diagnosis:
         if isinstance(witness, OpaqueTrace):
             return self._unexplained(trail, gradient)
-        decided = any(remark.cause == "not-tracked" for remark in witness.account.remarks)
+        decided = any(remark.cause == "not-tracked" for remark in witness.graph.hints)
         if gradient is None or decided:
             open_ = gradient is None and not trail.cuts() and not decided and self._probe
             return self._made("unconnected", why_unconnected(trail, trials.moves() if open_ else None), trail)
         value = self._floats(witness.target)[trials.of]
         if not np.isfinite(gradient).all():
             finite = bool(np.isfinite(value).all())
-            pulled = witness.vjp(*trials.seeds, trials.wrt) if finite else None
-            push = lambda: (witness.jvp(trials.wrt) or (None,))[0]  # noqa: E731
-            finding = why_nonfinite(trail, witness.values(), pulled, finite, push, trials.overflows)
+            pulled = witness.cotangent_sizes(*trials.seeds, trials.wrt) if finite else None
+            push = lambda: (witness.tangent_sizes(trials.wrt) or (None,))[0]  # noqa: E731
+            finding = why_nonfinite(trail, witness.finite_flags(), pulled, finite, push, trials.overflows)
             return self._made("nonfinite", finding, trail)
-        suspects = suspected(witness.account)
+        suspects = suspected(witness.graph)
         if suspects and self._probe and trials.mismatches(gradient):
             verdict: Verdict = "mismatch" if gradient.any() else "zero"
             return self._made(verdict, blamed(suspects), trail)
@@ -134,7 +134,7 @@ class Explanation:
         if dead:
             evidence.append(f"{dead} of {gradient.size} elements have a gradient of zero")
         evidence += dict.fromkeys([f"one path of several is cut by {spelled(step)}" for step in trail.cuts()])
-        evidence += [remark.evidence for remark in trail.account.remarks if remark.cause == "out-of-range"]
+        evidence += [remark.evidence for remark in trail.graph.hints if remark.cause == "out-of-range"]
         if not trail.joined and not self._failures and trail.closed() is None:
             evidence.append(UNSEEN)
         evidence += dict.fromkeys(self._failures)
@@ -146,16 +146,16 @@ class Explanation:
 
         Random numbers are others in another precision, and with them what is masked: then it tells nothing.
         """
-        pushed = witness.jvp(trials.wrt)
+        pushed = witness.tangent_sizes(trials.wrt)
         reaches, elsewhere = None, False
         if pushed is not None:
             reaches = float(np.abs(pushed[1].reshape(-1)[trials.of]).max(initial=0.0))
             elsewhere = bool(pushed[1].any())
         asked = FurtherEvidence(
-            lambda: witness.vjp(*trials.seeds, trials.wrt),
-            (lambda: None) if rounding or witness.account.draws else trials.precise,
+            lambda: witness.cotangent_sizes(*trials.seeds, trials.wrt),
+            (lambda: None) if rounding or witness.graph.is_random else trials.precise,
             trials.moves if self._probe else lambda: None,
-            lambda: witness.meet(*trials.seeds, trials.wrt),
+            lambda: witness.reach_overlap(*trials.seeds, trials.wrt),
             rounding,
         )
         steps = None if pushed is None else pushed[0]
@@ -198,7 +198,7 @@ class Explanation:
                 blind = OpaqueTrace(self._backend, run, source.tensor)
             except Exception:  # it is the function that raises
                 raise error from None
-            self._failures.append(unfollowed(error))
+            self._failures.append(cannot_follow(error))
             return blind
         self._failures = witness.failures
         return witness
@@ -209,7 +209,7 @@ class Explanation:
         whole = witness.gradient(positions, share)
         if whole is None:
             return None, 0.0
-        whole = witness.arriving(whole)
+        whole = witness.apply_source_hooks(whole)
         if len(positions) == 1:
             wanted = trials.since.base
             self._value = whole if wanted is None else self._backend.take(whole, wanted)
@@ -225,7 +225,7 @@ class Explanation:
         if finding.cause == "unused" and verdict == "unconnected" and self._lone():
             finding.variant = CONSTANT
         if finding.cause is None and trail is not None:
-            finding.evidence += [remark.evidence for remark in trail.account.remarks if remark.cause is None]
+            finding.evidence += [remark.evidence for remark in trail.graph.hints if remark.cause is None]
         finding.evidence += self._failures
         return Diagnosis.made(verdict, finding, trail, self._backend.name, *self._names, value=self._value)
 
@@ -302,25 +302,25 @@ def _picked(place: Place) -> tuple[Tensor, np.ndarray | None]:
 
 
 def _from_told(told: LiveReport, framework: str) -> Diagnosis:
-    trail = DataPath(told.account) if told.account is not None else None
+    trail = DataPath(told.graph) if told.graph is not None else None
     names = {"of": told.of, "wrt": told.wrt}
-    if told.remark is None and told.verdict == "flows":
+    if told.hint is None and told.verdict == "flows":
         return Diagnosis("flows", value=told.value, **names)
-    if told.remark is not None and told.remark.cause is None and told.verdict == "flows":
-        return Diagnosis("flows", value=told.value, evidence=(told.remark.evidence,), **names)
-    if told.remark is not None:
-        finding = CauseFinding.of_remark(told.remark)
+    if told.hint is not None and told.hint.cause is None and told.verdict == "flows":
+        return Diagnosis("flows", value=told.value, evidence=(told.hint.evidence,), **names)
+    if told.hint is not None:
+        finding = CauseFinding.of_remark(told.hint)
     elif trail is None:
         finding = CauseFinding(None)
     elif told.verdict == "zero":
-        finding = why_zero(trail, None, None, False, 0.0, FurtherEvidence(lambda: told.pulled))
+        finding = why_zero(trail, None, None, False, 0.0, FurtherEvidence(lambda: told.cotangents))
         if finding.cause in APART:  # a detach leaves no trace in a graph
             seen = f"in the graph other elements are taken, in {spelled(finding.step)}" if finding.step else ""
             finding = CauseFinding(
                 None, None, [seen, "a cut leaves no trace in the graph; ask about the function instead"]
             )
     elif told.verdict == "nonfinite":
-        finding = why_nonfinite(trail, None, told.pulled, finite=True)
+        finding = why_nonfinite(trail, None, told.cotangents, finite=True)
     else:
         finding = why_unconnected(trail, None)
     return Diagnosis.made(told.verdict, finding, trail, framework, value=told.value, **names)

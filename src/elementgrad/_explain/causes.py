@@ -12,7 +12,7 @@ Causes in closer words, where the operation at hand tells more than its cause: w
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from elementgrad._explain.trace import STATISTIC, TO_A_LEAF
+from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ ELSEWHERE = "another result"
 """In place of an operation: what it goes into is used for other results."""
 CONSTANT = "a constant"
 """In place of an operation: the result is computed from plain numbers alone."""
-PHRASES = ("item assignment", TO_A_LEAF, STATISTIC, ELSEWHERE, CONSTANT)
+PHRASES = ("item assignment", LEAF_WRITE, MOVING_STATISTIC, ELSEWHERE, CONSTANT)
 """Operations of several words."""
 _AUGMENTED = "add_ sub_ mul_ div_ pow_"
 
@@ -432,7 +432,7 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     yield "modified-in-place", "item assignment", None, item
     yield "modified-in-place", _AUGMENTED, None, "write x = x + y instead of x += y or x.add_(y), or work on a clone()"
     leaf = "update it inside of torch.no_grad(), or write to a clone(), as in y = x.clone()"
-    yield "modified-in-place", TO_A_LEAF, "a tensor that requires gradients is written to in place", leaf
+    yield "modified-in-place", LEAF_WRITE, "a tensor that requires gradients is written to in place", leaf
     order = "call every backward() before optimizer.step(), or compute the second loss after it"
     yield "modified-in-place", "optimizer.step", None, order
     yield (
@@ -454,7 +454,7 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
     )
     yield (
         "not-tracked",
-        STATISTIC,
+        MOVING_STATISTIC,
         "{wrt} is a statistic that its layer moves by itself, and no gradient trains it",
         {
             "torch": "train the weight and the bias of the layer, or ask about those; its statistics follow the data "

@@ -29,7 +29,7 @@ from elementgrad._explain.differences import (
     verdicts,
 )
 from elementgrad._explain.path import CauseFinding, DataPath
-from elementgrad._explain.trace import weights
+from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._place.place import Place
 from elementgrad._read.api import NOTHING, Named, parsed, parsed_target
@@ -202,7 +202,7 @@ def _elsewhere(
 ) -> tuple[Tensor, np.ndarray] | None:
     """Move all that is asked about, since noise may be nothing at the point itself; None if the function refuses it."""
     sizes = np.abs(numbers[columns])
-    by = SIZES[dtype] * weights(len(columns)) * np.where(np.isfinite(sizes), np.fmax(sizes, 1.0), 0.0)
+    by = SIZES[dtype] * uneven_weights(len(columns)) * np.where(np.isfinite(sizes), np.fmax(sizes, 1.0), 0.0)
     other = moved(sampled, base, list(columns), by)
     try:
         return other, parts(sampled.backend, sampled(other))
@@ -283,13 +283,13 @@ def _element(side: Operand, row: int, backend: Backend) -> str:
 def _parting(call: BoundCall, source: TensorRef, target: TensorRef, wrong: CheckedEntry) -> Diagnosis:
     """The operation where the gradient and the values part, as far as the framework can tell."""
     witness = call.backend.trace(PartialCall(call, [source], [target]), source.tensor, True)
-    trail = DataPath(witness.account)
-    suspects = suspected(witness.account)
+    trail = DataPath(witness.graph)
+    suspects = suspected(witness.graph)
     if wrong.gradient is None:
         found = why_unconnected(trail, True)
     elif suspects:
         found = blamed(suspects)
     else:
-        cuts = [step for step in trail.cuts() if step.stops not in FLAT]
-        found = CauseFinding(cuts[0].stops, cuts[0], others=cuts[1:]) if cuts else CauseFinding(None)
+        cuts = [step for step in trail.cuts() if step.cut_cause not in FLAT]
+        found = CauseFinding(cuts[0].cut_cause, cuts[0], others=cuts[1:]) if cuts else CauseFinding(None)
     return Diagnosis.made("mismatch", found, trail, call.backend.name, wrong.of, wrong.wrt)

@@ -79,7 +79,7 @@ class Diagnosis:
             cause,
             step.where if step is not None else None,
             operation,
-            step.path if step is not None else "",
+            step.module if step is not None else "",
             tuple(trail.line(step)) if trail is not None else (),
             tuple(dict.fromkeys(evidence)),
             known(cause, finding.variant or operation).remedy(framework).format(**words),

@@ -16,7 +16,7 @@ import numpy as np
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
-from elementgrad._explain.trace import weights
+from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, PartialCall, TensorRef
 from elementgrad.errors import TracedError
 
@@ -197,7 +197,7 @@ def moves(sampled: SampledCall, base: Tensor, of: np.ndarray, wrt: Sequence[int]
     nothing. None if the function refuses all that it is given.
     """
     before = sampled.read(base, of)
-    amounts = weights(len(wrt))
+    amounts = uneven_weights(len(wrt))
     found = None
     for by in [sign * size for size in (SIZES[dtype], 1.0, 100.0) for sign in (1.0, -1.0)]:
         try:

@@ -25,7 +25,7 @@ from elementgrad._explain.differences import (
     unit,
     verdicts,
 )
-from elementgrad._explain.trace import weights
+from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, Operand, TensorRef
 
 Tensor = Any
@@ -70,7 +70,7 @@ class Probe:
     def seeds(self) -> tuple[np.ndarray, np.ndarray]:
         """The target's elements and a weight for each."""
         positions = self.of
-        return positions, weights(len(positions))
+        return positions, uneven_weights(len(positions))
 
     def moves(self) -> bool | None:
         """Whether the target's elements are others when the source's are moved; None if the function refuses that."""
@@ -157,14 +157,14 @@ def _positions(side: Operand, backend: Backend) -> np.ndarray:
     return np.asarray(side.select(..., backend).flat()).reshape(-1)
 
 
-Again = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+Rerun = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A step on other numbers: one array per tensor that it takes, and one per tensor that it gives."""
 DRAWS = (("around zero", 2.0), ("positive", 0.125), ("as they are", 100.0), ("as they are", 2.0), ("as they are", 0.01))
 """The numbers on which a step is run, and how far elements are moved to both sides."""
 
 
-def touched(
-    again: Again, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
+def dependent_outputs(
+    again: Rerun, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
 ) -> list[np.ndarray]:
     """Masks for what a step gives, for masks of what it takes."""
     found = [np.zeros(shape, bool) for shape in shapes]
@@ -185,10 +185,12 @@ def touched(
         found = [np.asarray(mask | _differ(a, b)) for mask, (a, b) in zip(found, pairs, strict=True)]
         if all(mask.all() for mask in found):
             break
-    return found if tried else guessed(masks, shapes)
+    return found if tried else guess_dependent_outputs(masks, shapes)
 
 
-def ties(again: Again, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], coarse: Sequence[bool]) -> bool:
+def is_tied(
+    again: Rerun, taken: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], coarse: Sequence[bool]
+) -> bool:
     """Whether some elements are level with what a choice took instead of them: the least move shows in what it gives.
 
     So no rule is needed for which elements stand against each other: those of a window, of an axis or of a segment.
@@ -219,7 +221,7 @@ def _nudged(x: np.ndarray, mask: np.ndarray, units: float) -> np.ndarray:
     return moved
 
 
-def guessed(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+def guess_dependent_outputs(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """Masks for what is not run again, as it calls the user's code or may never end.
 
     What is of the same shape goes element by element, and the rest may be anything.
@@ -242,7 +244,7 @@ def _moved(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
     """Elements moved by uneven amounts: many functions are of differences alone."""
     moved = np.array(x)
     with np.errstate(over="ignore"):
-        moved[mask] = by > 0 if x.dtype.kind == "b" else x[mask] + by * weights(int(mask.sum()))
+        moved[mask] = by > 0 if x.dtype.kind == "b" else x[mask] + by * uneven_weights(int(mask.sum()))
     return moved
 
 

@@ -1,9 +1,9 @@
-"""What a framework tells of one run of the user's function, so that somebody can say where a derivative was lost.
+"""The interface between `eg.explain` and the backends: one traced run of the user's function.
 
-A backend runs the function once and writes an `Account`: its steps in order, which values each took and gave, and which
-values the framework's derivative connects with the source. That settles whether there is a path and where it was cut.
-For a gradient that is there but zero or not finite, the witness follows numbers through the same steps, on demand:
-`push` from the source, `pull` from the target, `values` for the numbers themselves.
+A backend runs the function once and returns a `Trace`. Its `OpGraph` lists the operations in order, the values that each
+read and made, and the values that the framework's derivative connects with the source. That settles whether there is a
+path, and where it was cut. For a gradient that is zero or not finite, the trace follows the same operations again, on
+demand: tangents from the source, cotangents from the target, or the numbers themselves.
 """
 
 from abc import ABC, abstractmethod
@@ -28,193 +28,195 @@ class Op:
     """The user's word: `detach`, `relu`, `argmax`, `MyFunction`."""
     where: str | None = None
     """The user's line, `model.py:42`."""
-    path: str = ""
+    module: str = ""
     """The module or layer in which it ran, `h.7.attn`."""
-    takes: tuple[int, ...] = ()
-    """The values that it computes with, by numbers that the backend gives out: one per tensor and write to it."""
-    gives: tuple[int, ...] = ()
-    """The values that it makes. A write in place gives a new value to each tensor that lies in the memory."""
-    stops: str | None = None
-    """The cause for which no derivative leaves it, if it takes a connected value, gives one that is not, and the
-    framework can tell why: `detached`, `no-grad`, `discrete`, `left-framework`, `custom-rule`, `no-rule`, ..."""
+    inputs: tuple[int, ...] = ()
+    """Ids of the values that it reads. A backend gives one id to each tensor, and a new one after each write to it."""
+    outputs: tuple[int, ...] = ()
+    """Ids of the values that it makes. A write in place makes a new value of each tensor that shares the memory."""
+    cut_cause: str | None = None
+    """Why no derivative leaves it, if a connected value goes in, an unconnected one comes out, and the framework can
+    tell why: `detached`, `no-grad`, `discrete`, `left-framework`, `custom-rule`, `no-rule`, ..."""
     note: str = ""
-    """What there was to see, as a part of a sentence: `float32 in, int64 out`."""
-    own: bool = False
-    """Whether the user wrote its derivative: an `autograd.Function`, a `tf.custom_gradient`, a `custom_vjp`."""
-    decides: bool = False
-    """Whether what it takes leaves the framework for a decision of Python's (`if x > 0`)."""
-    enters: bool = False
-    """Whether it makes a tensor of plain numbers, which may have left before."""
-    closed: bool = False
-    """Whether it cannot be followed what becomes of what it takes."""
-    quiet: bool = False
-    """Whether it is no step of the user's own, and is left out where steps are shown."""
+    """An observation, as a part of a sentence: `float32 in, int64 out`."""
+    custom_gradient: bool = False
+    """True if the user wrote its derivative: an `autograd.Function`, a `tf.custom_gradient`, a `custom_vjp`."""
+    branches: bool = False
+    """True if a value leaves the framework for a decision of Python's (`if x > 0`)."""
+    from_python: bool = False
+    """True if it makes a tensor of plain numbers, which may have left the framework before."""
+    opaque: bool = False
+    """True if what it does with its inputs cannot be followed."""
+    hidden: bool = False
+    """True if it is not an operation of the user's own; lists of operations leave it out."""
 
 
 @dataclass(frozen=True)
 class Hint:
-    """Something known about the source, the target or the run as a whole: a cause, what was seen, and the step."""
+    """Something known about the source, the target or the whole run: a cause, the evidence, and the operation."""
 
     cause: str | None
-    """None if what was seen does not decide."""
+    """None if the evidence does not decide."""
     evidence: str = ""
-    step: Op | None = None
-    """One of the account's, or one made for the remark, if there is a line to name."""
+    op: Op | None = None
+    """One of the graph's, or one made for the hint if there is a line to name."""
 
 
 @dataclass(frozen=True)
 class OpGraph:
-    """One run. Values have numbers; the source is one of them and so is the target."""
+    """The operations of one run. Values have ids; the source is one of them, and so is the target."""
 
-    steps: Sequence[Op]
+    ops: Sequence[Op]
     source: int
     target: int
     connected: Collection[int]
-    """The values from which the framework's derivative program leads back to the source, the source included."""
-    remarks: Sequence[Hint] = ()
-    """What decides by itself (`not-tracked`), or makes a derivative suspect although it flows (`hook`, `custom-rule`,
-    `modified-through-data`)."""
-    draws: bool = False
-    """Whether the run draws random numbers: in another precision they may be others."""
+    """The values from which the framework's derivative leads back to the source, the source included."""
+    hints: Sequence[Hint] = ()
+    """Causes that decide by themselves (`not-tracked`), or that make a derivative suspect although it flows (`hook`,
+    `custom-rule`, `modified-through-data`)."""
+    is_random: bool = False
+    """True if the run draws random numbers: in another precision they may be different ones."""
 
 
 @dataclass(frozen=True)
 class TangentSizes:
-    """How the elements asked for move a step: the largest derivative, in size, of what it takes and what it gives."""
+    """The largest absolute tangent of the chosen elements at an operation's inputs and outputs."""
 
-    arrives: float
-    leaves: float
+    at_inputs: float
+    at_outputs: float
     cause: str | None = None
-    """Why nothing leaves, where the backend can see that better than the table of operations: `tie` for a maximum."""
+    """Why nothing leaves, where the backend knows better than the table of operations: `tie` for a maximum."""
 
 
 @dataclass(frozen=True)
 class CotangentSizes:
-    """The largest gradient, in size, that arrives at what a step gave and that leaves at what it took; NaN counts."""
+    """The largest absolute gradient at an operation's outputs, where it arrives, and at its inputs; NaN counts."""
 
-    arrives: float
-    leaves: float
-    there: float
-    """The largest that arrives at those elements where what leaves is not finite; `arrives` if nobody can tell."""
-    dead: bool = False
-    """Whether nothing but zeros arrives, also at other elements than those asked for."""
+    at_outputs: float
+    at_inputs: float
+    where_nonfinite: float
+    """The largest at those outputs whose inputs get a gradient that is not finite; `at_outputs` if that is unknown."""
+    all_zero: bool = False
+    """True if nothing but zeros arrives, also at other elements than the chosen ones."""
 
 
 @dataclass(frozen=True)
 class FiniteFlags:
-    """Whether all numbers that a step took, and all that it gave, are finite."""
+    """True for inputs, and for outputs, if all of their numbers are finite."""
 
-    takes: bool
-    gives: bool
-    grows: bool = False
-    """Whether it gives infinity, and no NaN, though it took no zero."""
+    inputs: bool
+    outputs: bool
+    overflows: bool = False
+    """True if infinity comes out, and no NaN, though no input is zero."""
 
 
 @dataclass(frozen=True)
 class ReachOverlap:
-    """Where what the elements asked for can move, at whatever numbers, meets the gradient of what was asked for."""
+    """The values that can move with the source's chosen elements, and those among them that get a gradient there."""
 
-    touched: AbstractSet[int]
-    """The values of which some element can move with those of the source."""
+    dependent: AbstractSet[int]
+    """Values of which some element can move with the source's, at some numbers."""
     alive: AbstractSet[int]
-    """The values of which such an element has a gradient other than zero."""
+    """Values of which such an element has a gradient other than zero."""
 
 
 class Trace(ABC):
-    """One run of the user's function, which can be followed again: each method gives one entry per step of the account.
+    """One run of the user's function, which can be followed again: each method returns one entry per operation.
 
-    An entry is None for a step that has none. A method gives None if the run cannot be followed so, as when an
-    operation has no forward rule or a second run takes other steps; then the question is open, and is said to be.
+    An entry is None for an operation that has none. A method returns None if the run cannot be followed in that way, as
+    when an operation has no forward rule or a second run takes other operations; the diagnosis then leaves it open.
     """
 
-    account: OpGraph
+    graph: OpGraph
     source: Tensor
-    """The tensor that is differentiated by, as the run met it."""
+    """The tensor that is differentiated by, as it was in the run."""
     target: Tensor
-    """The tensor that is differentiated, apart from the graph."""
+    """The tensor that is differentiated, detached."""
 
-    def arriving(self, gradient: Tensor) -> Tensor:
-        """What the user's own hooks on the source make of its gradient."""
+    def apply_source_hooks(self, gradient: Tensor) -> Tensor:
+        """Return the gradient after the user's own hooks on the source."""
         return gradient
 
-    def refusal(self, error: Exception) -> Hint | None:
-        """Why the framework refused to compute the gradient, if that is a cause that it knows."""
+    def hint_for_error(self, error: Exception) -> Hint | None:
+        """Return why the framework refused to compute the gradient, if that is a known cause."""
         return None
 
     @abstractmethod
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        """The gradient, for the whole source, of a weighted sum of the target's elements at these flat positions.
+        """Return the gradient, for the whole source, of a weighted sum of the target's elements at flat positions `of`.
 
-        None if the framework's derivative program has no path. It raises what the framework raises.
+        None if the framework's derivative has no path. Errors of the framework pass through.
         """
 
     @abstractmethod
-    def jvp(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """Follow the elements of the source at these flat positions; and the derivative of each of the target's."""
+    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+        """Push tangents from the source's elements at flat positions `wrt`; also return the target's tangent."""
 
     @abstractmethod
-    def vjp(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[CotangentSizes | None] | None:
-        """Follow the gradient of a weighted sum of the target's elements at these flat positions.
+    def cotangent_sizes(
+        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
+    ) -> Sequence[CotangentSizes | None] | None:
+        """Pull back the gradient of a weighted sum of the target's elements at flat positions `of`.
 
-        Where a step takes the source itself, what leaves counts at the source's elements at `wrt` alone.
+        Where an operation reads the source itself, only the source's elements at `wrt` count at its inputs.
         """
 
     @abstractmethod
-    def meet(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        """Element by element: what can move with the source's elements at `wrt`, and whether a gradient arrives there.
+    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
+        """Find, element by element, what can move with the source's elements at `wrt` and has a gradient.
 
-        What can move is followed through cuts as well. Values apart from the framework's derivative are never alive.
+        Dependence is followed through cuts as well. Values without a derivative are never alive.
         """
 
     @abstractmethod
-    def values(self) -> Sequence[FiniteFlags | None] | None:
-        """Look at the numbers themselves."""
+    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
+        """Check which inputs and outputs are finite."""
 
 
 @dataclass(frozen=True)
 class LiveReport:
-    """What a framework tells of live tensors, or of a step that was run as it is.
+    """A backend's findings about live tensors, or about a training step that was run as it is.
 
-    Either a remark says it all, or the account is followed to where the path was cut.
+    Either the hint says it all, or the graph is searched for where the path was cut.
     """
 
     verdict: Verdict
-    account: OpGraph | None = None
-    remark: Hint | None = None
+    graph: OpGraph | None = None
+    hint: Hint | None = None
     of: str = "the loss"
     wrt: str = "what it is computed from"
     value: Tensor | None = None
-    pulled: Sequence[CotangentSizes | None] | None = None
-    """What came by each step of the account, where the gradient is zero or not finite."""
+    cotangents: Sequence[CotangentSizes | None] | None = None
+    """For each operation of the graph, where the gradient is zero or not finite."""
 
 
-TO_A_LEAF = "a write in place to a leaf"
+LEAF_WRITE = "a write in place to a leaf"
 """An operation that PyTorch refuses to run."""
 
 
-LOW = -1e4
+MASK_SCORE = -1e4
 """What is added to a score to mask it, or less."""
-STATISTIC = "a moving statistic"
+MOVING_STATISTIC = "a moving statistic"
 """What stands for an operation where the source is a statistic that a layer moves by itself, as a batch norm does."""
 
 
-def weights(count: int) -> np.ndarray:
+def uneven_weights(count: int) -> np.ndarray:
     """A weight for each of several elements asked about: uneven, so that they do not cancel; 1 for one."""
     return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]
 
 
-def unfollowed(error: BaseException) -> str:
+def cannot_follow(error: BaseException) -> str:
     """That a run could not be followed, and why, as something that was seen."""
     told = f"{type(error).__name__}: {reason(error)}"
     return f"the run could not be followed, so that cause and path are not known: {told}"
 
 
-def counts_for_nothing(x: np.ndarray, moved: np.ndarray) -> bool:
+def is_masked_score(x: np.ndarray, moved: np.ndarray) -> bool:
     """Whether elements of what a softmax takes are as low as masks make them, and others are not."""
-    return bool((x[moved] <= LOW).all() and (x[~moved] > LOW).any())
+    return bool((x[moved] <= MASK_SCORE).all() and (x[~moved] > MASK_SCORE).any())
 
 
-def arriving(came: np.ndarray, bad: np.ndarray) -> float | None:
+def largest_where(came: np.ndarray, bad: np.ndarray) -> float | None:
     """The largest gradient that arrives where some that leave are bad, for shapes that stretch to each other.
 
     None if they do not, as for a product of matrices: then nobody can tell which belongs to which.
@@ -226,7 +228,7 @@ def arriving(came: np.ndarray, bad: np.ndarray) -> float | None:
     return float(np.abs(came[bad]).max(initial=0.0))
 
 
-def bounded(lower: bool, bound: np.ndarray) -> str | None:
+def cause_of_bound(lower: bool, bound: np.ndarray) -> str | None:
     """Why an element loses against a bound that is the same everywhere: one of zero from below is a rectifier's."""
     if not bound.size or not bool((bound == bound.reshape(-1)[0]).all()):
         return None

@@ -36,8 +36,8 @@ from elementgrad._explain.trace import (
     ReachOverlap,
     TangentSizes,
     Trace,
-    arriving,
-    weights,
+    largest_where,
+    uneven_weights,
 )
 from elementgrad.errors import TracedError
 
@@ -116,10 +116,12 @@ class JaxTrace(Trace):
         self.target = watch.value(target)
         connected = connect(self._steps, watch.first.number)
         told = [_told(step) for step in self._steps]
-        remarks = [Hint("custom-rule", "", step) for step in told if step.own and connected & set(step.gives)]
-        remarks += [Hint("out-of-range", step.note, step) for step in told if step.note and step.stops is None]
+        remarks = [
+            Hint("custom-rule", "", step) for step in told if step.custom_gradient and connected & set(step.outputs)
+        ]
+        remarks += [Hint("out-of-range", step.note, step) for step in told if step.note and step.cut_cause is None]
         draws = any(not explain_rules.DRAWS.isdisjoint({step.name, *step.inner}) for step in watch.steps)
-        self.account = OpGraph(told, watch.first.number, self._last, connected, remarks, draws)
+        self.graph = OpGraph(told, watch.first.number, self._last, connected, remarks, draws)
 
     @cached_property
     def _linear(self) -> JaxLinearization:
@@ -132,21 +134,21 @@ class JaxTrace(Trace):
         (pulled,) = self._linear.vjp(0, [0], cotangent)
         return None if pulled is None else pulled[0]
 
-    def refusal(self, error: Exception) -> Hint | None:
+    def hint_for_error(self, error: Exception) -> Hint | None:
         why = f"jax refuses to differentiate it: {reason(error)}"
-        exits = [step for step in self.account.steps if step.stops == "left-framework" and not step.decides]
+        exits = [step for step in self.graph.ops if step.cut_cause == "left-framework" and not step.branches]
         if isinstance(error, jax.errors.JAXTypeError) and exits:
             return Hint("left-framework", why, exits[0])
-        for taken, step in zip(self._steps, self.account.steps, strict=True):
+        for taken, step in zip(self._steps, self.graph.ops, strict=True):
             missing = self._refused(taken)
             if missing is not None:
-                return Hint(step.stops or "no-rule", reason(missing), step)
+                return Hint(step.cut_cause or "no-rule", reason(missing), step)
         where = explain_rules.raised(error)  # the function ran as it is, so that it was the tracing
         return Hint(None, why, Op("a transformation of jax", where))
 
     def _refused(self, step: JaxOp) -> Exception | None:
         """Why a step cannot be differentiated in reverse, if it cannot."""
-        active, able = self._active(step), [n for n, x in enumerate(step.gives) if x in self.account.connected]
+        active, able = self._active(step), [n for n, x in enumerate(step.gives) if x in self.graph.connected]
         if step.refused is not None or not active or not able:
             return step.refused
         try:
@@ -156,12 +158,12 @@ class JaxTrace(Trace):
         return None
 
     def _active(self, step: JaxOp) -> list[int]:
-        connected = self.account.connected
+        connected = self.graph.connected
         return [n for n, x in enumerate(step.takes) if x in connected and smooth(step.operands[n])]
 
-    def jvp(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
         seed = np.zeros(self.source.size)
-        seed[wrt] = weights(len(wrt))
+        seed[wrt] = uneven_weights(len(wrt))
         tangents = {self._first.number: jnp.asarray(seed.reshape(self.source.shape), self.source.dtype)}
         pushed: list[TangentSizes | None] = []
         for step in self._steps:
@@ -171,7 +173,7 @@ class JaxTrace(Trace):
                 continue
             arrives = worst(map(largest, came.values()))
             went: dict[int, Array] = {}
-            if arrives and any(value in self.account.connected for value in step.gives):
+            if arrives and any(value in self.graph.connected for value in step.gives):
                 try:
                     went = step.jvp(came)
                 except Exception:  # a rule is missing on the way
@@ -183,11 +185,13 @@ class JaxTrace(Trace):
         reached = tangents.get(self._last)
         return pushed, np.zeros(self.target.shape) if reached is None else np.asarray(reached, np.float64)
 
-    def vjp(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> Sequence[CotangentSizes | None] | None:
+    def cotangent_sizes(
+        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
+    ) -> Sequence[CotangentSizes | None] | None:
         swept = self._swept(of, weights, wrt)
         return None if swept is None else swept[0]
 
-    def meet(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
+    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
         swept = self._swept(of, weights, wrt)
         if swept is None:
             return None
@@ -236,7 +240,7 @@ class JaxTrace(Trace):
         mask[wrt] = True
         return np.where(mask.reshape(gradient.shape), plain(gradient), 0)
 
-    def values(self) -> Sequence[FiniteFlags | None] | None:
+    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
         return [_seen(step) for step in self._steps]
 
 
@@ -251,7 +255,7 @@ def _told(step: JaxOp) -> Op:
         step.note,
         step.own,
         step.decides,
-        quiet=step.quiet,
+        hidden=step.quiet,
     )
 
 
@@ -268,7 +272,7 @@ def _there(came: dict[int, Array], went: dict[int, Array], arrives: float) -> fl
         bad = ~np.isfinite(plain(gradient))
         if not bad.any():
             continue
-        there = [size for each in came.values() if (size := arriving(plain(each), bad)) is not None]
+        there = [size for each in came.values() if (size := largest_where(plain(each), bad)) is not None]
         if not there:
             return arrives
         found = max(found or 0.0, worst(there))

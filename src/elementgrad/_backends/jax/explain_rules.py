@@ -21,8 +21,8 @@ import numpy as np
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.contributions import JAX_PACKAGES
 from elementgrad._backends.source_location import is_users, spelled
-from elementgrad._explain.probe import guessed, ties, touched
-from elementgrad._explain.trace import bounded, counts_for_nothing
+from elementgrad._explain.probe import dependent_outputs, guess_dependent_outputs, is_tied
+from elementgrad._explain.trace import cause_of_bound, is_masked_score
 
 PACKAGES = (*JAX_PACKAGES, "optax", "equinox", "chex", "haiku", "jaxtyping", "numpy", "scipy")
 """Whose lines of code are not the user's."""
@@ -294,13 +294,13 @@ class JaxOp:
         """Which elements of the results can move with some of the operands."""
         shapes = [tuple(x.shape) for x in self.results]
         if not self._repeatable():
-            return guessed(masks, shapes)
-        return touched(self._again, [_wide(x) for x in self.operands], masks, shapes)
+            return guess_dependent_outputs(masks, shapes)
+        return dependent_outputs(self._again, [_wide(x) for x in self.operands], masks, shapes)
 
     def ties(self, masks: Sequence[np.ndarray | None]) -> bool:
         """Whether elements of what a choice takes are level with those that it took."""
         coarse = [jnp.result_type(x) == jnp.bfloat16 for x in self.operands]
-        return self._repeatable() and ties(self._again, [_wide(x) for x in self.operands], masks, coarse)
+        return self._repeatable() and is_tied(self._again, [_wide(x) for x in self.operands], masks, coarse)
 
     def _repeatable(self) -> bool:
         """Whether it can be run on other numbers."""
@@ -440,7 +440,7 @@ def ended(step: JaxOp, came: Mapping[int, Array]) -> str | None:
         masks = [None if n not in moving else moving[n] != 0 for n in range(len(step.operands))]
         return "tie" if step.ties(masks) else "not-selected"
     if bound:
-        return None if not still else bounded("max" in step.inner, still[0])
+        return None if not still else cause_of_bound("max" in step.inner, still[0])
     if named & PRODUCTS:
         if len(moving) > 1:
             return "cancelled" if bool(x[tangent != 0].any()) else "stationary"
@@ -449,7 +449,7 @@ def ended(step: JaxOp, came: Mapping[int, Array]) -> str | None:
         return "underflow" if bool((plain(step.operands[0]) != 0).all()) else "stationary"
     if "relu6" in named and bool((x[tangent != 0] > 0).all()):
         return "clamped"
-    if named & SHARES and counts_for_nothing(x, tangent != 0):
+    if named & SHARES and is_masked_score(x, tangent != 0):
         return "masked"
     if named & SHARES and not _moves_at_zero(step, came):
         return "cancelled"

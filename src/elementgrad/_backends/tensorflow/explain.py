@@ -21,7 +21,7 @@ from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import TapeRequest, TensorflowOpRecorder, is_line_of_user, watching
 from elementgrad._cleanup import assign, enter, scope
 from elementgrad._explain.trace import (
-    STATISTIC,
+    MOVING_STATISTIC,
     CotangentSizes,
     FiniteFlags,
     Hint,
@@ -31,8 +31,8 @@ from elementgrad._explain.trace import (
     TangentSizes,
     Trace,
     Verdict,
-    unfollowed,
-    weights,
+    cannot_follow,
+    uneven_weights,
 )
 from elementgrad.errors import ElementgradError, FrameworkError, UnconnectedError
 
@@ -83,7 +83,7 @@ def _raised(seen: TensorflowOpRecorder, error: Exception, wrt: Tensor | None) ->
 
 def _unfollowed(verdict: Verdict, error: Exception) -> LiveReport:
     """What is known of a step that could not be watched to its end."""
-    return LiveReport(verdict, None, Hint(None, unfollowed(error)))
+    return LiveReport(verdict, None, Hint(None, cannot_follow(error)))
 
 
 def _about_step(seen: TensorflowOpRecorder, wrt: Tensor | None) -> Sequence[TapeRequest]:
@@ -96,7 +96,7 @@ def _answer(asked: TapeRequest) -> LiveReport:
     account = asked.account()
     names: dict[str, Any] = {"wrt": getattr(asked.source, "path", None) or "the tensor"}
     if asked.result is None:
-        remarks = [remark for remark in account.remarks if remark.cause != "custom-rule"]
+        remarks = [remark for remark in account.hints if remark.cause != "custom-rule"]
         return LiveReport("unconnected", account, remarks[0] if remarks else None, **names)
     value = tf.convert_to_tensor(asked.result)
     finite = bool(tf.reduce_all(tf.math.is_finite(tf.abs(value))))
@@ -105,7 +105,7 @@ def _answer(asked: TapeRequest) -> LiveReport:
         return LiveReport("flows", value=value, **names)
     seed = tf.ones_like(asked.target)
     pulled = explain_rules.pulled(asked.records, account.connected, (asked.target_number, seed))
-    return LiveReport(verdict, account, None, value=value, pulled=pulled, **names)
+    return LiveReport(verdict, account, None, value=value, cotangents=pulled, **names)
 
 
 def _line(error: Exception) -> str | None:
@@ -140,7 +140,7 @@ class TensorflowTrace(Trace):
         self._records += self._unseen(watch, probe)
         handle = getattr(self.source, "handle", None)
         self._later = () if handle is None else watch.held[handle._id]  # what a variable holds after it is written to
-        self.account = account(
+        self.graph = account(
             self._records,
             self._source_number,
             self._target_number,
@@ -177,7 +177,7 @@ class TensorflowTrace(Trace):
         asked = [each for each in self._seen.tapes.asked if each.result is None]
         for each in [each for each in asked if each.source_number == self._source_number]:
             self._records, self.target, self._target_number = each.records, each.target, each.target_number
-            self.account = each.account()
+            self.graph = each.account()
             self._tape = None
             return True
         return False
@@ -247,21 +247,21 @@ class TensorflowTrace(Trace):
             pulled = self._tape.gradient(self.target, self.source, output_gradients=self._seed(of, share))
         return None if pulled is None else tf.convert_to_tensor(pulled)
 
-    def refusal(self, error: Exception) -> Hint | None:
+    def hint_for_error(self, error: Exception) -> Hint | None:
         if not isinstance(error, (LookupError, NotImplementedError)):
             return None
         steps = self._unruled()
         return Hint("no-rule", str(error).strip("'\""), steps[0] if steps else None)
 
     def _unruled(self) -> list[Op]:
-        return [step for step in self.account.steps if step.stops == "no-rule"]
+        return [step for step in self.graph.ops if step.cut_cause == "no-rule"]
 
-    def jvp(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        tangent = explain_rules.spread(self.source, wrt, weights(len(wrt)))
+    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+        tangent = explain_rules.spread(self.source, wrt, uneven_weights(len(wrt)))
         start = dict.fromkeys([self._source_number, *self._later], tangent)
         try:
             with undisturbed(), silenced():
-                steps, reached = explain_rules.pushed(self._records, self.account.connected, start, self._target_number)
+                steps, reached = explain_rules.pushed(self._records, self.graph.connected, start, self._target_number)
         except (
             LookupError,
             NotImplementedError,
@@ -273,22 +273,24 @@ class TensorflowTrace(Trace):
         values = np.zeros(tuple(self.target.shape)) if reached is None else tf.cast(reached, tf.float64).numpy()
         return steps, values
 
-    def vjp(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[CotangentSizes | None] | None:
+    def cotangent_sizes(
+        self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray
+    ) -> Sequence[CotangentSizes | None] | None:
         start = self._target_number, self._seed(of, share)
         with undisturbed(), silenced():
-            return explain_rules.pulled(self._records, self.account.connected, start, (self._source_number, wrt))
+            return explain_rules.pulled(self._records, self.graph.connected, start, (self._source_number, wrt))
 
-    def meet(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
+    def reach_overlap(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
         start = self._target_number, self._seed(of, share)
         gradients: dict[int, Tensor] = {}
         with undisturbed(), silenced():
-            explain_rules.pulled(self._records, self.account.connected, start, None, gradients)
+            explain_rules.pulled(self._records, self.graph.connected, start, None, gradients)
             mask = explain_rules.spread(self.source, wrt, np.ones(len(wrt))).numpy() != 0
             masks = explain_rules.touching(self._records, dict.fromkeys([self._source_number, *self._later], mask))
         alive = {n for n, mask in masks.items() if n in gradients and gradients[n].numpy()[mask].any()}
         return ReachOverlap(set(masks), alive)
 
-    def values(self) -> Sequence[FiniteFlags | None] | None:
+    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
         return [explain_rules.seen(each) for each in self._records]
 
     def _seed(self, of: np.ndarray, share: np.ndarray) -> Tensor:
@@ -313,4 +315,4 @@ def _about_trace(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if not frozen and source.trainable:
         return []
     moved = any(kind == "buffer" for kind, _ in frozen)  # no layer that is unfrozen trains it
-    return [Hint("not-tracked", "its trainable is False", Op(STATISTIC) if moved else None)]
+    return [Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if moved else None)]

@@ -20,7 +20,7 @@ from tensorflow import string
 from elementgrad._backends.tensorflow._compat import _gradient_function, context, execute, indexed_slices
 from elementgrad._backends.tensorflow.isolate import silenced
 from elementgrad._cleanup import enter, scope
-from elementgrad._explain.probe import guessed, ties, touched
+from elementgrad._explain.probe import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import (
     CotangentSizes,
     FiniteFlags,
@@ -28,10 +28,10 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     TangentSizes,
-    arriving,
-    bounded,
-    counts_for_nothing,
-    weights,
+    cause_of_bound,
+    is_masked_score,
+    largest_where,
+    uneven_weights,
 )
 
 Tensor = Any
@@ -285,13 +285,13 @@ class TensorflowOp:
             return [mask for mask in masks if mask is not None][:1]
         shapes = [tuple(y.shape) for y in self.outputs]
         if not self._repeatable():
-            return guessed(masks, shapes)
-        return touched(self._again, [_widen_record(x) for x in self.inputs], masks, shapes)
+            return guess_dependent_outputs(masks, shapes)
+        return dependent_outputs(self._again, [_widen_record(x) for x in self.inputs], masks, shapes)
 
     def ties(self, masks: Sequence[np.ndarray | None]) -> bool:
         """Whether elements of what a choice takes are level with those that it took."""
         coarse = [x.dtype == tf.bfloat16 for x in self.inputs]
-        return self._repeatable() and ties(self._again, [_widen_record(x) for x in self.inputs], masks, coarse)
+        return self._repeatable() and is_tied(self._again, [_widen_record(x) for x in self.inputs], masks, coarse)
 
     def _repeatable(self) -> bool:
         """Whether it can be run on other numbers."""
@@ -417,7 +417,7 @@ def pulled(
             leaves = _worst([leaves, _size(g)])
             if not math.isfinite(_size(g)):
                 bad = ~np.isfinite(np.abs(g.numpy()))
-                size = None if came[0] is None else arriving(np.abs(tf.cast(came[0], tf.float64).numpy()), bad)
+                size = None if came[0] is None else largest_where(np.abs(tf.cast(came[0], tf.float64).numpy()), bad)
                 there = max(there or 0.0, arrives if size is None else size)
         found.append(CotangentSizes(arrives, leaves, arrives if there is None else there, arrives == 0))
     return found[::-1]
@@ -468,7 +468,7 @@ def _why_none(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | No
         return "underflow"
     if each.kind in SHARES and not np.ptp(tangent.numpy(), axis=-1).any():  # it takes differences alone
         return "cancelled"
-    if each.kind in SHARES and counts_for_nothing(tf.cast(x, tf.float64).numpy(), moved):
+    if each.kind in SHARES and is_masked_score(tf.cast(x, tf.float64).numpy(), moved):
         return "masked"
     if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
         return "clamped"
@@ -495,7 +495,7 @@ def _bounded(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | Non
     still = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
     if each.kind not in BOUNDS or each.word == "clip_by_value" or len(still) != 1:
         return None
-    return bounded(each.kind == "Maximum", still[0].numpy())
+    return cause_of_bound(each.kind == "Maximum", still[0].numpy())
 
 
 def _is_too_small(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
@@ -519,7 +519,7 @@ def _why_no_sum(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> str:
 
 
 def _amounts(like: Tensor, number: int) -> Tensor:
-    return tf.cast(number * (weights(math.prod(like.shape)) + 0.5).reshape(tuple(like.shape)), like.dtype)
+    return tf.cast(number * (uneven_weights(math.prod(like.shape)) + 0.5).reshape(tuple(like.shape)), like.dtype)
 
 
 def _only(x: Tensor, positions: np.ndarray) -> Tensor:
@@ -562,12 +562,12 @@ def account(
     own = [
         Hint("custom-rule", "", step)
         for step in steps
-        if step.own and not connected.isdisjoint(step.takes) and not connected.isdisjoint(step.gives)
+        if step.custom_gradient and not connected.isdisjoint(step.inputs) and not connected.isdisjoint(step.outputs)
     ]
     own += [
         Hint("out-of-range", told, step)
         for each, step in zip(records, steps, strict=True)
-        if not connected.isdisjoint(step.takes) and (told := out_of_range(each))
+        if not connected.isdisjoint(step.inputs) and (told := out_of_range(each))
     ]
     draws = any(is_random_op(kind) for each in records for kind in (each.kind, *each.inside))
     return OpGraph(steps, source, target, frozenset(connected), [*remarks, *own], draws)

@@ -32,8 +32,8 @@ from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, 
 from elementgrad._backends.torch.record.calls import aside, name_of
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
 from elementgrad._explain.trace import (
-    STATISTIC,
-    TO_A_LEAF,
+    LEAF_WRITE,
+    MOVING_STATISTIC,
     CotangentSizes,
     FiniteFlags,
     Hint,
@@ -42,7 +42,7 @@ from elementgrad._explain.trace import (
     ReachOverlap,
     TangentSizes,
     Trace,
-    weights,
+    uneven_weights,
 )
 from elementgrad._names import pytree
 
@@ -68,7 +68,7 @@ def undifferentiable(error: RuntimeError) -> Hint | None:
     function, argument = found.group(1).removeprefix("native_"), found.group(2)
     evidence = f"PyTorch has no derivative of {function} by {argument}"
     if argument.startswith("running_"):
-        return Hint("not-tracked", evidence, Op(STATISTIC))
+        return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
     return Hint("no-rule", evidence, Op(function, _line(error)))
 
 
@@ -92,7 +92,7 @@ class RefusedCall:
             if CHANGED in text:
                 return Hint("modified-in-place", "the gradient needs the numbers from before", self._writer(text))
             if LEAF in text:
-                return Hint("modified-in-place", "", Op(TO_A_LEAF, _line(error)))
+                return Hint("modified-in-place", "", Op(LEAF_WRITE, _line(error)))
             if TWICE in text:
                 return self._twice()
             missing = MISSING.search(text)
@@ -187,7 +187,7 @@ class TorchTrace(Trace):
         frozen = [] if met.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
         remarks = [*_about(run, source), *frozen, *watch.remarks]
         connected = frozenset(watch.connected)
-        self.account = OpGraph(watch.steps, number, watch.number(target), connected, remarks, self._draws)
+        self.graph = OpGraph(watch.steps, number, watch.number(target), connected, remarks, self._draws)
         self.source = met if source is None else source
         self.target = target.detach()
         self._live: tuple[Tensor, Tensor] | None = (target, met)  # until the gradient is asked for
@@ -196,7 +196,7 @@ class TorchTrace(Trace):
         """That PyTorch does not run the function with this source tracked."""
         with isolated(self._run.function, self._state), torch.no_grad():
             (target,) = self._run(source.detach())
-        self.account = OpGraph([], 0, 1, frozenset([0]), [remark])
+        self.graph = OpGraph([], 0, 1, frozenset([0]), [remark])
         self.source, self.target = source, target.detach()
         self._live = self.target, self.source  # which do not lead to each other
 
@@ -230,7 +230,7 @@ class TorchTrace(Trace):
 
     def _follow(self, watch: TorchOpRecorder) -> Sequence[Any] | None:
         """The measures of a run, if it took the same steps as the first."""
-        same = [step.operation for step in watch.steps] == [step.operation for step in self.account.steps]
+        same = [step.operation for step in watch.steps] == [step.operation for step in self.graph.ops]
         return watch.measures if same else None
 
     def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
@@ -247,9 +247,11 @@ class TorchTrace(Trace):
             (pulled,) = torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)
         return pulled if pulled is None or pulled.layout == torch.strided else pulled.to_dense()
 
-    def jvp(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
         tangent = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
-        tangent[torch.from_numpy(wrt.copy()).to(tangent.device)] = torch.from_numpy(weights(len(wrt))).to(tangent)
+        tangent[torch.from_numpy(wrt.copy()).to(tangent.device)] = torch.from_numpy(uneven_weights(len(wrt))).to(
+            tangent
+        )
         try:
             with forward_ad.dual_level():
                 watch, _, target, _ = self._watched(lambda leads: TangentMeter(), tangent.reshape(self.source.shape))
@@ -274,7 +276,9 @@ class TorchTrace(Trace):
         values = (runs[1][2].detach() - runs[0][2].detach()).double() / size
         return steps, values.cpu().numpy()
 
-    def vjp(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> Sequence[CotangentSizes | None] | None:
+    def cotangent_sizes(
+        self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray
+    ) -> Sequence[CotangentSizes | None] | None:
         watch, _, target, passed = self._watched(lambda leads: GradientMeter(leads.node, lambda: leads.first, wrt))
         steps = self._follow(watch)
         if steps is None or not target.requires_grad or not passed.requires_grad:
@@ -282,24 +286,24 @@ class TorchTrace(Trace):
         self._back(target, passed, of, share)
         return [None if flow is None else flow.pulled() for flow in steps]
 
-    def meet(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
+    def reach_overlap(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
         mask = np.zeros(self.source.numel(), bool)
         mask[wrt] = True
-        meter = DependenceMasks(lambda: self.account.source, mask.reshape(tuple(self.source.shape)))
+        meter = DependenceMasks(lambda: self.graph.source, mask.reshape(tuple(self.source.shape)))
         watch, number, target, passed = self._watched(lambda leads: meter)
-        if self._follow(watch) is None or number != self.account.source or not target.requires_grad:
+        if self._follow(watch) is None or number != self.graph.source or not target.requires_grad:
             return None
         self._back(target, passed, of, share)
         return ReachOverlap(set(meter.masks), meter.alive)
 
-    def values(self) -> Sequence[FiniteFlags | None] | None:
+    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
         watch, _, _, _ = self._watched(lambda leads: FinitenessMeter())
         return self._follow(watch)
 
-    def refusal(self, error: Exception) -> Hint | None:
+    def hint_for_error(self, error: Exception) -> Hint | None:
         return self._refused.remark(error)
 
-    def arriving(self, gradient: Tensor) -> Tensor:
+    def apply_source_hooks(self, gradient: Tensor) -> Tensor:
         hooks = getattr(self._given, "_backward_hooks", None) if self._given is not None else None
         for hook in list((hooks or {}).values()):
             changed = hook(gradient)

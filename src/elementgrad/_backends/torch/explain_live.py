@@ -18,7 +18,7 @@ from elementgrad._backends.torch.isolate import isolated, plainly, removed_later
 from elementgrad._backends.torch.record.calls import WHERE
 from elementgrad._backends.torch.record.history import named
 from elementgrad._backends.torch.trace import TorchOpRecorder
-from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Verdict, unfollowed, weights
+from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Verdict, cannot_follow, uneven_weights
 from elementgrad.errors import PlaceError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:
     names: dict[str, Any] = {"of": "the result", "wrt": "the tensor"}
     with isolated(None), plainly():
         (gradient,) = torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True, allow_unused=True)
-    remark = Hint(None, unfollowed(error))
+    remark = Hint(None, cannot_follow(error))
     if gradient is None:
         return LiveReport("unconnected", None, remark, **names)
     asked = gradient if wrt[1] is None else gradient.reshape(-1)[_index(wrt[1], gradient)]
@@ -119,10 +119,15 @@ class _NodePath:
         self.nodes = sorted(leading - {end}, key=lambda node: node._sequence_nr())
         numbers = {node: number for number, node in enumerate([end, *self.nodes])}
         steps = [
-            Op(named(node), node.metadata.get(WHERE), takes=tuple(self._taken(node, numbers)), gives=(numbers[node],))
+            Op(
+                named(node),
+                node.metadata.get(WHERE),
+                inputs=tuple(self._taken(node, numbers)),
+                outputs=(numbers[node],),
+            )
             for node in self.nodes
         ]
-        self.account = OpGraph(steps, 0, len(numbers) - 1, set(numbers.values()))
+        self.graph = OpGraph(steps, 0, len(numbers) - 1, set(numbers.values()))
         self._leading = leading
 
     def _taken(self, node: Any, numbers: dict[Any, int]) -> list[int]:
@@ -159,9 +164,9 @@ def _joined(of: Picked, wrt: Picked, way: _NodePath) -> LiveReport:
     names: dict[str, Any] = {"value": asked, "of": "the result", "wrt": "the tensor"}
     pulled = [flow.pulled() for flow in flows]
     if not bool(torch.isfinite(asked).all()):
-        return LiveReport("nonfinite", way.account, None, pulled=pulled, **names)
+        return LiveReport("nonfinite", way.graph, None, cotangents=pulled, **names)
     if not bool(asked.any()):
-        return LiveReport("zero", way.account, None, pulled=pulled, **names)
+        return LiveReport("zero", way.graph, None, cotangents=pulled, **names)
     if not kept:
         return _told("flows", "non-leaf", "its is_leaf is False", value=asked)
     times = 1 if x.grad is None else _times(x.grad, gradient)
@@ -174,7 +179,7 @@ def _seed(of: Picked) -> Tensor:
     y, positions = of
     seed = torch.zeros_like(y, requires_grad=False).reshape(-1)
     chosen = np.arange(seed.numel()) if positions is None else positions
-    seed[_index(chosen, seed)] = torch.from_numpy(weights(len(chosen))).to(seed)
+    seed[_index(chosen, seed)] = torch.from_numpy(uneven_weights(len(chosen))).to(seed)
     return seed.reshape(y.shape)
 
 
@@ -242,7 +247,7 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
 
 def _unfollowed(verdict: Verdict, error: Exception) -> LiveReport:
     """What is known of a step that could not be watched to its end."""
-    return LiveReport(verdict, None, Hint(None, unfollowed(error)), **NAMES)
+    return LiveReport(verdict, None, Hint(None, cannot_follow(error)), **NAMES)
 
 
 def _read(watch: TorchOpRecorder, wrt: Tensor | None) -> bool:
@@ -255,14 +260,14 @@ def _apart(watch: TorchOpRecorder, asked: Sequence[Sequence[Tensor]], where: str
     (y, *_), inputs = asked
     apart = [x for x in inputs if not leads(y, x)]
     told = report_live((y, None), (apart[0], None)) if apart else None
-    if told is None or told.remark is None:
+    if told is None or told.hint is None:
         return LiveReport(
             "unconnected", None, Hint(None, "PyTorch says that one of them is not used", Op("grad", where))
         )
-    if told.remark.cause is None:  # the graph does not tell, and the steps may
+    if told.hint.cause is None:  # the graph does not tell, and the steps may
         account = OpGraph(watch.steps, watch.number(apart[0]), watch.number(y), frozenset(watch.connected))
-        return replace(told, account=account, remark=None)
-    return replace(told, remark=replace(told.remark, step=told.remark.step or Op("grad", where)))
+        return replace(told, graph=account, hint=None)
+    return replace(told, hint=replace(told.hint, op=told.hint.op or Op("grad", where)))
 
 
 def _untracked(watch: TorchOpRecorder, root: int, target: int) -> LiveReport:
@@ -277,8 +282,8 @@ def _first(watch: TorchOpRecorder, target: int) -> Op | None:
     """The first step that a result is computed from."""
     needed, first = {target}, None
     for step in reversed(watch.steps):
-        if step.takes and not needed.isdisjoint(step.gives):
-            needed.update(step.takes)
+        if step.inputs and not needed.isdisjoint(step.outputs):
+            needed.update(step.inputs)
             first = step
     return first
 

@@ -18,8 +18,15 @@ from torch.autograd import forward_ad
 from elementgrad._backends.torch.explain_ops import Meter, TorchCall
 from elementgrad._backends.torch.isolate import generators, isolated
 from elementgrad._backends.torch.record.calls import aside, clock
-from elementgrad._explain.probe import Again, guessed, ties, touched
-from elementgrad._explain.trace import CotangentSizes, FiniteFlags, TangentSizes, arriving, bounded, counts_for_nothing
+from elementgrad._explain.probe import Rerun, dependent_outputs, guess_dependent_outputs, is_tied
+from elementgrad._explain.trace import (
+    CotangentSizes,
+    FiniteFlags,
+    TangentSizes,
+    cause_of_bound,
+    is_masked_score,
+    largest_where,
+)
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
@@ -197,9 +204,9 @@ def tried(ran: TorchCall, before: dict[int, Tensor], masks: dict[int, np.ndarray
     shapes = [tuple(x.shape) for x in ran.made]
     repeated = repeatable(ran, before)
     if repeated is None:
-        return guessed([masks.get(id(x)) for x in ran.taken], shapes)
+        return guess_dependent_outputs([masks.get(id(x)) for x in ran.taken], shapes)
     again, taken, numbers = repeated
-    return touched(again, numbers, [masks.get(id(x)) for x in taken], shapes)
+    return dependent_outputs(again, numbers, [masks.get(id(x)) for x in taken], shapes)
 
 
 def tied(ran: TorchCall, masks: dict[int, np.ndarray]) -> bool:
@@ -208,10 +215,10 @@ def tied(ran: TorchCall, masks: dict[int, np.ndarray]) -> bool:
     if repeated is None:
         return False
     again, taken, numbers = repeated
-    return ties(again, numbers, [masks.get(id(x)) for x in taken], [x.dtype == torch.bfloat16 for x in taken])
+    return is_tied(again, numbers, [masks.get(id(x)) for x in taken], [x.dtype == torch.bfloat16 for x in taken])
 
 
-def repeatable(ran: TorchCall, before: dict[int, Tensor]) -> tuple[Again, list[Tensor], list[np.ndarray]] | None:
+def repeatable(ran: TorchCall, before: dict[int, Tensor]) -> tuple[Rerun, list[Tensor], list[np.ndarray]] | None:
     """A step that can be run on other numbers, the tensors that it takes, and their numbers; None if it cannot be."""
     flat = pytree.leaves_of((ran.args, dict(ran.kwargs)))
     taken = {id(x): x for x in flat if isinstance(x, Tensor)}
@@ -279,7 +286,7 @@ def why_none(ran: TorchCall, before: Sequence[Tensor | None]) -> str | None:
     moved = x.detach()[tangent != 0]
     if name in BOUNDS and len(carrying) == 1 and "out" not in ran.kwargs:  # at a tie it passes a half
         (bound,) = [y for y in (*ran.args, *ran.kwargs.values()) if y is not x]
-        return bounded(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
+        return cause_of_bound(name == "maximum", bound.detach().double().cpu().numpy()) or "not-selected"
     adds = any(isinstance(x, str) and x in ADDS for x in (*ran.args, *ran.kwargs.values()))
     if name in CHOOSES and not adds and ran.made and ran.made[0].is_floating_point():
         masks = {id(x): (t != 0).cpu().numpy() for x, t in carrying}
@@ -290,7 +297,7 @@ def why_none(ran: TorchCall, before: Sequence[Tensor | None]) -> str | None:
         return "clamped"
     if name in CURVES and _is_too_small(ran, before):
         return "underflow"
-    if name in SHARES and counts_for_nothing(_array(x), (tangent != 0).cpu().numpy()):
+    if name in SHARES and is_masked_score(_array(x), (tangent != 0).cpu().numpy()):
         return "masked"
     if name in SHARES and not _moves_at_zero(ran, before):
         return "cancelled"
@@ -476,7 +483,7 @@ def note_flow(flow: GradientFlow, top: bool, ends: Sequence[int], positions: np.
             flow.leaves = _worst([flow.leaves, largest(went)])
             if not math.isfinite(flow.leaves) and whole:
                 bad = (~torch.isfinite(went.detach())).cpu().numpy()
-                there = arriving(whole[0].abs().double().cpu().numpy(), bad) if bad.any() else None
+                there = largest_where(whole[0].abs().double().cpu().numpy(), bad) if bad.any() else None
                 flow.there = flow.there if there is None else max(flow.there or 0.0, there)
         if top:
             flow.arrives = _worst([flow.arrives, *map(largest, came)])

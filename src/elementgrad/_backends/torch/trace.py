@@ -103,7 +103,7 @@ class LastRequest:
         """Call backward for the user."""
         step = Op("backward", caller().where, path, tuple(roots))
         self.backwards.append(step)
-        self.target = step.takes[0] if step.takes else None
+        self.target = step.inputs[0] if step.inputs else None
         before = self._held()
         with aside():
             result = func(*args, **kwargs)
@@ -331,7 +331,7 @@ class TorchOpRecorder:
         self.tracked = True
         leaf = self.source(x)
         self._leaves.add(leaf)
-        self._add(Op("a leaf", takes=(root,), gives=(leaf,), quiet=True))
+        self._add(Op("a leaf", inputs=(root,), outputs=(leaf,), hidden=True))
         return leaf
 
     def _note_alias(self, x: Tensor, number: int, sharing: Sequence[Tensor]) -> None:
@@ -367,7 +367,7 @@ class TorchOpRecorder:
     def _close(self, word: str, taken: Sequence[Tensor]) -> None:
         if taken:
             numbers = tuple([self.number(x) for x in taken])
-            self._add(Op(word, caller().where, self.path, numbers, closed=True))
+            self._add(Op(word, caller().where, self.path, numbers, opaque=True))
 
     def source(self, x: Tensor) -> int:
         """A tensor from which derivatives start."""
@@ -489,7 +489,7 @@ class TorchOpRecorder:
             word, stops = by.verb, by.stops(stops)
         if stops == "no-grad" and self._checkpoints:
             word = "checkpoint"
-        step = Op(word, by.where, self.path, numbers, given, stops, note, own, enters=not taken, quiet=quiet)
+        step = Op(word, by.where, self.path, numbers, given, stops, note, own, from_python=not taken, hidden=quiet)
         if not self._reached.isdisjoint(numbers):
             self._reached.update(given)
         with aside():
@@ -546,7 +546,7 @@ class TorchOpRecorder:
             numbers,
             (),
             "left-framework",
-            decides=name in explain_ops.DECIDES,
+            branches=name in explain_ops.DECIDES,
         )
         self._add(step)
         for x in taken if name in ("numpy", "__array__", "__dlpack__") else ():
