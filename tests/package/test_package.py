@@ -15,7 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_backends"}
 """What backends may build on; all else builds on them."""
-INTERFACES = {"_read.recorder", "_explain.trace", "_explain.probe", "_train.trainer", "_train.numbers"}
+INTERFACES = {"_read.recorder", "_explain.trace", "_explain.dependence", "_train.trainer", "_train.numbers"}
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}
 LEAVES = {"_show", "_cli", "_tour"}

@@ -1,9 +1,9 @@
 """The interface between `eg.explain` and the backends: one traced run of the user's function.
 
-A backend runs the function once and returns a `Trace`. Its `OpGraph` lists the operations in order, the values that each
-read and made, and the values that the framework's derivative connects with the source. That settles whether there is a
-path, and where it was cut. For a gradient that is zero or not finite, the trace follows the same operations again, on
-demand: tangents from the source, cotangents from the target, or the numbers themselves.
+A backend runs the function once and returns a `Trace`. Its `OpGraph` lists the operations in order, the values that
+each read and made, and the values that the framework's derivative connects with the source. That settles whether there
+is a path, and where it was cut. For a gradient that is zero or not finite, the trace follows the same operations again,
+on demand: tangents from the source, cotangents from the target, or the numbers themselves.
 """
 
 from abc import ABC, abstractmethod
@@ -148,11 +148,10 @@ class Trace(ABC):
         None if the framework's derivative has no path. Errors of the framework pass through.
         """
 
-    @abstractmethod
     def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
         """Push tangents from the source's elements at flat positions `wrt`; also return the target's tangent."""
+        return None
 
-    @abstractmethod
     def cotangent_sizes(
         self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
     ) -> Sequence[CotangentSizes | None] | None:
@@ -160,17 +159,18 @@ class Trace(ABC):
 
         Where an operation reads the source itself, only the source's elements at `wrt` count at its inputs.
         """
+        return None
 
-    @abstractmethod
     def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
         """Find, element by element, what can move with the source's elements at `wrt` and has a gradient.
 
         Dependence is followed through cuts as well. Values without a derivative are never alive.
         """
+        return None
 
-    @abstractmethod
     def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
         """Check which inputs and outputs are finite."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -191,45 +191,44 @@ class LiveReport:
 
 
 LEAF_WRITE = "a write in place to a leaf"
-"""An operation that PyTorch refuses to run."""
-
-
-MASK_SCORE = -1e4
-"""What is added to a score to mask it, or less."""
+"""Stands for the operation where PyTorch refuses to write to a leaf."""
 MOVING_STATISTIC = "a moving statistic"
-"""What stands for an operation where the source is a statistic that a layer moves by itself, as a batch norm does."""
+"""Stands for the operation where the source is a statistic that a layer updates by itself, as a batch norm does."""
+MASK_SCORE = -1e4
+"""Scores up to this one count as masked."""
 
 
 def uneven_weights(count: int) -> np.ndarray:
-    """A weight for each of several elements asked about: uneven, so that they do not cancel; 1 for one."""
+    """Return a weight for each of `count` elements: uneven, so that they do not cancel; 1 for a single one."""
     return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]
 
 
 def cannot_follow(error: BaseException) -> str:
-    """That a run could not be followed, and why, as something that was seen."""
-    told = f"{type(error).__name__}: {reason(error)}"
-    return f"the run could not be followed, so that cause and path are not known: {told}"
+    """Return the evidence that a run could not be followed, and why."""
+    return (
+        f"the run could not be followed, so that cause and path are not known: {type(error).__name__}: {reason(error)}"
+    )
 
 
-def is_masked_score(x: np.ndarray, moved: np.ndarray) -> bool:
-    """Whether elements of what a softmax takes are as low as masks make them, and others are not."""
-    return bool((x[moved] <= MASK_SCORE).all() and (x[~moved] > MASK_SCORE).any())
+def is_masked_score(x: np.ndarray, moving: np.ndarray) -> bool:
+    """Return True if the moving elements of a softmax's input are as low as masks make them, and others are not."""
+    return bool((x[moving] <= MASK_SCORE).all() and (x[~moving] > MASK_SCORE).any())
 
 
-def largest_where(came: np.ndarray, bad: np.ndarray) -> float | None:
-    """The largest gradient that arrives where some that leave are bad, for shapes that stretch to each other.
+def largest_where(cotangent: np.ndarray, bad: np.ndarray) -> float | None:
+    """Return the largest absolute cotangent at the outputs where inputs are `bad`, for shapes that broadcast.
 
-    None if they do not, as for a product of matrices: then nobody can tell which belongs to which.
+    None if they do not, as for a product of matrices: then it is unknown which outputs belong to which inputs.
     """
     try:
-        came, bad = np.broadcast_arrays(came, bad)
+        cotangent, bad = np.broadcast_arrays(cotangent, bad)
     except ValueError:
         return None
-    return float(np.abs(came[bad]).max(initial=0.0))
+    return float(np.abs(cotangent[bad]).max(initial=0.0))
 
 
 def cause_of_bound(lower: bool, bound: np.ndarray) -> str | None:
-    """Why an element loses against a bound that is the same everywhere: one of zero from below is a rectifier's."""
+    """Return why an element loses against a constant bound: a lower bound of zero is a rectifier's."""
     if not bound.size or not bool((bound == bound.reshape(-1)[0]).all()):
         return None
     return "dead-relu" if lower and float(bound.reshape(-1)[0]) == 0 else "clamped"

@@ -21,7 +21,7 @@ import numpy as np
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.contributions import JAX_PACKAGES
 from elementgrad._backends.source_location import is_users, spelled
-from elementgrad._explain.probe import dependent_outputs, guess_dependent_outputs, is_tied
+from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import cause_of_bound, is_masked_score
 
 PACKAGES = (*JAX_PACKAGES, "optax", "equinox", "chex", "haiku", "jaxtyping", "numpy", "scipy")

@@ -20,7 +20,7 @@ from tensorflow import string
 from elementgrad._backends.tensorflow._compat import _gradient_function, context, execute, indexed_slices
 from elementgrad._backends.tensorflow.isolate import silenced
 from elementgrad._cleanup import enter, scope
-from elementgrad._explain.probe import dependent_outputs, guess_dependent_outputs, is_tied
+from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import (
     CotangentSizes,
     FiniteFlags,

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from elementgrad._backends.torch.explain_ops import Meter, TorchCall
 from elementgrad._backends.torch.isolate import generators, isolated
 from elementgrad._backends.torch.record.calls import aside, clock
-from elementgrad._explain.probe import Rerun, dependent_outputs, guess_dependent_outputs, is_tied
+from elementgrad._explain.dependence import Rerun, dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import (
     CotangentSizes,
     FiniteFlags,

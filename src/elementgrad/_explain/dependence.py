@@ -1,0 +1,113 @@
+"""Find which output elements of an operation depend on some of its input elements, by running it on other numbers.
+
+Derivatives cannot tell: a rectifier that is flat here, or a factor that is zero here, hides what its output is computed
+from. So the operation runs again on several sets of other numbers, twice each, with only the elements in question moved
+in between. Integers stay as they are, since another index may not exist; booleans do not.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from elementgrad._explain.trace import uneven_weights
+
+Rerun = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+"""Runs an operation on other numbers: takes one array per input tensor, returns one per output tensor."""
+SAMPLES = (
+    ("around zero", 2.0),
+    ("positive", 0.125),
+    ("as they are", 100.0),
+    ("as they are", 2.0),
+    ("as they are", 0.01),
+)
+"""The numbers on which an operation runs, and how far elements move to both sides of them."""
+
+
+def dependent_outputs(
+    rerun: Rerun, inputs: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
+) -> list[np.ndarray]:
+    """Return a mask for each output, of `shapes`, given a mask for each input; None for inputs that do not move."""
+    if any(x.dtype.kind not in "fcb" and mask is not None for x, mask in zip(inputs, masks, strict=True)):
+        return [np.ones(shape, bool) for shape in shapes]  # another index may lead anywhere
+    dependent = [np.zeros(shape, bool) for shape in shapes]
+    succeeded = False
+    random = np.random.default_rng(0)
+    for numbers, distance in SAMPLES:
+        base = list(zip([_sample(x, numbers, random) for x in inputs], masks, strict=True))
+        sides = [[x if mask is None else _move(x, mask, by) for x, mask in base] for by in (-distance, distance)]
+        try:
+            pairs = list(zip(*map(rerun, sides), strict=True))
+        except Exception:  # the operation refuses these numbers
+            continue
+        if [a.shape for a, _ in pairs] != list(shapes) or [b.shape for _, b in pairs] != list(shapes):
+            continue
+        succeeded = True
+        dependent = [np.asarray(mask | _differs(a, b)) for mask, (a, b) in zip(dependent, pairs, strict=True)]
+        if all(mask.all() for mask in dependent):
+            break
+    return dependent if succeeded else guess_dependent_outputs(masks, shapes)
+
+
+def guess_dependent_outputs(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return masks for an operation that must not run again, as it calls the user's code or may never end.
+
+    An output of the inputs' shape is taken to depend on them element by element, and any other in all of its elements.
+    """
+    moving = [mask for mask in masks if mask is not None]
+    elementwise = {shape: all(mask.shape == shape for mask in moving) for shape in shapes}
+    return [np.logical_or.reduce(moving) if elementwise[shape] else np.ones(shape, bool) for shape in shapes]
+
+
+def is_tied(
+    rerun: Rerun, inputs: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], bfloat16: Sequence[bool]
+) -> bool:
+    """Return True if masked elements are level with what a maximum or the like chose instead of them.
+
+    Then the least move of them shows in the output. So no rule is needed for which elements compete with each other:
+    those of a window, of an axis or of a segment. `bfloat16` says which inputs are bfloat16, held in float32.
+    """
+    try:
+        before = rerun(inputs)
+        for direction in (1.0, -1.0):
+            nudged = [
+                x if mask is None or x.dtype.kind != "f" else _nudge(x, mask, direction * (1 << 16 if coarse else 1))
+                for x, mask, coarse in zip(inputs, masks, bfloat16, strict=True)
+            ]
+            pairs = zip(before, rerun(nudged), strict=True)
+            if any(a.dtype.kind in "fc" and _differs(a, b).any() for a, b in pairs):
+                return True
+    except Exception:  # it cannot run again
+        pass
+    return False
+
+
+def _nudge(x: np.ndarray, mask: np.ndarray, units: float) -> np.ndarray:
+    """Move elements by units in the last place, and zeros by the least number that no processor flushes to zero."""
+    nudged = np.array(x)
+    least = np.finfo(x.dtype).tiny
+    values = np.where(np.abs(x) < least, np.copysign(least, units), x + units * np.abs(np.spacing(x)))
+    chosen = mask & np.isfinite(x)
+    nudged[chosen] = values[chosen].astype(x.dtype)
+    return nudged
+
+
+def _sample(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarray:
+    if numbers == "as they are" or x.dtype.kind not in "fcb":
+        return x
+    if x.dtype.kind == "b":
+        return np.full(x.shape, numbers == "positive")  # both ways of a choice have their turn
+    values = random.uniform(-1, 1, x.shape) if numbers == "around zero" else random.uniform(0.5, 1, x.shape)
+    return np.asarray(values, x.dtype)
+
+
+def _move(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
+    """Move elements by uneven amounts, since many functions see differences alone."""
+    result = np.array(x)
+    with np.errstate(over="ignore"):
+        result[mask] = by > 0 if x.dtype.kind == "b" else x[mask] + by * uneven_weights(int(mask.sum()))
+    return result
+
+
+def _differs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    same = a == b
+    return ~(same | ((a != a) & (b != b))) if a.dtype.kind in "fc" else ~same
