@@ -28,7 +28,7 @@ def uses(f, *args, wrt="x", of=None):
     call = BoundCall(f, args, {})
     source = call.source(Place.parse(wrt))
     target = ONLY_OUTPUT if of is None else call.target(Place.parse(of))
-    return backend.uses(PartialCall(call, [source], [target]), [source.tensor], 0)
+    return backend.load("read").uses(PartialCall(call, [source], [target]), [source.tensor], 0)
 
 
 def shares(f, *args, **names):

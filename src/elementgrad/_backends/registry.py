@@ -1,10 +1,8 @@
 """One small package per framework, found by the type of the tensor given, among the frameworks already imported."""
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from elementgrad._backends.base import Backend
@@ -68,8 +66,8 @@ def require_backend(value: Any) -> Backend:
 
 def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
     """The keys and contents of a container that a framework knows, and a function that puts others in."""
-    for backend in _imported():
-        found = backend.flatten_node(value)
+    for backend in imported():
+        found = backend.names.flatten_node(value)
         if found is not None:
             return found
     return None
@@ -78,54 +76,19 @@ def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
 def backend_of_model(function: Any) -> Backend | None:
     """The backend of which a function is a model; a Keras model that computes with another one is refused."""
     require_keras_on_tensorflow(function)
-    return _backend_of_model(function)
-
-
-def _backend_of_model(function: Any) -> Backend | None:
-    for backend in _imported():
-        if backend.is_model(function):
-            return backend
-    return None
-
-
-def backend_for_step(function: Any, wrt: Any = None) -> Backend:
-    """The framework that can watch a step which nobody gives tensors to: that of the tensor asked about, or of what
-    the step mentions, or the first imported."""
-    if wrt is not None:
-        return require_backend(wrt)
-    able = [backend for backend in _imported() if type(backend).report_step is not Backend.report_step]
-    if not able:
-        raise FrameworkError(
-            "a step without arguments can be watched on PyTorch and TensorFlow; give a function and its arguments"
-        )
-    for value in _mentioned(function) if len(able) > 1 else ():
-        package = value.__name__.partition(".")[0] if isinstance(value, ModuleType) else None
-        named = "tensorflow" if package == "keras" else package
-        for backend in able:
-            if named == backend.name or backend_of(value) is backend or _backend_of_model(value) is backend:
-                return backend
-    return able[0]
-
-
-def _mentioned(function: Any) -> list[Any]:
-    """The values of the names that a function uses and does not define."""
-    try:
-        found = inspect.getclosurevars(inspect.unwrap(getattr(function, "python_function", function)))
-    except (TypeError, ValueError):  # it is not written in Python, or uses a name that has no value yet
-        return []
-    return [*found.nonlocals.values(), *found.globals.values()]
+    return next((backend for backend in imported() if backend.names.is_model(function)), None)
 
 
 def _compiler() -> Backend | None:
     """The backend that compiles Python code which is called from here."""
-    for backend in _imported():
+    for backend in imported():
         if backend.compiles_here():
             return backend
     return None
 
 
 def _search(kind: type) -> Backend | None:
-    for backend in _imported():
+    for backend in imported():
         if backend.owns(kind):
             if backend.caches_type(kind):
                 _found[kind] = backend
@@ -133,7 +96,7 @@ def _search(kind: type) -> Backend | None:
     return None
 
 
-def _imported() -> Iterator[Backend]:
+def imported() -> Iterator[Backend]:
     """The backends of the frameworks imported so far. Plain import statements: `torch.compile` can trace no others."""
     if sys.modules.get("torch") is not None:
         from elementgrad._backends.torch.tensor import backend as torch_backend

@@ -451,7 +451,7 @@ def _used(home: Any) -> list[str]:
 
 def _own_dtype(backend: Backend, function: Any) -> str | None:
     """The one floating dtype of all parameters of a model."""
-    tensors = [tensor for _, kind, tensor in backend.model(function).held() if kind == "parameter"]
+    tensors = [tensor for _, kind, tensor in backend.names.model(function).held() if kind == "parameter"]
     dtypes = {backend.dtype(tensor) for tensor in tensors if backend.kind(tensor) == "f"}
     return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -459,6 +459,6 @@ def _own_dtype(backend: Backend, function: Any) -> str | None:
 def _signature(function: Any) -> str:
     holder = registry.backend_of_model(function)
     try:
-        return str(inspect.signature(function if holder is None else holder.forward_of(function)))
+        return str(inspect.signature(function if holder is None else holder.names.forward_of(function)))
     except (TypeError, ValueError):
         return ""

@@ -40,8 +40,8 @@ def choose(x: Tensor, logits: Tensor, axis: int = -1, hard: bool = False) -> Ten
     if backend.kind(logits) == "c":
         raise DtypeError(f"logits must be real to have a largest one and {logits.dtype} is not; give floating logits")
     axis, logits = _align(backend, backend.shape(x), logits, axis)
-    soft = backend.soft_choice(x, logits, axis)
-    return backend.straight_through(backend.hard_choice(x, logits, axis), soft) if hard else soft
+    soft = backend.edit.soft_choice(x, logits, axis)
+    return backend.edit.straight_through(backend.edit.hard_choice(x, logits, axis), soft) if hard else soft
 
 
 def _align(backend: Backend, shape: tuple[Any, ...], logits: Tensor, axis: int) -> tuple[int, Tensor]:

@@ -56,14 +56,14 @@ def only(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     """The same values, with gradients for the named elements alone."""
     require_unique(selection, "only")
     require_gradient(backend, x, "only")
-    return backend.only(x, selection)
+    return backend.edit.only(x, selection)
 
 
 def stop(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     """The same values, with gradients for all but the named elements."""
     require_unique(selection, "stop")
     require_gradient(backend, x, "stop")
-    return backend.stop_gradient_at(x, selection)
+    return backend.edit.stop_gradient_at(x, selection)
 
 
 VERBS: dict[str, Callable[..., Tensor]] = {
@@ -118,7 +118,7 @@ def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
         raise FrameworkError(
             f"the tensor is {backend.name}'s and the value is {owner.name}'s; make the value {backend.name}'s first"
         )
-    kind = backend.number_kind(value)
+    kind = backend.edit.number_kind(value)
     if kind is not None:
         return _number(backend, x, value, kind)
     array = _array(value)
@@ -256,7 +256,7 @@ def _combine(
         safe = backend.where(mask, x, backend.cast(1 if multiply else 0, x))
         return backend.where(mask, backend.cast(combine(safe, value), x), x)
     if not selection.unique and selection.traced:
-        return backend.accumulate(x, selection, value, multiply)
+        return backend.edit.accumulate(x, selection, value, multiply)
     if not selection.unique:
         value = backend.broadcast(backend.cast(value, x), selection.shape)
         value, positions = _merge(backend, value, selection, combine)

@@ -10,6 +10,7 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._backends.registry import backend_of_model, not_compiled
+from elementgrad._explain.backend import backend_for_step
 from elementgrad._explain.blame import APART, FurtherEvidence, spelled, why_nonfinite, why_unconnected, why_zero
 from elementgrad._explain.causes import CONSTANT
 from elementgrad._explain.diagnosis import Diagnosis
@@ -190,7 +191,7 @@ class Explanation:
         """The run, step by step; if the function runs and cannot be followed, its derivative alone."""
         run = PartialCall(self._call, [source], [self._target])
         try:
-            witness = CheckedTrace(self._backend.trace(run, source.tensor, self._probe))
+            witness = CheckedTrace(self._backend.load("explain").trace(run, source.tensor, self._probe))
         except ElementgradError:
             raise
         except Exception as error:
@@ -281,8 +282,8 @@ def _step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
         raise PlaceError(
             f"wrt={quoted(wrt)} names no live tensor; a step without arguments is asked about a tensor itself"
         )
-    backend = registry.backend_for_step(f, tensor)
-    return _from_told(backend.report_step(f, tensor), backend.name)
+    backend = backend_for_step(f, tensor)
+    return _from_told(backend.load("explain").report_step(f, tensor), backend.name)
 
 
 def _live(of: Any, wrt: Any) -> Diagnosis:
@@ -293,7 +294,7 @@ def _live(of: Any, wrt: Any) -> Diagnosis:
         if place.tensor is None:
             raise PlaceError(f"{place} names no live tensor; give a tensor, or the function and its arguments")
     backend = registry.require_backend(places[0].tensor)
-    return _from_told(backend.report_live(*[_picked(place) for place in places]), backend.name)
+    return _from_told(backend.load("explain").report_live(*[_picked(place) for place in places]), backend.name)
 
 
 def _picked(place: Place) -> tuple[Tensor, np.ndarray | None]:

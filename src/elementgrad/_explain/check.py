@@ -248,7 +248,7 @@ def _rows(
     found = np.zeros((len(rows), math.prod(backend.shape(since.tensor))))
     try:
         for column in columns:
-            seed = backend.one_hot_seeds(since.tensor, np.array([column]), 1)
+            seed = backend.load("read").one_hot_seeds(since.tensor, np.array([column]), 1)
             (pushed,) = linear.jvp(0, [0], seed)
             if pushed is None:
                 return [None] * len(rows)
@@ -282,7 +282,7 @@ def _element(side: Operand, row: int, backend: Backend) -> str:
 
 def _parting(call: BoundCall, source: TensorRef, target: TensorRef, wrong: CheckedEntry) -> Diagnosis:
     """The operation where the gradient and the values part, as far as the framework can tell."""
-    witness = call.backend.trace(PartialCall(call, [source], [target]), source.tensor, True)
+    witness = call.backend.load("explain").trace(PartialCall(call, [source], [target]), source.tensor, True)
     trail = DataPath(witness.account)
     suspects = suspected(witness.account)
     if wrong.gradient is None:

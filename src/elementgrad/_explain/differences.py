@@ -79,7 +79,7 @@ class SampledCall:
             return self._sample(x)
 
     def _once(self, x: Tensor) -> Tensor:
-        (value,) = self.backend.run_at(self._run, [x, *self.tensors[1:]])
+        (value,) = self.backend.load("explain").run_at(self._run, [x, *self.tensors[1:]])
         return value
 
     def steady(self, base: Tensor, ahead: int, known: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -92,7 +92,7 @@ class SampledCall:
         start = time.perf_counter()
         steady = self.same(before, base)
         if steady.all() and (time.perf_counter() - start) * ahead > PAYS:
-            self._sample = self.backend.maybe_compile(self._once)
+            self._sample = self.backend.load("explain").maybe_compile(self._once)
             try:
                 swift = bool(self.same(before, base).all())
             except Exception:  # it is the user's function, and cannot be traced
@@ -140,7 +140,7 @@ class SampledCall:
             return parts(self.backend, self.tensors[0])
         run = PartialCall(self._run.call, self._run.sources, [self._source])
         with self.backend.precision(self.dtype):
-            (value,) = self.backend.run_at(run, self.tensors)
+            (value,) = self.backend.load("explain").run_at(run, self.tensors)
         return parts(self.backend, value)
 
 

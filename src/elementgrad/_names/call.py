@@ -21,8 +21,8 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
-from elementgrad._backends.model import Model
 from elementgrad._names import pytree
+from elementgrad._names.backend import Model
 from elementgrad._names.capture import Capture, CaptureKey, Transform, apart
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
@@ -56,7 +56,7 @@ class BoundArguments:
 def bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
     """Which parameter each argument is for; those of a model are the parameters of what the user wrote."""
     holder = registry.backend_of_model(function)
-    function = function if holder is None else holder.forward_of(function)
+    function = function if holder is None else holder.names.forward_of(function)
     names = None if kwargs else _names(function, len(args))
     if names is not None:
         return BoundArguments(dict(zip(names, args, strict=True)), len(args), None)
@@ -252,7 +252,7 @@ class BoundCall:
     @cached_property
     def model(self) -> Model:
         """The function, with the names that it holds."""
-        return self.backend.model(self.function)
+        return self.backend.names.model(self.function)
 
     def source(self, place: Place) -> TensorRef:
         """What a place is about; a name that nothing bears yet may be met when the function runs."""
@@ -354,10 +354,10 @@ class BoundCall:
         inside = passage if passage is not None and passage.inside else None
         if not held and inside is None:
             with apart():
-                returned = self.backend.traceable(self.function)(*args, **kwargs)
+                returned = self.backend.names.traceable(self.function)(*args, **kwargs)
         else:
             with apart(), self.model.running(held, inside) as function:
-                returned = self.backend.traceable(function)(*args, **kwargs)
+                returned = self.backend.names.traceable(function)(*args, **kwargs)
         named = []
         for name, leaf in pytree.named_leaves(returned, "output"):
             backend = registry.backend_of(leaf)
@@ -401,7 +401,7 @@ class BoundCall:
         registry.require_backend(tensor)
         same = [source for source in self.inputs if source.tensor is tensor]
         if not same:
-            bare = self.backend.unwrap_parameter(tensor)
+            bare = self.backend.names.unwrap_parameter(tensor)
             same = [TensorRef(name, kind, other) for name, kind, other in self.model.held() if other is bare][:1]
         if len(same) == 1:
             return same[0]

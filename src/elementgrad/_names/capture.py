@@ -11,6 +11,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import Lock, defer, push, scope
 from elementgrad._names import pytree
+from elementgrad._names.backend import NamesBackend
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -60,11 +61,9 @@ def tag(value: Value, name: str) -> Value:
     backend = registry.backend_of(value)
     if backend is None:
         return _staged(value, name)
-    if type(backend).name_in_graph is Backend.name_in_graph and backend.caches_type(
-        type(value)
-    ):  # it stages nothing, ever
+    if type(backend.names).name_in_graph is NamesBackend.name_in_graph and backend.caches_type(type(value)):
         _nothing_to_do.add(type(value))
-    return backend.name_in_graph(value, name)
+    return backend.names.name_in_graph(value, name)
 
 
 @dataclass(frozen=True)
@@ -163,14 +162,14 @@ class Capture:
 
     def pass_on(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
         """One part of a value that bears a name."""
-        if registry.backend_of(tensor) is not self._backend or not self._backend.is_real_call(tensor):
+        if registry.backend_of(tensor) is not self._backend or not self._backend.names.is_real_call(tensor):
             return tensor
         met = CapturedValue(kind, base, self._calls[kind, base, key], key, len(self.met), alone)
         self._calls[kind, base, key] += 1
         self.met.append(met)
         fitting = [wanted for wanted in self.matches if wanted.fits(met)]
         for wanted in fitting:
-            if not self._backend.is_single_value(tensor):
+            if not self._backend.names.is_single_value(tensor):
                 raise PlaceError(
                     f"{wanted.name!r} is computed inside a loop or branch of a graph, so it has no single value; name "
                     "what comes out of it"
@@ -179,7 +178,7 @@ class Capture:
             tensor = self._changed[wanted](tensor) if wanted in self._changed else tensor
         for wanted in fitting:
             if wanted in self._kept:
-                self.tensors[wanted] = self._backend.snapshot(tensor)
+                self.tensors[wanted] = self._backend.names.snapshot(tensor)
         if self.everything:
             self.described[met] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor
@@ -233,6 +232,6 @@ def _staged(value: Value, name: str) -> Value:
 
     def staged(leaf: Any) -> Any:
         key, backend = next(parts)
-        return leaf if backend is None else backend.name_in_graph(leaf, f"{name}{colon}{key}")
+        return leaf if backend is None else backend.names.name_in_graph(leaf, f"{name}{colon}{key}")
 
     return pytree.map_tree(value, staged)

@@ -255,7 +255,7 @@ class _Evaluation:
         for wrt in pytree.leaves_of(self.wrt):
             self.jacobian(of, wrt).require_apart()
         position = whole.flat().reshape(-1)
-        seeds = self.backend.one_hot_seeds(of.tensor, np.array(position), self._examples() or 1)
+        seeds = self.backend.load("read").one_hot_seeds(of.tensor, np.array(position), self._examples() or 1)
 
         def again(number: int, x: Tensor) -> Linearization:
             return self.again(number, x).gradient(of.number, seeds[0])

@@ -134,7 +134,7 @@ def contributions(
     cuts = {_waypoint(call, place).wanted: _cut(backend, place) for place in _waypoints(without)}
     passed = _passed(call, target_place, target, stops, cuts) if stops else None
     end = passed.end if passed else target
-    linear, uses = backend.uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
+    linear, uses = backend.load("read").uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
     to = passed.to if passed else call.side(target_place, target, 0, linear.value(0), batch=False)
     since = call.side(place, source, 0, linear.inputs[0] if source.met else source.tensor, batch=False)
     seeds = passed.seeds if passed else _units(backend, to)
@@ -164,7 +164,7 @@ def _cut(backend: Backend, place: Place) -> Callable[[Tensor], Tensor]:
     """What lets no path through the elements that a place names."""
     if not place.index:
         return backend.stop
-    return lambda x: backend.stop_gradient_at(x, place.select(backend.shape(x)))
+    return lambda x: backend.edit.stop_gradient_at(x, place.select(backend.shape(x)))
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _alone(backend: Backend, stack: Tensor, place: Place) -> Tensor:
 
 
 def _units(backend: Backend, to: Operand) -> Tensor:
-    return backend.one_hot_seeds(to.tensor, np.array(to.select(..., backend).flat().reshape(-1)), 1)
+    return backend.load("read").one_hot_seeds(to.tensor, np.array(to.select(..., backend).flat().reshape(-1)), 1)
 
 
 def _pulled(
@@ -219,7 +219,7 @@ def _taken(backend: Backend, stack: Tensor, side: Operand, shape: tuple[int, ...
     if side.base is not None:
         where = side.base.stacked((count,))
         stack = backend.take(backend.reshape(stack, where.of), where)
-    return backend.materialize(backend.reshape(stack, shape))
+    return backend.load("read").materialize(backend.reshape(stack, shape))
 
 
 def _require_one(**sides: Any) -> None:

@@ -63,7 +63,7 @@ class Recording:
         self._backend = _one_backend(tensors)
         for x in tensors:
             _require_gradient(self._backend, x)
-        self._recorder: Recorder = self._backend.recorder(tensors)
+        self._recorder: Recorder = self._backend.load("read").recorder(tensors)
         self._held = Held()
         self._begun = False
 

@@ -306,8 +306,8 @@ class _ContentWalk:
                     yield from self.visit(value, _joined(path, name), True, depth)
 
     def _object(self, value: Any, path: str, own: bool, depth: int) -> Found:
-        if callable(value) and self._backend.is_model(value):
-            model = self._backend.model(value)
+        if callable(value) and self._backend.names.is_model(value):
+            model = self._backend.names.model(value)
             parts = [(_joined(path, name), part) for name, part in model.parts()]
             if parts:
                 self._first.update({id(part): (name, part) for name, part in parts})

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 
-from elementgrad._backends.jax.program import is_array, meeting
-from elementgrad._backends.model import CaptureLike, Model
+from elementgrad._backends.jax.program import is_array, meeting, staged
 from elementgrad._names import pytree
+from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Node
 
 Array = jax.Array
-Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 BOX = ["value"]
 """The only key of what holds an array under a name of its own: `nnx.Param`, `nn.Partitioned`."""
 
@@ -29,6 +28,22 @@ def opened(value: Any) -> Node | None:
     keys = [_key(path[0]) for path, _ in branches]
     rebuild = partial(jax.tree_util.tree_unflatten, structure)
     return [None] if keys == BOX else keys, [branch for _, branch in branches], rebuild
+
+
+class JaxNames(NamesBackend):
+    """Names in callables that are pytrees."""
+
+    flatten_node = staticmethod(opened)
+    name_in_graph = staticmethod(staged)
+
+    def is_model(self, function: Any) -> bool:
+        return next(iter(JaxModel(function).held()), None) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return JaxModel(function)
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if isinstance(function, CopyingFunction) else CopyingFunction(function)
 
 
 class JaxModel(Model):

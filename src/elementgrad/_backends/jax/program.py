@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from elementgrad._backends.jax._compat import current_name_stack, get_opaque_trace_state, jaxprs_in_params, user_context
-from elementgrad._backends.model import CaptureLike
 from elementgrad._cleanup import assign, scope
 from elementgrad._names import pytree
+from elementgrad._names.backend import CaptureLike
 from elementgrad.errors import PlaceError
 
 Step = Callable[[Any, list[Any]], Sequence[Any]]

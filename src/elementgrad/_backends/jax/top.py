@@ -14,6 +14,7 @@ from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxModel, copied
 from elementgrad._backends.topk import grouped
 from elementgrad._cleanup import entered
+from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array
@@ -85,3 +86,11 @@ def _pieces(x: Array) -> Iterator[np.ndarray]:
 def _require_values(array: Array, name: str) -> None:
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError(f"{name} is being traced and has no values to rank; call eg.top outside of jax.jit")
+
+
+class JaxTop(TopBackend):
+    parameter_gradients = staticmethod(slopes)
+    topk_abs = staticmethod(largest)
+
+
+implementation = JaxTop()

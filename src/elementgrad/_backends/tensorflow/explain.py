@@ -20,6 +20,7 @@ from elementgrad._backends.tensorflow.isolate import silenced, undisturbed
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import TapeRequest, TensorflowOpRecorder, is_line_of_user, watching
 from elementgrad._cleanup import assign, enter, scope
+from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.trace import (
     STATISTIC,
     CotangentSizes,
@@ -314,3 +315,18 @@ def _about_trace(run: TensorFunction, source: Tensor | None) -> list[Hint]:
         return []
     moved = any(kind == "buffer" for kind, _ in frozen)  # no layer that is unfrozen trains it
     return [Hint("not-tracked", "its trainable is False", Op(STATISTIC) if moved else None)]
+
+
+class TensorflowExplain(ExplainBackend):
+    name = "tensorflow"
+    report_step = staticmethod(told)
+
+    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
+        return TensorflowTrace(run, source, probe)
+
+    def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        with undisturbed():
+            return run(*tensors)
+
+
+implementation = TensorflowExplain()

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-from elementgrad._backends.model import CaptureLike, Model
+import tensorflow as tf
+
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.tensorflow.autodiff import unstaged, written
+from elementgrad._backends.tensorflow.autodiff import inside, unstaged, written
 from elementgrad._cleanup import assign, defer, enter, push, scope
 from elementgrad._names import pytree
+from elementgrad._names.backend import CaptureLike, Model, NamesBackend
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -165,6 +167,36 @@ def root(function: Any) -> Layer:
     function = written(function)
     owner = function if isinstance(function, kind) else getattr(function, "__self__", None)
     return owner if isinstance(owner, kind) else None
+
+
+class TensorflowNames(NamesBackend):
+    """Names in Keras models, eager or inside `tf.function`."""
+
+    def is_model(self, function: Any) -> bool:
+        return root(function) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return TensorflowModel(function) if root(function) is None else KerasModel(function)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        original = written(function)
+        return original.call if root(function) is original else original
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if tf.executing_eagerly():
+            return function
+        autograph = tf.__internal__.autograph
+        return autograph.tf_convert(function, autograph.control_status_ctx())
+
+    def unwrap_parameter(self, x: Tensor) -> Tensor:
+        value = getattr(x, "_value", None)
+        return value if isinstance(value, tf.Variable) else x
+
+    def is_real_call(self, x: Tensor) -> bool:
+        return computing()
+
+    def is_single_value(self, x: Tensor) -> bool:
+        return not inside(x)
 
 
 class TensorflowModel(Model):

@@ -18,6 +18,7 @@ from elementgrad._backends.tensorflow.isolate import undisturbed
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.topk import grouped
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any
@@ -310,3 +311,11 @@ def _wide(x: Tensor) -> np.ndarray:
 
 def _read(variable: Tensor) -> Tensor:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+class TensorflowTop(TopBackend):
+    parameter_gradients = staticmethod(slopes)
+    topk_abs = staticmethod(largest)
+
+
+implementation = TensorflowTop()

@@ -31,12 +31,14 @@ from elementgrad._backends.torch.explain_rules import (
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, state
 from elementgrad._backends.torch.record.calls import aside, name_of
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
+from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
     STATISTIC,
     TO_A_LEAF,
     CotangentSizes,
     FiniteFlags,
     Hint,
+    LiveReport,
     Op,
     OpGraph,
     ReachOverlap,
@@ -377,3 +379,24 @@ def _means_itself(name: str, kwargs: Any) -> bool:
 
 def _wide(x: Any) -> Any:
     return x.to(WIDER[x.dtype]) if isinstance(x, Tensor) and x.dtype in WIDER else x
+
+
+class TorchExplain(ExplainBackend):
+    name = "torch"
+    run_at = staticmethod(sample)
+
+    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
+        return TorchTrace(run, source)
+
+    def report_live(self, of: Picked, wrt: Picked) -> LiveReport:
+        from elementgrad._backends.torch.explain_live import report_live
+
+        return report_live(of, wrt)
+
+    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+        from elementgrad._backends.torch.explain_live import report_step
+
+        return report_step(function, wrt)
+
+
+implementation = TorchExplain()

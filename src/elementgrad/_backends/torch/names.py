@@ -8,11 +8,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from elementgrad._backends.model import CaptureLike, Model
 from elementgrad._backends.registry import require_keras_on_tensorflow
+from elementgrad._backends.torch.contributions import kept
 from elementgrad._backends.torch.distributed import require_whole
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
 from elementgrad._cleanup import Lock, defer, enter, scope
+from elementgrad._names.backend import CaptureLike, Model, NamesBackend
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -30,6 +31,21 @@ def root(function: Any) -> Module | None:
     """The module that a function is, or is a method of; scripted ones are closed."""
     owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, Module) and not isinstance(owner, torch.jit.ScriptModule) else None
+
+
+class TorchNames(NamesBackend):
+    """Names in PyTorch modules."""
+
+    snapshot = staticmethod(kept)
+
+    def is_model(self, function: Any) -> bool:
+        return isinstance(function, Module) or root(function) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return TorchModel(function)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return unwrapped(function).forward if isinstance(function, Module) else function
 
 
 class TorchModel(Model):

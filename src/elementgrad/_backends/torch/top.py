@@ -13,6 +13,7 @@ from elementgrad._backends.torch.autodiff import call_plainly
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -253,3 +254,11 @@ def _same_modes(model: TorchModel) -> Iterator[None]:
 def _set_training(modules: Iterable[tuple[torch.nn.Module, bool]]) -> None:
     for module, training in modules:
         module.training = training
+
+
+class TorchTop(TopBackend):
+    parameter_gradients = staticmethod(slopes)
+    topk_abs = staticmethod(largest)
+
+
+implementation = TorchTop()

@@ -22,6 +22,7 @@ from elementgrad._backends.jax.sharding import put, settled
 from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, correlation, gathered, product, sliced, split
 from elementgrad._names import pytree
 from elementgrad._place import grammar
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.numbers import cast_array
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
@@ -498,3 +499,11 @@ def _largest(numbers: Any) -> float:
     """The size of the largest of some numbers; NaN if one of them is NaN."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return float(np.abs(np.asarray(numbers).astype(np.complex128)).max(initial=0.0))
+
+
+class JaxTrain(TrainBackend):
+    def trainer(self, model: Any) -> JaxTrainer:
+        return JaxTrainer(model)
+
+
+implementation = JaxTrain()

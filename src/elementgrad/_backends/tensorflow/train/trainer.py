@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow import distributed
+from elementgrad._backends.tensorflow.autodiff import written
 from elementgrad._backends.tensorflow.names import KerasModel, root
 from elementgrad._backends.tensorflow.train import parameter
 from elementgrad._backends.tensorflow.train.layers import dress
@@ -24,6 +25,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     untie,
     weight_of,
 )
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.trainer import Trainer, TrainingState
 from elementgrad.errors import DtypeError, FrameworkError, OptionError
 
@@ -223,3 +225,14 @@ def _kept(dtype: Any) -> Any:
 
 def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), tf.as_dtype(numbers.dtype).as_numpy_dtype)
+
+
+class KerasTrain(TrainBackend):
+    def trainer(self, model: Any) -> Trainer:
+        owner = root(model)
+        if owner is None or written(model) is not owner:
+            raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
+        return KerasTrainer(owner)
+
+
+implementation = KerasTrain()

@@ -22,6 +22,7 @@ from elementgrad._backends.torch.train.kernels import index
 from elementgrad._backends.torch.train.layers import TorchPartialParameter
 from elementgrad._backends.torch.train.modules import TrainedModule, attach, detach
 from elementgrad._backends.torch.train.parameter import ParameterStorage, TorchElementGroup, bits, cast, part_of
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.trainer import Trainer, TrainingState
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
@@ -328,3 +329,13 @@ def _same(held: Tensor, tensor: Tensor) -> bool:
     if is_spread(held) or is_spread(tensor):
         return False  # these are handed out as they are
     return held.data_ptr() == tensor.data_ptr() and held.shape == tensor.shape and held.dtype == tensor.dtype
+
+
+class TorchTrain(TrainBackend):
+    def trainer(self, model: Any) -> Trainer:
+        if not isinstance(model, torch.nn.Module):
+            raise FrameworkError(f"{model!r} is a method of a model; give the torch.nn.Module itself")
+        return TorchTrainer(model)
+
+
+implementation = TorchTrain()

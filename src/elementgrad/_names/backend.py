@@ -1,10 +1,12 @@
-"""What a function holds that has names of its own: parameters, buffers and layers. A plain function holds nothing."""
+"""The interface that a backend implements for names: `NamesBackend`, and the `Model` that it returns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 Tensor = Any
+Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
+"""Keys and contents of one level of a container, and a function that rebuilds it from other contents."""
 
 
 class CaptureLike(Protocol):
@@ -66,3 +68,47 @@ class Model:
         else:
             with passage.open():
                 yield self.function
+
+
+class NamesBackend:
+    """The framework's part in finding tensors by name. The defaults are those of plain functions and eager tensors."""
+
+    def is_model(self, function: Any) -> bool:
+        """Return True if a function holds tensors or layers that have names."""
+        return False
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        """Return a function together with the names that it holds."""
+        return Model(function)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function whose signature a call of a model has."""
+        return function
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the user's function in the form to call here, where code may be rewritten (AutoGraph) or copied."""
+        return function
+
+    def flatten_node(self, value: Any) -> Node | None:
+        """Return one level of a container of the framework's own, or None for anything else."""
+        return None
+
+    def unwrap_parameter(self, x: Tensor) -> Tensor:
+        """Return the tensor that a model computes with, for the object that users see as its parameter."""
+        return x
+
+    def snapshot(self, x: Tensor) -> Tensor:
+        """Return a captured tensor as it is now, whatever is written to it later, with the same derivatives."""
+        return x
+
+    def is_real_call(self, x: Tensor) -> bool:
+        """Return True if a named value is computed here, and not traced only for its shape."""
+        return True
+
+    def is_single_value(self, x: Tensor) -> bool:
+        """Return True if a named value is one value, and not one for each iteration of a loop in a graph."""
+        return True
+
+    def name_in_graph(self, x: Tensor, name: str) -> Tensor:
+        """Return a traced tensor with a name that stays in the traced program; any other tensor as it is."""
+        return x
