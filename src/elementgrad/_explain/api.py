@@ -51,7 +51,7 @@ class Explanation:
         self._place = place
         self._target_place = target_place
         self._probe = probe
-        self._target = call.target(target_place)
+        self._target = call.find_target(target_place)
         self._value: Tensor = None
         self._failures: list[str] = []
         """Why the run could not be followed, if it could not."""
@@ -70,11 +70,11 @@ class Explanation:
         witness = self._witness(source)
         self._refuse_empty(source.name, witness.source)
         trail = DataPath(witness.account)
-        since = self._call.side(self._place, source, 0, witness.source, batch=False)
+        since = self._call.operand(self._place, source, 0, witness.source, batch=False)
         if self._backend.kind(witness.target) not in "fc":
             finding = CauseFinding(None) if isinstance(witness, OpaqueTrace) else why_unconnected(trail, None)
             return self._made("unconnected", finding, trail)
-        to = self._call.side(self._target_place, self._target, 0, witness.target, batch=False)
+        to = self._call.operand(self._target_place, self._target, 0, witness.target, batch=False)
         self._refuse_complex(since.name, witness.source)
         self._refuse_complex(to.name, witness.target)
         self._names = _indexed(to.name, self._target_place), self._names[1]
@@ -169,7 +169,7 @@ class Explanation:
 
     def _found(self) -> TensorRef:
         try:
-            return self._call.source(self._place)
+            return self._call.find_source(self._place)
         except DtypeError:  # no input is floating point
             if self._place.name is not None or self._place.tensor is not None or len(self._call.inputs) != 1:
                 raise SelectionError(

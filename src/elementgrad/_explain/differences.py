@@ -136,7 +136,7 @@ class SampledCall:
 
     def numbers(self) -> np.ndarray:
         """Return the source's parts: those that it was given, or that the run computes."""
-        if not self._source.met:
+        if not self._source.computed:
             return parts(self.backend, self.tensors[0])
         run = PartialCall(self._run.call, self._run.sources, [self._source])
         with self.backend.precision(self.dtype):
@@ -169,7 +169,9 @@ def _floats(call: BoundCall, source: TensorRef) -> list[TensorRef]:
     """The floating inputs, and what the function holds."""
     found = [other for other in call.inputs if other != source and call.backend.kind(other.tensor) in "fc"]
     held = [
-        TensorRef(name, kind, tensor) for name, kind, tensor in call.model.held() if call.backend.kind(tensor) in "fc"
+        TensorRef(name, kind, tensor)
+        for name, kind, tensor in call.model.named_tensors()
+        if call.backend.kind(tensor) in "fc"
     ]
     return found + [other for other in held if other != source]
 

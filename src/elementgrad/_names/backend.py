@@ -6,67 +6,68 @@ from typing import Any, Protocol
 
 Tensor = Any
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
-"""Keys and contents of one level of a container, and a function that rebuilds it from other contents."""
+"""One level of a container: the keys of its contents (None for the only content of a box, which bears the name of the
+box), the contents, and a function that rebuilds the container around other contents."""
 
 
 class CaptureLike(Protocol):
-    """One run, by which the results of layers pass."""
+    """What a backend sees of a `Capture`: the run to which it hands the results of layers and tags."""
 
     @property
     def everything(self) -> bool:
-        """Whether the results of all layers are to pass by."""
+        """True if the results of all layers are captured."""
 
     @property
     def bases(self) -> set[str]:
-        """The names whose values are to pass by, without the number of a call or a part."""
+        """The names whose values are captured, without the number of a call or a part."""
 
     @property
-    def listening(self) -> bool:
-        """Whether what this thread computes now is part of the run."""
+    def active(self) -> bool:
+        """True if what this thread computes now is part of the run."""
 
     def open(self, here: Callable[[str], bool] = ...) -> Any:
-        """A context in which this thread's tags pass by, where `here` says so of a name; elsewhere they are staged."""
+        """Return a context in which this thread's tags are captured, if `here(name)` is True; else they are staged."""
 
-    def meet(self, kind: str, base: str, value: Any) -> Any:
-        """A value that bears a name: what goes on in its place."""
+    def capture(self, kind: str, base: str, value: Any) -> Any:
+        """Capture a value that has a name, and return what the run goes on with."""
 
-    def pass_on(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
-        """One part of a value that bears a name."""
+    def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
+        """Capture one tensor of a value that has a name, and return what the run goes on with."""
 
 
 class Model:
-    """A function of the user's, with the tensors that it holds and the layers whose results have names."""
+    """A function of the user, with the tensors that it holds and its layers. A plain function has neither."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
 
-    def held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Name, kind and tensor of all that it holds."""
+    def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield name, kind ("parameter" or "buffer") and tensor of all that the function holds."""
         return iter(())
 
     def layers(self) -> Iterator[str]:
-        """The names of all layers."""
+        """Yield the names of all layers."""
         return iter(())
 
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """Name and object of all that it is made of, itself by an empty name."""
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and object of all that the model is made of, itself by an empty name."""
         return iter(())
 
-    def inputs(self) -> Mapping[str, Sequence[str]]:
-        """Names of its own that a model has for inputs, and what each may be called among the arguments."""
+    def input_aliases(self) -> Mapping[str, Sequence[str]]:
+        """Return the model's own names of its inputs, each with what that input may be called as an argument."""
         return {}
 
-    def bearing(self, name: str) -> list[tuple[str, Tensor | None]]:
-        """Kind and tensor of what bears a name; a layer's result is an activation, whose tensor nobody has yet."""
+    def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
+        """Return kind and tensor of everything with a name; the result of a layer is an activation without a tensor."""
         return []
 
     @contextmanager
-    def running(self, new: Mapping[str, Tensor], passage: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        """What to call, with some of the tensors replaced and named values passing by."""
-        if passage is None:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+        """Yield the function to call, with some of its tensors replaced and its named values captured."""
+        if capture is None:
             yield self.function
         else:
-            with passage.open():
+            with capture.open():
                 yield self.function
 
 

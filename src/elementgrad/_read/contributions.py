@@ -129,14 +129,14 @@ def contributions(
     place, target_place = parsed(wrt), parsed_target(of)
     call = BoundCall(f, args, kwargs)
     backend = call.backend
-    source, target = call.source(place), call.target(target_place)
+    source, target = call.find_source(place), call.find_target(target_place)
     stops = {_waypoint(call, place): place for place in _waypoints(via)}
-    cuts = {_waypoint(call, place).wanted: _cut(backend, place) for place in _waypoints(without)}
+    cuts = {_waypoint(call, place).key: _cut(backend, place) for place in _waypoints(without)}
     passed = _passed(call, target_place, target, stops, cuts) if stops else None
     end = passed.end if passed else target
     linear, uses = backend.load("read").uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
-    to = passed.to if passed else call.side(target_place, target, 0, linear.value(0), batch=False)
-    since = call.side(place, source, 0, linear.inputs[0] if source.met else source.tensor, batch=False)
+    to = passed.to if passed else call.operand(target_place, target, 0, linear.value(0), batch=False)
+    since = call.operand(place, source, 0, linear.inputs[0] if source.computed else source.tensor, batch=False)
     seeds = passed.seeds if passed else _units(backend, to)
     pulled = [None] * len(uses) if seeds is None else _pulled(backend, linear, 0, range(len(uses)), seeds)
     if not zero and all(derivative is None for derivative in pulled):
@@ -152,8 +152,8 @@ def contributions(
 
 def _waypoint(call: BoundCall, place: Place) -> TensorRef:
     """What paths pass or do not pass: something that the function computes."""
-    source = call.source(place)
-    if not source.met:
+    source = call.find_source(place)
+    if not source.computed:
         raise PlaceError(
             f"{place} is of kind {source.kind} and not computed; name an activation or tag that paths pass"
         )
@@ -183,10 +183,10 @@ def _passed(
     """Go back from the target through all stops, the last that is computed first."""
     backend, targets = call.backend, [target, *stops]
     linear = backend.linearize(PartialCall(call, list(stops), targets, cuts), [None] * len(stops), False, 1)
-    to = call.side(place, target, 0, linear.value(0), batch=False)
+    to = call.operand(place, target, 0, linear.value(0), batch=False)
     seeds: Tensor | None = _units(backend, to)
     here = target
-    for stop in sorted(stops, key=lambda stop: call.orders[stop.wanted], reverse=True):
+    for stop in sorted(stops, key=lambda stop: call.orders[stop.key], reverse=True):
         if seeds is not None:
             (seeds,) = _pulled(backend, linear, targets.index(here), [targets.index(stop) - 1], seeds)
         if seeds is not None and stops[stop].index:

@@ -207,7 +207,7 @@ class Jacobian(Whole, Sparse):
         self._question = question
         sizes = math.prod(of.of), [math.prod(wrt.of)]
         self._reader = EntryReader(
-            backend, linear, of.number, [wrt.number], *sizes, 1 if batch is None else batch, budget
+            backend, linear, of.index, [wrt.index], *sizes, 1 if batch is None else batch, budget
         )
         self._known = None if pattern is None else self._given(pattern)
 

@@ -100,7 +100,7 @@ class Prepared:
 
         def read(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
             assert jacobian._again is not None
-            return compressed.sweep(jacobian._reader.at(jacobian._again(jacobian._wrt.number, x)))
+            return compressed.sweep(jacobian._reader.at(jacobian._again(jacobian._wrt.index, x)))
 
         return jacobian._backend.load("read").maybe_compile(read)
 
@@ -299,7 +299,7 @@ class Sparse:
         if 0 in shape:
             return Pattern.from_entries([], [], shape)
         try:
-            found = self._reader.linear.pattern(self._of.number, self._wrt.number, local)
+            found = self._reader.linear.pattern(self._of.index, self._wrt.index, local)
         except UnsupportedError as error:
             here = "" if local else f" that holds for every {self._wrt.name}"
             then = "" if local else "use J.pattern(local=True) for the one at this point, or "

@@ -46,7 +46,7 @@ class Candidate:
 
 def candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
     """The floating-point parameters of a model that somebody names, in the model's order; all of them for None."""
-    held = [(name, tensor) for name, kind, tensor in model.held() if kind == "parameter"]
+    held = [(name, tensor) for name, kind, tensor in model.named_tensors() if kind == "parameter"]
     floating = [(name, x) for name, x in held if backend.kind(x) == "f"]
     if not floating:
         raise DtypeError("the model has no floating-point parameter to choose from; give one that has")
@@ -64,11 +64,11 @@ def candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
 def earlier(since: Any, found: list[Candidate], model: Model, backend: Backend) -> list[Tensor]:
     """What each parameter was then, by a state dict or another model."""
     if registry.backend_of_model(since) is backend:
-        names = [name for name, kind, _ in backend.names.model(since).held() if kind == "parameter"]
+        names = [name for name, kind, _ in backend.names.model(since).named_tensors() if kind == "parameter"]
         then = {candidate.name: _parameter(backend.names.model(since), candidate.name) for candidate in found}
     elif isinstance(since, Mapping):
         # By any of its names: of tied parameters a file may hold the second one alone.
-        aliases = [(name, model.bearing(name)) for name in since if isinstance(name, str)]
+        aliases = [(name, model.lookup(name)) for name in since if isinstance(name, str)]
         known = {id(x): since[name] for name, bearers in aliases for kind, x in bearers if kind == "parameter"}
         then = {candidate.name: known.get(id(candidate.tensor)) for candidate in found}
         names = [name for name in since if isinstance(name, str)]
@@ -111,7 +111,7 @@ def _number(place: Place, held: list[tuple[str, Tensor]], model: Model, backend:
 
 
 def _parameter(model: Model, name: str | None) -> Tensor | None:
-    return next((x for kind, x in model.bearing(name or "") if kind == "parameter"), None)
+    return next((x for kind, x in model.lookup(name or "") if kind == "parameter"), None)
 
 
 def _narrowed(name: str, tensor: Tensor, places: list[Place], backend: Backend) -> Candidate:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from elementgrad._backends.autodiff import TensorFunction, Use, reason
 from elementgrad._backends.jax._compat import jaxprs_in_params
 from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
-from elementgrad._backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shifted
+from elementgrad._backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shift
 from elementgrad._backends.jax.sharding import axes_of, varying
 from elementgrad._backends.source_location import is_users, spelled
 from elementgrad.errors import DtypeError, FrameworkError
@@ -82,7 +82,7 @@ class _WatchedProgram:
         def used(value: Any, operation: str, where: str | None) -> Any:
             change = changes[len(found)] if changes else None
             found.append(Use(operation, where))
-            return value if change is None else shifted(value, change)
+            return value if change is None else shift(value, change)
 
         def inside(call: str | None) -> Step:
             def step(equation: Any, operands: list[Any]) -> Sequence[Any]:

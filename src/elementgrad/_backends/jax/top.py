@@ -11,7 +11,7 @@ import numpy as np
 from elementgrad._backends import topk
 from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax.autodiff import JaxLinearization
-from elementgrad._backends.jax.names import JaxModel, copied
+from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.topk import grouped
 from elementgrad._cleanup import entered
 from elementgrad._train.backend import TopBackend
@@ -39,7 +39,7 @@ def slopes(
     names = list(parameters)
 
     def numbers(*new: Array) -> list[Array]:
-        found = losses(copied(model.function, dict(zip(names, new, strict=True))))
+        found = losses(copy_with(model.function, dict(zip(names, new, strict=True))))
         return [jnp.concatenate([loss.reshape(-1) for loss in found])]
 
     linear = JaxLinearization(numbers, list(parameters.values()))

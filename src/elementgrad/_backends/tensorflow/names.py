@@ -50,7 +50,7 @@ def layer_type() -> type | None:
 
 
 @contextmanager
-def watched(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
+def watch_layers(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
     """Have what these layers give pass by in this thread, in place of whoever watched before."""
     kinds = {type(layer) for layer in layers}
     owners = {(_owner(kind, name), name) for kind in kinds for name in ("__call__", "call")}
@@ -64,7 +64,7 @@ def watched(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
 
 
 @contextmanager
-def entered() -> Iterator[None]:
+def track_layer_calls() -> Iterator[None]:
     """Have it known in this thread which layers are being called, and change nothing."""
     base = layer_type()
     if base is None:
@@ -76,12 +76,12 @@ def entered() -> Iterator[None]:
         yield
 
 
-def calling() -> list[Layer]:
+def current_layers() -> list[Layer]:
     """The layers that are being called, outermost first, as far as somebody watches."""
     return list(_local.called)
 
 
-def computing() -> bool:
+def is_computing() -> bool:
     """Whether what layers give is used, and they do not run just for Keras to find out a shape."""
     scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
     return not _local.trials and not (scopes is not None and scopes.in_symbolic_scope())
@@ -97,7 +97,7 @@ def _install_method(replace: Replace, owner: type, name: str) -> None:
     original: Any = vars(owner)[name]
 
     def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
-        method = _bound(original, layer, type(layer))
+        method = _bind(original, layer, type(layer))
         watch = _local.watches[-1].watch if _local.watches else None
         # One call has one result, also where `__call__` calls `call` and both call those of a base.
         inner = name == "call" and bool(_local.called) and _local.called[-1] is layer
@@ -106,7 +106,7 @@ def _install_method(replace: Replace, owner: type, name: str) -> None:
         with scope():
             assign(_local, "called", (*_local.called, layer))
             result = method(*args, **kwargs)
-        return watch(layer, result) if computing() else result
+        return watch(layer, result) if is_computing() else result
 
     call.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
     bare = isinstance(original, (staticmethod, classmethod)) or not hasattr(original, "__get__")
@@ -124,11 +124,11 @@ class _UnboundMethod:
         self._call = call
 
     def __get__(self, layer: Layer | None, kind: type) -> Any:
-        method = _bound(self._original, layer, kind)
+        method = _bind(self._original, layer, kind)
         return method if layer is None else wraps(method)(partial(self._call, layer))
 
 
-def _bound(original: Any, layer: Layer | None, kind: type) -> Any:
+def _bind(original: Any, layer: Layer | None, kind: type) -> Any:
     """What stands in a class, as it is found on a layer: any callable may stand there."""
     return original.__get__(layer, kind) if hasattr(original, "__get__") else original
 
@@ -159,7 +159,7 @@ _steps = AttributePatch(_install_steps)
 Tensor = Any
 
 
-def root(function: Any) -> Layer:
+def layer_of(function: Any) -> Layer:
     """The layer that a function is, or is a method of, compiled or not; None if there is none."""
     kind = layer_type()
     if kind is None:
@@ -173,14 +173,14 @@ class TensorflowNames(NamesBackend):
     """Names in Keras models, eager or inside `tf.function`."""
 
     def is_model(self, function: Any) -> bool:
-        return root(function) is not None
+        return layer_of(function) is not None
 
     def model(self, function: Callable[..., Any]) -> Model:
-        return TensorflowModel(function) if root(function) is None else KerasModel(function)
+        return TensorflowModel(function) if layer_of(function) is None else KerasModel(function)
 
     def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         original = written(function)
-        return original.call if root(function) is original else original
+        return original.call if layer_of(function) is original else original
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if tf.executing_eagerly():
@@ -193,7 +193,7 @@ class TensorflowNames(NamesBackend):
         return value if isinstance(value, tf.Variable) else x
 
     def is_real_call(self, x: Tensor) -> bool:
-        return computing()
+        return is_computing()
 
     def is_single_value(self, x: Tensor) -> bool:
         return not inside(x)
@@ -203,18 +203,18 @@ class TensorflowModel(Model):
     """A function. While somebody wants to meet what it computes, compiled functions in it run as Python."""
 
     @contextmanager
-    def running(self, new: Mapping[str, Tensor], passage: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        if passage is None:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+        if capture is None:
             yield self.function
         else:
             with scope():
-                enter(passage.open())
+                enter(capture.open())
                 enter(unstaged())
-                enter(self._passing(passage))
+                enter(self._passing(capture))
                 yield self.function
 
-    def _passing(self, passage: CaptureLike) -> Any:
-        return watched((), None)
+    def _passing(self, capture: CaptureLike) -> Any:
+        return watch_layers((), None)
 
 
 class KerasModel(TensorflowModel):
@@ -226,29 +226,32 @@ class KerasModel(TensorflowModel):
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        self._root: Layer = root(function)
+        self._root: Layer = layer_of(function)
 
     @contextmanager
-    def running(self, new: Mapping[str, Tensor], passage: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         variables = [
-            (variable, new[name]) for name in new for _, variable in self.bearing(name) if variable is not None
+            (variable, x)
+            for name, x in replacements.items()
+            for _, variable in self.lookup(name)
+            if variable is not None
         ]
         with scope():
             for variable, value in variables:
                 defer(variable.assign, variable + 0)
                 variable.assign(value)
-            yield enter(super().running({}, passage))
+            yield enter(super().prepare({}, capture))
 
-    def held(self) -> Iterator[tuple[str, str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         return ((name, kind, variable._value) for name, kind, variable in self._variables())
 
     def layers(self) -> Iterator[str]:
         return (path for path, layer in self._layers() if path and not _is_input(layer))
 
-    def parts(self) -> Iterator[tuple[str, Layer]]:
+    def modules(self) -> Iterator[tuple[str, Layer]]:
         return self._layers()
 
-    def inputs(self) -> Mapping[str, Sequence[str]]:
+    def input_aliases(self) -> Mapping[str, Sequence[str]]:
         functional: Any = getattr(self._root, "_functional", None) or self._root
         structure = getattr(functional, "_inputs_struct", None)
         if structure is None or getattr(written(self.function), "__name__", "call") != "call":
@@ -259,7 +262,7 @@ class KerasModel(TensorflowModel):
             places[id(tensor)] += [f"inputs.{tensor.name}", f"inputs.{number}"]
         return {tensor.name: places[id(tensor)] for tensor in functional.inputs}
 
-    def bearing(self, name: str) -> list[tuple[str, Tensor | None]]:
+    def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         found = [(kind, variable) for other, kind, variable in self._variables() if other == name]
         found = found or [(kind, variable) for kind, variable in self._by_path(name)]
         called = [path for path in self.layers() if path == name]
@@ -284,7 +287,7 @@ class KerasModel(TensorflowModel):
                 for variable in variables:
                     if variable._value is not None and id(variable) not in seen:  # None until it is initialized
                         seen.add(id(variable))
-                        yield _joined(path, variable.name), kind, variable
+                        yield _join(path, variable.name), kind, variable
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
         """Every layer by its first path, the root by an empty one."""
@@ -295,11 +298,11 @@ class KerasModel(TensorflowModel):
                 seen.add(id(layer))
                 yield path, layer
                 for inner in layer._layers:
-                    yield from walk(inner, _joined(path, inner.name))
+                    yield from walk(inner, _join(path, inner.name))
 
         return walk(self._root, "")
 
-    def _passing(self, passage: CaptureLike) -> Any:
+    def _passing(self, capture: CaptureLike) -> Any:
         paths = {id(layer): path for path, layer in self._layers() if not _is_input(layer)}
         others: dict[int, Layer] = {}  # kept, so that no other gets the same id
 
@@ -308,16 +311,16 @@ class KerasModel(TensorflowModel):
                 others[id(layer)] = layer
                 paths.update({id(new): path for path, new in self._layers()})  # it may have been made in this run
             path = paths.get(id(layer))
-            if path and (passage.everything or path in passage.bases):
-                return passage.meet("activation", path, result)
+            if path and (capture.everything or path in capture.bases):
+                return capture.capture("activation", path, result)
             return result
 
-        return watched([layer for _, layer in self._layers()], passed)
+        return watch_layers([layer for _, layer in self._layers()], passed)
 
 
 def _is_input(layer: Layer) -> bool:
     return type(layer).__name__ == "InputLayer"
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name

@@ -34,7 +34,7 @@ from elementgrad._backends.tensorflow._compat import (
     uid,
 )
 from elementgrad._backends.tensorflow.explain_rules import TensorflowOp, account, differentiable
-from elementgrad._backends.tensorflow.names import root
+from elementgrad._backends.tensorflow.names import layer_of
 from elementgrad._backends.tensorflow.top import see_operations
 from elementgrad._cleanup import assign, enter, scope
 from elementgrad._explain.trace import Hint, Op, OpGraph
@@ -155,7 +155,7 @@ class TensorflowOpRecorder:
         """What went wrong in watching, and not in the code that is watched."""
         self._numbers: dict[int, int] = {}
         self._count = 0
-        self._root = root(function)
+        self._root = layer_of(function)
         self._entry = entry
         self.start = uid()
 
@@ -164,7 +164,7 @@ class TensorflowOpRecorder:
         """Watch this thread."""
         with scope():
             _patches.enter()
-            enter(names.entered())
+            enter(names.track_layer_calls())
             assign(_local, "watch", self)
             see_operations(self._saw)
             yield self
@@ -199,7 +199,7 @@ class TensorflowOpRecorder:
     @property
     def path(self) -> str:
         """Which layer of a model the code is in now."""
-        inside = names.calling()
+        inside = names.current_layers()
         return "/".join([layer.name for layer in inside if layer is not self._root])
 
     @_noting

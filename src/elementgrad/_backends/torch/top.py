@@ -47,7 +47,7 @@ def slopes(
         with scope():
             enter_modes()
             leaves = _stand_ins(model, parameters)
-        enter(model.running(leaves, None))
+        enter(model.prepare(leaves, None))
         with _unwritten(parameters):
             groups = _groups(leaves)
             before: list[float] = []

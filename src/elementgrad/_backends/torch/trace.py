@@ -36,7 +36,7 @@ from elementgrad._backends.torch._compat import (
 from elementgrad._backends.torch.contributions import kept
 from elementgrad._backends.torch.explain_ops import COPIES, Meter, Overwrite, TorchCall
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, freezes
-from elementgrad._backends.torch.names import TorchModel, unwrapped
+from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.record.calls import EXPORTS, aside, clock, name_of, outwards, watch, watchers, watching
 from elementgrad._cleanup import entered, scope
 from elementgrad._explain.trace import Hint, Op
@@ -297,7 +297,7 @@ class TorchOpRecorder:
             return
         if _scripted(module) and not any(map(_scripted, self._modules)):
             self._close("a scripted module", _tensors(args))
-        if not self._modules and id(unwrapped(module)) not in self._paths:
+        if not self._modules and id(unwrap(module)) not in self._paths:
             self._paths.update({id(inner): path for path, inner in TorchModel(module)._modules()})
         self._modules.append(module)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax._compat import dce_jaxpr
-from elementgrad._backends.jax.names import JaxModel, copied
+from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
 from elementgrad._backends.jax.sharding import put, settled
 from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, correlation, gathered, product, sliced, split
@@ -270,7 +270,7 @@ class JaxTrainer(FunctionalTrainer):
         self._params = params
         self._leaves: dict[str, list[PytreeLeaf]] = {}
         self._others: dict[str, str] = {}
-        for name, kind, array in JaxModel(params).held():
+        for name, kind, array in JaxModel(params).named_tensors():
             if kind == "parameter":
                 self._leaves.setdefault(name, []).append(PytreeLeaf(name, array))
             else:
@@ -387,7 +387,7 @@ class JaxTrainer(FunctionalTrainer):
             array = new[part.tensor.name]
             new[part.tensor.name] = put(array, part.positions, _cast(value, array.dtype, part.tensor.array))
         made = {number: new[part.tensor.name] for number, part in enumerate(parts)}
-        return copied(params, new), {
+        return copy_with(params, new), {
             number: array for number, array in made.items() if not isinstance(array, jax.core.Tracer)
         }
 
@@ -438,7 +438,7 @@ class JaxTrainer(FunctionalTrainer):
             return [self._patched(name, array, parts, values) for name, array in arrays.items()]
 
         def call(*new: Array) -> Any:
-            return loss(copied(params, dict(zip(arrays, new, strict=True))))
+            return loss(copy_with(params, dict(zip(arrays, new, strict=True))))
 
         homes = [list(arrays).index(part.tensor.name) for part in parts]
         return TracedLoss(call, list(arrays.values()), homes, patched, has_aux)
