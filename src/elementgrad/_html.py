@@ -17,7 +17,7 @@ ROWS = 60
 """Rows of a table; more are left out and counted."""
 
 
-def guarded(method: Callable[[Any], str]) -> Callable[[Any], str]:
+def never_raise(method: Callable[[Any], str]) -> Callable[[Any], str]:
     """A `_repr_html_` that shows something whatever happens: a notebook asks for it when nobody expects an error."""
 
     @wraps(method)
@@ -42,7 +42,7 @@ class Tabular:
     def __repr__(self) -> str:
         return table(self._rows())
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         return grid(self._rows())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elementgrad._cleanup import MISSING, Lock, defer, put_back, scope
+from elementgrad._cleanup import MISSING, Lock, defer, restore_attribute, scope
 
 Replace = Callable[[Any, str, Any], None]
 """Puts something else in the place of an attribute: owner, name, the new."""
@@ -33,7 +33,7 @@ class AttributePatch:
         """Have the attributes replaced until the innermost open scope is left."""
         user = object()
         defer(self._leave, of, user)
-        with self._lock.taken():
+        with self._lock.hold():
             active = self._active.setdefault(of, _Active())
             active.users.add(user)
             if not active.installed:
@@ -41,7 +41,7 @@ class AttributePatch:
                 active.installed = True
 
     def _leave(self, of: tuple[Hashable, ...], user: object) -> None:
-        with self._lock.taken():
+        with self._lock.hold():
             active = self._active.get(of)
             if active is None or user not in active.users:
                 return
@@ -67,5 +67,5 @@ class _Active:
     def restore(self) -> None:
         self.installed = False
         while self._originals:
-            put_back(*self._originals[-1])
+            restore_attribute(*self._originals[-1])
             self._originals.pop()

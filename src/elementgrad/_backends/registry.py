@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from elementgrad._backends.base import Backend
-from elementgrad._cleanup import guarded
+from elementgrad._cleanup import with_cleanup
 from elementgrad.errors import FrameworkError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ def register_compiler(keep: Callable[..., Any]) -> None:
 
 def not_compiled(function: Function) -> Function:
     """Mark a verb that compilers of Python code must not look into: it runs as it stands, and leaves nothing behind."""
-    return uncompiled(guarded(function))
+    return uncompiled(with_cleanup(function))
 
 
 def uncompiled(function: Function) -> Function:

@@ -235,14 +235,14 @@ def _opened(capture: Capture | None, here: Callable[[str], bool]) -> Iterator[No
 
 def _note_entry(entry: object) -> None:
     global _open_count
-    with _lock.taken():
+    with _lock.hold():
         _open_entries.add(entry)
         _open_count = len(_open_entries)
 
 
 def _forget_entry(entry: object) -> None:
     global _open_count
-    with _lock.taken():
+    with _lock.hold():
         _open_entries.discard(entry)
         _open_count = len(_open_entries)
 

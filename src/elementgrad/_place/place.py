@@ -12,7 +12,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._edit import edit
-from elementgrad._html import box, guarded
+from elementgrad._html import box, never_raise
 from elementgrad._names import pytree
 from elementgrad._place import grammar
 from elementgrad._place.index import Index, IndexArray, as_written, normalize, to_text
@@ -247,7 +247,7 @@ class Place(pytree.Leaf):
         write = "" if self._write is None else f" at write {self._write}"
         return f"<Place {self}{write} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         if self._backend is None:
             return box(str(self))

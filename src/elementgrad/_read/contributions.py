@@ -16,7 +16,7 @@ from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
-from elementgrad._html import grid, guarded
+from elementgrad._html import grid, never_raise
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._place.place import Place
 from elementgrad._read.api import NOTHING, Named, asks_for_zeros, parsed, parsed_target
@@ -87,7 +87,7 @@ class Shares(tuple[Share, ...]):
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         return "\n".join(f"{name:<{widths[0]}}  {where:<{widths[1]}}  {value}" for name, where, value in rows)
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         return grid([("operation", "line", "share"), *self._rows()])
 

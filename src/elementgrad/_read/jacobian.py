@@ -18,7 +18,7 @@ from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import backend_of, not_compiled
 from elementgrad._edit import edit
-from elementgrad._html import box, guarded
+from elementgrad._html import box, never_raise
 from elementgrad._names.call import BoundCall, Operand
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
@@ -302,7 +302,7 @@ class Jacobian(Whole, Sparse):
             f"{self._backend.name} {dtype}, shape {self.shape}, {to_text(size)} if dense>"
         )
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         head, *lines = repr(self)[1:-1].split(": ", 1)
         return box(head, lines)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elementgrad._backends.base import Backend
-from elementgrad._cleanup import contained
+from elementgrad._cleanup import close_scopes_after
 from elementgrad._optional import require
 from elementgrad._read.budget import default, hushed
 from elementgrad._read.jacobian import Jacobian
@@ -134,7 +134,7 @@ _lock = threading.Lock()
 """One block at a time: what a Jacobian learns of itself in a read is not made for several threads."""
 
 
-@contained
+@close_scopes_after
 def run(ticket: BlockTask) -> BlockResult:
     """Read a block; what the function raises is given back, so that it is told from a worker that was lost."""
     with hushed(), _lock:

@@ -20,7 +20,7 @@ from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.jax._compat import core
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxNames
-from elementgrad._cleanup import entered
+from elementgrad._cleanup import safe_context
 from elementgrad._edit.backend import EditBackend
 from elementgrad._place.selection import Selection
 
@@ -156,7 +156,7 @@ class JaxBackend(Backend):
             return jnp.asarray(x, dtype)
 
     def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
-        return entered(WIDE(True)) if dtype in ("float64", "complex128") else nullcontext()
+        return safe_context(WIDE(True)) if dtype in ("float64", "complex128") else nullcontext()
 
     def concat(self, parts: Sequence[Array]) -> Array:
         return jnp.concatenate(parts)
@@ -208,4 +208,4 @@ def _promises(selection: Selection) -> dict[str, Any]:
 
 
 backend = JaxBackend()
-_cleanup.on_entry(snapshot)
+_cleanup.register_snapshot(snapshot)

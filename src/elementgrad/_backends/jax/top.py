@@ -13,7 +13,7 @@ from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.topk import grouped
-from elementgrad._cleanup import entered
+from elementgrad._cleanup import safe_context
 from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError
 
@@ -62,7 +62,7 @@ def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[
     totals: Any = None
     for number in range(numbers.size):
         found = sweep(jnp.zeros_like(numbers).at[number].set(1))
-        with entered(wide(True)):
+        with safe_context(wide(True)):
             totals = _added([jnp.zeros(each.shape, jnp.float64) for each in found] if totals is None else totals, found)
     return totals
 

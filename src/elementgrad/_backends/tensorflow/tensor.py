@@ -295,4 +295,4 @@ def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
 
 
 backend = TensorflowBackend()
-_cleanup.on_entry(isolate.snapshot)
+_cleanup.register_snapshot(isolate.snapshot)

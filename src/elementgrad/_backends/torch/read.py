@@ -11,7 +11,7 @@ import torch
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.torch import autodiff, contributions
 from elementgrad._backends.torch.isolate import from_state, plainly
-from elementgrad._cleanup import entered
+from elementgrad._cleanup import safe_context
 from elementgrad._read.backend import Layout, ReadBackend
 from elementgrad._read.recorder import Recorder
 from elementgrad._sparsity.pattern import Pattern
@@ -60,7 +60,7 @@ class TorchRead(ReadBackend):
         starts, columns = (self.index(part.astype(np.int64), like) for part in (pattern.starts, pattern.columns))
 
         def by_rows(values: Tensor) -> Tensor:
-            with entered(warnings.catch_warnings()):
+            with safe_context(warnings.catch_warnings()):
                 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
                 return torch.sparse_csr_tensor(starts, columns, values, **options)
 

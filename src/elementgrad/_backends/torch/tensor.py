@@ -297,5 +297,5 @@ def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
 
 backend = TorchBackend()
 registry.register_compiler(in_graph)
-_cleanup.on_entry(isolate.snapshot_ambient_state)
+_cleanup.register_snapshot(isolate.snapshot_ambient_state)
 once_imported(lambda: setattr(TorchBackend, "call_uncompiled", torch.compiler.disable(TorchBackend.call_uncompiled)))

@@ -38,7 +38,7 @@ from elementgrad._backends.torch.explain_ops import COPIES, Meter, Overwrite, To
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, freezes
 from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.record.calls import EXPORTS, aside, clock, name_of, outwards, watch, watchers, watching
-from elementgrad._cleanup import entered, scope
+from elementgrad._cleanup import safe_context, scope
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
 
@@ -128,7 +128,7 @@ class LastRequest:
         """Read the .grad of a tensor for the user."""
         if not x.requires_grad or x.is_leaf or x.retains_grad:
             return func(x)
-        with entered(warnings.catch_warnings()):
+        with safe_context(warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # that it is no leaf is what will be said
             gradient = func(x)
         if gradient is None:

@@ -17,7 +17,7 @@ import torch._functorch.vmap
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import is_users, spelled
 from elementgrad._backends.torch._compat import _SingleLevelFunction
-from elementgrad._cleanup import assign, contained, push, scope
+from elementgrad._cleanup import assign, close_scopes_after, push, scope
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
@@ -242,7 +242,7 @@ def _install(replace: Replace) -> None:
 _watched = AttributePatch(_install)
 
 
-@contained
+@close_scopes_after
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     for watcher in watchers() if watching() else ():
@@ -257,7 +257,7 @@ def _run(watcher: FunctionWatcher, apply: Callable[..., Any], *args: Any, **kwar
 def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
     """What `torch.func` wraps a tensor with, given the stand-in of a recorded one."""
 
-    @contained
+    @close_scopes_after
     @wraps(original)
     def wrap(x: Any, *args: Any) -> Any:
         for watcher in reversed(watchers()) if watching() else ():
