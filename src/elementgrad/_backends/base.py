@@ -30,51 +30,50 @@ Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 """The dtypes of derivatives that NumPy has."""
-
-
 MODULES = {"read": "read", "explain": "explain", "train": "train.trainer", "top": "top"}
 """The module of each backend in which `implementation` implements the interface of a verb."""
 
 
 class DtypeRange(NamedTuple):
-    """The range of a dtype; of complex numbers, the range of their parts.
+    """The range of a dtype; for complex numbers, the range of their parts.
 
     >>> from elementgrad._backends.base import DtypeRange
     >>> import numpy as np
-    >>> limits = DtypeRange.of_floats(np.finfo(np.float16))
-    >>> limits.high, limits.hold(65519), limits.hold(65520)
+    >>> limits = DtypeRange.from_floats(np.finfo(np.float16))
+    >>> limits.high, limits.holds(65519), limits.holds(65520)
     (65504.0, True, False)
     """
 
     low: Any
     high: Any
     below: Any
-    """This number and all less do not fit. A float that rounds to the lowest does, so `low` itself does not tell."""
+    """The highest number that is too low. It is not next to `low`: a float just below `low` is rounded to it."""
     above: Any
+    """The lowest number that is too high."""
 
     @classmethod
-    def of_integers(cls, info: Any) -> "DtypeRange":
+    def from_integers(cls, info: Any) -> "DtypeRange":
         """Return the range that an `iinfo` describes."""
         low, high = int(info.min), int(info.max)
         return cls(low, high, low - 1, high + 1)
 
     @classmethod
-    def of_floats(cls, info: Any) -> "DtypeRange":
+    def from_floats(cls, info: Any) -> "DtypeRange":
         """Return the range that a `finfo` describes, whichever library it is of."""
         high = float(info.max)
-        # Half a step beyond the largest number is the first that rounds to infinity. The sum is exact as an int, which
-        # it has to be: of float64 it is no float.
+        # The first number that rounds to infinity is half a step beyond the largest. Their sum is an exact int, as
+        # for float64 it is no float.
         half = math.ldexp(float(info.eps), math.frexp(high)[1] - 2)
         above = int(high) + int(half) if half >= 1 else high + half
         return cls(-high, high, -above, above)
 
-    def hold(self, number: Any) -> bool:
-        """Return whether a finite number fits, rounded if need be."""
+    def holds(self, number: Any) -> bool:
+        """Return True if a finite number fits, rounded if need be."""
         return bool(self.below < number < self.above)
 
-    def contain(self, other: "DtypeRange") -> bool:
-        """Return whether all numbers of another dtype fit, so that none has to be looked at."""
-        return self.hold(other.low) and self.hold(other.high)
+    def contains(self, other: "DtypeRange") -> bool:
+        """Return True if all numbers of another dtype fit, so that none has to be looked at."""
+        return self.holds(other.low) and self.holds(other.high)
 
 
 class Backend(ABC):

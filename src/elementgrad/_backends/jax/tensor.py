@@ -109,7 +109,7 @@ class JaxBackend(Backend):
         return np.asarray(x) if here else None
 
     def dtype_range(self, x: Array) -> DtypeRange | None:
-        return _limits(x.dtype)
+        return _dtype_range(x.dtype)
 
     def cast(self, value: Any, like: Array) -> Array:
         return value.astype(like.dtype) if isinstance(value, Array) else jnp.asarray(value, like.dtype)
@@ -163,10 +163,10 @@ class JaxBackend(Backend):
 
 
 @cache
-def _limits(dtype: Any) -> DtypeRange | None:
+def _dtype_range(dtype: Any) -> DtypeRange | None:
     if jnp.issubdtype(dtype, jnp.inexact):
-        return DtypeRange.of_floats(jnp.finfo(dtype))
-    return DtypeRange.of_integers(jnp.iinfo(dtype)) if jnp.issubdtype(dtype, jnp.integer) else None
+        return DtypeRange.from_floats(jnp.finfo(dtype))
+    return DtypeRange.from_integers(jnp.iinfo(dtype)) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def _through(x: Array, keep: Callable[[Array], Array]) -> Array:

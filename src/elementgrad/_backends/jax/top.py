@@ -12,7 +12,7 @@ from elementgrad._backends import topk
 from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxModel, copy_with
-from elementgrad._backends.topk import grouped
+from elementgrad._backends.topk import group_by_size
 from elementgrad._cleanup import safe_context
 from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError
@@ -44,7 +44,7 @@ def slopes(
 
     linear = JaxLinearization(numbers, list(parameters.values()))
     reached = [name for number, name in enumerate(names) if number in linear.paths[0]]
-    for group in grouped({name: parameters[name].size for name in reached}) if reached else []:
+    for group in group_by_size({name: parameters[name].size for name in reached}) if reached else []:
         every = linear.sweeper(0, [names.index(name) for name in group])
         found = _squares(every, linear.outputs[0]) if squared else every(jnp.ones_like(linear.outputs[0]))
         for name in group:
@@ -54,7 +54,7 @@ def slopes(
 def largest(x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
     """Size and position of the elements that are largest in size; see `Backend.topk_abs`."""
     _require_values(x, "the tensor")
-    return topk.largest(_pieces(x), None if minus is None else _pieces(minus), count, floor)
+    return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
 def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[Array]:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._backends.source_location import spelled
+from elementgrad._backends.source_location import location_text
 from elementgrad._backends.tensorflow import explain_rules
 from elementgrad._backends.tensorflow.autodiff import again, passed_by, unstaged
 from elementgrad._backends.tensorflow.explain_rules import DECIDES, TensorflowOp, account
@@ -111,7 +111,7 @@ def _answer(asked: TapeRequest) -> LiveReport:
 
 def _line(error: Exception) -> str | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_line_of_user(frame.filename)]
-    return spelled(frames[-1].filename, frames[-1].lineno or 0) if frames else None
+    return location_text(frames[-1].filename, frames[-1].lineno or 0) if frames else None
 
 
 class TensorflowTrace(Trace):

@@ -196,7 +196,7 @@ class TensorflowBackend(Backend):
         return tf.get_static_value(tf.convert_to_tensor(x))
 
     def dtype_range(self, x: Tensor) -> DtypeRange | None:
-        return _limits(tf.as_dtype(x.dtype))
+        return _dtype_range(tf.as_dtype(x.dtype))
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         return tf.cast(value if tf.is_tensor(value) else np.asarray(value), like.dtype)  # a bare float is float32 here
@@ -256,10 +256,10 @@ class TensorflowBackend(Backend):
 
 
 @cache
-def _limits(dtype: tf.DType) -> DtypeRange | None:
+def _dtype_range(dtype: tf.DType) -> DtypeRange | None:
     if dtype.is_floating or dtype.is_complex:
-        return DtypeRange.of_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
-    return DtypeRange.of_integers(ml_dtypes.iinfo(dtype.as_numpy_dtype)) if dtype.is_integer else None
+        return DtypeRange.from_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
+    return DtypeRange.from_integers(ml_dtypes.iinfo(dtype.as_numpy_dtype)) if dtype.is_integer else None
 
 
 def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:

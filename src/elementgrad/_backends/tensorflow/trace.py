@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.source_location import is_users, spelled, verb_of
+from elementgrad._backends.source_location import is_user_code, location_text, verb_of
 from elementgrad._backends.tensorflow import explain_rules, names
 from elementgrad._backends.tensorflow._compat import (
     BaseResourceVariable,
@@ -191,7 +191,7 @@ class TensorflowOpRecorder:
         around: list[str] = []
         while frame is not None and frame.f_code is not self._entry:
             if is_line_of_user(frame.f_code.co_filename):
-                return spelled(frame.f_code.co_filename, frame.f_lineno), around
+                return location_text(frame.f_code.co_filename, frame.f_lineno), around
             around.append(verb_of(frame.f_code) or frame.f_code.co_name)
             frame = frame.f_back
         return None, around
@@ -316,7 +316,7 @@ def unwatched() -> Iterator[None]:
 @lru_cache(4096)
 def is_line_of_user(filename: str) -> bool:
     """Whether code in a file is the user's, and not what TensorFlow made of it."""
-    return AUTOGRAPH not in filename and is_users(filename, PACKAGES)
+    return AUTOGRAPH not in filename and is_user_code(filename, PACKAGES)
 
 
 def is_own(rule: Any) -> bool:

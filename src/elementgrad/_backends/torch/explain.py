@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_ops import Meter, Overwrite
 from elementgrad._backends.torch.explain_rules import (
@@ -126,7 +126,7 @@ class RefusedCall:
 def _line(error: BaseException) -> str | None:
     """The user's line that an error comes from."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [spelled(file, line) for file, line in frames if is_users(file, ["torch"])]
+    users = [location_text(file, line) for file, line in frames if is_user_code(file, ["torch"])]
     return users[-1] if users else None
 
 

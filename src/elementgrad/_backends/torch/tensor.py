@@ -165,7 +165,7 @@ class TorchBackend(Backend):
         return function(*args, **kwargs)  # `torch.compiler.disable` wraps this one below
 
     def dtype_range(self, x: Tensor) -> DtypeRange | None:
-        return _limits(x.dtype)
+        return _dtype_range(x.dtype)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         if isinstance(value, Tensor):
@@ -265,11 +265,11 @@ def _straight_through(value: Tensor, surrogate: Tensor) -> Tensor:
 
 
 @cache
-def _limits(dtype: torch.dtype) -> DtypeRange | None:
+def _dtype_range(dtype: torch.dtype) -> DtypeRange | None:
     try:
         if dtype.is_floating_point or dtype.is_complex:
-            return DtypeRange.of_floats(torch.finfo(dtype))
-        return DtypeRange.of_integers(torch.iinfo(dtype))
+            return DtypeRange.from_floats(torch.finfo(dtype))
+        return DtypeRange.from_integers(torch.iinfo(dtype))
     except TypeError:  # booleans, and bits without a meaning
         return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elementgrad._backends.topk import grouped
+from elementgrad._backends.topk import group_by_size
 from elementgrad._backends.torch.autodiff import call_plainly
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
@@ -123,7 +123,7 @@ def _stand_ins(model: TorchModel, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    found = grouped({name: leaf.numel() for name, leaf in leaves.items()})
+    found = group_by_size({name: leaf.numel() for name, leaf in leaves.items()})
     return [{name: leaves[name] for name in names} for names in found]
 
 

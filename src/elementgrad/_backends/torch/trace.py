@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.source_location import spelled, verb_of
+from elementgrad._backends.source_location import location_text, verb_of
 from elementgrad._backends.torch import explain_ops
 from elementgrad._backends.torch._compat import (
     _global_forward_hooks,
@@ -71,7 +71,7 @@ def caller() -> Caller:
     for frame in outwards(sys._getframe(1)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         called = verb_of(frame.f_code) or (_of_torch(file, name) if name in CALLED else None) or called
-    return Caller(spelled(frame.f_code.co_filename, frame.f_lineno), called)
+    return Caller(location_text(frame.f_code.co_filename, frame.f_lineno), called)
 
 
 def _of_torch(file: str, name: str) -> str | None:

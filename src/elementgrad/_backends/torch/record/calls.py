@@ -15,7 +15,7 @@ import torch._functorch.eager_transforms
 import torch._functorch.vmap
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch._compat import _SingleLevelFunction
 from elementgrad._cleanup import assign, close_scopes_after, push, scope
 from elementgrad._names import pytree
@@ -138,7 +138,7 @@ def note_line(node: Any, start: int, where: str | None) -> str | None:
 def user_line() -> str:
     """The line, as `file.py:12`, of the nearest caller outside PyTorch and this library."""
     *_, frame = outwards(sys._getframe(1))
-    return spelled(frame.f_code.co_filename, frame.f_lineno)
+    return location_text(frame.f_code.co_filename, frame.f_lineno)
 
 
 def outwards(frame: Any) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def outwards(frame: Any) -> Iterator[Any]:
 
 @lru_cache(4096)
 def _is_users(filename: str) -> bool:
-    return is_users(filename, ("torch",))
+    return is_user_code(filename, ("torch",))
 
 
 class TensorSet:
