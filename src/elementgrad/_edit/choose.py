@@ -69,7 +69,8 @@ def _align(backend: Backend, shape: tuple[Any, ...], logits: Tensor, axis: int) 
     )
     if not fits or (aligned[axis] != shape[axis] and None not in (aligned[axis], shape[axis])):
         raise BroadcastError(
-            f"logits of shape {logits_shape} do not fit x of shape {tuple(shape)} along axis {axis}; give one per element"
+            f"logits of shape {logits_shape} do not fit x of shape {tuple(shape)} along axis {axis}; "
+            "give one per element"
         )
     if aligned == logits_shape:
         return axis, logits
