@@ -1,4 +1,4 @@
-"""The names inside a JAX module: the arrays of a callable that is a pytree, by their paths; runs on copies of it."""
+"""Names in a JAX module: the arrays of a callable that is a pytree, by their paths. It runs on copies of itself."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Node
 
 Array = jax.Array
 BOX = ["value"]
-"""The only key of what holds an array under a name of its own: `nnx.Param`, `nn.Partitioned`."""
+"""The only key of a box around one array: `nnx.Param`, `nn.Partitioned`. The array has the name of the box."""
 
 
 def flatten_node(value: Any) -> Node | None:
-    """The keys and contents of any node of a pytree but JAX's basic ones, and how to put others in."""
+    """Return one level of any node of a pytree but tuples, lists and dicts."""
     if value is None or isinstance(value, (tuple, list, dict)):
         return None
     branches, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda other: other is not value)
@@ -64,32 +64,32 @@ class JaxModel(Model):
 
 
 class CopyingFunction:
-    """A function that runs on copies of all that a run could write to, made when it is called; JAX's configuration is
-    as before afterwards.
+    """A function that runs on copies of all that it could write to.
 
-    They are made inside whatever transformation calls it: there alone may a module of flax NNX be written to.
+    The copies are made when it is called, inside of the transformation that calls it: only there may a module of flax
+    NNX be written to.
     """
 
-    def __init__(self, function: Callable[..., Any], new: Mapping[str, Array] | None = None):
+    def __init__(self, function: Callable[..., Any], replacements: Mapping[str, Array] | None = None):
         self._function = function
-        self._new = new or {}
+        self._replacements = replacements or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[int, tuple[Any, Any]] = {}
-        function = _copy(self._function, (), self._new, seen)
+        function = _copy(self._function, (), self._replacements, seen)
         args, kwargs = _copy((args, kwargs), (), {}, seen)
         return function(*args, **kwargs)
 
 
-def copy_with(value: Any, new: Mapping[str, Array]) -> Any:
-    """The same value around copies of what can be written to, with some arrays replaced by their names."""
-    return _copy(value, (), new, {})
+def copy_with(value: Any, replacements: Mapping[str, Array]) -> Any:
+    """Return a value with copies of all that can be written to, and with the arrays of some names replaced."""
+    return _copy(value, (), replacements, {})
 
 
 def _find_arrays(
     value: Any, path: tuple[str, ...], kind: str, seen: set[int]
 ) -> Iterator[tuple[tuple[str, ...], str, Array]]:
-    """All arrays by their first paths: a part that two others share, and that can be written to, is one."""
+    """Yield path, kind and array; an object that two others share, and that can be written to, is visited once."""
     if is_array(value):
         yield path, kind, value
         return
@@ -103,10 +103,11 @@ def _find_arrays(
         yield from _find_arrays(branch, path if key is None else (*path, str(key)), kind, seen)
 
 
-def _copy(value: Any, path: tuple[str, ...], new: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]) -> Any:
-    """The same value around copies of what can be written to, with some arrays replaced by their paths."""
+def _copy(
+    value: Any, path: tuple[str, ...], replacements: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]
+) -> Any:
     if is_array(value):
-        return new.get(".".join(path), value) if new else value
+        return replacements.get(".".join(path), value) if replacements else value
     if id(value) in seen:
         return seen[id(value)][1]
     node = _flatten(value)
@@ -114,11 +115,11 @@ def _copy(value: Any, path: tuple[str, ...], new: Mapping[str, Array], seen: dic
         return value
     keys, branches, rebuild = node
     entries = [
-        _copy(branch, path if key is None else (*path, str(key)), new, seen)
+        _copy(branch, path if key is None else (*path, str(key)), replacements, seen)
         for key, branch in zip(keys, branches, strict=True)
     ]
     if _is_writable(value):
-        seen[id(value)] = value, rebuild(entries)  # the value too, so that no other gets its id
+        seen[id(value)] = value, rebuild(entries)  # the value too, so that no other object gets its id
         return seen[id(value)][1]
     changed = any(entry is not branch for entry, branch in zip(entries, branches, strict=True))
     return rebuild(entries) if changed else value
@@ -134,13 +135,13 @@ def _flatten(value: Any) -> Node | None:
 
 
 def _flatten_partial(value: partial) -> Node:
-    """The function, whose names are its own, and the arguments by the names of its parameters."""
+    """Return the function under an empty key, and the arguments by the names of its parameters."""
     try:
         parameters = list(inspect.signature(value.func).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     names = [parameter.name for parameter in parameters if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
-    names = names[: len(value.args)] + [f"args.{number}" for number in range(len(names), len(value.args))]
+    names = names[: len(value.args)] + [f"args.{index}" for index in range(len(names), len(value.args))]
     count = 1 + len(names)
 
     def rebuild(entries: Sequence[Any]) -> partial:
@@ -151,13 +152,13 @@ def _flatten_partial(value: partial) -> Node:
 
 
 def _is_writable(value: Any) -> bool:
-    """Whether a run could write to it: a module of NNX to its statistics and counters, for one."""
+    """Return True if a run could write to an object, as to the statistics and counters of an NNX module."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     return not (parameters is not None and parameters.frozen) and flatten_node(value) is not None
 
 
 def _variable_kind(value: Any) -> str | None:
-    """What an array inside of a variable of flax NNX is."""
+    """Return the kind of the arrays inside a variable of flax NNX; None for another object."""
     names = [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("flax.nnx")]
     return None if "Variable" not in names else "parameter" if "Param" in names else "buffer"
 

@@ -1,4 +1,4 @@
-"""The names inside a PyTorch module: its submodules, parameters and buffers, whatever wraps it left out."""
+"""Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,20 +17,16 @@ from elementgrad._names.backend import CaptureLike, Model, NamesBackend
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
-WRAPPERS = ("module", "_orig_mod")
-"""What a wrapper of PyTorch's calls the module that it wraps: `DataParallel`, `AveragedModel`, `torch.compile`."""
-WRAPPED = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
-"""Where PyTorch keeps its wrappers."""
-KEPT_BY_KERAS = "._torch_params"
-"""Where a layer of Keras keeps parameters that it does not read from there, if its backend is PyTorch."""
+WRAPPED = ("module", "_orig_mod")
+"""The attributes in which a wrapper of PyTorch keeps the wrapped module: `DataParallel`, `torch.compile`, ..."""
+WRAPPERS = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
+"""The packages of these wrappers."""
+KERAS_PARAMETERS = "._torch_params"
+"""The submodule in which a Keras layer on PyTorch keeps parameters, from where it does not read them."""
 _locks: WeakKeyDictionary[Module, Lock] = WeakKeyDictionary()
-_originals: dict[int, Tensor] = {}  # what stands in for a tensor of a model, in whichever thread, and that tensor
-
-
-def module_of(function: Any) -> Module | None:
-    """The module that a function is, or is a method of; scripted ones are closed."""
-    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, Module) and not isinstance(owner, torch.jit.ScriptModule) else None
+_originals: dict[
+    int, Tensor
+] = {}  # the tensors of models that are replaced in any thread, by the id of what replaces them
 
 
 class TorchNames(NamesBackend):
@@ -72,27 +68,27 @@ class TorchModel(Model):
         return self._modules()
 
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
-        found: list[tuple[str, Tensor | None]] = []
         if self._root is None:
-            return found
+            return []
+        matches: list[tuple[str, Tensor | None]] = []
         above, _, last = name.rpartition(".")
         module = self._find(above)
-        if above.endswith(KEPT_BY_KERAS):
-            require_keras_on_tensorflow(self._find(above.removesuffix(KEPT_BY_KERAS)))
+        if above.endswith(KERAS_PARAMETERS):
+            require_keras_on_tensorflow(self._find(above.removesuffix(KERAS_PARAMETERS)))
         if module is not None:
-            found += [
+            matches += [
                 (kind, _original(tensors[last]))
                 for kind, tensors in _tensors_of(module)
                 if tensors.get(last) is not None
             ]
-        return found + ([("activation", None)] if self._find(name) is not None else [])
+        return matches + ([("activation", None)] if self._find(name) is not None else [])
 
     @contextmanager
     def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         with scope():
             if capture is not None:
                 enter(capture.open())
-                for path, module in self._watched(capture):
+                for path, module in self._captured_modules(capture):
                     add_hook(module._forward_hooks, partial(_capture_result, capture, path))
             if replacements:
                 tensors = {name: self.lookup(name)[0][1] for name in replacements}
@@ -101,7 +97,7 @@ class TorchModel(Model):
                 self._replace(list(zip(tensors.values(), replacements.values(), strict=True)))
             yield self.function
 
-    def _watched(self, capture: CaptureLike) -> Iterator[tuple[str, Module]]:
+    def _captured_modules(self, capture: CaptureLike) -> Iterator[tuple[str, Module]]:
         if capture.everything:
             yield from ((path, module) for path, module in self._modules() if path)
         for name in capture.bases:
@@ -110,10 +106,10 @@ class TorchModel(Model):
                 yield name, module
 
     def _replace(self, new: Sequence[tuple[Any, Tensor]]) -> None:
-        """Put other tensors in the place of some until the scope is left, wherever modules share them.
+        """Replace tensors until the scope is left, in all modules that share them.
 
-        What modules note about them is put back too. One thread at a time: the first to come back would leave the
-        second one's tensors in the model.
+        Attributes that modules derive from them are restored too. One thread at a time: the first to restore would
+        leave the tensors of the second in the model.
         """
         if self._root is not None:
             _locks.setdefault(self._root, Lock()).take()
@@ -128,7 +124,7 @@ class TorchModel(Model):
                     tensors.update(here)  # type: ignore[arg-type]
 
     def _modules(self) -> Iterator[tuple[str, Module]]:
-        """Every module by its first path, the root by an empty one."""
+        """Yield every module by its first path, the root by an empty one."""
         seen: set[int] = set()
 
         def walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
@@ -150,6 +146,12 @@ class TorchModel(Model):
         return module
 
 
+def module_of(function: Any) -> Module | None:
+    """Return the module that a function is, or is a method of; None for scripted ones, which hide their contents."""
+    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, Module) and not isinstance(owner, torch.jit.ScriptModule) else None
+
+
 def _restore_module(module: Module, tensors: Any, before: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
     tensors.update(before)
     restore_attributes(module, attributes)
@@ -161,24 +163,23 @@ def _forget_originals(others: Sequence[int]) -> None:
 
 
 def unwrap(module: Module) -> Module:
-    """The module inside of PyTorch's wrappers."""
-    while type(module).__module__.startswith(WRAPPED) and list(module._modules) in ([name] for name in WRAPPERS):
+    """Return the module inside of PyTorch's wrappers."""
+    while type(module).__module__.startswith(WRAPPERS) and list(module._modules) in ([name] for name in WRAPPED):
         module = next(iter(module._modules.values()))  # type: ignore[assignment]
     return module
 
 
 def _tensors_of(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    """What a module holds, without the leaves of elements that train: those are elements of parameters."""
+    """Return parameters and buffers of a module, without the leaves of elements that train."""
     trained = module.__dict__.get("_trained")
-    held: Mapping[str, Any] = module._parameters
+    parameters: Mapping[str, Any] = module._parameters
     if trained:
         leaves = {key for use in trained.values() for key in use.weight.keys}
-        held = {name: tensor for name, tensor in held.items() if name not in leaves}
-    return ("parameter", held), ("buffer", module._buffers)
+        parameters = {name: tensor for name, tensor in parameters.items() if name not in leaves}
+    return ("parameter", parameters), ("buffer", module._buffers)
 
 
 def _original(tensor: Any) -> Any:
-    """A tensor of a model, though another may stand in for it in a thread that reads now."""
     return _originals.get(id(tensor), tensor)
 
 
@@ -187,5 +188,5 @@ def _join(path: str, name: str) -> str:
 
 
 def _capture_result(capture: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
-    passed = capture.capture("activation", path, result) if capture.active else result
-    return None if passed is result else passed
+    new = capture.capture("activation", path, result) if capture.active else result
+    return None if new is result else new
