@@ -108,7 +108,10 @@ def import_rows() -> Iterator[Row]:
     yield Row("import elementgrad", importing("elementgrad"), importing("numpy"), "import numpy", IMPORT_BOUND)
     yield Row(
         "import elementgrad._place.place",
-        importing("elementgrad._place.place"), importing("numpy"), "import numpy", IMPORT_BOUND
+        importing("elementgrad._place.place"),
+        importing("numpy"),
+        "import numpy",
+        IMPORT_BOUND,
     )
 
 

@@ -1,6 +1,6 @@
 """Gradients, one element at a time: read, explain, edit and train single elements of any tensor.
 
-Importing elementgrad imports no framework; public names are resolved when they are first used.
+Importing elementgrad imports no framework: public names are resolved when they are first used.
 """
 
 from importlib import import_module
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "at": "_place.place",
     "check": "_explain.check",
     "choose": "_edit.choose",
@@ -112,13 +112,13 @@ _HOMES = {
     "UnconnectedError": "errors",
     "WorkerError": "errors",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'elementgrad' has no attribute {name!r}")
-    value = getattr(import_module(f"elementgrad.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"elementgrad.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,13 +1,13 @@
-"""Clean-up that an interrupt cannot skip.
+"""Clean-up that Ctrl-C cannot skip.
 
-Ctrl-C is an exception that can be raised between any two instructions, also in a `finally`, in an `__exit__`, or on the
-way from a `with` to its body. So whatever changes something of the user's or of a framework's registers first what
-undoes it (`defer`), and changes it then. What is registered belongs to the innermost open scope of the thread. Leaving
-a scope undoes all that was registered in it, and in scopes inside of it that an interrupt left open, latest first. The
-outermost scope is that of the public verb (`guarded`).
+Ctrl-C is an exception that can be raised between any two instructions: in a `finally`, in an `__exit__`, or on the way
+from a `with` to its body. So code that changes something of the user or of a framework first registers the undo
+(`defer`), and then makes the change. The undo belongs to the innermost open scope of the thread. Leaving a scope runs
+all undos that were registered in it, and in scopes inside of it that an interrupt left open, the latest first. The
+outermost scope is that of the public verb (`with_cleanup`).
 
-One rule makes this work: an undo is idempotent. One that was interrupted runs again from its start, and one whose
-change never happened does no harm. Where several calls must all happen or none, they are made `atomically`.
+This works because every undo is idempotent: one that was interrupted runs again from its start, and one whose change
+never happened does no harm. Where several changes must all happen or none, they are made by `call_atomically`.
 """
 
 import io
@@ -26,7 +26,7 @@ Undos = list[Callable[[], object]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Value = TypeVar("Value")
 Snapshot = Callable[[], Callable[[], None]]
-"""Notes the state of a framework in this thread, and returns an undo that puts it back."""
+"""Takes a snapshot of the state of a framework in this thread, and returns a function that restores it."""
 MISSING = object()
 _snapshots: list[Snapshot] = []
 
@@ -34,15 +34,15 @@ _snapshots: list[Snapshot] = []
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.scopes: list[scope] = []
-        self.held: list[tuple[weakref.ref[Any], Undos]] = []
-        """What blocks of code of the user's changed, and the objects that undo it when the blocks end."""
+        self.owned: list[tuple[weakref.ref[Any], Undos]] = []
+        """Undos of `OwnedUndos`, each with the object that runs them when the user's block ends."""
 
 
 _thread = _Thread()
 
 
 class scope:  # noqa: N801
-    """A block of code that undoes what was registered in it when it is left, however it is left.
+    """A block of code that runs the undos registered in it when it is left, however it is left.
 
     >>> from elementgrad._cleanup import defer, scope
     >>> with scope():
@@ -63,23 +63,23 @@ class scope:  # noqa: N801
         self.close()
 
     def undo(self) -> None:
-        """Undo what was registered in this scope alone."""
+        """Run the undos of this scope alone."""
         undo_all(self.undos)
 
     def close(self) -> None:
-        """Undo what was registered since this scope was entered; a scope that was left already has nothing."""
+        """Run all undos registered since this scope was entered; none if it was left already."""
         # A generator that an interrupt left behind closes its scope when it is collected, which may be long after the
         # scopes around it have, in the middle of another verb, or in another thread.
         scopes = _thread.scopes
         if scopes and scopes[-1] is self and not self.undos and type(self).undo is scope.undo:
-            scopes.pop()  # the usual case, for which every sweep waits
+            scopes.pop()  # the usual case, kept fast as every sweep has scopes
             return
         raised: BaseException | None = None
         while self in scopes:
             try:
                 scopes[-1].undo()
             except (KeyboardInterrupt, SystemExit) as error:
-                raised = error  # held back, until this is done again
+                raised = error  # raised at the end; the undos run again first
                 continue
             except BaseException as error:
                 raised = raised or error
@@ -88,11 +88,11 @@ class scope:  # noqa: N801
             try:
                 raise raised
             finally:
-                del raised  # or it and this frame would keep each other, and the user's tensors with them
+                del raised  # or it and this frame would keep each other alive, and the user's tensors with them
 
 
 def undo_all(undos: Undos) -> None:
-    """Run undos, latest first, and remove them; what one of them raises is raised when all have run."""
+    """Run undos, the latest first, and remove them; an error of one of them is raised when all have run."""
     if not undos:
         return
     scopes = _thread.scopes
@@ -102,7 +102,9 @@ def undo_all(undos: Undos) -> None:
         try:
             undos[-1]()
         except (KeyboardInterrupt, SystemExit) as error:
-            raised = error  # held back; the undo that it hit runs again, after the scopes that it was in are left
+            raised = (
+                error  # raised at the end; the undo that it hit runs again, once the scopes inside of it are closed
+            )
             for inner in scopes[height : height + 1]:
                 inner.close()
             continue
@@ -116,10 +118,10 @@ def undo_all(undos: Undos) -> None:
             del raised
 
 
-def atomically(*steps: "partial[Any]") -> list[Any]:
-    """Call functions that are written in C one after the other, so that no interrupt comes between them.
+def call_atomically(*steps: "partial[Any]") -> list[Any]:
+    """Call functions that are written in C one after the other, with no interrupt between them.
 
-    Python looks for signals between instructions of its own, and while this loop runs there are none.
+    Python handles signals between bytecode instructions, and this loop runs in C.
     """
     return list(map(partial.__call__, steps))
 
@@ -131,12 +133,12 @@ def defer(undo: Callable[..., object], *arguments: Any) -> None:
 
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute until the innermost open scope is left."""
-    defer(put_back, owner, name, vars(owner).get(name, MISSING))
+    defer(restore_attribute, owner, name, vars(owner).get(name, MISSING))
     setattr(owner, name, value)
 
 
-def put_back(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute its former value; `MISSING` if its owner had none of its own."""
+def restore_attribute(owner: Any, name: str, value: Any) -> None:
+    """Give an attribute its former value, or remove it if that is `MISSING`."""
     if value is not MISSING:
         setattr(owner, name, value)
     elif name in vars(owner):
@@ -156,7 +158,7 @@ def _remove(owner: Any, name: str, item: Any) -> None:
 def enter(manager: AbstractContextManager[Value]) -> Value:
     """Enter a context until the innermost open scope is left.
 
-    A `with` statement would not do: an interrupt between its body and `__exit__` skips the latter.
+    A `with` statement is not enough: an interrupt between its body and `__exit__` skips the latter.
     """
     context = _Context(manager)
     _thread.scopes[-1].undos.append(context.leave)
@@ -164,7 +166,7 @@ def enter(manager: AbstractContextManager[Value]) -> Value:
 
 
 class _Context:
-    """A context manager that is left once, if it was entered."""
+    """A context manager that is exited once, if it was entered."""
 
     __slots__ = ("_inside", "_manager")
 
@@ -172,7 +174,7 @@ class _Context:
         self._manager = manager
         self._inside = False
 
-    # The call and the note that it happened are one statement each, so that no interrupt comes between them.
+    # The call and the flag that records it are one statement each, so that no interrupt comes between them.
     def enter(self) -> Any:
         value, self._inside = self._manager.__enter__(), True
         return value
@@ -180,7 +182,7 @@ class _Context:
     def leave(self) -> None:
         if self._inside:
             self._inside = bool(self._manager.__exit__(None, None, None)) and False
-        else:  # a generator that was interrupted on its way back has done its part; one that ended has nothing to do
+        else:  # an interrupt came between the generator's part and the flag; closing one that ended does nothing
             generator = getattr(self._manager, "gen", None)
             if generator is not None:
                 generator.close()
@@ -189,11 +191,12 @@ class _Context:
 _MANAGED = (_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__)
 
 
-def finish_blocks(error: BaseException | None) -> None:
-    """Finish the generators of `with` statements that an interrupt kept from calling them again.
+def close_generators(error: BaseException | None) -> None:
+    """Close the generators of `@contextmanager` blocks whose end an interrupt skipped.
 
-    The interrupt has them in its traceback. They would go on when that is forgotten, and undo what they did after all
-    else is undone: PyTorch so takes a mode off for a moment, and would put it back when the mode was left.
+    They are in the traceback of the interrupt. Without this they would end when the traceback is freed, and restore
+    something after all else is undone: PyTorch takes a mode off for a moment in such a block, and would put it back
+    after the mode was left.
     """
     while error is not None:
         trace = error.__traceback__
@@ -205,8 +208,8 @@ def finish_blocks(error: BaseException | None) -> None:
         error = error.__context__
 
 
-class entered(scope):  # noqa: N801
-    """Be in a context in a block of code, which is left also where a `with` on the context itself would not be."""
+class safe_context(scope):  # noqa: N801
+    """A `with` block on a context manager whose `__exit__` no interrupt can skip."""
 
     __slots__ = ("_manager",)
 
@@ -219,10 +222,10 @@ class entered(scope):  # noqa: N801
 
 
 class Lock:
-    """A lock that no interrupt can leave taken: what takes it says so by one atomic operation, and the undo looks.
+    """A re-entrant lock that no interrupt can leave locked.
 
-    A thread that has it may take it again. Others wait by looking now and then, as it is taken for moments, or by
-    threads that have a model to themselves.
+    Taking it and recording its holder are one atomic operation (`dict.setdefault`), and the undo checks the holder.
+    Other threads poll: the lock is held for moments, or by a thread that has a model to itself.
     """
 
     def __init__(self) -> None:
@@ -231,18 +234,18 @@ class Lock:
     def take(self) -> None:
         """Take the lock until the innermost open scope is left."""
         me = _Holder(threading.get_ident())
-        defer(self._give_back, me)
+        defer(self._release, me)
         while True:
             holder = self._holder.setdefault("holder", me)
             if holder.thread == me.thread:
                 return
             time.sleep(0.0002)
 
-    def taken(self) -> "taken":
-        """Return a block of code that has the lock."""
-        return taken(self)
+    def hold(self) -> "_LockScope":
+        """Return a `with` block that holds the lock."""
+        return _LockScope(self)
 
-    def _give_back(self, me: "_Holder") -> None:
+    def _release(self, me: "_Holder") -> None:
         if self._holder.get("holder") is me:
             del self._holder["holder"]
 
@@ -252,9 +255,7 @@ class _Holder:
     thread: int
 
 
-class taken(scope):  # noqa: N801
-    """A block of code that has a lock."""
-
+class _LockScope(scope):
     __slots__ = ("_lock",)
 
     def __init__(self, lock: Lock):
@@ -265,95 +266,94 @@ class taken(scope):  # noqa: N801
         self._lock.take()
 
 
-class Held:
-    """What a `committed` verb registered, for an object that undoes it later: a recording when its block ends."""
+class OwnedUndos:
+    """The undos of a `with_rollback` verb whose changes last until an object ends them: a recording and its block."""
 
     def __init__(self) -> None:
         self._undos: list[Undos] = []
         self._thread = threading.get_ident()
 
-    def hold(self, owner: object) -> None:
-        """Take what is registered with the innermost open scope, now and later.
+    def adopt(self, owner: object) -> None:
+        """Take over what is registered with the innermost open scope, now and later.
 
-        If several interrupts in a row keep a block from undoing it, its owner does so when it dies (`give_up`). If that
-        is interrupted too, or happens in another thread, the next verb of this thread does.
+        If several interrupts in a row keep the block from running these undos, the owner does so in its `__del__`
+        (`undo_in_thread`). If that is interrupted too, or happens in another thread, the next verb of this thread does.
         """
         undos = _thread.scopes[-1].undos
         self._thread = threading.get_ident()
         self._undos.append(undos)
-        _thread.held.append((weakref.ref(owner), undos))
+        _thread.owned.append((weakref.ref(owner), undos))
 
     def undo(self) -> None:
-        """Undo what was registered."""
         for undos in self._undos:
             undo_all(undos)
 
-    def give_up(self) -> None:
-        """Undo what is left, unless this is another thread: modes can be left in the thread alone that is in them."""
+    def undo_in_thread(self) -> None:
+        """Run the remaining undos, unless in another thread: a mode can be left only in the thread that is in it."""
         if self._thread == threading.get_ident():
             self.undo()
 
 
-class at_end:  # noqa: N801
-    """The `__exit__` of a class whose instances have something `Held`.
+class InterruptSafeExit:
+    """The `__exit__` of a class whose instances have `OwnedUndos` in `_undos`.
 
-    A `with` statement looks it up before it enters, and calls what it found: a method that is written in C.
+    A `with` statement looks it up before it enters, and gets a method that is written in C.
     """
 
     def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., None]:
-        return _exit if owner is None else _End(owner).__exit__
+        return _exit if owner is None else _BlockEnd(owner).__exit__
 
 
 def _exit(owner: Any, *error: Any) -> None:
-    """End a block, for those who look the method up in the class, as `contextlib.ExitStack` does."""
-    owner._held.undo()
+    # For those that look the method up in the class, as `contextlib.ExitStack` does.
+    owner._undos.undo()
 
 
-class _End(io.IOBase):
-    """The end of a block, which no interrupt can skip.
+class _BlockEnd(io.IOBase):
+    """The end of a block that no interrupt can skip.
 
     An `__exit__` that is written in Python can be interrupted at its first instruction, before any `try` in it, and
-    nothing would call it again. That of a file is written in C. It calls `close`, which here goes to a generator that
-    waits inside of a `try`, so that there is no instruction which an interrupt could hit before.
+    nothing would call it again. The `__exit__` of a file is written in C and calls `close`. That goes here to a
+    generator which waits inside of a `try`, so that there is no instruction before it for an interrupt to hit.
     """
 
-    closed = True  # or it would be closed when it dies, also if somebody but looked at the method
+    closed = True  # or `close` would run when it is freed, also after a mere lookup of the method
 
     def __init__(self, owner: Any):
-        self._owner = owner  # which may have no other name during its block
+        self._owner = owner  # kept alive during its block, where it may have no other reference
         ended: list[bool] = []
-        generator = _undone(owner._held, ended)
+        generator = _undo_at_close(owner._undos, ended)
         next(generator)
         steps = map(partial.__call__, [partial(ended.append, True), partial(generator.close)])
         returned: list[Any] = []
         self.close = partial(returned.extend, steps)  # type: ignore[method-assign]
 
 
-def _undone(held: Held, ended: list[bool]) -> Generator[None, None, None]:
+def _undo_at_close(owned: OwnedUndos, ended: list[bool]) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        if ended:  # and not only forgotten
+        if ended:  # and not only freed
             try:
-                held.undo()
-            finally:  # once more, as an interrupt may have come first; what is done already is not done again
-                held.undo()
+                owned.undo()
+            finally:  # once more, as an interrupt may have come first; undos that have run are gone
+                owned.undo()
 
 
-def on_entry(snapshot: Snapshot) -> None:
-    """For a framework that has modes in each thread: have every verb leave them as it found them."""
+def register_snapshot(snapshot: Snapshot) -> None:
+    """Have every verb restore what a framework keeps for each thread, such as its modes."""
     _snapshots.append(snapshot)
 
 
-def guarded(function: Function) -> Function:
-    """Mark a public verb: all that it changes is undone when it returns or raises, whatever interrupts it."""
+def with_cleanup(function: Function) -> Function:
+    """Decorate a public verb: all that it changes is undone when it returns or raises, whatever interrupts it."""
 
     @wraps(function)
-    def verb(*arguments: Any, **options: Any) -> Any:
+    def verb(*args: Any, **kwargs: Any) -> Any:
         block = _Verb()
         try:
             with block:
-                return function(*arguments, **options)
+                return function(*args, **kwargs)
         finally:  # once more, as an interrupt may have skipped the end of the block
             block.close()
 
@@ -361,16 +361,16 @@ def guarded(function: Function) -> Function:
     return cast(Function, verb)
 
 
-def committed(function: Function) -> Function:
-    """Mark a public verb whose changes are to stay: what it registers is undone only if it does not return.
+def with_rollback(function: Function) -> Function:
+    """Decorate a public verb whose changes last: what it registers is undone only if it does not return.
 
-    The result is all that the caller has in hand to take the changes back with. So nothing may come between the moment
-    at which they are final, which is the removal of the scope, and the return. Both stand on one line and neither is a
-    call, after which alone Python looks for interrupts; for the same reason this is the outermost decorator.
+    The caller can take the changes back only through the result. So no interrupt may come between the moment at which
+    the changes become final, which is the removal of the scope, and the return. Both stand on one line and neither is a
+    call, after which alone Python handles interrupts; for the same reason this is the outermost decorator.
     """
 
     @wraps(function)
-    def verb(*arguments: Any, **options: Any) -> Any:
+    def verb(*args: Any, **kwargs: Any) -> Any:
         block = _Verb()
         scopes = _thread.scopes
         height = len(scopes)
@@ -378,7 +378,7 @@ def committed(function: Function) -> Function:
             try:
                 block.__enter__()
                 height = scopes.index(block)
-                result = function(*arguments, **options)
+                result = function(*args, **kwargs)
                 del scopes[height]; return result  # noqa: E702  # fmt: skip
             except BaseException:
                 block.close()
@@ -387,23 +387,23 @@ def committed(function: Function) -> Function:
             block.close()
             raise
 
-    verb.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
+    verb.autograph_info__ = None  # type: ignore[attr-defined]  # AutoGraph leaves a function with this attribute alone
     _verbs.add(verb.__code__)  # type: ignore[attr-defined]
     return cast(Function, verb)
 
 
-def contained(function: Function) -> Function:
-    """Mark code of ours that runs inside of the user's and not of a verb, such as a hook or the call of a layer.
+def close_scopes_after(function: Function) -> Function:
+    """Decorate our code that the user's code calls without a verb around it, such as a hook or the call of a layer.
 
-    No verb is around it that would leave the scopes which an interrupt left open, so that it does so itself.
+    It closes the scopes that an interrupt left open in it, as no verb would.
     """
 
     @wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         scopes = _thread.scopes
         height = len(scopes)
         try:
-            return function(*arguments, **options)
+            return function(*args, **kwargs)
         finally:
             if len(scopes) > height:
                 scopes[height].close()
@@ -413,12 +413,10 @@ def contained(function: Function) -> Function:
 
 
 _verbs: set[CodeType] = set()
-"""The code around all scopes: while none of it runs in a thread, no scope of the thread is open for good reason."""
+"""The code of all decorated verbs: while none of it runs in a thread, an open scope of the thread is a leftover."""
 
 
 class _Verb(scope):
-    """The scope of a public verb."""
-
     __slots__ = ("_ambient",)
 
     def __enter__(self) -> Any:
@@ -435,17 +433,17 @@ class _Verb(scope):
 
 
 def _undo_leftovers() -> None:
-    """Undo what a verb left that ended before it had undone everything, as by several interrupts in a row."""
-    if _thread.held:
-        for owner, undos in _thread.held:
+    """Run the undos that an earlier verb did not get to, as after several interrupts in a row."""
+    if _thread.owned:
+        for owner, undos in _thread.owned:
             if owner() is None:
                 undo_all(undos)
-        _thread.held = [(owner, undos) for owner, undos in _thread.held if undos]
+        _thread.owned = [(owner, undos) for owner, undos in _thread.owned if undos]
     scopes = _thread.scopes
     if not scopes:
         return
-    frame: Any = sys._getframe(2)  # of the verb that begins
+    frame: Any = sys._getframe(2)  # of the verb that starts
     while (frame := frame.f_back) is not None:
         if frame.f_code in _verbs:
-            return  # this one runs inside of another, whose scopes are open for good reason
+            return  # this verb runs inside of another, whose scopes are rightly open
     scopes[0].close()

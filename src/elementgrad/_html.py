@@ -1,4 +1,4 @@
-"""HTML for notebooks: a few lines or a table, plain, with inline style, in the colours of the page around it."""
+"""HTML for notebooks: boxes and tables with inline style, in the colours of the page around them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -8,52 +8,52 @@ from typing import Any
 from elementgrad._place.grammar import table
 
 Rows = Sequence[Sequence[str]]
-"""Rows of cells; the first may be the heads of the columns."""
-CALM = "#6e7781"
-"""The colour of a margin that says nothing of good or bad."""
+"""Rows of cells; the first may be the column heads."""
+NEUTRAL = "#6e7781"
+"""The colour of a margin that means neither good nor bad."""
 LINE = "rgba(128, 128, 128, 0.35)"
-"""Seen on white and on black."""
-ROWS = 60
-"""Rows of a table; more are left out and counted."""
+"""Visible on white and on black."""
+ROWS_LIMIT = 60
+"""Rows of a table; further ones are left out and counted."""
 
 
-def guarded(method: Callable[[Any], str]) -> Callable[[Any], str]:
-    """A `_repr_html_` that shows something whatever happens: a notebook asks for it when nobody expects an error."""
+def never_raise(method: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Decorate a `_repr_html_` to fall back to the plain repr: an error while displaying would only confuse."""
 
     @wraps(method)
-    def shown(self: Any) -> str:
+    def repr_html(self: Any) -> str:
         try:
             return method(self)
         except Exception:
             return f"<pre>{escape(object.__repr__(self))}</pre>"
 
-    return shown
+    return repr_html
 
 
 class Tabular:
-    """What is printed as a table, in a terminal and in a notebook."""
+    """Base of objects that print as a table, in a terminal and in a notebook."""
 
     __slots__ = ()
 
     def _rows(self) -> Rows:
-        """The heads of the columns, and then the rows."""
+        """Return the column heads, and then the rows."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return table(self._rows())
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         return grid(self._rows())
 
 
 def rows_of(what: Tabular) -> Rows:
-    """The heads and rows of what is printed as a table."""
+    """Return the heads and rows of an object that prints as a table."""
     return what._rows()
 
 
-def box(head: str, lines: Iterable[str] = (), colour: str = CALM) -> str:
-    """A heading and some lines behind a coloured margin.
+def box(head: str, lines: Iterable[str] = (), colour: str = NEUTRAL) -> str:
+    """Return a heading and some lines behind a coloured margin.
 
     >>> from elementgrad._html import box
     >>> "a &lt; b" in box("a < b")
@@ -67,25 +67,25 @@ def box(head: str, lines: Iterable[str] = (), colour: str = CALM) -> str:
 
 
 def grid(rows: Rows, heads: bool = True) -> str:
-    """Rows of cells as a table, the first row being the heads of the columns or else the first cells those of rows.
+    """Return rows of cells as a table. The first row has the column heads, or else the first cells are row heads.
 
     >>> from elementgrad._html import grid
     >>> grid([("place",), ("x[<0>]",)]).count("x[&lt;0&gt;]")
     1
     """
     body = list(rows[1:] if heads else rows)
-    left = len(body) - ROWS
-    more = f'<div style="opacity: 0.7">{left} more rows are left out</div>' if left > 0 else ""
-    written = [_row(rows[0], range(len(rows[0])))] if heads else []
-    written += [_row(row, () if heads else (0,)) for row in body[:ROWS]]
+    omitted = len(body) - ROWS_LIMIT
+    note = f'<div style="opacity: 0.7">{omitted} more rows are left out</div>' if omitted > 0 else ""
+    lines = [_row(rows[0], range(len(rows[0])))] if heads else []
+    lines += [_row(row, () if heads else (0,)) for row in body[:ROWS_LIMIT]]
     return (
         '<div style="overflow-x: auto; color: inherit"><table style="border-collapse: collapse; color: inherit">'
-        f"{''.join(written)}</table>{more}</div>"
+        f"{''.join(lines)}</table>{note}</div>"
     )
 
 
 def _row(cells: Sequence[str], heads: Iterable[int]) -> str:
     style = f"text-align: left; padding: 2px 12px 2px 0; border-bottom: 1px solid {LINE}; background: none"
-    tags = ["th" if number in heads else "td" for number in range(len(cells))]
-    written = [f'<{tag} style="{style}">{escape(cell)}</{tag}>' for tag, cell in zip(tags, cells, strict=True)]
-    return f"<tr>{''.join(written)}</tr>"
+    tags = ["th" if column in heads else "td" for column in range(len(cells))]
+    parts = [f'<{tag} style="{style}">{escape(cell)}</{tag}>' for tag, cell in zip(tags, cells, strict=True)]
+    return f"<tr>{''.join(parts)}</tr>"

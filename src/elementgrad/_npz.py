@@ -1,7 +1,7 @@
-"""Arrays by name in an `.npz` file, whatever their names are.
+"""Reads and writes `.npz` files with arrays of any name.
 
-NumPy's own functions take the names as keywords, so that `np.savez` knows no array called `file`, and look them up with
-and without their ending, so that `np.load` may give another array for a name that ends with `.npy`.
+`np.savez` takes the names as keywords, so no array can be called `file`. `np.load` looks names up with and without
+their ending, so it may return another array for a name that ends with `.npy`.
 """
 
 import io
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 ENDING = ".npy"
-LONGEST = 2**16 - 1
-"""Bytes of a name in a zip archive."""
+NAME_LIMIT = 2**16 - 1
+"""Bytes that a name can have in a zip archive."""
 
 
 class ArchiveError(ValueError):
-    """A file is no archive of arrays, or an array has no place in one."""
+    """A file is no archive of arrays, or an array cannot be stored in one."""
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -31,11 +31,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = [member for member in archive.infolist() if not member.is_dir()]
-                _require_apart(members)
+                _require_distinct(members)
                 return {_name(member): _array(archive, member) for member in members}
         except ArchiveError:
             raise
-        except Exception as error:  # each codec has its own, and so has the header of an array
+        except Exception as error:  # each codec raises errors of its own, and so does the header of an array
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ArchiveError(reason[0].lower() + reason[1:]) from error
 
@@ -44,8 +44,8 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the content of a file with these arrays; the same ones give the same bytes.
 
     >>> import io, numpy as np
-    >>> from elementgrad import archive
-    >>> np.load(io.BytesIO(archive.pack({"file": np.float32([1.0, 2.0])})))["file"]
+    >>> from elementgrad import _npz
+    >>> np.load(io.BytesIO(_npz.pack({"file": np.float32([1.0, 2.0])})))["file"]
     array([1., 2.], dtype=float32)
     """
     content = io.BytesIO()
@@ -57,7 +57,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
                 length = len(member.filename.encode())
             except UnicodeEncodeError:
                 raise ArchiveError(f"{name!r} is no text that .npz has a place for; write .safetensors") from None
-            if length > LONGEST:
+            if length > NAME_LIMIT:
                 raise ArchiveError(f"a name of {length} bytes is too long for .npz; write .safetensors")
             with archive.open(member, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
@@ -65,7 +65,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _name(member: zipfile.ZipInfo) -> str:
-    return member.orig_filename.removesuffix(ENDING)  # as it is written, also where other systems separate folders
+    return member.orig_filename.removesuffix(ENDING)  # as it is in the file, also with a separator of folders
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
@@ -76,8 +76,8 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         raise ArchiveError(f"{_name(member)!r}: {str(error).splitlines()[0]}") from None
 
 
-def _require_apart(members: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse two arrays of one name, or of the same bytes: which of them would be meant?"""
+def _require_distinct(members: Iterable[zipfile.ZipInfo]) -> None:
+    """Raise an error for two arrays of the same name or with overlapping bytes."""
     names: set[str] = set()
     end, before = 0, ""
     for member in sorted(members, key=lambda member: member.header_offset):

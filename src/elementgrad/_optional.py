@@ -1,10 +1,10 @@
-"""The packages that some of the library needs and the rest does not, and what to install for them."""
+"""Optional dependencies."""
 
 from importlib import import_module
 
 
 def require(packages: str, what: str, extra: str) -> None:
-    """Raise an error that says what to install, unless all of these packages are there.
+    """Raise an error that says what to install, unless all of these packages can be imported.
 
     >>> from elementgrad._optional import require
     >>> require("numpy no_such_package", "eg.plot", "show")

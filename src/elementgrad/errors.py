@@ -1,4 +1,4 @@
-"""What elementgrad raises: one base class, and each message says what was given, what fits and what to try."""
+"""The errors of elementgrad: one base class; each message says what was given, what fits and what to try."""
 
 import re
 import sys
@@ -6,23 +6,23 @@ import warnings
 from reprlib import repr as brief
 from typing import Any
 
-LONGEST = 1000
+MESSAGE_LIMIT = 1000
 """Characters of a message. It may quote what was given, such as the text of a place, which may be of any length."""
-WORD = re.compile(r"\S{250,}")
-"""A word that is too long: somebody's text, since no word of ours is."""
+LONG_WORD = re.compile(r"\S{250,}")
+"""A word that is quoted from the user, since no word of ours is so long."""
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
-    """Return a text without the middle of its long words, and of itself: a message begins and ends with what it says.
+def shortened(text: str, limit: int = MESSAGE_LIMIT) -> str:
+    """Return a text without the middle of its long words, and of itself if it is still too long.
 
     >>> from elementgrad.errors import shortened
     >>> shortened(f"no tensor is named {'w' * 10**6}; nearest: weight").count("w")
     160
     """
-    if len(text) <= min(longest, 250):
+    if len(text) <= min(limit, 250):
         return text
-    text = WORD.sub(lambda word: _without_middle(word[0], 80, 80), text)
-    return text if len(text) <= longest else _without_middle(text, longest // 4, longest // 2)
+    text = LONG_WORD.sub(lambda word: _without_middle(word[0], 80, 80), text)
+    return text if len(text) <= limit else _without_middle(text, limit // 4, limit // 2)
 
 
 def _without_middle(text: str, start: int, end: int) -> str:
@@ -30,7 +30,7 @@ def _without_middle(text: str, start: int, end: int) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Return what was given as a message quotes it, also where Python has no text for it: too deep, too many digits."""
+    """Return the repr of a value for a message, also where Python has none: too deep, or an int of too many digits."""
     try:
         return repr(value)
     except (RecursionError, ValueError):
@@ -38,7 +38,7 @@ def quoted(value: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    """Return a short text, which Python may not have either, as for a list that holds such an int."""
+    # `reprlib` may fail too, as for a list that holds such an int.
     try:
         return brief(value)
     except ValueError:
@@ -58,7 +58,7 @@ class ElementgradError(Exception):
 
     __module__ = "elementgrad"
 
-    __init__ = Exception.__init__  # by this sign tf.function knows that it may raise the same type again
+    __init__ = Exception.__init__  # tf.function raises an error of the same type again if it has this very `__init__`
 
     def __str__(self) -> str:
         return shortened(super().__str__())
@@ -68,7 +68,7 @@ class ElementgradError(Exception):
 
 
 class ElementgradWarning(UserWarning):
-    """A call did what was asked, and something beside that is easily missed.
+    """A call did what was asked, with a side effect that is easily missed.
 
     >>> import warnings, torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
@@ -82,7 +82,7 @@ class ElementgradWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warn the caller of elementgrad: at the line that is not our own."""
+    """Warn at the user's line that called elementgrad."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "elementgrad":
         level, frame = level + 1, frame.f_back
@@ -138,7 +138,7 @@ class TracedError(ElementgradError, TypeError):
 
 
 class BatchError(ElementgradError, ValueError):
-    """What was said to be a batch of independent examples is none."""
+    """A batch does not consist of independent examples, as `batch=True` says."""
 
     __module__ = "elementgrad"
 
@@ -150,19 +150,19 @@ class OptionError(ElementgradError, ValueError):
 
 
 class SizeError(ElementgradError, MemoryError):
-    """What is asked for is larger than the memory that is free."""
+    """The result would be larger than the memory that is free."""
 
     __module__ = "elementgrad"
 
 
 class WorkerError(ElementgradError, RuntimeError):
-    """A worker was lost, again and again or with its whole pool, and what it was to do is not done."""
+    """A worker was lost repeatedly, or with its whole pool, before its work was done."""
 
     __module__ = "elementgrad"
 
 
 class PatchError(ElementgradError, ValueError):
-    """A patch, or the file of one, does not hold together: damaged, of another kind, or at odds with itself."""
+    """A patch or its file is damaged, of another kind, or inconsistent."""
 
     __module__ = "elementgrad"
 
@@ -190,6 +190,6 @@ class UnconnectedError(ElementgradError, ValueError):
     """The elements without one; None if the loss has none at all."""
 
     def about(self, loss: Any, leaf: Any = None) -> "UnconnectedError":
-        """The same error, which knows what it is about. Not told as it is made: see `ElementgradError`."""
+        """Set what the error is about, and return it. `__init__` cannot take it: see `ElementgradError`."""
         self.loss, self.leaf = loss, leaf
         return self

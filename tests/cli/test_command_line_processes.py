@@ -11,7 +11,7 @@ import pytest
 
 import elementgrad as eg
 from elementgrad._backends import source_location as lines
-from elementgrad._backends.source_location import is_users
+from elementgrad._backends.source_location import is_user_code
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Entry
 from tests.support.user_files import FILES, WEIGHT
@@ -177,17 +177,17 @@ def test_names_that_an_output_does_not_know_are_printed_by_others(folder, encodi
 
 
 def test_the_script_that_starts_it_is_no_line_of_the_users():
-    assert not is_users("/usr/local/bin/elementgrad", ())
-    assert is_users("/home/somebody/elementgrad.py", ())
+    assert not is_user_code("/usr/local/bin/elementgrad", ())
+    assert is_user_code("/home/somebody/elementgrad.py", ())
 
 
 def test_paths_are_compared_as_the_system_does(monkeypatch):
     """On Windows two spellings of a path are one, and a framework may give either."""
     ours = os.path.join(os.path.dirname(eg.__file__), "read.py").upper()
-    assert is_users(ours, ())
+    assert is_user_code(ours, ())
     monkeypatch.setattr(os.path, "normcase", str.lower)
     monkeypatch.setattr(lines, "OURS", lines.OURS.lower())
-    assert not is_users(ours, ())
+    assert not is_user_code(ours, ())
     assert lines.verb(ours, "grad") == "eg.grad"
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elementgrad as eg
 from elementgrad import _cleanup as cleanup
 from elementgrad._backends.torch.isolate import _flags, _set_flags, ambient_state, enter_mode, snapshot_ambient_state
-from elementgrad._cleanup import atomically, defer, guarded, scope
+from elementgrad._cleanup import call_atomically, defer, scope, with_cleanup
 from tests.support import interrupted_jax, interrupted_keras, interrupted_torch
 from tests.support.interrupts import interrupted, points, some, spelled
 
@@ -153,7 +153,7 @@ def test_undo_goes_on_after_an_interrupt_and_an_error():
         if done.count("stops") == 1:
             raise KeyboardInterrupt
 
-    @guarded
+    @with_cleanup
     def verb():
         defer(done.append, "first")
         with scope():
@@ -169,7 +169,7 @@ def test_undo_goes_on_after_an_interrupt_and_an_error():
 def test_what_several_interrupts_left_is_undone_by_the_next_verb():
     done = []
 
-    @guarded
+    @with_cleanup
     def verb():
         defer(done.append, "undone")
         raise SystemExit
@@ -190,7 +190,7 @@ def nothing_left():
     yield
     after = ambient_state(), _flags()
     restore()
-    atomically(*_set_flags(before[1]))
+    call_atomically(*_set_flags(before[1]))
     assert after == before
 
 
@@ -268,10 +268,10 @@ def test_real_signals_leave_a_model_that_trains_or_is_plain(signals):
 def test_a_lock_is_free_after_any_interrupt(signals):
     lock = cleanup.Lock()
 
-    @guarded
+    @with_cleanup
     def verb():
         for _ in range(100):
-            with lock.taken():
+            with lock.hold():
                 pass
 
     for number in range(300):
@@ -309,7 +309,7 @@ def test_a_mode_is_left_after_an_interrupt_anywhere_in_pytorch(monkeypatch):
         pushes(mode)
         raise KeyboardInterrupt
 
-    @guarded
+    @with_cleanup
     def verb():
         enter_mode(Mode())
 
@@ -461,7 +461,7 @@ def test_an_interrupted_block_ends_what_was_entered_in_it():
 
 
 def test_blocks_of_autocast_that_end_twice_are_put_right():
-    @guarded
+    @with_cleanup
     def verb():
         block = torch.autocast("cpu")
         block.__enter__()

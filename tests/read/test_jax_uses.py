@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad._backends.jax.tensor import backend
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall
 from elementgrad._place.place import Place
 from tests.support import frameworks  # noqa: F401  # float64
@@ -28,7 +28,7 @@ def uses(f, *args, wrt="x", of=None):
     call = BoundCall(f, args, {})
     source = call.source(Place.parse(wrt))
     target = ONLY_OUTPUT if of is None else call.target(Place.parse(of))
-    return backend.uses(PartialCall(call, [source], [target]), [source.tensor], 0)
+    return backend.load("read").uses(PartialCall(call, [source], [target]), [source.tensor], 0)
 
 
 def shares(f, *args, **names):
@@ -123,12 +123,12 @@ def test_only_files_in_the_folders_of_libraries_are_not_the_users(tmp_path, monk
     own = Path(eg.__file__).parent
     theirs = [tmp_path / "made" / "a.py", tmp_path / "two" / "b" / "c.py", own / "read.py", functools.__file__]
     users = [tmp_path / "made_too" / "a.py", tmp_path / "made.py", f"{own}_app/a.py", tmp_path / "functools.py"]
-    assert [is_users(str(file), packages) for file in theirs] == [False] * 4
-    assert [is_users(str(file), packages) for file in users] == [True] * 4
-    assert [is_users(file, packages) for file in ("<stdin>", "<string>", "<frozen runpy>", "<attrs>", "")] == [
+    assert [is_user_code(str(file), packages) for file in theirs] == [False] * 4
+    assert [is_user_code(str(file), packages) for file in users] == [True] * 4
+    assert [is_user_code(file, packages) for file in ("<stdin>", "<string>", "<frozen runpy>", "<attrs>", "")] == [
         *(True, True, False, False, False)
     ]
-    assert spelled(str(tmp_path / "model.py"), 12) == "model.py:12"
+    assert location_text(str(tmp_path / "model.py"), 12) == "model.py:12"
 
 
 def test_arrays_of_a_module_have_uses():

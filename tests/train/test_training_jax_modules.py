@@ -79,7 +79,7 @@ MODELS = {"dicts": dicts, "a dataclass": dataclass, "flax NNX": nnx_module}
 
 def held(model):
     """All arrays by their names, statistics included."""
-    return {name: np.array(array) for name, _, array in JaxModel(model).held()}
+    return {name: np.array(array) for name, _, array in JaxModel(model).named_tensors()}
 
 
 def whole(model, loss):

@@ -261,4 +261,4 @@ def variable_at(model, name):
 def _held(model):
     from elementgrad._backends.tensorflow.names import KerasModel
 
-    return list(KerasModel(model).held())
+    return list(KerasModel(model).named_tensors())

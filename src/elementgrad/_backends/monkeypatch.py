@@ -1,58 +1,58 @@
-"""Attributes of classes and modules of a framework that are replaced while somebody needs it."""
+"""Ref-counted monkey-patches of classes and modules of a framework."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elementgrad._cleanup import MISSING, Lock, defer, put_back, scope
+from elementgrad._cleanup import MISSING, Lock, defer, restore_attribute, scope
 
 Replace = Callable[[Any, str, Any], None]
-"""Puts something else in the place of an attribute: owner, name, the new."""
+"""Replaces an attribute: owner, name, new value."""
 
 
 class AttributePatch:
-    """Attributes that are others from when the first needs it until the last does not, in whichever threads.
+    """Ref-counted monkey-patch: installed by the first user, removed by the last, thread-safe.
 
-    What is put in their place must do as they did for threads that did not ask. What is installed may be for one of
-    many things, such as a class: then each is counted by itself, and forgotten when nobody needs it.
+    `install(replace, *of)` replaces the attributes. The replacements must behave like the originals in threads that do
+    not use the patch. With `of`, such as a class to patch, there is one patch for each `of`, counted by itself.
     """
 
     def __init__(self, install: Callable[..., None]):
         self._install = install
         self._lock = Lock()
-        self._active: dict[tuple[Hashable, ...], _Active] = {}
+        self._patches: dict[tuple[Hashable, ...], _InstalledPatch] = {}
 
     @contextmanager
     def on(self, *of: Hashable) -> Iterator[None]:
-        """Have the attributes replaced; afterwards, also after an exception, they are as they were."""
+        """Replace the attributes for a block of code."""
         with scope():
             self.enter(*of)
             yield
 
     def enter(self, *of: Hashable) -> None:
-        """Have the attributes replaced until the innermost open scope is left."""
+        """Replace the attributes until the innermost open scope is left."""
         user = object()
         defer(self._leave, of, user)
-        with self._lock.taken():
-            active = self._active.setdefault(of, _Active())
-            active.users.add(user)
-            if not active.installed:
-                self._install(active.replace, *of)
-                active.installed = True
+        with self._lock.hold():
+            patch = self._patches.setdefault(of, _InstalledPatch())
+            patch.users.add(user)
+            if not patch.installed:
+                self._install(patch.replace, *of)
+                patch.installed = True
 
     def _leave(self, of: tuple[Hashable, ...], user: object) -> None:
-        with self._lock.taken():
-            active = self._active.get(of)
-            if active is None or user not in active.users:
+        with self._lock.hold():
+            patch = self._patches.get(of)
+            if patch is None or user not in patch.users:
                 return
-            if len(active.users) == 1:
-                active.restore()
-                del self._active[of]
-            active.users.discard(user)
+            if len(patch.users) == 1:
+                patch.restore()
+                del self._patches[of]
+            patch.users.discard(user)
 
 
-class _Active:
-    """Attributes that are replaced now, as they stood in their owners: what was inherited stands in none."""
+class _InstalledPatch:
+    """The attributes that are replaced now. The original of an inherited one is `MISSING`: its owner has none."""
 
     def __init__(self) -> None:
         self.users: set[object] = set()
@@ -67,5 +67,5 @@ class _Active:
     def restore(self) -> None:
         self.installed = False
         while self._originals:
-            put_back(*self._originals[-1])
+            restore_attribute(*self._originals[-1])
             self._originals.pop()

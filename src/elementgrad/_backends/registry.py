@@ -1,18 +1,16 @@
-"""One small package per framework, found by the type of the tensor given, among the frameworks already imported."""
+"""Finds the backend of a tensor or model, among the frameworks that are already imported."""
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from elementgrad._backends.base import Backend
-from elementgrad._cleanup import guarded
+from elementgrad._cleanup import with_cleanup
 from elementgrad.errors import FrameworkError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_found: dict[type, Backend] = {}
+_backends: dict[type, Backend] = {}
 _opaque: list[Callable[..., Any]] = []
 _compilers: list[Callable[..., Any]] = []
 
@@ -20,46 +18,44 @@ _compilers: list[Callable[..., Any]] = []
 def opaque_to_compiler(function: Function) -> Function:
     """Mark a function that compilers of Python code must run as one step instead of tracing through it."""
     _opaque.append(function)
-    for keep in _compilers:
-        keep(function)
+    for mark in _compilers:
+        mark(function)
     return function
 
 
-def register_compiler(keep: Callable[..., Any]) -> None:
-    """For a framework with such a compiler: have it keep every function marked `whole`, now or later."""
-    _compilers.append(keep)
+def register_compiler(mark: Callable[..., Any]) -> None:
+    """Have a compiler's `mark` called on every function that is `opaque_to_compiler`, now or later."""
+    _compilers.append(mark)
     for function in _opaque:
-        keep(function)
+        mark(function)
 
 
 def not_compiled(function: Function) -> Function:
-    """Mark a verb that compilers of Python code must not look into: it runs as it stands, and leaves nothing behind."""
-    return uncompiled(guarded(function))
+    """Mark a verb that compilers of Python code must not trace; it also undoes all that it changes (`with_cleanup`)."""
+    return uncompiled(with_cleanup(function))
 
 
 def uncompiled(function: Function) -> Function:
-    """Mark a function that compilers of Python code must not look into."""
+    """Mark a function that compilers of Python code must not trace."""
 
     @wraps(function)
-    def outer(*arguments: Any, **options: Any) -> Any:
-        compiler = _compiler()  # apart: a compiler cannot leave its work from inside a loop
-        return (
-            compiler.call_uncompiled(function, *arguments, **options) if compiler else function(*arguments, **options)
-        )
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        compiler = _compiler()  # a function of its own: a graph break inside of its loop would not be possible
+        return compiler.call_uncompiled(function, *args, **kwargs) if compiler else function(*args, **kwargs)
 
-    outer.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
+    outer.autograph_info__ = None  # type: ignore[attr-defined]  # AutoGraph leaves a function with this attribute alone
     return cast(Function, outer)
 
 
 def backend_of(value: Any) -> Backend | None:
-    """The backend whose tensor this is, or None if it is no tensor of a framework that is imported."""
+    """Return the backend of a tensor, or None if a value is no tensor of a framework that is imported."""
     kind = type(value)
-    backend = _found.get(kind)
+    backend = _backends.get(kind)
     return backend if backend is not None else _search(kind)
 
 
 def require_backend(value: Any) -> Backend:
-    """The backend whose tensor this is; anything else is an error that says what fits."""
+    """Return the backend of a tensor, or raise an error that says what fits."""
     backend = backend_of(value)
     if backend is None:
         raise FrameworkError(_not_a_tensor(value))
@@ -67,74 +63,39 @@ def require_backend(value: Any) -> Backend:
 
 
 def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
-    """The keys and contents of a container that a framework knows, and a function that puts others in."""
-    for backend in _imported():
-        found = backend.flatten_node(value)
-        if found is not None:
-            return found
+    """Return one level of a container that a framework knows, or None."""
+    for backend in imported():
+        node = backend.names.flatten_node(value)
+        if node is not None:
+            return node
     return None
 
 
 def backend_of_model(function: Any) -> Backend | None:
-    """The backend of which a function is a model; a Keras model that computes with another one is refused."""
+    """Return the backend whose model a function is, or None; raise an error for Keras on another backend."""
     require_keras_on_tensorflow(function)
-    return _backend_of_model(function)
-
-
-def _backend_of_model(function: Any) -> Backend | None:
-    for backend in _imported():
-        if backend.is_model(function):
-            return backend
-    return None
-
-
-def backend_for_step(function: Any, wrt: Any = None) -> Backend:
-    """The framework that can watch a step which nobody gives tensors to: that of the tensor asked about, or of what
-    the step mentions, or the first imported."""
-    if wrt is not None:
-        return require_backend(wrt)
-    able = [backend for backend in _imported() if type(backend).report_step is not Backend.report_step]
-    if not able:
-        raise FrameworkError(
-            "a step without arguments can be watched on PyTorch and TensorFlow; give a function and its arguments"
-        )
-    for value in _mentioned(function) if len(able) > 1 else ():
-        package = value.__name__.partition(".")[0] if isinstance(value, ModuleType) else None
-        named = "tensorflow" if package == "keras" else package
-        for backend in able:
-            if named == backend.name or backend_of(value) is backend or _backend_of_model(value) is backend:
-                return backend
-    return able[0]
-
-
-def _mentioned(function: Any) -> list[Any]:
-    """The values of the names that a function uses and does not define."""
-    try:
-        found = inspect.getclosurevars(inspect.unwrap(getattr(function, "python_function", function)))
-    except (TypeError, ValueError):  # it is not written in Python, or uses a name that has no value yet
-        return []
-    return [*found.nonlocals.values(), *found.globals.values()]
+    return next((backend for backend in imported() if backend.names.is_model(function)), None)
 
 
 def _compiler() -> Backend | None:
-    """The backend that compiles Python code which is called from here."""
-    for backend in _imported():
+    for backend in imported():
         if backend.compiles_here():
             return backend
     return None
 
 
 def _search(kind: type) -> Backend | None:
-    for backend in _imported():
+    for backend in imported():
         if backend.owns(kind):
             if backend.caches_type(kind):
-                _found[kind] = backend
+                _backends[kind] = backend
             return backend
     return None
 
 
-def _imported() -> Iterator[Backend]:
-    """The backends of the frameworks imported so far. Plain import statements: `torch.compile` can trace no others."""
+def imported() -> Iterator[Backend]:
+    """Yield the backends of the frameworks that are imported."""
+    # By plain import statements: `torch.compile` can trace no others.
     if sys.modules.get("torch") is not None:
         from elementgrad._backends.torch.tensor import backend as torch_backend
 
@@ -150,10 +111,11 @@ def _imported() -> Iterator[Backend]:
 
 
 def require_keras_on_tensorflow(function: Any) -> None:
-    """Refuse a Keras model on another backend, whose layers do not read their variables from where they are kept.
+    """Raise an error for a Keras model on another backend.
 
-    On PyTorch such a model is a module whose parameters bear other names and are not those that it computes with, so
-    that derivatives by them would be missing, and elements of them would not train.
+    Its layers do not read their variables from where the model keeps them. On PyTorch such a model is a module whose
+    parameters have other names and are not those that it computes with: derivatives by them would be missing, and
+    elements of them would not train.
     """
     keras = sys.modules.get("keras")
     layer = getattr(keras, "Layer", None)
@@ -170,8 +132,8 @@ def require_keras_on_tensorflow(function: Any) -> None:
 
 def _not_a_tensor(value: Any) -> str:
     kind = type(value)
-    given = "a NumPy array carries no gradients" if kind.__module__ == "numpy" else f"{kind.__name__} is not a tensor"
+    what = "a NumPy array carries no gradients" if kind.__module__ == "numpy" else f"{kind.__name__} is not a tensor"
     return (
-        f"{given}; give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array "
+        f"{what}; give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array "
         "(torch.as_tensor(x), tf.convert_to_tensor(x) or jnp.asarray(x) make one)"
     )

@@ -1,4 +1,4 @@
-"""Lines of the user's own code, among all that a framework notes of where something was made."""
+"""Tells the user's own lines of code from those of frameworks and of this library."""
 
 import contextlib
 import functools
@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def normal(path: str) -> str:
-    """Return a path as it can be compared with another: absolute, and in one case where the system knows no other."""
+def normal_path(path: str) -> str:
+    """Return a path in a form to compare: absolute, and in lower case where the file system ignores case."""
     return os.path.normcase(os.path.abspath(path))
 
 
-BETWEEN = tuple(normal(str(module.__file__)) for module in (contextlib, functools))
-"""Files of Python's own that calls go through."""
+BETWEEN = tuple(normal_path(str(module.__file__)) for module in (contextlib, functools))
+"""Files of the standard library that calls go through."""
 SCRIPTS = ("elementgrad", "elementgrad.exe", "elementgrad-script.py")
 """The file that the command line is started by; the last two on Windows."""
 TYPED = ("<stdin>", "<string>", "<ipython-input")
-"""How names begin of what was typed in and stands in no file; other names in brackets are of code that is generated."""
+"""The start of file names of code that was typed in; other names in angle brackets are of generated code."""
 
-OURS = os.path.dirname(os.path.dirname(normal(__file__)))
-"""Where this library lives."""
+OURS = os.path.dirname(os.path.dirname(normal_path(__file__)))
+"""The folder of this library."""
 _verbs: dict[CodeType, str] = {}
-"""How users write the functions of ours that compute with their tensors, by the code that runs."""
+"""The public spelling of our functions that compute with the user's tensors, by their code."""
 
 
 def spelled_as(text: str) -> Callable[[Function], Function]:
@@ -43,27 +43,27 @@ def spelled_as(text: str) -> Callable[[Function], Function]:
 
 
 def verb_of(code: CodeType) -> str | None:
-    """Return how users write the function of ours that runs this code: `eg.at(...).stop`, `eg.grad`; None if none."""
+    """Return the public spelling of the function with this code, such as `eg.grad`; None if it is not one of ours."""
     return _verbs.get(code)
 
 
-def is_users(filename: str, packages: Iterable[str]) -> bool:
-    """Whether code in a file is the user's: it stands in the folder of none of these packages, nor of ours."""
+def is_user_code(filename: str, packages: Iterable[str]) -> bool:
+    """Return True if a file is the user's: it is in the folder of none of these packages, nor of this library."""
     if not filename or filename.startswith("<"):
         return filename.startswith(TYPED)
-    path = normal(filename)
+    path = normal_path(filename)
     folders = [folder + os.sep for name in (*packages, "elementgrad") for folder in _folders(name)]
     return not path.startswith((*folders, *BETWEEN)) and os.path.basename(path) not in SCRIPTS
 
 
-def spelled(filename: str, line: int) -> str:
-    """A line, as in `model.py:12`."""
+def location_text(filename: str, line: int) -> str:
+    """Return a line as `model.py:12`."""
     return f"{os.path.basename(filename)}:{line}"
 
 
 def _folders(package: str) -> list[str]:
-    """Where a package lives that is imported; one without a file of its own may live in several folders."""
+    # A namespace package has no file of its own, and may have several folders.
     module = sys.modules.get(package)
     file = getattr(module, "__file__", None)
     folders = [os.path.dirname(file)] if file else getattr(module, "__path__", ())
-    return [normal(folder) for folder in folders]
+    return [normal_path(folder) for folder in folders]

@@ -1,20 +1,19 @@
-"""The elements of a tensor that are largest in size, found a piece at a time.
-
-Tensors that are worked on together: few enough to fit in memory, enough of them to be done soon.
-"""
+"""Top-k by absolute value in pieces of NumPy arrays, and groups of parameters to differentiate together."""
 
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 PIECE = 2**18
-"""How many elements are looked at together: no copy of the whole is made."""
+"""The number of elements in a piece, so that no copy of the whole tensor is made."""
 
 
-def largest(
+def topk_abs(
     pieces: Iterator[np.ndarray], others: Iterator[np.ndarray] | None, count: int, floor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Size and position of the elements of the pieces, less the others, that are largest in size: `Backend.topk_abs`.
+    """Return size and position of the elements of `pieces - others` with the largest absolute value.
+
+    This is `TopBackend.topk_abs` for a tensor that comes in pieces.
 
     >>> import numpy as np
     >>> from elementgrad._backends.topk import largest
@@ -33,13 +32,13 @@ def largest(
         places.append(start + place)
         start += len(piece)
         if sum(map(len, sizes)) > 2 * max(count, PIECE):
-            size, place = _first(np.concatenate(sizes), np.concatenate(places), count)
+            size, place = _keep_largest(np.concatenate(sizes), np.concatenate(places), count)
             sizes, places, floor = [size], [place], max(floor, float(size.min()))
-    return _first(np.concatenate(sizes), np.concatenate(places), count)
+    return _keep_largest(np.concatenate(sizes), np.concatenate(places), count)
 
 
-def _first(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest; of equal ones those that stand first."""
+def _keep_largest(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `count` largest; of equal ones those that come first."""
     if len(sizes) <= count:
         return sizes, places
     least = np.partition(sizes, -count)[-count]
@@ -48,8 +47,8 @@ def _first(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarra
     return sizes[kept], places[kept]
 
 
-def grouped(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Neighbours together, up to the size of the largest, which must be held in any case.
+def group_by_size(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Group neighbours up to the size of the largest, which must fit in memory in any case.
 
     >>> from elementgrad._backends.topk import grouped
     >>> grouped({"embedding": 100, "weight": 60, "bias": 10, "head": 90})

@@ -120,7 +120,7 @@ def grad(
     with workplace():
         subject = CommandTarget(**given)
         call = BoundCall(subject.function, subject.args, subject.kwargs)
-        names = wrt or [call.source(eg.Place()).name]
+        names = wrt or [call.find_source(eg.Place()).name]
         gradients: list[GradientResult] = []
         try:
             with subject.precision():
@@ -142,7 +142,7 @@ def grad(
         told = {
             "command": "grad",
             "framework": subject.backend.name,
-            "of": of or call.output,
+            "of": of or call.output_name,
             "gradients": [one.described() for one in gradients],
             "finding": finding,
             "message": message,

@@ -26,7 +26,7 @@ from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._cli.results import ARRAYS
 from elementgrad._names import pytree
-from elementgrad._names.call import bind
+from elementgrad._names.call import BoundArguments
 from elementgrad._optional import require
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
@@ -361,7 +361,7 @@ class CommandTarget:
             tensors = pytree.map_tree((args, kwargs), lambda leaf: self._tensor(leaf, dtype or own))
         self.args, self.kwargs = tensors
         try:
-            bind(self.function, self.args, self.kwargs)
+            BoundArguments.of(self.function, self.args, self.kwargs)
         except TypeError as error:
             raise InputError(f"the inputs do not fit {model}{_signature(self.function)}: {error}") from None
 
@@ -451,7 +451,7 @@ def _used(home: Any) -> list[str]:
 
 def _own_dtype(backend: Backend, function: Any) -> str | None:
     """The one floating dtype of all parameters of a model."""
-    tensors = [tensor for _, kind, tensor in backend.model(function).held() if kind == "parameter"]
+    tensors = [tensor for _, kind, tensor in backend.names.model(function).named_tensors() if kind == "parameter"]
     dtypes = {backend.dtype(tensor) for tensor in tensors if backend.kind(tensor) == "f"}
     return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -459,6 +459,6 @@ def _own_dtype(backend: Backend, function: Any) -> str | None:
 def _signature(function: Any) -> str:
     holder = registry.backend_of_model(function)
     try:
-        return str(inspect.signature(function if holder is None else holder.forward_of(function)))
+        return str(inspect.signature(function if holder is None else holder.names.forward_of(function)))
     except (TypeError, ValueError):
         return ""

@@ -142,19 +142,19 @@ def _from_theirs(frames: traceback.StackSummary) -> list[traceback.FrameSummary]
 
 
 def _is_ours(filename: str) -> bool:
-    from elementgrad._backends.source_location import OURS, normal
+    from elementgrad._backends.source_location import OURS, normal_path
 
-    return normal(filename).startswith(OURS + os.sep)
+    return normal_path(filename).startswith(OURS + os.sep)
 
 
 def _is_theirs(filename: str) -> bool:
     """Whether a file is neither ours, nor of a framework, nor of Python itself."""
-    from elementgrad._backends.source_location import is_users, normal
+    from elementgrad._backends.source_location import is_user_code, normal_path
 
-    path = normal(filename)
-    library, *others = [normal(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")]
+    path = normal_path(filename)
+    library, *others = [normal_path(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")]
     python = path.startswith(library) and not path.startswith(tuple(others))
-    return not python and is_users(filename, FRAMEWORKS) and not filename.startswith("<")
+    return not python and is_user_code(filename, FRAMEWORKS) and not filename.startswith("<")
 
 
 def typed(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The learned choice of an element: which one is itself a parameter."""
+"""`eg.choose`: the learned choice of an element, by logits that can be trained."""
 
 from operator import index as as_int
 from typing import Any
@@ -14,12 +14,17 @@ Tensor = Any
 
 @spelled_as("eg.choose")
 def choose(x: Tensor, logits: Tensor, axis: int = -1, hard: bool = False) -> Tensor:
-    """Choose one element of x along an axis, with gradients to x and to the logits that choose.
+    """Choose one element of x along an axis, with gradients for x and for the logits that choose.
 
-    Soft, the result is the mean of x weighted by the softmax of the logits. With `hard=True` it is exactly the element
-    whose logit is largest, and its derivatives are those of the soft choice (the straight-through estimator).
+    Args:
+        x: the tensor to choose from.
+        logits: one per element of the axis, or anything that broadcasts to x with that axis at full size.
+        axis: the axis to choose along.
+        hard: False for the mean of x weighted by the softmax of the logits. True for exactly the element whose logit
+            is largest, with the derivatives of that mean (the straight-through estimator).
 
-    The logits are one per element of the axis, or anything that broadcasts to x with that axis at full size.
+    Returns:
+        A tensor of x's shape without the axis.
 
     >>> import torch, elementgrad as eg
     >>> x, logits = torch.tensor([10.0, 30.0]), torch.zeros(2, requires_grad=True)
@@ -40,13 +45,13 @@ def choose(x: Tensor, logits: Tensor, axis: int = -1, hard: bool = False) -> Ten
     if backend.kind(logits) == "c":
         raise DtypeError(f"logits must be real to have a largest one and {logits.dtype} is not; give floating logits")
     axis, logits = _align(backend, backend.shape(x), logits, axis)
-    soft = backend.soft_choice(x, logits, axis)
-    return backend.straight_through(backend.hard_choice(x, logits, axis), soft) if hard else soft
+    soft = backend.edit.soft_choice(x, logits, axis)
+    return backend.edit.straight_through(backend.edit.hard_choice(x, logits, axis), soft) if hard else soft
 
 
 def _align(backend: Backend, shape: tuple[Any, ...], logits: Tensor, axis: int) -> tuple[int, Tensor]:
-    """The axis counted from the front, and the logits with as many axes as x."""
-    given = tuple(backend.shape(logits))
+    """Return the axis counted from the front, and the logits with as many axes as x."""
+    logits_shape = tuple(backend.shape(logits))
     try:
         axis = as_int(axis)
     except TypeError:
@@ -56,15 +61,17 @@ def _align(backend: Backend, shape: tuple[Any, ...], logits: Tensor, axis: int) 
     axis %= len(shape)
     if shape[axis] == 0:
         raise SelectionError(f"axis {axis} of x is empty, and nothing can be chosen from it")
-    behind = len(shape) - axis - 1 if len(given) == 1 else 0
-    aligned = (1,) * (len(shape) - len(given) - behind) + given + (1,) * behind
+    behind = len(shape) - axis - 1 if len(logits_shape) == 1 else 0
+    before = len(shape) - len(logits_shape) - behind
+    aligned = (1,) * before + logits_shape + (1,) * behind
     fits = len(aligned) == len(shape) and all(
         a in (1, b, None) or b is None for a, b in zip(aligned, shape, strict=True)
     )
     if not fits or (aligned[axis] != shape[axis] and None not in (aligned[axis], shape[axis])):
         raise BroadcastError(
-            f"logits of shape {given} do not fit x of shape {tuple(shape)} along axis {axis}; give one per element"
+            f"logits of shape {logits_shape} do not fit x of shape {tuple(shape)} along axis {axis}; "
+            "give one per element"
         )
-    if aligned == given:
+    if aligned == logits_shape:
         return axis, logits
-    return axis, logits[(None,) * (len(shape) - len(given) - behind) + (..., *(None,) * behind)]
+    return axis, logits[(None,) * before + (..., *(None,) * behind)]

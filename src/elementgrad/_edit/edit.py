@@ -1,7 +1,4 @@
-"""Functional edits of named elements: built once from a backend's `take`, `put`, `where` and `stop`.
-
-Untouched elements are copied and never computed with, so a NaN or inf among them reaches neither result nor gradient.
-"""
+"""Functional edits of named elements, for all frameworks: `VERBS`, and the checks of their values."""
 
 import math
 import operator
@@ -23,18 +20,16 @@ PYTHON_KINDS = {bool: "b", int: "i", float: "f", complex: "c"}
 
 
 def get(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
-    """The named elements."""
     return backend.take(x, selection)
 
 
 def lend(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
-    """What `apply` computes with: the named elements, which its function may write to."""
+    """Return the elements that `apply` passes to its function, which may write to them."""
     require_unique(selection, "apply")
     return backend.copy(backend.take(x, selection))
 
 
 def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
-    """A copy with the named elements replaced."""
     require_unique(selection, "set")
     value = fit(backend, x, selection, value)
     if selection.mask is not None and selection.traced:
@@ -43,27 +38,23 @@ def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tenso
 
 
 def add(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
-    """A copy with values added to the named elements."""
     return _combine(backend, x, selection, value, operator.add)
 
 
 def multiply(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
-    """A copy with the named elements multiplied."""
     return _combine(backend, x, selection, value, operator.mul)
 
 
 def only(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
-    """The same values, with gradients for the named elements alone."""
     require_unique(selection, "only")
     require_gradient(backend, x, "only")
-    return backend.only(x, selection)
+    return backend.edit.only(x, selection)
 
 
 def stop(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
-    """The same values, with gradients for all but the named elements."""
     require_unique(selection, "stop")
     require_gradient(backend, x, "stop")
-    return backend.stop_gradient_at(x, selection)
+    return backend.edit.stop_gradient_at(x, selection)
 
 
 VERBS: dict[str, Callable[..., Tensor]] = {
@@ -79,7 +70,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {
 
 @registry.opaque_to_compiler
 def run(verb: str, x: Tensor, index: Any, *values: Any) -> Tensor:
-    """An edit from an index as the user wrote it, for compilers to run as one step."""
+    """Run an edit from an index as the user wrote it; compilers keep this as one step."""
     return registry.require_backend(x).call_uncompiled(_run, verb, x, index, *values)
 
 
@@ -89,20 +80,19 @@ def _run(verb: str, x: Tensor, index: Any, *values: Any) -> Tensor:
 
 
 def require_unique(selection: Selection, verb: str) -> None:
-    """An element named twice has no one new value; traced indices cannot be checked."""
+    # An element that is named twice has no single new value. Traced indices cannot be checked.
     repeated = selection.repeated
     if repeated:
         raise DuplicateError(f"{verb} names element {repeated} more than once; name it once, or use add or multiply")
 
 
 def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
-    """An integer has no derivative to keep or stop."""
     if backend.kind(x) not in "fc":
         raise DtypeError(f"{verb} is about gradients and {x.dtype} has none; give a floating or complex tensor")
 
 
 def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
-    """The value as a number, or a tensor of x's dtype that broadcasts to the selection; or an error before any work."""
+    """Return the value as a number, or as a tensor of x's dtype that broadcasts to the selection; or raise an error."""
     kind = PYTHON_KINDS.get(type(value))
     if kind is not None:
         return _number(backend, x, value, kind)
@@ -118,7 +108,7 @@ def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
         raise FrameworkError(
             f"the tensor is {backend.name}'s and the value is {owner.name}'s; make the value {backend.name}'s first"
         )
-    kind = backend.number_kind(value)
+    kind = backend.edit.number_kind(value)
     if kind is not None:
         return _number(backend, x, value, kind)
     array = _array(value)
@@ -145,7 +135,7 @@ def _within(x: Tensor, limits: DtypeRange, value: Any) -> Any:
         return complex(_within(x, limits, value.real), _within(x, limits, value.imag))
     if type(value) is float and not math.isfinite(value):
         return value
-    if not limits.hold(value):
+    if not limits.holds(value):
         raise _beyond(x, limits, value)
     return min(max(value, limits.low), limits.high)
 
@@ -153,17 +143,17 @@ def _within(x: Tensor, limits: DtypeRange, value: Any) -> Any:
 def _require_kind(backend: Backend, x: Tensor, kind: str) -> None:
     own = backend.kind(x)
     if kind not in KINDS or own not in KINDS or KINDS.index(kind) > KINDS.index(own):
-        given = KIND_NAMES.get(kind, "a non-numeric")
-        raise DtypeError(f"{given} value does not fit a tensor of {x.dtype}; cast one of them first")
+        name = KIND_NAMES.get(kind, "a non-numeric")
+        raise DtypeError(f"{name} value does not fit a tensor of {x.dtype}; cast one of them first")
 
 
 def _require_narrower(backend: Backend, x: Tensor, value: Tensor) -> None:
-    """Refuse a tensor with a number that x cannot hold.
+    """Raise an error if a tensor has a number that x cannot hold.
 
     Its values are read only if its dtype has such numbers, since that waits for the device. Traced ones cannot be read.
     """
     ours, theirs = backend.dtype_range(x), backend.dtype_range(value)
-    if ours is None or theirs is None or ours.contain(theirs):
+    if ours is None or theirs is None or ours.contains(theirs):
         return
     values = backend.to_float64(value) if backend.kind(value) == "f" else backend.read(value)
     if values is not None:
@@ -171,7 +161,7 @@ def _require_narrower(backend: Backend, x: Tensor, value: Tensor) -> None:
 
 
 def _require_range(backend: Backend, x: Tensor, values: np.ndarray) -> None:
-    """Refuse numbers that x cannot hold: frameworks let them wrap around, become infinite or raise, each in its way."""
+    """Raise an error for numbers that x cannot hold: frameworks wrap them around, make them infinite or raise."""
     limits = backend.dtype_range(x)
     if limits is None or values.dtype.kind == "b":
         return
@@ -181,7 +171,7 @@ def _require_range(backend: Backend, x: Tensor, values: np.ndarray) -> None:
             low, high = finite.min(), finite.max()
             for number in (high, low):
                 number = number.item() if isinstance(number, np.generic) else number
-                if not limits.hold(number):
+                if not limits.holds(number):
                     raise _beyond(x, limits, number)
 
 
@@ -192,7 +182,7 @@ def _beyond(x: Tensor, limits: DtypeRange, number: Any) -> DtypeError:
 
 
 def _array(value: Any) -> np.ndarray:
-    """A copy, so that a later write to the caller's array cannot change a gradient."""
+    # A copy, so that a later write to the caller's array cannot change a gradient.
     if holds_tensors(value):
         raise FrameworkError("a list of tensors is not one value; stack them into a tensor first")
     try:
@@ -233,10 +223,10 @@ def _broadcastable(backend: Backend, value: Any, shape: Shape, selection: Select
     if extra > 0 and all(size == 1 for size in shape[:extra]):  # as in NumPy's assignment
         shape = shape[extra:]
         value = backend.reshape(value, shape)
-    ok = len(shape) <= len(target) and all(
+    fits = len(shape) <= len(target) and all(
         a in (1, b) or None in (a, b) for a, b in zip(shape[::-1], target[::-1], strict=False)
     )
-    if not ok:
+    if not fits:
         raise BroadcastError(
             f"a value of shape {tuple(shape)} does not broadcast to the {target} elements named; reshape it"
         )
@@ -256,7 +246,7 @@ def _combine(
         safe = backend.where(mask, x, backend.cast(1 if multiply else 0, x))
         return backend.where(mask, backend.cast(combine(safe, value), x), x)
     if not selection.unique and selection.traced:
-        return backend.accumulate(x, selection, value, multiply)
+        return backend.edit.accumulate(x, selection, value, multiply)
     if not selection.unique:
         value = backend.broadcast(backend.cast(value, x), selection.shape)
         value, positions = _merge(backend, value, selection, combine)

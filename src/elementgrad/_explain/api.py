@@ -10,6 +10,7 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._backends.registry import backend_of_model, not_compiled
+from elementgrad._explain.backend import backend_for_step
 from elementgrad._explain.blame import APART, FurtherEvidence, spelled, why_nonfinite, why_unconnected, why_zero
 from elementgrad._explain.causes import CONSTANT
 from elementgrad._explain.diagnosis import Diagnosis
@@ -50,7 +51,7 @@ class Explanation:
         self._place = place
         self._target_place = target_place
         self._probe = probe
-        self._target = call.target(target_place)
+        self._target = call.find_target(target_place)
         self._value: Tensor = None
         self._failures: list[str] = []
         """Why the run could not be followed, if it could not."""
@@ -69,11 +70,11 @@ class Explanation:
         witness = self._witness(source)
         self._refuse_empty(source.name, witness.source)
         trail = DataPath(witness.graph)
-        since = self._call.side(self._place, source, 0, witness.source, batch=False)
+        since = self._call.operand(self._place, source, 0, witness.source, batch=False)
         if self._backend.kind(witness.target) not in "fc":
             finding = CauseFinding(None) if isinstance(witness, OpaqueTrace) else why_unconnected(trail, None)
             return self._made("unconnected", finding, trail)
-        to = self._call.side(self._target_place, self._target, 0, witness.target, batch=False)
+        to = self._call.operand(self._target_place, self._target, 0, witness.target, batch=False)
         self._refuse_complex(since.name, witness.source)
         self._refuse_complex(to.name, witness.target)
         self._names = _indexed(to.name, self._target_place), self._names[1]
@@ -168,7 +169,7 @@ class Explanation:
 
     def _found(self) -> TensorRef:
         try:
-            return self._call.source(self._place)
+            return self._call.find_source(self._place)
         except DtypeError:  # no input is floating point
             if self._place.name is not None or self._place.tensor is not None or len(self._call.inputs) != 1:
                 raise SelectionError(
@@ -190,7 +191,7 @@ class Explanation:
         """The run, step by step; if the function runs and cannot be followed, its derivative alone."""
         run = PartialCall(self._call, [source], [self._target])
         try:
-            witness = CheckedTrace(self._backend.trace(run, source.tensor, self._probe))
+            witness = CheckedTrace(self._backend.load("explain").trace(run, source.tensor, self._probe))
         except ElementgradError:
             raise
         except Exception as error:
@@ -281,8 +282,8 @@ def _step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
         raise PlaceError(
             f"wrt={quoted(wrt)} names no live tensor; a step without arguments is asked about a tensor itself"
         )
-    backend = registry.backend_for_step(f, tensor)
-    return _from_told(backend.report_step(f, tensor), backend.name)
+    backend = backend_for_step(f, tensor)
+    return _from_told(backend.load("explain").report_step(f, tensor), backend.name)
 
 
 def _live(of: Any, wrt: Any) -> Diagnosis:
@@ -293,7 +294,7 @@ def _live(of: Any, wrt: Any) -> Diagnosis:
         if place.tensor is None:
             raise PlaceError(f"{place} names no live tensor; give a tensor, or the function and its arguments")
     backend = registry.require_backend(places[0].tensor)
-    return _from_told(backend.report_live(*[_picked(place) for place in places]), backend.name)
+    return _from_told(backend.load("explain").report_live(*[_picked(place) for place in places]), backend.name)
 
 
 def _picked(place: Place) -> tuple[Tensor, np.ndarray | None]:

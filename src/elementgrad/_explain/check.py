@@ -143,7 +143,7 @@ def check(
     """
     place, target_place = parsed(wrt), parsed_target(of)
     call = BoundCall(f, args, kwargs)
-    source, target = call.source(place), call.target(target_place)
+    source, target = call.find_source(place), call.find_target(target_place)
     evaluated = _evaluated(call, source, target)
     with call.backend.precision(evaluated[0].dtype):
         entries = _entries(call, (place, target_place), (source, target), *evaluated)
@@ -163,15 +163,15 @@ def _entries(
 ) -> list[CheckedEntry]:
     """Every entry asked for, with its difference."""
     (place, target_place), (source, target), backend = places, named, call.backend
-    since = call.side(place, source, 0, linear.inputs[0] if source.met else sampled.tensors[0], batch=False)
-    to = call.side(target_place, target, 0, linear.value(0), batch=False)
+    since = call.operand(place, source, 0, linear.inputs[0] if source.computed else sampled.tensors[0], batch=False)
+    to = call.operand(target_place, target, 0, linear.value(0), batch=False)
     rows, columns = _positions(to, backend), _positions(since, backend)
     if len(rows) * len(columns) > MOST:
         raise OptionError(
             f"{len(rows)} x {len(columns)} entries are more than {MOST}; name some of {to.name} and of {since.name}"
         )
     pulled = _rows(linear, backend, to, rows, since, columns)
-    base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.met else sampled.tensors[0]
+    base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.computed else sampled.tensors[0]
     numbers = sampled.numbers()
     middle, steady = sampled.steady(base, RUNS * len(columns))
     other, first = _elsewhere(sampled, base, columns, numbers, dtype) or (base, middle)
@@ -248,7 +248,7 @@ def _rows(
     found = np.zeros((len(rows), math.prod(backend.shape(since.tensor))))
     try:
         for column in columns:
-            seed = backend.one_hot_seeds(since.tensor, np.array([column]), 1)
+            seed = backend.load("read").one_hot_seeds(since.tensor, np.array([column]), 1)
             (pushed,) = linear.jvp(0, [0], seed)
             if pushed is None:
                 return [None] * len(rows)
@@ -282,7 +282,7 @@ def _element(side: Operand, row: int, backend: Backend) -> str:
 
 def _parting(call: BoundCall, source: TensorRef, target: TensorRef, wrong: CheckedEntry) -> Diagnosis:
     """The operation where the gradient and the values part, as far as the framework can tell."""
-    witness = call.backend.trace(PartialCall(call, [source], [target]), source.tensor, True)
+    witness = call.backend.load("explain").trace(PartialCall(call, [source], [target]), source.tensor, True)
     trail = DataPath(witness.graph)
     suspects = suspected(witness.graph)
     if wrong.gradient is None:

@@ -8,7 +8,7 @@ from elementgrad._explain.blame import spelled
 from elementgrad._explain.causes import known
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.trace import Verdict
-from elementgrad._html import box, guarded
+from elementgrad._html import box, never_raise
 
 Tensor = Any
 SENTENCES: dict[str, str] = {
@@ -136,7 +136,7 @@ class Diagnosis:
             lines.append(f"fix: {self.fix}")
         return "\n".join(lines)
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         head, *rest = str(self).split("\n")
         return box(head, rest, COLOURS[self.verdict])

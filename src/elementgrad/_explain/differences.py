@@ -79,7 +79,7 @@ class SampledCall:
             return self._sample(x)
 
     def _once(self, x: Tensor) -> Tensor:
-        (value,) = self.backend.run_at(self._run, [x, *self.tensors[1:]])
+        (value,) = self.backend.load("explain").run_at(self._run, [x, *self.tensors[1:]])
         return value
 
     def steady(self, base: Tensor, ahead: int, known: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -92,7 +92,7 @@ class SampledCall:
         start = time.perf_counter()
         steady = self.same(before, base)
         if steady.all() and (time.perf_counter() - start) * ahead > PAYS:
-            self._sample = self.backend.maybe_compile(self._once)
+            self._sample = self.backend.load("explain").maybe_compile(self._once)
             try:
                 swift = bool(self.same(before, base).all())
             except Exception:  # it is the user's function, and cannot be traced
@@ -136,11 +136,11 @@ class SampledCall:
 
     def numbers(self) -> np.ndarray:
         """Return the source's parts: those that it was given, or that the run computes."""
-        if not self._source.met:
+        if not self._source.computed:
             return parts(self.backend, self.tensors[0])
         run = PartialCall(self._run.call, self._run.sources, [self._source])
         with self.backend.precision(self.dtype):
-            (value,) = self.backend.run_at(run, self.tensors)
+            (value,) = self.backend.load("explain").run_at(run, self.tensors)
         return parts(self.backend, value)
 
 
@@ -169,7 +169,9 @@ def _floats(call: BoundCall, source: TensorRef) -> list[TensorRef]:
     """The floating inputs, and what the function holds."""
     found = [other for other in call.inputs if other != source and call.backend.kind(other.tensor) in "fc"]
     held = [
-        TensorRef(name, kind, tensor) for name, kind, tensor in call.model.held() if call.backend.kind(tensor) in "fc"
+        TensorRef(name, kind, tensor)
+        for name, kind, tensor in call.model.named_tensors()
+        if call.backend.kind(tensor) in "fc"
     ]
     return found + [other for other in held if other != source]
 

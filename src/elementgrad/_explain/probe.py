@@ -148,7 +148,7 @@ class Probe:
     def _base(self, dtype: str | None) -> Tensor:
         """The source, or zeros to add to it where the run meets it."""
         like = self.since.tensor
-        x = self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.met else self.source.tensor
+        x = self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.computed else self.source.tensor
         return x if dtype is None else self.backend.convert(x, dtype)
 
 

@@ -1,4 +1,8 @@
-"""Values on their way through a function, met by name: tags, the results of layers, the output."""
+"""Captures of named values on their way through a function: tags, the results of layers, the output.
+
+A thread has a stack of open captures. `eg.tag`, and the hooks that backends put on layers, hand every named value to
+the innermost one, and the function goes on with what it returns.
+"""
 
 import threading
 from collections import Counter
@@ -11,6 +15,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import Lock, defer, push, scope
 from elementgrad._names import pytree
+from elementgrad._names.backend import NamesBackend
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -18,27 +23,34 @@ Value = Any
 """A tensor, or a tuple, list or dict of them."""
 Transform = Callable[[Tensor], Tensor]
 MARKS = frozenset("#:[]()\n")
-"""What no name of a tag may hold: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
+"""Characters that no tag may have: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
 
 
 class _CaptureState(threading.local):
-    passages: tuple[tuple["Capture | None", Callable[[str], bool]], ...] = ()
+    captures: tuple[tuple["Capture | None", Callable[[str], bool]], ...] = ()
 
 
 _local = _CaptureState()
 _lock = Lock()
-_nothing_to_do: set[type] = set()  # types of tensors that no framework stages: so a tag costs next to nothing
-_nothing = nullcontext()
-_entries: set[object] = set()  # passages open in any thread
-_open = 0  # how many: a plain number, which a compiler of Python code can look at for nothing
+_never_staged: set[type] = set()  # types of tensors whose tags do nothing without a capture, and so cost nothing
+_no_capture = nullcontext()
+_open_entries: set[object] = set()  # captures open in any thread
+_open_count = 0  # their number, as a plain int that a compiler of Python code can check for nothing
 
 
 def tag(value: Value, name: str) -> Value:
-    """Give a value inside a function a name, by which `of` and `wrt` can ask for it; it is passed on as it is.
+    """Give a value inside a function a name, by which `of` and `wrt` can ask for it.
 
-    A tensor that gets the name again is `name#1`, and the first is `name#0` then. Parts of a tuple, list or dict are
-    `name:0` or `name:key`. Tags cost nothing while nobody asks, and stay in compiled code. Go on with what is returned:
-    what a tag was put on and what comes out of it are two tensors to whoever asks.
+    The second tensor that gets a name is `name#1`, and the first is `name#0` then. Parts of a tuple, list or dict are
+    `name:0` or `name:key`. A tag costs nothing while no read asks for it, and stays in compiled code.
+
+    Args:
+        value: a tensor, or a tuple, list or dict of tensors.
+        name: the name, a str without brackets, parentheses, `#` and `:`.
+
+    Returns:
+        The value. Go on with what is returned: the tensor before the tag and the one behind it are two tensors to a
+        read that asks for the name.
 
     >>> import torch, elementgrad as eg
     >>> def f(x):
@@ -51,37 +63,54 @@ def tag(value: Value, name: str) -> Value:
     """
     if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
         raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
-    if not _open and type(value) in _nothing_to_do:
+    if not _open_count and type(value) in _never_staged:
         return value
-    if _open:
-        passage, here = _current()
-        if passage is not None and here(name):
-            return passage.meet("activation", name, value)
+    if _open_count:
+        capture, here = _innermost()
+        if capture is not None and here(name):
+            return capture.capture("activation", name, value)
     backend = registry.backend_of(value)
     if backend is None:
-        return _staged(value, name)
-    if type(backend).name_in_graph is Backend.name_in_graph and backend.caches_type(
-        type(value)
-    ):  # it stages nothing, ever
-        _nothing_to_do.add(type(value))
-    return backend.name_in_graph(value, name)
+        return _stage_parts(value, name)
+    if type(backend.names).name_in_graph is NamesBackend.name_in_graph and backend.caches_type(type(value)):
+        _never_staged.add(type(value))
+    return backend.names.name_in_graph(value, name)
+
+
+def _stage_parts(value: Value, name: str) -> Value:
+    """Name the tensors of a value in the traced program, as `name:key`, or as `name::key` where there is only one."""
+    leaves = [(key[1:], registry.backend_of(leaf)) for key, leaf in pytree.named_leaves(value, "")]
+    count = len([backend for _, backend in leaves if backend is not None])
+    if not count:
+        registry.require_backend(value)  # raises, and says what fits
+    colon = "::" if count == 1 else ":"
+    parts = iter(leaves)
+
+    def stage(leaf: Any) -> Any:
+        key, backend = next(parts)
+        return leaf if backend is None else backend.names.name_in_graph(leaf, f"{name}{colon}{key}")
+
+    return pytree.map_tree(value, stage)
 
 
 @dataclass(frozen=True)
 class CapturedValue:
-    """One tensor that a run met: of which kind and name, in which call of that name, as which part."""
+    """One tensor that a run captured."""
 
     kind: str
     base: str
+    """The name, without the number of the call or a part."""
     call: int
+    """How many values of this name came before it."""
     key: str
+    """Which part of the named value it is; empty for all of it."""
     order: int
-    """How many were met before it."""
+    """How many tensors were captured before it."""
     alone: bool = False
-    """Whether it is the only tensor in the value that bears the name, which then means it as well."""
+    """True if it is the only tensor in the named value, which the name without the part then means too."""
 
-    def spelled(self, numbered: bool) -> list[str]:
-        """All that it is called, with or without the number of the call, the usual one first."""
+    def spellings(self, numbered: bool) -> list[str]:
+        """Return all names of the tensor, with or without the number of the call, the usual one first."""
         head = f"{self.base}#{self.call}" if numbered else self.base
         tails = [f":{self.key}"] if self.key else [""]
         if self.key and self.kind == "output":
@@ -93,146 +122,130 @@ class CapturedValue:
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """The name of a value that a run is to meet, and what kind it must be, if somebody said so."""
+    """The name of a value that a run is to capture."""
 
     name: str
     kind: str | None = None
-    whole: bool = False
-    """Whether something is known to bear all of the name, marks included."""
+    """The kind that it must be of, if the user gave one."""
+    exact: bool = False
+    """True if a layer is known to have this very name, "#" and ":" included."""
 
     @property
     def base(self) -> str:
-        """What bears the name, without the number of a call or a part."""
-        return self.name if self.whole else self.name.partition(":")[0].partition("#")[0]
+        """The name without the number of a call or a part."""
+        return self.name if self.exact else self.name.partition(":")[0].partition("#")[0]
 
     @property
     def marked(self) -> bool:
-        """Whether it names a call or a part."""
+        """True if the name says which call or part."""
         return self.base != self.name
 
-    def fits(self, met: CapturedValue) -> bool:
-        """Whether this is the value that is meant."""
+    def matches(self, value: CapturedValue) -> bool:
         head, colon, key = self.name.partition(":")
         text = head + colon + key.replace(":", ".")
-        return self.kind in (None, met.kind) and text in (*met.spelled(False), *met.spelled(True))
+        return self.kind in (None, value.kind) and text in (*value.spellings(False), *value.spellings(True))
 
 
 class Capture:
-    """One run of a function: it changes the values that somebody wants to change, and keeps those that they want."""
+    """One run of a function, in which some named values are replaced and some are kept."""
 
     def __init__(
         self,
         backend: Backend,
-        changed: Mapping[CaptureKey, Transform],
+        transforms: Mapping[CaptureKey, Transform],
         kept: Sequence[CaptureKey],
         everything: bool = False,
     ):
         self.everything = everything
-        """Whether all that can be met is to be met."""
-        self.bases = {wanted.base for wanted in (*changed, *kept)}
-        """What else is to be met."""
-        self.inside = everything or any(wanted.kind != "output" for wanted in (*changed, *kept))
-        """Whether there is more to meet than what the function returns."""
-        self.met: list[CapturedValue] = []
-        self.matches: dict[CaptureKey, list[CapturedValue]] = {wanted: [] for wanted in (*changed, *kept)}
+        """True if all that has a name is captured."""
+        self.bases = {key.base for key in (*transforms, *kept)}
+        """The names that are captured in any case."""
+        self.inside = everything or any(key.kind != "output" for key in (*transforms, *kept))
+        """True if there is more to capture than what the function returns."""
+        self.values: list[CapturedValue] = []
+        self.matches: dict[CaptureKey, list[CapturedValue]] = {key: [] for key in (*transforms, *kept)}
         self.tensors: dict[CaptureKey, Tensor] = {}
         self.described: dict[CapturedValue, tuple[tuple[int, ...], str]] = {}
-        """The shape and dtype of everything: their tensors would keep a whole graph alive."""
+        """Shape and dtype of everything, as the tensors themselves would keep a whole graph alive."""
         self._backend = backend
-        self._changed = changed
+        self._transforms = transforms
         self._kept = kept
         self._calls: Counter[tuple[str, str, str]] = Counter()
 
     @property
-    def listening(self) -> bool:
-        """Whether what this thread computes now is part of the run, and not of a read inside of it."""
-        return _current()[0] is self
+    def active(self) -> bool:
+        """True if what this thread computes now is part of the run, and not of a read inside of it."""
+        return _innermost()[0] is self
 
     @contextmanager
     def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-        """Meet what this thread tags, where `here` says so of a name; elsewhere it is staged."""
-        with _entered(self, here):
+        """Capture what this thread tags, if `here(name)` is True; otherwise the tag is staged."""
+        with _opened(self, here):
             yield
 
-    def meet(self, kind: str, base: str, value: Value) -> Value:
-        """A value that bears a name: what goes on in its place."""
+    def capture(self, kind: str, base: str, value: Value) -> Value:
+        """Capture a value that has a name, and return what the run goes on with."""
         leaves = list(pytree.named_leaves(value, ""))
         alone = sum([registry.backend_of(leaf) is self._backend for _, leaf in leaves]) == 1
         keys = iter([key[1:] for key, _ in leaves])
-        return pytree.map_tree(value, lambda leaf: self.pass_on(kind, base, next(keys), leaf, alone))
+        return pytree.map_tree(value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone))
 
-    def pass_on(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
-        """One part of a value that bears a name."""
-        if registry.backend_of(tensor) is not self._backend or not self._backend.is_real_call(tensor):
+    def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
+        """Capture one tensor of a value that has a name, and return what the run goes on with."""
+        if registry.backend_of(tensor) is not self._backend or not self._backend.names.is_real_call(tensor):
             return tensor
-        met = CapturedValue(kind, base, self._calls[kind, base, key], key, len(self.met), alone)
+        value = CapturedValue(kind, base, self._calls[kind, base, key], key, len(self.values), alone)
         self._calls[kind, base, key] += 1
-        self.met.append(met)
-        fitting = [wanted for wanted in self.matches if wanted.fits(met)]
-        for wanted in fitting:
-            if not self._backend.is_single_value(tensor):
+        self.values.append(value)
+        matching = [wanted for wanted in self.matches if wanted.matches(value)]
+        for wanted in matching:
+            if not self._backend.names.is_single_value(tensor):
                 raise PlaceError(
                     f"{wanted.name!r} is computed inside a loop or branch of a graph, so it has no single value; name "
                     "what comes out of it"
                 )
-            self.matches[wanted].append(met)
-            tensor = self._changed[wanted](tensor) if wanted in self._changed else tensor
-        for wanted in fitting:
+            self.matches[wanted].append(value)
+            tensor = self._transforms[wanted](tensor) if wanted in self._transforms else tensor
+        for wanted in matching:
             if wanted in self._kept:
-                self.tensors[wanted] = self._backend.snapshot(tensor)
+                self.tensors[wanted] = self._backend.names.snapshot(tensor)
         if self.everything:
-            self.described[met] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
+            self.described[value] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor
 
-    def named(self) -> list[tuple[str, CapturedValue]]:
-        """All that was met, each by the shortest name that is its own."""
-        return [(met.spelled(self._calls[met.kind, met.base, met.key] > 1)[0], met) for met in self.met]
+    def named_values(self) -> list[tuple[str, CapturedValue]]:
+        """Return all that was captured, each with the shortest name that no other has."""
+        return [(x.spellings(self._calls[x.kind, x.base, x.key] > 1)[0], x) for x in self.values]
 
 
-def apart() -> AbstractContextManager[None]:
-    """For a run that asks for no tags: those in it are its own, and none of a run around it."""
-    return _entered(None, lambda name: False) if _open else _nothing
+def without_capture() -> AbstractContextManager[None]:
+    """Run what is inside without a capture: tags in it are its own, and not those of a run around it."""
+    return _opened(None, lambda name: False) if _open_count else _no_capture
 
 
 @contextmanager
-def _entered(passage: Capture | None, here: Callable[[str], bool]) -> Iterator[None]:
+def _opened(capture: Capture | None, here: Callable[[str], bool]) -> Iterator[None]:
     with scope():
-        me = object()
-        defer(_close, me)
-        push(_local, "passages", (passage, here))
-        _note_open(me)
+        entry = object()
+        defer(_forget_entry, entry)
+        push(_local, "captures", (capture, here))
+        _note_entry(entry)
         yield
 
 
-def _note_open(me: object) -> None:
-    global _open
-    with _lock.taken():
-        _entries.add(me)
-        _open = len(_entries)
+def _note_entry(entry: object) -> None:
+    global _open_count
+    with _lock.hold():
+        _open_entries.add(entry)
+        _open_count = len(_open_entries)
 
 
-def _close(me: object) -> None:
-    global _open
-    with _lock.taken():
-        _entries.discard(me)
-        _open = len(_entries)
+def _forget_entry(entry: object) -> None:
+    global _open_count
+    with _lock.hold():
+        _open_entries.discard(entry)
+        _open_count = len(_open_entries)
 
 
-def _current() -> tuple[Capture | None, Callable[[str], bool]]:
-    return _local.passages[-1] if _local.passages else (None, bool)
-
-
-def _staged(value: Value, name: str) -> Value:
-    """The tensors inside a value staged one by one, as `name:key`, or as `name::key` where there is only one."""
-    leaves = [(key[1:], registry.backend_of(leaf)) for key, leaf in pytree.named_leaves(value, "")]
-    tensors = [key for key, backend in leaves if backend is not None]
-    if not tensors:
-        registry.require_backend(value)  # says what fits
-    colon = "::" if len(tensors) == 1 else ":"
-    parts = iter(leaves)
-
-    def staged(leaf: Any) -> Any:
-        key, backend = next(parts)
-        return leaf if backend is None else backend.name_in_graph(leaf, f"{name}{colon}{key}")
-
-    return pytree.map_tree(value, staged)
+def _innermost() -> tuple[Capture | None, Callable[[str], bool]]:
+    return _local.captures[-1] if _local.captures else (None, bool)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._html import Rows, Tabular
 from elementgrad._names.call import BoundCall
@@ -15,7 +14,7 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Name:
-    """One tensor of a function or model: what it is called, and what it is."""
+    """One tensor of a function or model."""
 
     name: str
     kind: str
@@ -24,7 +23,7 @@ class Name:
 
 
 class Names(Tabular, tuple[Name, ...]):
-    """Names in the order in which a run meets them, printed as a table."""
+    """Names, printed as a table: inputs, then values in the order in which a run computes them, then the model's."""
 
     __slots__ = ()
 
@@ -36,7 +35,15 @@ class Names(Tabular, tuple[Name, ...]):
 
 @not_compiled
 def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOTHING) -> Names:
-    """Every tensor of a function or model that can be named, found by one run of it that disturbs nothing.
+    """List every tensor of a function or model that can be named, found by one run of it that disturbs nothing.
+
+    Args:
+        model: a function or model.
+        args: its arguments.
+        kwargs: its arguments by name.
+
+    Returns:
+        A tuple of rows with `name`, `kind`, `shape` and `dtype`, which prints as a table.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
@@ -50,17 +57,18 @@ def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOT
     0.bias    parameter   2      float32
     """
     call = BoundCall(model, args, kwargs)
-    with call.backend.isolated(model):
-        passage = call.everything()
-    inputs = [(source.name, "input", source.tensor) for source in call.inputs]
+    backend = call.backend
+    with backend.isolated(model):
+        capture = call.capture_all()
+    inputs = [(ref.name, "input", ref.tensor) for ref in call.inputs]
+
+    def row(name: str, kind: str, tensor: Tensor) -> Name:
+        return Name(name, kind, tuple(backend.shape(tensor)), backend.dtype(tensor))
+
     return Names(
         [
-            *[_described(*named, call.backend) for named in inputs],
-            *[Name(name, met.kind, *passage.described[met]) for name, met in passage.named()],
-            *[_described(*named, call.backend) for named in call.model.held()],
+            *[row(*named) for named in inputs],
+            *[Name(name, value.kind, *capture.described[value]) for name, value in capture.named_values()],
+            *[row(*named) for named in call.model.named_tensors()],
         ]
     )
-
-
-def _described(name: str, kind: str, tensor: Tensor, backend: Backend) -> Name:
-    return Name(name, kind, tuple(backend.shape(tensor)), backend.dtype(tensor))

@@ -1,4 +1,4 @@
-"""Tensors inside tuples, lists, dicts, dataclasses and what a framework knows to open: what each is called there."""
+"""Trees of tensors: tuples, lists, dicts, dataclasses and the containers that a framework knows, and names in them."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -8,46 +8,43 @@ from operator import is_
 from typing import Any
 
 from elementgrad._backends import registry
+from elementgrad._names.backend import Node
 from elementgrad.errors import OptionError
 
-Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
-"""The keys of what is inside (None in a box, whose content bears its name), what is inside, how to put others in."""
-
 SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
-_closed: set[type] = set()
-"""Types that were found to be never opened."""
-DEEPEST = 200
-"""Containers inside of one another; Python itself counts calls, and has room for about a thousand."""
+DEPTH_LIMIT = 200
+"""Containers inside of one another; Python itself limits the depth of calls, to about a thousand."""
+_leaf_types: set[type] = set()
+"""Types that are known to be always leaves."""
 
 
 class Leaf:
-    """Base of what is never opened, though it has fields."""
+    """Base of dataclasses that are leaves all the same."""
 
     __slots__ = ()
 
 
 def named_leaves(tree: Any, name: str, above: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:
-    """Everything that cannot be opened, with its path: `"x.weights.0"`. What leads back to something above is one."""
-    node = None if type(tree) in _closed else _flatten_checked(tree, above)
+    """Return every leaf with its path, such as `"x.weights.0"`. A reference back to a container above is a leaf."""
+    node = None if type(tree) in _leaf_types else _flatten_checked(tree, above)
     if node is None:
         return [(name, tree)]
-    found = []
+    leaves = []
     for key, branch in zip(*node[:2], strict=True):
-        found += named_leaves(branch, name if key is None else f"{name}.{key}", (*above, tree))
-    return found
+        leaves += named_leaves(branch, name if key is None else f"{name}.{key}", (*above, tree))
+    return leaves
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves alone."""
-    return [tree] if type(tree) in _closed else [leaf for _, leaf in named_leaves(tree, "")]
+    return [tree] if type(tree) in _leaf_types else [leaf for _, leaf in named_leaves(tree, "")]
 
 
 def map_tree(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = ()) -> Any:
-    """The same structure around a function of each leaf, taken in the order of `leaves`.
+    """Return the same structure with a function applied to each leaf, in the order of `leaves_of`.
 
-    A container in which nothing changes is passed on as it is.
+    A container in which nothing changes is returned as it is.
     """
-    node = None if type(tree) in _closed else _flatten_checked(tree, above)
+    node = None if type(tree) in _leaf_types else _flatten_checked(tree, above)
     if node is None:
         return function(tree)
     _, branches, rebuild = node
@@ -56,46 +53,45 @@ def map_tree(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] =
 
 
 def replace_leaves(tree: Any, new: Mapping[int, Any]) -> Any:
-    """The tree with some leaves replaced, by their number in the order of `leaves`."""
-    numbers = count()
-    return map_tree(tree, lambda leaf: new.get(next(numbers), leaf))
+    """Return the tree with some leaves replaced, by their index in `leaves_of`."""
+    indices = count()
+    return map_tree(tree, lambda leaf: new.get(next(indices), leaf))
 
 
 def unflatten_like(tree: Any, new: Sequence[Any]) -> Any:
-    """The same structure around other leaves, in the order of `leaves`."""
+    """Return the same structure with other leaves, in the order of `leaves_of`."""
     if isinstance(tree, Leaf):
         return new[0]
-    left = iter(new)
-    return map_tree(tree, lambda _: next(left))
+    rest = iter(new)
+    return map_tree(tree, lambda _: next(rest))
 
 
 def _flatten_checked(tree: Any, above: tuple[Any, ...]) -> Node | None:
-    if len(above) > DEEPEST:
-        raise OptionError(f"containers are nested more than {DEEPEST} deep; give tensors in fewer of them")
+    if len(above) > DEPTH_LIMIT:
+        raise OptionError(f"containers are nested more than {DEPTH_LIMIT} deep; give tensors in fewer of them")
     return None if any(tree is other for other in above) else flatten_one_level(tree)
 
 
 def flatten_one_level(tree: Any) -> Node | None:
-    """What is inside of one level of a structure, or None for what is never opened."""
+    """Return the contents of a container, or None for a leaf."""
     if isinstance(tree, dict):
         return list(tree), list(tree.values()), lambda entries: _with_items(tree, entries)
     if isinstance(tree, (tuple, list)):
-        named = getattr(tree, "_fields", None)
-        rebuild = getattr(type(tree), "_make", type(tree))
-        return named or range(len(tree)), tree, rebuild
+        keys = getattr(tree, "_fields", None) or range(len(tree))  # a named tuple has fields
+        return keys, tree, getattr(type(tree), "_make", type(tree))
     if isinstance(tree, Leaf) or type(tree) in SIMPLE:
-        _closed.add(type(tree))
+        _leaf_types.add(type(tree))
         return None
     backend = registry.backend_of(tree)
     if backend is not None:
         if backend.caches_type(type(tree)):
-            _closed.add(type(tree))
+            _leaf_types.add(type(tree))
         return None
-    known = registry.flatten_node(tree)  # a framework that knows a dataclass knows which of its fields stay as they are
-    if known is None and hasattr(type(tree), "__dataclass_fields__"):
+    node = registry.flatten_node(tree)  # before dataclasses: a framework knows which of their fields are static
+    if node is None and hasattr(type(tree), "__dataclass_fields__"):
         names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
         return names, [getattr(tree, name) for name in names], lambda entries: _with_fields(tree, names, entries)
-    return known
+    return node
 
 
 def _with_items(tree: dict[Any, Any], entries: Sequence[Any]) -> Any:

@@ -18,10 +18,10 @@ import numpy as np
 from elementgrad._place.index import Index, IndexArray, Item, Span
 from elementgrad.errors import ParseError
 
-LONGEST = 40
-"""Digits of an int: more would name nothing and take long to read."""
+DIGITS_LIMIT = 40
+"""Digits of an int: one with more names no element and takes long to read."""
 SHOWN = 100
-"""Characters that are shown before and behind one that does not fit."""
+"""Characters that an error shows before and behind the one that does not fit."""
 KINDS = ("input", "output", "activation", "parameter", "buffer")
 _NAME = re.compile(r"[^\[\]()\n]*")
 _INT = re.compile(r"[+-]?\d+")
@@ -47,7 +47,7 @@ class _Parser:
         index: Index = ()
         kind = None
         if self.skip("["):
-            index = tuple(self.listed(self.item, "]"))
+            index = tuple(self.sequence(self.item, "]"))
         elif not name:
             raise self.error('a name or "["')
         if self.skip("("):
@@ -81,18 +81,18 @@ class _Parser:
 
     def integer(self) -> int:
         self.space()
-        found = self.match(_INT)
-        if not 0 < len(found) <= LONGEST:
-            self.at -= len(found)
+        digits = self.match(_INT)
+        if not 0 < len(digits) <= DIGITS_LIMIT:
+            self.at -= len(digits)
             raise self.error("an int, a slice, `...` or a list")
-        return int(found)
+        return int(digits)
 
     def array(self) -> IndexArray:
         start = self.at
         word = self.match(_WORD)
         if word in ("int", "bool"):
             self.expect("(")
-            shape = self.listed(self.integer, ")")
+            shape = self.sequence(self.integer, ")")
             try:
                 empty: np.ndarray = np.zeros(shape, dtype=np.bool_ if word == "bool" else np.int64)
             except (ValueError, OverflowError, MemoryError):
@@ -114,7 +114,7 @@ class _Parser:
     def entry(self) -> Any:
         self.space()
         if self.skip("["):
-            return self.listed(self.entry, "]")
+            return self.sequence(self.entry, "]")
         start = self.at
         word = self.match(_WORD)
         if word in ("true", "false"):
@@ -122,8 +122,8 @@ class _Parser:
         self.at = start
         return self.integer()
 
-    def listed(self, read: Any, end: str) -> list[Any]:
-        """Entries with commas between them, up to the closing bracket."""
+    def sequence(self, read: Any, end: str) -> list[Any]:
+        """Parse entries with commas between them, up to the closing bracket."""
         entries: list[Any] = []
         while not self.skip(end):
             if entries:
@@ -143,44 +143,44 @@ class _Parser:
 
     def skip(self, token: str) -> bool:
         self.space()
-        found = self.text.startswith(token, self.at)
-        self.at += len(token) * found
-        return found
+        matches = self.text.startswith(token, self.at)
+        self.at += len(token) * matches
+        return matches
 
     def expect(self, token: str, other: str = "") -> None:
         if not self.skip(token):
             raise self.error(f'"{token}" or "{other}"' if other else f'"{token}"')
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             return ""
-        self.at = found.end()
-        return found.group()
+        self.at = match.end()
+        return match.group()
 
     def error(self, fits: str) -> ParseError:
-        given = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
+        character = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
         start, end = max(0, self.at - SHOWN), self.at + SHOWN
         before, after = "... " if start else "", " ..." if end < len(self.text) else ""
         shown = before + re.sub(r"\s", " ", self.text[start:end]) + after
         mark = " " * (len(before) + self.at - start)
-        return ParseError(f"expected {fits} at character {self.at + 1}, found {given}\n  {shown}\n  {mark}^")
+        return ParseError(f"expected {fits} at character {self.at + 1}, found {character}\n  {shown}\n  {mark}^")
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Which of the names somebody may have meant, as the end of a sentence."""
+    """Return the names that a misspelt one may stand for, as the end of a sentence."""
     inside = [other for other in names if other.startswith(name) and other[len(name) :][:1] in tuple(".:/#")]
-    near = inside or get_close_matches(name, names, n=3)
-    return f"nearest: {listed(near)}" if near else f"there are: {listed(names)}"
+    close = inside or get_close_matches(name, names, n=3)
+    return f"nearest: {listed(close)}" if close else f"there are: {listed(names)}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a sentence, not all of a great many."""
+    """Return names as a list in a sentence, at most eight of them."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "none"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells in columns, the first row being the heads."""
+    """Return rows of cells as aligned columns of text; the first row has the heads."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

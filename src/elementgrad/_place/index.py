@@ -1,7 +1,7 @@
 """The normal form of an index: ints, spans, `...` and frozen arrays, as NumPy understands them.
 
 An index is written before its tensor's shape is known (`eg.at("fc.weight")[3, :]`), so this module knows nothing of
-shapes. `selection.py` puts an index against one.
+shapes; `selection.py` resolves an index against one.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elementgrad._backends import base, registry
+from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad.errors import FrameworkError, SelectionError, quoted
 
 FITS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
 
-DEEPEST = 64
-"""Axes of an array of NumPy."""
+AXES_LIMIT = 64
+"""Axes that an array of NumPy can have."""
 
 
 class Span(NamedTuple):
@@ -36,13 +36,13 @@ class Span(NamedTuple):
 class IndexArray:
     """An integer array or boolean mask inside an index: a read-only copy, or a tensor whose values are traced.
 
-    What is traced (an argument under `jax.jit`, `tf.function`, `torch.compile` or vmap) has a shape and no values, so
-    nobody can check it.
+    A traced tensor (an argument under `jax.jit`, `tf.function`, `torch.compile` or vmap) has a shape and no values, so
+    its entries cannot be checked.
     """
 
     __slots__ = ("boolean", "shape", "tracer", "values")
 
-    def __init__(self, values: Any, shape: tuple[int, ...], boolean: bool, tracer: base.Backend | None = None):
+    def __init__(self, values: Any, shape: tuple[int, ...], boolean: bool, tracer: Backend | None = None):
         self.values = values
         self.shape = shape
         self.boolean = boolean
@@ -50,16 +50,16 @@ class IndexArray:
 
     @property
     def traced(self) -> bool:
-        """Whether there are no values to read."""
+        """True if there are no values to read."""
         return self.tracer is not None
 
     def readable(self, why: str) -> np.ndarray:
-        """The values, or an error that says why they are needed."""
+        """Return the values, or raise an error that says why they are needed."""
         return self.values if self.tracer is None else self.tracer.require_concrete(self.values, why)
 
     @classmethod
     def freeze(cls, array: np.ndarray) -> "IndexArray":
-        """Keep a read-only copy, so that a later write to the caller's array cannot change what was named."""
+        """Return a read-only copy, so that a later write to the caller's array cannot change what was named."""
         kind = array.dtype.kind
         if array.dtype == np.uint64:
             array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
@@ -73,7 +73,7 @@ class IndexArray:
 
     @property
     def axes(self) -> int:
-        """How many axes of the tensor it uses up: a mask as many as it has, an integer array one."""
+        """The number of axes of the tensor that it takes: a mask as many as it has, an integer array one."""
         return len(self.shape) if self.boolean else 1
 
     def __eq__(self, other: object) -> bool:
@@ -81,8 +81,8 @@ class IndexArray:
             return NotImplemented
         if self.traced or other.traced:
             return self.values is other.values
-        alike = self.boolean == other.boolean and self.shape == other.shape
-        return alike and self.values.tobytes() == other.values.tobytes()
+        same_form = self.boolean == other.boolean and self.shape == other.shape
+        return same_form and self.values.tobytes() == other.values.tobytes()
 
     def __hash__(self) -> int:
         return hash((self.shape, self.boolean, id(self.values) if self.traced else self.values.tobytes()))
@@ -99,8 +99,8 @@ Item = int | Span | EllipsisType | IndexArray
 Index = tuple[Item, ...]
 
 
-def normalize(index: Any, home: base.Backend | None = None) -> Index:
-    """Bring what stands between the brackets of `x[...]` into normal form; `home` is the backend of x, if known."""
+def normalize(index: Any, home: Backend | None = None) -> Index:
+    """Return what stands between the brackets of `x[...]` in normal form; `home` is the backend of x, if known."""
     if type(index) is int:
         return (index,)
     if isinstance(index, tuple):
@@ -108,8 +108,8 @@ def normalize(index: Any, home: base.Backend | None = None) -> Index:
     return (_item(index, home),)
 
 
-def as_written(index: Index) -> tuple[Any, ...]:
-    """A normal index in the words of the framework, for what knows neither spans nor frozen arrays."""
+def denormalize(index: Index) -> tuple[Any, ...]:
+    """Return an index in normal form as the user would write it, with slices and arrays."""
     items: list[Any] = []
     for item in index:
         items.append(slice(*item) if isinstance(item, Span) else item.values if isinstance(item, IndexArray) else item)
@@ -117,15 +117,15 @@ def as_written(index: Index) -> tuple[Any, ...]:
 
 
 def to_text(index: Index) -> str:
-    """The index as text, brackets included; `parse` reads it back."""
-    return f"[{', '.join('...' if item is Ellipsis else _written(item) for item in index)}]"
+    """Return the index as text, brackets included; `grammar.parse` reads it back."""
+    return f"[{', '.join('...' if item is Ellipsis else _item_text(item) for item in index)}]"
 
 
-def _written(item: Any) -> str:
+def _item_text(item: Any) -> str:
     return quoted(item) if type(item) is int else str(item)
 
 
-def _item(item: Any, home: base.Backend | None) -> Item:
+def _item(item: Any, home: Backend | None) -> Item:
     if type(item) is int or item is Ellipsis or isinstance(item, (Span, IndexArray)):
         return item
     if type(item) is slice:
@@ -147,8 +147,8 @@ def _item(item: Any, home: base.Backend | None) -> Item:
                 f"the tensor is {home.name}'s and the index is {backend.name}'s; use one framework for both"
             )
         return _from_tensor(item, backend)
-    arrays = isinstance(item, (bool, np.generic, Sequence)) or hasattr(item, "__array__")
-    if arrays and not isinstance(item, (str, bytes)):
+    is_array = isinstance(item, (bool, np.generic, Sequence)) or hasattr(item, "__array__")
+    if is_array and not isinstance(item, (str, bytes)):
         return _from_array(item)
     try:
         return as_int(item)
@@ -164,11 +164,11 @@ def _bound(bound: Any) -> int:
 
 
 def holds_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether a list has tensors in it: NumPy would read their values, and lose what they belong to.
+    """Return True if a list has tensors in it: NumPy would read their values and drop their gradients.
 
-    Lists that are deeper than the axes of any array are not looked into: NumPy refuses them.
+    Lists that are nested deeper than any array are not looked into, as NumPy refuses them.
     """
-    if not isinstance(value, (list, tuple)) or depth > DEEPEST:
+    if not isinstance(value, (list, tuple)) or depth > AXES_LIMIT:
         return False
     return any(
         type(entry) is not int and (registry.backend_of(entry) or holds_tensors(entry, depth + 1)) for entry in value
@@ -181,7 +181,7 @@ def _from_array(item: Any) -> Item:
     try:
         array = np.asarray(item)
         if not isinstance(item, np.ndarray) and array.dtype.kind in "Of":
-            # An empty list says nothing of its dtype; ints of a compiler's own are ints as well.
+            # An empty list has no dtype of its own, and a compiler's own ints are ints as well.
             array = np.array([as_int(entry) for entry in array.flat], dtype=np.int64).reshape(array.shape)
     except OverflowError:
         raise SelectionError(f"{quoted(item)} holds an int that is out of range for any axis") from None

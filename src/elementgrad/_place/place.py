@@ -1,7 +1,4 @@
-"""The one idea of the library: a place is a tensor and some of its elements.
-
-`at`: how places are made, of a live tensor, of a name or of whatever tensor a verb is about.
-"""
+"""`Place`, a tensor and some of its elements, and `eg.at`, which makes places."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +9,10 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._edit import edit
-from elementgrad._html import box, guarded
+from elementgrad._html import box, never_raise
 from elementgrad._names import pytree
 from elementgrad._place import grammar
-from elementgrad._place.index import Index, IndexArray, as_written, normalize, to_text
+from elementgrad._place.index import Index, IndexArray, denormalize, normalize, to_text
 from elementgrad._place.selection import Selection, Shape, resolve
 from elementgrad.errors import PlaceError, SelectionError, quoted
 
@@ -78,22 +75,31 @@ class Place(pytree.Leaf):
 
     @property
     def kind(self) -> str | None:
-        """What sort of thing the name means, where two things bear it."""
+        """The kind of tensor that the name means, where two have the same name; or None."""
         return self._kind
 
     @property
     def pointwise(self) -> bool:
-        """Whether the elements were given by their coordinates, one row each."""
+        """True if the elements were given by their coordinates, one row each."""
         return self._pointwise
 
     @property
     def write(self) -> int | None:
-        """Which write of each element is meant, in a recording; None for the last that matters."""
+        """The write of each element that is meant, in a recording; None for the last that matters."""
         return self._write
 
     @classmethod
     def parse(cls, source: str) -> "Place":
-        """The place that a text such as `"fc.weight[3, :]"` describes; the text is parsed, never evaluated.
+        """Return the place that a text describes; the text is parsed, never evaluated.
+
+        Args:
+            source: the text, such as `"fc.weight[3, :]"`.
+
+        Returns:
+            The place.
+
+        Raises:
+            ParseError: the text does not parse; the message marks the character.
 
         >>> import elementgrad as eg
         >>> eg.Place.parse("fc.weight[3, :]") == eg.at("fc.weight")[3, :]
@@ -120,7 +126,13 @@ class Place(pytree.Leaf):
         return Place(self._tensor, self._name, index, self._kind, self._backend, pointwise, later, self._write)
 
     def coords(self, rows: Any) -> "Place":
-        """One row of coordinates per element, in an array of shape (elements, axes).
+        """Name elements by their coordinates.
+
+        Args:
+            rows: one row of coordinates per element, in an array of shape (elements, axes).
+
+        Returns:
+            The place of these elements.
 
         >>> import torch, elementgrad as eg
         >>> eg.at(torch.arange(12.0).reshape(3, 4)).coords([[0, 1], [2, 3]]).get()
@@ -140,7 +152,13 @@ class Place(pytree.Leaf):
         return self._indexed(place._index, pointwise=True, later=place._later)
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
-        """The elements, resolved against the tensor's shape or, for a place without a tensor, a given one.
+        """Resolve the index against a shape.
+
+        Args:
+            shape: the shape of the tensor; None for that of the place's own tensor.
+
+        Returns:
+            The elements that are named.
 
         >>> import elementgrad as eg
         >>> eg.at("fc.weight")[3, :].select(shape=(10, 4)).flat().tolist()
@@ -152,7 +170,7 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).get")
     def get(self) -> Tensor:
-        """The named elements, `x[index]` with NumPy's meaning on every framework; duplicates may repeat.
+        """Return the named elements: `x[index]` as NumPy means it, on every framework; elements may repeat.
 
         >>> import torch, elementgrad as eg
         >>> eg.at(torch.tensor([1.0, 2.0, 3.0]))[::-1].get()
@@ -162,7 +180,16 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).set")
     def set(self, value: Any) -> Tensor:
-        """A copy with the named elements replaced; the old ones get no gradient, the value gets theirs.
+        """Return a copy with the named elements replaced.
+
+        Args:
+            value: a number, array or tensor that broadcasts to the named elements.
+
+        Returns:
+            The copy. The replaced elements get no gradient; the value gets theirs.
+
+        Raises:
+            DuplicateError: an element is named twice.
 
         >>> import torch, elementgrad as eg
         >>> v, value = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor(7.0)
@@ -174,7 +201,14 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).add")
     def add(self, value: Any) -> Tensor:
-        """A copy with the value added to the named elements; an element named twice gets both values.
+        """Return a copy with a value added to the named elements.
+
+        Args:
+            value: a number, array or tensor that broadcasts to the named elements. An element that is named twice gets
+                both of its values.
+
+        Returns:
+            The copy.
 
         >>> import torch, elementgrad as eg
         >>> eg.at(torch.zeros(3))[[0, 0, 2]].add(torch.tensor([1.0, 10.0, 100.0]))
@@ -184,7 +218,14 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).multiply")
     def multiply(self, value: Any) -> Tensor:
-        """A copy with the named elements multiplied by the value; an element named twice by both values.
+        """Return a copy with the named elements multiplied by a value.
+
+        Args:
+            value: a number, array or tensor that broadcasts to the named elements. An element that is named twice is
+                multiplied by both of its values.
+
+        Returns:
+            The copy.
 
         >>> import torch, elementgrad as eg
         >>> eg.at(torch.ones(3))[[0, 0, 2]].multiply(torch.tensor([2.0, 3.0, 5.0]))
@@ -194,7 +235,13 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).apply")
     def apply(self, function: Callable[[Tensor], Any]) -> Tensor:
-        """A copy with the named elements replaced by a function of them, which sees no other element.
+        """Return a copy with the named elements replaced by a function of them.
+
+        Args:
+            function: takes the named elements, and sees no others.
+
+        Returns:
+            The copy.
 
         >>> import torch, elementgrad as eg
         >>> eg.at(torch.tensor([-1.0, 4.0, 9.0]))[1:].apply(torch.sqrt)
@@ -207,7 +254,7 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).only")
     def only(self) -> Tensor:
-        """The same values; the gradient reaches the named elements alone.
+        """Return the same values, with a gradient for the named elements alone.
 
         >>> import torch, elementgrad as eg
         >>> loss = lambda v: (eg.at(v)[2].only() ** 2).sum()
@@ -218,7 +265,7 @@ class Place(pytree.Leaf):
 
     @spelled_as("eg.at(...).stop")
     def stop(self) -> Tensor:
-        """The same values; the gradient reaches all but the named elements.
+        """Return the same values, with a gradient for all but the named elements.
 
         >>> import torch, elementgrad as eg
         >>> loss = lambda v: (eg.at(v)[2].stop() ** 2).sum()
@@ -247,7 +294,7 @@ class Place(pytree.Leaf):
         write = "" if self._write is None else f" at write {self._write}"
         return f"<Place {self}{write} of {self._backend.name} {self._tensor.dtype} {tuple(self._tensor.shape)}>"
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         if self._backend is None:
             return box(str(self))
@@ -267,7 +314,7 @@ class Place(pytree.Leaf):
             )
         backend, x = self._backend or self._live(verb), self._tensor
         if self._later or backend.is_compiling():
-            return edit.run(verb, x, self._index if self._later else as_written(self._index), *values)
+            return edit.run(verb, x, self._index if self._later else denormalize(self._index), *values)
         return edit.VERBS[verb](backend, x, self._resolve(backend.shape(x)), *values)
 
     def _require_columns(self, count: int, shape: Shape) -> None:
@@ -284,7 +331,7 @@ class Place(pytree.Leaf):
 
 
 class At:
-    """`eg.at`: names elements. Call it with a tensor or a name, or index it for whatever tensor a verb is about.
+    """The type of `eg.at`. Call it with a tensor or a name, or index it for the tensor that a verb is about.
 
     >>> import torch, elementgrad as eg
     >>> x = torch.arange(6.0).reshape(2, 3)
@@ -297,9 +344,15 @@ class At:
     __slots__ = ()
 
     def __call__(self, target: Tensor | str | Place, *, kind: str | None = None, write: int | None = None) -> Place:
-        """The place of a tensor, of a name or of a place's text; all of its elements, until you index it.
+        """Return the place of all elements of a tensor; index it to name some of them.
 
-        In a recording, `write` chooses the k-th write of each element, from the end if negative.
+        Args:
+            target: a tensor, a name, the text of a place or a place.
+            kind: the kind of tensor that a name means: "input", "output", "activation", "parameter" or "buffer".
+            write: in a recording, which write of each element is meant, from the end if negative.
+
+        Returns:
+            The place.
 
         >>> import torch, elementgrad as eg
         >>> t = torch.tensor([3.0, 0.0])

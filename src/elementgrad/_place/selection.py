@@ -1,7 +1,4 @@
-"""An index against a shape: which elements it names, checked once and never changed.
-
-Putting an index against a shape: NumPy's rules, and the checks that come before any work.
-"""
+"""`Selection`: the elements that an index names in a tensor of a given shape, by NumPy's rules."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ class Selection:
     """The elements that an index names in a tensor of a given shape.
 
     It keeps the structure of the index: a slice stays a range and a mask over the whole tensor stays a mask, so naming
-    a billion elements costs no memory until somebody asks for their positions.
+    a billion elements costs no memory until their positions are needed.
 
     >>> import elementgrad as eg
     >>> rows = eg.Selection.resolve(([0, 2], slice(None, None, 2)), shape=(3, 5))
@@ -56,11 +53,18 @@ class Selection:
 
     @classmethod
     def resolve(cls, index: Any, shape: tuple[int, ...]) -> "Selection":
-        """Put an index (as written between the brackets of `x[...]`) against a shape.
+        """Resolve an index against a shape.
 
-        Raises `SelectionError`, an `IndexError`, where NumPy would.
+        Args:
+            index: what stands between the brackets of `x[...]`.
+            shape: the shape of the tensor.
+
+        Returns:
+            The elements that the index names.
+
+        Raises:
+            SelectionError: an `IndexError`, where NumPy would raise one.
         """
-
         try:
             fits = isinstance(shape, (tuple, list)) and all(size is None or as_int(size) >= 0 for size in shape)
         except TypeError:
@@ -75,12 +79,12 @@ class Selection:
 
     @cached_property
     def mask(self) -> IndexArray | None:
-        """The one mask that covers the whole tensor, if that is how the elements were named."""
+        """The mask that covers the whole tensor, if the elements were named by one."""
         return self.parts[0] if self.parts and isinstance(self.parts[0], IndexArray) else None
 
     @cached_property
     def traced(self) -> bool:
-        """Whether some indices or sizes are traced, so that not everything could be checked."""
+        """True if some indices or sizes are traced, so that not everything could be checked."""
         if self.mask is not None:
             return self.mask.traced
         return None in self.of or not all(isinstance(part, int | range | np.ndarray) for part in self.parts)
@@ -105,19 +109,19 @@ class Selection:
 
     @cached_property
     def size(self) -> int:
-        """How many elements are named, duplicates counted."""
+        """The number of elements that are named, duplicates counted."""
         if None in self.shape:
             raise TracedError("an axis of unknown size is named, so how many elements there are is not known")
         return math.prod(self.shape)
 
     @cached_property
     def unique(self) -> bool:
-        """Whether it is known that no element is named twice. Ranges never repeat one; index arrays may."""
+        """True if it is known that no element is named twice. Ranges never repeat one; index arrays may."""
         return self.mask is not None or self.broadcast is None or self._repeat is False
 
     @cached_property
     def repeated(self) -> tuple[int, ...] | None:
-        """The coordinates of an element that is named twice, as far as that is known; those of its index arrays."""
+        """The coordinates, by the index arrays, of an element that is known to be named twice; or None."""
         if self.unique or self._repeat is None:
             return None
         rows = np.stack([part.reshape(-1) for part in np.broadcast_arrays(*filter(_is_array, self.parts))], axis=-1)
@@ -126,7 +130,7 @@ class Selection:
 
     @cached_property
     def _repeat(self) -> bool | None:
-        """Whether the index arrays name something twice; None if that cannot be known before the program runs."""
+        """True if the index arrays name something twice; None if that cannot be known before the program runs."""
         arrays = [(part, size) for part, size in zip(self.parts, self.of, strict=True) if _is_array(part)]
         if any(not isinstance(part, np.ndarray) for part, _ in arrays):
             return None
@@ -142,7 +146,7 @@ class Selection:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every element is named, once and in order, as by `x[...]`."""
+        """True if every element is named, once and in order, as by `x[...]`."""
         return (
             self.mask is None
             and self.broadcast is None
@@ -152,20 +156,20 @@ class Selection:
         )
 
     def flat(self) -> np.ndarray:
-        """The position of each named element in the flattened tensor (C order), in an array of `self.shape`."""
+        """Return the position of each named element in the flattened tensor (C order), in an array of `self.shape`."""
         if self.whole:
             return np.arange(self.size, dtype=np.int64).reshape(self.shape)
         return self._positions(len(self.of))
 
     def rows(self) -> tuple[np.ndarray, Shape]:
-        """Like `flat`, with trailing axes that are named whole left out: positions of blocks, and a block's shape."""
+        """Return `flat` without trailing axes that are named whole: positions of blocks, and the shape of a block."""
         split = len(self.of)
         while split and isinstance(self.axes[split - 1], range) and self.axes[split - 1] == range(self.of[split - 1]):
             split -= 1
         return self._positions(split), self.of[split:]
 
     def coords(self) -> np.ndarray:
-        """One row of coordinates per named element.
+        """Return one row of coordinates per named element.
 
         >>> import elementgrad as eg
         >>> eg.Selection.resolve(([0, 1], [5, 12]), shape=(50, 32)).coords().tolist()
@@ -176,10 +180,12 @@ class Selection:
         return np.stack(np.unravel_index(self.flat().reshape(-1), self.of), axis=-1)
 
     def mesh(self, split: int | None = None, lines: Any = None, reshape: Any = None) -> tuple[Any, ...]:
-        """One array (or int) per axis; together they broadcast to `shape`, so `x[mesh]` is `x[index]`.
+        """Return one array (or int) per axis, which broadcast to `shape` together: `x[mesh]` is `x[index]`.
 
-        With `split`, the same for the first so many axes, when all behind them are whole. `lines` gives ranges as
-        arrays and `reshape` appends axes to an array, for a framework whose arrays are not NumPy's.
+        Args:
+            split: the number of leading axes to do this for, if all behind them are named whole; None for all.
+            lines: the ranges as arrays, for a framework whose arrays are not NumPy's.
+            reshape: a function that appends axes to such an array.
         """
         axes = self.axes[:split]
         lines = lines or [
@@ -203,7 +209,7 @@ class Selection:
 
     @cached_property
     def basic(self) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-        """The index in ints and forward slices, and the axes of the result to flip; None if that is not enough."""
+        """The index in ints and forward slices, and the axes of the result to flip; None if it needs arrays."""
         if self.mask is not None or self.broadcast is not None or self.traced:
             return None
         index, flips = self.native(lambda array: array)
@@ -212,7 +218,7 @@ class Selection:
         return index, flips
 
     def native(self, to_array: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The index in ints, forward slices and arrays made by `to_array`, and the axes of the result to flip."""
+        """Return the index in ints, forward slices and arrays by `to_array`, and the axes of the result to flip."""
         if self.mask is not None:
             return (to_array(self.mask.readable(COUNTED)),), ()
         index: list[Any] = []
@@ -222,7 +228,7 @@ class Selection:
             if axis == self.block:
                 axis += len(self.broadcast or ())
             if isinstance(part, int):
-                # Frameworks disagree on ints beside arrays; as an array it means one thing.
+                # Frameworks disagree on ints beside arrays; as an array it means the same to all.
                 index.append(to_array(np.array([part])) if self.broadcast else part)
             elif isinstance(part, range):
                 ahead = forward(part)
@@ -235,21 +241,21 @@ class Selection:
         return tuple(index), tuple(flips)
 
     def behind(self, axes: tuple[int, ...]) -> "Selection":
-        """The same elements, named without arrays, in each of a stack of tensors that has these axes in front."""
+        """Return the same elements, named without arrays, in each of a stack of tensors with these axes in front."""
         stacked = Selection((*axes, *self.of), (*map(range, axes), *self.parts), len(axes))
-        if self.basic:  # known already, so that nobody works it out again
+        if self.basic:  # copied from here, as computing it again takes longer
             index, flips = self.basic
             front = tuple(slice(None) for _ in axes)
             stacked.__dict__["basic"] = (*front, *index), tuple(axis + len(axes) for axis in flips)
         return stacked
 
     def stacked(self, axes: tuple[int, ...]) -> "Selection":
-        """The same elements, along one axis, in each of a stack of flattened tensors that has these axes in front."""
+        """Return the same elements, along one axis, in each of a stack of flattened tensors, axes in front."""
         places = self.flat().reshape(-1)
         return Selection((*axes, math.prod(self.of)), (*map(range, axes), places), len(axes), places.shape)
 
     def pointwise(self) -> "Selection":
-        """The same elements in the same order, with one integer array per axis and no other structure."""
+        """Return the same elements in the same order, with one integer array per axis and no other structure."""
         if self.traced:
             raise TracedError("traced indices cannot be combined in this way; write the index without `...` or masks")
         return Selection.at_flat(self.flat(), self.of)
@@ -267,8 +273,8 @@ class Selection:
         return f"<Selection: {named} of shape {self.of}>"
 
     def _positions(self, split: int) -> np.ndarray:
-        """Positions within the first `split` axes, flattened; the axes after it must be whole."""
-        if self.shape == () and self.broadcast is None and self.mask is None:  # one element costs little
+        """Return positions within the first `split` axes, flattened; the axes after them must be named whole."""
+        if self.shape == () and self.broadcast is None and self.mask is None:  # a fast path for one element
             return np.array(sum(part * math.prod(self.of[axis + 1 :]) for axis, part in enumerate(self.parts)))
         ndim = len(self.shape) - (len(self.of) - split)
         positions = np.zeros((1,) * ndim, dtype=np.int64)
@@ -278,14 +284,14 @@ class Selection:
 
 
 def forward(part: range) -> range:
-    """The same elements in rising order, with bounds and step that fit any framework."""
+    """Return the same elements in rising order, with bounds and step that fit any framework."""
     if len(part) < 2:
         return range(part.start, part.start + 1) if part else range(0)
     return part if part.step > 0 else part[::-1]
 
 
 def stays(part: Any) -> bool:
-    """Whether an axis stays in the result: a range, or a slice of an axis whose size is not known."""
+    """Return True if an axis stays in the result: a range, or a slice of an axis whose size is not known."""
     return isinstance(part, range | Span)
 
 
@@ -297,19 +303,19 @@ def _append_axes(part: Any, count: int) -> Any:
     return part.reshape(tuple(part.shape) + (1,) * count)
 
 
-SMALL = 256
-"""Up to so many entries in an index array, its selection is kept for the next call."""
+CACHED_SIZE = 256
+"""Index arrays of at most this many entries have their selections cached."""
 
 
 def resolve(index: Index, of: Shape) -> Selection:
-    """Put a normal index against a shape; messages lack the name, which the caller puts in front."""
+    """Resolve an index in normal form against a shape; the caller prefixes error messages with the name."""
     for size in of:
         if type(size) is not int and size is not None:  # a compiler's or tracer's own ints
             return _resolve(index, tuple([size if size is None else int(size) for size in of]))
     for item in index:
-        if type(item) is IndexArray and (item.traced or item.values.size > SMALL):
+        if type(item) is IndexArray and (item.traced or item.values.size > CACHED_SIZE):
             return _resolve(index, of)
-    return _resolve_again(index, of)
+    return _resolve_cached(index, of)
 
 
 def _resolve(index: Index, of: Shape) -> Selection:
@@ -329,14 +335,14 @@ def _resolve(index: Index, of: Shape) -> Selection:
     if len(arrays) == 1 and used == len(of) == arrays[0].axes and arrays[0].boolean:
         _check_mask(arrays[0], of, 0)
         return Selection(of if arrays[0].traced else arrays[0].shape, (arrays[0],))
-    return _IndexWalk(of, fill=len(of) - used, arrays=bool(arrays)).over(index if ellipses else (*index, Ellipsis))
+    return _IndexWalk(of, fill=len(of) - used, arrays=bool(arrays)).resolve(index if ellipses else (*index, Ellipsis))
 
 
-_resolve_again = lru_cache(maxsize=4096)(_resolve)
+_resolve_cached = lru_cache(maxsize=4096)(_resolve)
 
 
 class _IndexWalk:
-    """One pass over an index, axis by axis, that collects the parts of its selection."""
+    """A pass over an index, axis by axis, that collects the parts of its selection."""
 
     def __init__(self, of: Shape, fill: int, arrays: bool):
         self.of = of
@@ -349,7 +355,7 @@ class _IndexWalk:
         self.apart = False
         self.lone = False
 
-    def over(self, index: Index) -> Selection:
+    def resolve(self, index: Index) -> Selection:
         for item in index:
             if item is Ellipsis:
                 sizes = self.of[len(self.parts) : len(self.parts) + self.fill]
@@ -366,13 +372,13 @@ class _IndexWalk:
         return self.finish()
 
     def keep(self, ranges: list[range | Span]) -> None:
-        """Axes that stay in the result. In NumPy an empty `...` still separates index arrays."""
+        """Add axes that stay in the result. In NumPy an empty `...` still separates index arrays."""
         self.parts += ranges
         self.kept += len(ranges)
         self.apart = self.block is not None
 
     def join(self, parts: list[Any], item: IndexArray | None) -> None:
-        """Axes that index arrays take over; beside arrays, ints count as such."""
+        """Add axes that index arrays take; beside arrays, ints count as such."""
         self.parts += parts
         if not self.arrays:
             return
@@ -400,23 +406,23 @@ class _IndexWalk:
     def finish(self) -> Selection:
         if not self.arrays:
             return Selection(self.of, tuple(self.parts))
-        broadcast = self.shapes[0] if len(self.shapes) == 1 else self.together()
+        broadcast = self.shapes[0] if len(self.shapes) == 1 else self.broadcast_shape()
         if 0 not in broadcast:
-            self.parts = [part if stays(part) else self.checked(part, axis) for axis, part in enumerate(self.parts)]
+            self.parts = [part if stays(part) else self.check_range(part, axis) for axis, part in enumerate(self.parts)]
         if not self.of:
             return Selection(self.of, (IndexArray.freeze(np.array(broadcast != (0,))),))
         selection = Selection(self.of, tuple(self.parts), self.block or 0, broadcast)
-        return selection if self.plain() else selection.pointwise()
+        return selection if self.is_plain() else selection.pointwise()
 
-    def together(self) -> Shape:
+    def broadcast_shape(self) -> Shape:
         try:
             return np.broadcast_shapes(*self.shapes)
         except ValueError:
             shapes = " and ".join(map(str, self.shapes))
             raise SelectionError(f"index arrays of shapes {shapes} do not broadcast together") from None
 
-    def checked(self, part: Any, axis: int) -> Any:
-        """Range-check an integer array and count its negative entries from the end."""
+    def check_range(self, part: Any, axis: int) -> Any:
+        """Check that an integer array is in range, and return it with negative entries counted from the end."""
         size = self.of[axis]
         if not isinstance(part, np.ndarray) or size is None:
             return part
@@ -428,13 +434,13 @@ class _IndexWalk:
             raise SelectionError(f"index {culprit} is out of range for axis {axis} of size {size}")
         return np.where(part < 0, part + size, part)
 
-    def plain(self) -> bool:
-        """Whether the arrays land where their axes stand, which is what frameworks do with such an index."""
-        if self.lone:  # a mask without axes adds one of its own, which no axis of the tensor accounts for
+    def is_plain(self) -> bool:
+        """Return True if the arrays' axes are where frameworks put them for such an index."""
+        if self.lone:  # a mask without axes adds one of its own, which is no axis of the tensor
             return False
-        taken = [axis for axis, part in enumerate(self.parts) if not stays(part)]
-        adjacent = taken[-1] - taken[0] + 1 == len(taken)
-        return self.block == (taken[0] if adjacent else 0)
+        indexed = [axis for axis, part in enumerate(self.parts) if not stays(part)]
+        adjacent = indexed[-1] - indexed[0] + 1 == len(indexed)
+        return self.block == (indexed[0] if adjacent else 0)
 
 
 def _check_mask(mask: IndexArray, of: Shape, axis: int) -> None:

@@ -182,8 +182,8 @@ class _Evaluation:
         of, wrt = pytree.map_tree(of, parsed_target), pytree.map_tree(wrt, parsed)
         call = BoundCall(f, args, kwargs)
         places = pytree.leaves_of(wrt)
-        sources = [call.source(place) for place in places]
-        targets = [call.target(place) for place in pytree.leaves_of(of)]
+        sources = [call.find_source(place) for place in places]
+        targets = [call.find_target(place) for place in pytree.leaves_of(of)]
         inputs, outputs = _distinct(sources), _distinct(targets)
         if not inputs or not outputs:
             raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
@@ -193,7 +193,7 @@ class _Evaluation:
         ) -> list[Operand]:
             numbers = map(among.index, found)
             return [
-                call.side(place, source, number, tensors[number], batch)
+                call.operand(place, source, number, tensors[number], batch)
                 for place, source, number in zip(places, found, numbers, strict=True)
                 if tensors[number] is not None  # that of what is met is there after the run
             ]
@@ -255,19 +255,19 @@ class _Evaluation:
         for wrt in pytree.leaves_of(self.wrt):
             self.jacobian(of, wrt).require_apart()
         position = whole.flat().reshape(-1)
-        seeds = self.backend.one_hot_seeds(of.tensor, np.array(position), self._examples() or 1)
+        seeds = self.backend.load("read").one_hot_seeds(of.tensor, np.array(position), self._examples() or 1)
 
         def again(number: int, x: Tensor) -> Linearization:
-            return self.again(number, x).gradient(of.number, seeds[0])
+            return self.again(number, x).gradient(of.index, seeds[0])
 
-        linear = self.linear.gradient(of.number, seeds[0])
+        linear = self.linear.gradient(of.index, seeds[0])
         inputs = pytree.leaves_of(self.wrt)
         forbid_forward(linear, self.backend, inputs, [of, *inputs])  # its outputs are numbered as the inputs are
         return replace(self, linear=linear, again=again, why=None, element=of.place)
 
     def gradient_side(self, of: Operand, wrt: Operand) -> Operand:
         """The gradient with respect to one input, as the output of that function."""
-        return replace(wrt, name=f"the gradient of {of.name}", tensor=self.linear.value(wrt.number))
+        return replace(wrt, name=f"the gradient of {of.name}", tensor=self.linear.value(wrt.index))
 
     def _examples(self) -> int | None:
         if not self.batch:
@@ -289,7 +289,7 @@ def forbid_forward(
     """Allow reverse sweeps alone where a number is complex, since the two directions mean different derivatives."""
     if any(backend.kind(side.tensor) == "c" for side in (*outputs, *others)):
         for side in outputs:
-            linear.without[side.number]["forward"] = "derivatives of complex numbers follow reverse mode"
+            linear.without[side.index]["forward"] = "derivatives of complex numbers follow reverse mode"
 
 
 def asks_for_zeros(unconnected: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad._backends.autodiff import UnsupportedError
-from elementgrad._cleanup import contained
+from elementgrad._cleanup import close_scopes_after
 from elementgrad._read import budget
 from elementgrad._read.budget import Progress, hushed
 from elementgrad._read.jacobian import Jacobian
@@ -104,7 +104,7 @@ class Blocks:
         for number in which:
             yield number, self._part(number)
 
-    @contained
+    @close_scopes_after
     def _part(self, number: int) -> np.ndarray:
         with hushed():
             return part(self._jacobian, self.plan, self.layout, number)

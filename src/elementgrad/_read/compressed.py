@@ -88,7 +88,7 @@ class Compressed:
         places = np.full(asked.pattern.size + 1, length)  # the last is for what is outside: zero
         places[:-1][asked.needed | asked.symmetric] = found.places
         self._outside = bool((asked.at < 0).any())
-        self._index = backend.index(places[asked.at], x)
+        self._index = backend.load("read").index(places[asked.at], x)
 
     def plan(self, reader: EntryReader) -> Plan:
         """What a read will do."""
@@ -160,7 +160,7 @@ class Compressed:
             swept = [*swept, reader.nothing((1,))]
         like = reader.linear.inputs[reader.inputs[0]]
         swept = [part if part.dtype == like.dtype else backend.cast(part, like) for part in swept]
-        return backend.gather(swept[0] if len(swept) == 1 else backend.concat(swept), self._index)
+        return backend.load("read").gather(swept[0] if len(swept) == 1 else backend.concat(swept), self._index)
 
 
 class _Seeds:

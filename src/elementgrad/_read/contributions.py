@@ -16,7 +16,7 @@ from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
-from elementgrad._html import grid, guarded
+from elementgrad._html import grid, never_raise
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._place.place import Place
 from elementgrad._read.api import NOTHING, Named, asks_for_zeros, parsed, parsed_target
@@ -87,7 +87,7 @@ class Shares(tuple[Share, ...]):
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         return "\n".join(f"{name:<{widths[0]}}  {where:<{widths[1]}}  {value}" for name, where, value in rows)
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         return grid([("operation", "line", "share"), *self._rows()])
 
@@ -129,14 +129,14 @@ def contributions(
     place, target_place = parsed(wrt), parsed_target(of)
     call = BoundCall(f, args, kwargs)
     backend = call.backend
-    source, target = call.source(place), call.target(target_place)
+    source, target = call.find_source(place), call.find_target(target_place)
     stops = {_waypoint(call, place): place for place in _waypoints(via)}
-    cuts = {_waypoint(call, place).wanted: _cut(backend, place) for place in _waypoints(without)}
+    cuts = {_waypoint(call, place).key: _cut(backend, place) for place in _waypoints(without)}
     passed = _passed(call, target_place, target, stops, cuts) if stops else None
     end = passed.end if passed else target
-    linear, uses = backend.uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
-    to = passed.to if passed else call.side(target_place, target, 0, linear.value(0), batch=False)
-    since = call.side(place, source, 0, linear.inputs[0] if source.met else source.tensor, batch=False)
+    linear, uses = backend.load("read").uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
+    to = passed.to if passed else call.operand(target_place, target, 0, linear.value(0), batch=False)
+    since = call.operand(place, source, 0, linear.inputs[0] if source.computed else source.tensor, batch=False)
     seeds = passed.seeds if passed else _units(backend, to)
     pulled = [None] * len(uses) if seeds is None else _pulled(backend, linear, 0, range(len(uses)), seeds)
     if not zero and all(derivative is None for derivative in pulled):
@@ -152,8 +152,8 @@ def contributions(
 
 def _waypoint(call: BoundCall, place: Place) -> TensorRef:
     """What paths pass or do not pass: something that the function computes."""
-    source = call.source(place)
-    if not source.met:
+    source = call.find_source(place)
+    if not source.computed:
         raise PlaceError(
             f"{place} is of kind {source.kind} and not computed; name an activation or tag that paths pass"
         )
@@ -164,7 +164,7 @@ def _cut(backend: Backend, place: Place) -> Callable[[Tensor], Tensor]:
     """What lets no path through the elements that a place names."""
     if not place.index:
         return backend.stop
-    return lambda x: backend.stop_gradient_at(x, place.select(backend.shape(x)))
+    return lambda x: backend.edit.stop_gradient_at(x, place.select(backend.shape(x)))
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ def _passed(
     """Go back from the target through all stops, the last that is computed first."""
     backend, targets = call.backend, [target, *stops]
     linear = backend.linearize(PartialCall(call, list(stops), targets, cuts), [None] * len(stops), False, 1)
-    to = call.side(place, target, 0, linear.value(0), batch=False)
+    to = call.operand(place, target, 0, linear.value(0), batch=False)
     seeds: Tensor | None = _units(backend, to)
     here = target
-    for stop in sorted(stops, key=lambda stop: call.orders[stop.wanted], reverse=True):
+    for stop in sorted(stops, key=lambda stop: call.orders[stop.key], reverse=True):
         if seeds is not None:
             (seeds,) = _pulled(backend, linear, targets.index(here), [targets.index(stop) - 1], seeds)
         if seeds is not None and stops[stop].index:
@@ -203,7 +203,7 @@ def _alone(backend: Backend, stack: Tensor, place: Place) -> Tensor:
 
 
 def _units(backend: Backend, to: Operand) -> Tensor:
-    return backend.one_hot_seeds(to.tensor, np.array(to.select(..., backend).flat().reshape(-1)), 1)
+    return backend.load("read").one_hot_seeds(to.tensor, np.array(to.select(..., backend).flat().reshape(-1)), 1)
 
 
 def _pulled(
@@ -219,7 +219,7 @@ def _taken(backend: Backend, stack: Tensor, side: Operand, shape: tuple[int, ...
     if side.base is not None:
         where = side.base.stacked((count,))
         stack = backend.take(backend.reshape(stack, where.of), where)
-    return backend.materialize(backend.reshape(stack, shape))
+    return backend.load("read").materialize(backend.reshape(stack, shape))
 
 
 def _require_one(**sides: Any) -> None:

@@ -18,7 +18,7 @@ from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import backend_of, not_compiled
 from elementgrad._edit import edit
-from elementgrad._html import box, guarded
+from elementgrad._html import box, never_raise
 from elementgrad._names.call import BoundCall, Operand
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
@@ -207,7 +207,7 @@ class Jacobian(Whole, Sparse):
         self._question = question
         sizes = math.prod(of.of), [math.prod(wrt.of)]
         self._reader = EntryReader(
-            backend, linear, of.number, [wrt.number], *sizes, 1 if batch is None else batch, budget
+            backend, linear, of.index, [wrt.index], *sizes, 1 if batch is None else batch, budget
         )
         self._known = None if pattern is None else self._given(pattern)
 
@@ -302,7 +302,7 @@ class Jacobian(Whole, Sparse):
             f"{self._backend.name} {dtype}, shape {self.shape}, {to_text(size)} if dense>"
         )
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         head, *lines = repr(self)[1:-1].split(": ", 1)
         return box(head, lines)
@@ -334,7 +334,7 @@ class Jacobian(Whole, Sparse):
             block = self._backend.cast(block, self._wrt.tensor)
         if tuple(self._backend.shape(block)) != shape:
             block = self._backend.reshape(block, shape)
-        return self._backend.materialize(block)
+        return self._backend.load("read").materialize(block)
 
     def _require_zero(self) -> None:
         if not self._zero:
@@ -369,7 +369,7 @@ class Jacobian(Whole, Sparse):
         more = shape[len(mine) :] if forward else shape[:count]
         if forward and count:
             axes = (*range(len(mine), len(shape)), *range(len(mine)))
-            other = backend.transpose(other, axes)
+            other = backend.load("read").transpose(other, axes)
         seeds = self._embedded(backend.reshape(other, (math.prod(more), *mine)), this)
         product = self._reader.product(seeds, forward)
         if product is None:
@@ -378,8 +378,8 @@ class Jacobian(Whole, Sparse):
         rest = (*self._examples, *that.shape)
         product = backend.reshape(backend.cast(self._picked(product, that), that.tensor), (*more, *rest))
         if forward and count:
-            product = backend.transpose(product, (*range(count, count + len(rest)), *range(count)))
-        return backend.materialize(product)
+            product = backend.load("read").transpose(product, (*range(count, count + len(rest)), *range(count)))
+        return backend.load("read").materialize(product)
 
     def _embedded(self, seeds: Tensor, side: Operand) -> Tensor:
         """Seeds for some elements of a tensor, as seeds for all of it."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from elementgrad._html import grid, guarded
+from elementgrad._html import grid, never_raise
 from elementgrad._read.budget import to_text
 from elementgrad._sparsity.coloring import Coloring
 
@@ -98,7 +98,7 @@ class Plan:
 
     __repr__ = __str__
 
-    @guarded
+    @never_raise
     def _repr_html_(self) -> str:
         return grid(self.lines, heads=False)
 

@@ -10,7 +10,7 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
-from elementgrad._cleanup import Held, at_end, committed
+from elementgrad._cleanup import InterruptSafeExit, OwnedUndos, with_rollback
 from elementgrad._names import pytree
 from elementgrad._names.call import Operand
 from elementgrad._place.place import Place
@@ -63,24 +63,24 @@ class Recording:
         self._backend = _one_backend(tensors)
         for x in tensors:
             _require_gradient(self._backend, x)
-        self._recorder: Recorder = self._backend.recorder(tensors)
-        self._held = Held()
+        self._recorder: Recorder = self._backend.load("read").recorder(tensors)
+        self._undos = OwnedUndos()
         self._begun = False
 
-    @committed
+    @with_rollback
     def __enter__(self) -> "Recording":
         if self._begun:
             raise OptionError("a recording is of one block; call eg.record again for another")
         self._begun = True
-        self._held.hold(self)
+        self._undos.adopt(self)
         self._recorder.start()
         return self
 
-    __exit__ = at_end()
+    __exit__ = InterruptSafeExit()
 
     def __del__(self) -> None:
-        if "_held" in self.__dict__:  # it was made without an error
-            self._held.give_up()
+        if "_undos" in self.__dict__:  # it was made without an error
+            self._undos.undo_in_thread()
 
     @not_compiled
     def grad(self, of: Tree, wrt: Tree, unconnected: str = "error") -> Tree:

@@ -100,9 +100,9 @@ class Prepared:
 
         def read(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
             assert jacobian._again is not None
-            return compressed.sweep(jacobian._reader.at(jacobian._again(jacobian._wrt.number, x)))
+            return compressed.sweep(jacobian._reader.at(jacobian._again(jacobian._wrt.index, x)))
 
-        return jacobian._backend.maybe_compile_read(read)
+        return jacobian._backend.load("read").maybe_compile(read)
 
     def _there(self, x: Tensor) -> Tensor | None:
         """The values at another point."""
@@ -140,7 +140,7 @@ class Prepared:
                 return csr_array((numbers, pattern.columns, pattern.starts), shape=pattern.shape, copy=True)
 
             return by_rows
-        return backend.sparse(pattern, self._format, self._jacobian._wrt.tensor)
+        return backend.load("read").sparse(pattern, self._format, self._jacobian._wrt.tensor)
 
     def _error(self) -> str | None:
         """What is wrong with the entries read by colours, held against reverse sweeps; None if nothing is."""
@@ -299,7 +299,7 @@ class Sparse:
         if 0 in shape:
             return Pattern.from_entries([], [], shape)
         try:
-            found = self._reader.linear.pattern(self._of.number, self._wrt.number, local)
+            found = self._reader.linear.pattern(self._of.index, self._wrt.index, local)
         except UnsupportedError as error:
             here = "" if local else f" that holds for every {self._wrt.name}"
             then = "" if local else "use J.pattern(local=True) for the one at this point, or "

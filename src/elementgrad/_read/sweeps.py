@@ -101,7 +101,7 @@ class SweepRunner:
 
     def units(self, like: Tensor, places: np.ndarray) -> Callable[[int, int], Tensor]:
         """Seeds for a tensor, one for each of these positions in it, in each example."""
-        return lambda start, stop: self.backend.one_hot_seeds(like, places[start:stop].copy(), self.batch)
+        return lambda start, stop: self.backend.load("read").one_hot_seeds(like, places[start:stop].copy(), self.batch)
 
     def _push(self, number: int, seeds: Tensor) -> list[Tensor | None]:
         (pushed,) = self.linear.jvp(number, [self.output], seeds)
@@ -231,7 +231,7 @@ class EntryReader(SweepRunner):
             work = max(map(linear.work, repeat(True), self.inputs, repeat([self.output]), columns))
         else:
             work = linear.work(False, self.output, self.inputs, sweeps)
-        budget = self.budget or default(self.backend.free_memory(x))
+        budget = self.budget or default(self.backend.load("read").free_memory(x))
         return fit(task, mode, work, budget, tuple(notes), mode in self.looped)
 
     def plan_of(self, rows: Selection, columns: Sequence[Selection]) -> Plan:
@@ -296,7 +296,8 @@ class EntryReader(SweepRunner):
         if not rows.shape and rows.basic and rows.of == tuple(self.backend.shape(y)):
             swept = self.linear.row(self.output, self.inputs, rows.parts)
         if swept is None:
-            swept = self.linear.vjp(self.output, self.inputs, self.backend.one_hot_seeds(y, rows.flat().reshape(-1), 1))
+            seeds = self.backend.load("read").one_hot_seeds(y, rows.flat().reshape(-1), 1)
+            swept = self.linear.vjp(self.output, self.inputs, seeds)
         return [
             None if x is None else self._taken(self._reshaped(x, selection.of), selection)
             for x, selection in zip(swept, columns, strict=True)
@@ -350,8 +351,9 @@ class EntryReader(SweepRunner):
             return self.plan(count, [count], numbers, direct)
 
         def contract(stack: Tensor, start: int, stop: int) -> Tensor:
-            factors = backend.transpose(backend.reshape(seeds, (count, self.batch, source)), (1, 2, 0))
-            return backend.transpose(backend.matmul(backend.transpose(stack, (1, 0, 2)), factors), (1, 0, 2))
+            reading = backend.load("read")
+            factors = reading.transpose(backend.reshape(seeds, (count, self.batch, source)), (1, 2, 0))
+            return reading.transpose(reading.matmul(reading.transpose(stack, (1, 0, 2)), factors), (1, 0, 2))
 
         def read(mode: Mode, plan: Plan) -> Tensor | None:
             if mode == direct:
@@ -392,7 +394,7 @@ class EntryReader(SweepRunner):
         x = self.linear.inputs[self.inputs[0]]
         size = numbers * self.backend.itemsize(x)
         if size > ROOM:
-            free = self.backend.free_memory(x) or available()
+            free = self.backend.load("read").free_memory(x) or available()
             if size > free:
                 raise SizeError(
                     f"the result would take {to_text(size)}, and {to_text(free)} are free; read some "
@@ -459,7 +461,7 @@ class EntryReader(SweepRunner):
             of = tuple(backend.shape(joined))
             rest = tuple(range(size) for size in of[1:])
             joined = backend.take(joined, Selection(of, (again, *rest), block=0, broadcast=again.shape))
-        return joined if self.batch == 1 and axes[:2] == (1, 0) else backend.transpose(joined, axes)
+        return joined if self.batch == 1 and axes[:2] == (1, 0) else backend.load("read").transpose(joined, axes)
 
 
 _size = attrgetter("size")

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elementgrad._backends.base import Backend
-from elementgrad._cleanup import contained
+from elementgrad._cleanup import close_scopes_after
 from elementgrad._optional import require
 from elementgrad._read.budget import default, hushed
 from elementgrad._read.jacobian import Jacobian
@@ -92,7 +92,7 @@ class WorkerEvaluation:
     def __init__(self, payload: bytes):
         told: JacobianPayload = pickle.loads(payload)
         self._backend: Backend = import_module(f"elementgrad._backends.{told.framework}.tensor").backend
-        with self._backend.restore_ambient_state(told.surroundings):
+        with self._backend.load("read").restore_ambient_state(told.surroundings):
             question, budget, pattern = _unpickled(told.asked)
             self._told = replace(told, asked=b"")
             self._jacobian: Jacobian = question.ask(budget, pattern)
@@ -103,7 +103,7 @@ class WorkerEvaluation:
     def read(self, ticket: BlockTask) -> BlockResult:
         """One block: written, if this process sees where to, and given otherwise."""
         told = self._told
-        with self._backend.restore_ambient_state(told.surroundings):
+        with self._backend.load("read").restore_ambient_state(told.surroundings):
             values = part(self._jacobian, told.plan, told.layout, ticket.number)
         self.used = time.monotonic()
         store = None if ticket.out is None else Store.shared(Path(ticket.out), told.layout, ticket.mark)
@@ -134,7 +134,7 @@ _lock = threading.Lock()
 """One block at a time: what a Jacobian learns of itself in a read is not made for several threads."""
 
 
-@contained
+@close_scopes_after
 def run(ticket: BlockTask) -> BlockResult:
     """Read a block; what the function raises is given back, so that it is told from a worker that was lost."""
     with hushed(), _lock:
@@ -357,7 +357,7 @@ def _make_payload(jacobian: Jacobian, plan: Plan, layout: BlockLayout) -> bytes:
     backend, asked = jacobian._backend, io.BytesIO()
     value = numbers(jacobian.value, backend)
     pattern = None if jacobian._known is None else jacobian._within(jacobian._known)
-    table = ChainMap(dict(backend.reducers()), cloudpickle.CloudPickler.dispatch_table)
+    table = ChainMap(dict(backend.load("read").reducers()), cloudpickle.CloudPickler.dispatch_table)
     pickler = type("Pickler", (cloudpickle.CloudPickler,), {"dispatch_table": table})  # which is read off the class
     try:
         pickler(asked).dump((jacobian._question, jacobian._reader.budget, pattern))
@@ -366,7 +366,7 @@ def _make_payload(jacobian: Jacobian, plan: Plan, layout: BlockLayout) -> bytes:
             f"the function or its arguments cannot be sent to another process: {error}; leave out what is no data, "
             "such as files, locks and handles"
         ) from error
-    surroundings = backend.ambient_state(jacobian._reader.linear)
+    surroundings = backend.load("read").ambient_state(jacobian._reader.linear)
     return pickle.dumps(JacobianPayload(backend.name, surroundings, asked.getvalue(), plan, layout, value), protocol=5)
 
 

@@ -306,12 +306,12 @@ class _ContentWalk:
                     yield from self.visit(value, _joined(path, name), True, depth)
 
     def _object(self, value: Any, path: str, own: bool, depth: int) -> Found:
-        if callable(value) and self._backend.is_model(value):
-            model = self._backend.model(value)
-            parts = [(_joined(path, name), part) for name, part in model.parts()]
+        if callable(value) and self._backend.names.is_model(value):
+            model = self._backend.names.model(value)
+            parts = [(_joined(path, name), part) for name, part in model.modules()]
             if parts:
                 self._first.update({id(part): (name, part) for name, part in parts})
-                for name, kind, tensor in model.held():
+                for name, kind, tensor in model.named_tensors():
                     yield from self.visit(tensor, f"{kind} {_joined(path, name)}", True, depth)
                 for name, part in parts:
                     yield from self._attributes(part, name, depth)

@@ -83,7 +83,7 @@ class ReportQuery:
     @property
     def values(self) -> np.ndarray | None:
         """The numbers that it is differentiated with respect to; None for what is there only in a run."""
-        tensor = BoundCall(self.f, self.args, self.kwargs).source(parsed(self.wrt)).tensor
+        tensor = BoundCall(self.f, self.args, self.kwargs).find_source(parsed(self.wrt)).tensor
         return None if tensor is None else floats(tensor)
 
     @property

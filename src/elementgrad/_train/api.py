@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad._backends.registry import uncompiled
-from elementgrad._cleanup import committed, defer
+from elementgrad._cleanup import defer, with_rollback
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad._train.elements import Elements, TrainedPlace, reader
@@ -125,7 +125,7 @@ ENDING = ".safetensors"
 Model = Any
 
 
-@committed
+@with_rollback
 @uncompiled
 def trainable(
     model: Model, places: Any, *, dtype: Any = None, names: Names | None = None, keep: Keep = None
@@ -173,7 +173,7 @@ def trainable(
     return Elements(trainer, members, training=True)
 
 
-@committed
+@with_rollback
 @uncompiled
 def apply(
     model: Model, path: str | os.PathLike[str] | Patch, *, overwrite: bool = False, names: Names | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad._backends.registry import not_compiled
-from elementgrad._cleanup import defer, guarded
+from elementgrad._cleanup import defer, with_cleanup
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.grammar import listed
 from elementgrad._place.place import Place
@@ -122,7 +122,7 @@ class Elements(Tabular, Functional):
             return False
         return True
 
-    @guarded
+    @with_cleanup
     def backward(self, losses: Mapping[Any, Tensor] | Tensor, *, retain_graph: bool = False) -> None:
         """Let each place hear its own loss: `{place: loss}`, or `{(place, place): loss}` for several of one loss.
 
@@ -182,7 +182,7 @@ class Elements(Tabular, Functional):
         patch = patch_of(self, full)
         self._trainer.on_rank_zero(lambda: patch.write(path))
 
-    @guarded
+    @with_cleanup
     def undo(self) -> None:
         """Give the elements back the values that they had before, to the bit; once that is done, not again.
 
@@ -217,7 +217,7 @@ class Elements(Tabular, Functional):
             if over is not None:
                 raise PatchError(f"{over.place} was changed after {member.place} and is over it; undo that one first")
 
-    @guarded
+    @with_cleanup
     def release(self, *, keep: bool = True) -> None:
         """Give the plain model back, with the values that the elements have now or, without `keep`, had before.
 

@@ -69,7 +69,7 @@ def trainer_of(model: Any) -> Trainer:
             f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
-    return backend.trainer(model)
+    return backend.load("train").trainer(model)
 
 
 def named(trainer: Trainer, place: Place | str) -> NamedElements:

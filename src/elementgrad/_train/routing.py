@@ -82,7 +82,9 @@ def why_apart(loss_fn: Callable[[Any], Any], params: Any, name: str) -> Reason |
     if backend is None:
         return None
     try:
-        held = [x for other, kind, x in backend.model(params).held() if (other, kind) == (name, "parameter")]
+        held = [
+            x for other, kind, x in backend.names.model(params).named_tensors() if (other, kind) == (name, "parameter")
+        ]
         return explain_missing_path(BoundCall(loss_fn, (params,), {}), Place(None, "output"), Place(held[0]))
     except Exception:  # the error that is about to be raised matters more
         return None

@@ -15,8 +15,8 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
-from elementgrad._backends.model import Model
 from elementgrad._backends.registry import not_compiled
+from elementgrad._names.backend import Model
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
@@ -46,7 +46,7 @@ class Candidate:
 
 def candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
     """The floating-point parameters of a model that somebody names, in the model's order; all of them for None."""
-    held = [(name, tensor) for name, kind, tensor in model.held() if kind == "parameter"]
+    held = [(name, tensor) for name, kind, tensor in model.named_tensors() if kind == "parameter"]
     floating = [(name, x) for name, x in held if backend.kind(x) == "f"]
     if not floating:
         raise DtypeError("the model has no floating-point parameter to choose from; give one that has")
@@ -64,11 +64,11 @@ def candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
 def earlier(since: Any, found: list[Candidate], model: Model, backend: Backend) -> list[Tensor]:
     """What each parameter was then, by a state dict or another model."""
     if registry.backend_of_model(since) is backend:
-        names = [name for name, kind, _ in backend.model(since).held() if kind == "parameter"]
-        then = {candidate.name: _parameter(backend.model(since), candidate.name) for candidate in found}
+        names = [name for name, kind, _ in backend.names.model(since).named_tensors() if kind == "parameter"]
+        then = {candidate.name: _parameter(backend.names.model(since), candidate.name) for candidate in found}
     elif isinstance(since, Mapping):
         # By any of its names: of tied parameters a file may hold the second one alone.
-        aliases = [(name, model.bearing(name)) for name in since if isinstance(name, str)]
+        aliases = [(name, model.lookup(name)) for name in since if isinstance(name, str)]
         known = {id(x): since[name] for name, bearers in aliases for kind, x in bearers if kind == "parameter"}
         then = {candidate.name: known.get(id(candidate.tensor)) for candidate in found}
         names = [name for name in since if isinstance(name, str)]
@@ -101,7 +101,7 @@ def _number(place: Place, held: list[tuple[str, Tensor]], model: Model, backend:
     names = [name for name, _ in held]
     if place.name in names and place.kind in (None, "parameter"):
         return names.index(place.name)
-    tensor = _parameter(model, place.name) if place.tensor is None else backend.unwrap_parameter(place.tensor)
+    tensor = _parameter(model, place.name) if place.tensor is None else backend.names.unwrap_parameter(place.tensor)
     for number, (_, other) in enumerate(held):
         if other is tensor and place.kind in (None, "parameter"):
             return number
@@ -111,7 +111,7 @@ def _number(place: Place, held: list[tuple[str, Tensor]], model: Model, backend:
 
 
 def _parameter(model: Model, name: str | None) -> Tensor | None:
-    return next((x for kind, x in model.bearing(name or "") if kind == "parameter"), None)
+    return next((x for kind, x in model.lookup(name or "") if kind == "parameter"), None)
 
 
 def _narrowed(name: str, tensor: Tensor, places: list[Place], backend: Backend) -> Candidate:
@@ -170,7 +170,7 @@ def top(
             f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
-    held = backend.model(model)
+    held = backend.names.model(model)
     found = candidates(held, among, backend)
     size = sum(candidate.size for candidate in found)
     if wanted > size:
@@ -186,7 +186,7 @@ def top(
         def losses(given: Any = model) -> Iterable[Tensor]:
             return _losses(loss_fn(given), backend)
 
-        backend.parameter_gradients(held, parameters, losses, by == "fisher", ranking.offer)
+        backend.load("top").parameter_gradients(held, parameters, losses, by == "fisher", ranking.offer)
         ranking.require_reached(partial(why_apart, loss_fn, model))
     if since is not None and not ranking.best.highest:
         raise OptionError(
@@ -216,7 +216,7 @@ class Ranking:
             some = Selection.at_flat(candidate.positions, candidate.shape)
             scores = self._backend.take(scores, some)
             minus = None if minus is None else self._backend.take(minus, some)
-        sizes, positions = self._backend.topk_abs(scores, self._count, self.best.floor, minus)
+        sizes, positions = self._backend.load("top").topk_abs(scores, self._count, self.best.floor, minus)
         if candidate.positions is not None:
             positions = candidate.positions[positions]
         if not np.isfinite(sizes).all():

@@ -18,7 +18,7 @@ from elementgrad._backends.autodiff import (
     reason,
 )
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
-from elementgrad._backends.jax.program import between, one_way, shifted
+from elementgrad._backends.jax.program import communicating_axes, is_reverse_only, shift
 from elementgrad._backends.jax.sharding import axes_of, members, varying
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
@@ -164,9 +164,9 @@ class JaxLinearization(Linearization):
         element is what `jax.grad` gives to each member, while a forward sweep would move the same element of all of
         them at once, which is another number.
         """
-        if one_way(self._jaxpr.jaxpr):
+        if is_reverse_only(self._jaxpr.jaxpr):
             return ONE_WAY
-        axes = between(self._jaxpr.jaxpr, members())
+        axes = communicating_axes(self._jaxpr.jaxpr, members())
         return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
@@ -225,7 +225,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[Any]) -> Array:
 
 
 def _changed(change: Array, met: Array) -> Array:
-    return shifted(met, change) if jnp.issubdtype(met.dtype, jnp.inexact) else met
+    return shift(met, change) if jnp.issubdtype(met.dtype, jnp.inexact) else met
 
 
 def _made(jaxpr: Any) -> Iterator[Any]:

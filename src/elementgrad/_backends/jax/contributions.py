@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from elementgrad._backends.autodiff import TensorFunction, Use, reason
 from elementgrad._backends.jax._compat import jaxprs_in_params
 from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
-from elementgrad._backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shifted
+from elementgrad._backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shift
 from elementgrad._backends.jax.sharding import axes_of, varying
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad.errors import DtypeError, FrameworkError
 
 Array = jax.Array
@@ -82,7 +82,7 @@ class _WatchedProgram:
         def used(value: Any, operation: str, where: str | None) -> Any:
             change = changes[len(found)] if changes else None
             found.append(Use(operation, where))
-            return value if change is None else shifted(value, change)
+            return value if change is None else shift(value, change)
 
         def inside(call: str | None) -> Step:
             def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
@@ -123,7 +123,7 @@ def _operation(equation: Any) -> str:
     name, _, source = str(getattr(inner.debug_info, "func_src_info", None) or "").partition(" at ")
     if len(inner.eqns) == 1 and inner.eqns[0].primitive.name in FOLLOWED:
         name = name or inner.eqns[0].params.get("name", "")
-    own = primitive == "scan" and not is_users(source, JAX_PACKAGES)  # a loop that JAX makes around the body
+    own = primitive == "scan" and not is_user_code(source, JAX_PACKAGES)  # a loop that JAX makes around the body
     return primitive if own or not name.isidentifier() else name
 
 
@@ -131,6 +131,6 @@ def _where(equation: Any) -> str | None:
     """The innermost line of the user's code that an equation comes from."""
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        if is_users(frame.file_name, JAX_PACKAGES):
-            return spelled(frame.file_name, frame.line_num)
+        if is_user_code(frame.file_name, JAX_PACKAGES):
+            return location_text(frame.file_name, frame.line_num)
     return None

@@ -3,7 +3,7 @@
 A run of a JAX function, watched, and followed again by the numbers that it left.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -27,6 +27,7 @@ from elementgrad._backends.jax.explain_rules import (
     worst,
 )
 from elementgrad._backends.jax.trace import JaxOpRecorder
+from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.trace import (
     CotangentSizes,
     FiniteFlags,
@@ -277,3 +278,19 @@ def _there(came: dict[int, Array], went: dict[int, Array], arrives: float) -> fl
             return arrives
         found = max(found or 0.0, worst(there))
     return arrives if found is None else found
+
+
+class JaxExplain(ExplainBackend):
+    name = "jax"
+
+    def trace(self, run: TensorFunction, source: Array | None, probe: bool) -> Trace:
+        return JaxTrace(run, source)
+
+    def run_at(self, run: TensorFunction, tensors: Sequence[Array | None]) -> Sequence[Array]:
+        return run(*tensors)
+
+    def maybe_compile(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return jax.jit(function)
+
+
+implementation = JaxExplain()

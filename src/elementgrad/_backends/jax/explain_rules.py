@@ -20,7 +20,7 @@ import numpy as np
 
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.contributions import JAX_PACKAGES
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import cause_of_bound, is_masked_score
 
@@ -93,7 +93,7 @@ def place(traceback: Any) -> CallSite:
     inside: list[CallFrame] = []
     for frame in () if traceback is None else traceback.frames:
         if mine(frame.file_name):
-            return CallSite(spelled(frame.file_name, frame.line_num), _called(inside))
+            return CallSite(location_text(frame.file_name, frame.line_num), _called(inside))
         inside.append(CallFrame(frame.file_name, frame.function_name.rpartition(".")[2], frame.line_num))
     return CallSite(None, _called(inside))
 
@@ -103,7 +103,7 @@ def raised(error: BaseException) -> str | None:
     found, frame = None, error.__traceback__
     while frame is not None:
         if mine(frame.tb_frame.f_code.co_filename):
-            found = spelled(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+            found = location_text(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
         frame = frame.tb_next
     return found
 
@@ -111,7 +111,7 @@ def raised(error: BaseException) -> str | None:
 @lru_cache(1024)
 def mine(file: str) -> bool:
     """Whether a file is the user's."""
-    return is_users(file, PACKAGES)
+    return is_user_code(file, PACKAGES)
 
 
 def _called(inside: list[CallFrame]) -> str | None:

@@ -1,4 +1,4 @@
-"""The names inside a JAX module: the arrays of a callable that is a pytree, by their paths; runs on copies of it."""
+"""Names in a JAX module: the arrays of a callable that is a pytree, by their paths. It runs on copies of itself."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,121 +9,139 @@ from typing import Any
 
 import jax
 
-from elementgrad._backends.jax.program import is_array, meeting
-from elementgrad._backends.model import CaptureLike, Model
+from elementgrad._backends.jax.program import capture_tags, is_array, name_in_graph
 from elementgrad._names import pytree
+from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Node
 
 Array = jax.Array
-Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 BOX = ["value"]
-"""The only key of what holds an array under a name of its own: `nnx.Param`, `nn.Partitioned`."""
+"""The only key of a box around one array: `nnx.Param`, `nn.Partitioned`. The array has the name of the box."""
 
 
-def opened(value: Any) -> Node | None:
-    """The keys and contents of any node of a pytree but JAX's basic ones, and how to put others in."""
+def flatten_node(value: Any) -> Node | None:
+    """Return one level of any node of a pytree but tuples, lists and dicts."""
     if value is None or isinstance(value, (tuple, list, dict)):
         return None
     branches, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda other: other is not value)
     if any(not path for path, _ in branches):
         return None
-    keys = [_key(path[0]) for path, _ in branches]
+    keys = [_key_of(path[0]) for path, _ in branches]
     rebuild = partial(jax.tree_util.tree_unflatten, structure)
     return [None] if keys == BOX else keys, [branch for _, branch in branches], rebuild
+
+
+class JaxNames(NamesBackend):
+    """Names in callables that are pytrees."""
+
+    flatten_node = staticmethod(flatten_node)
+    name_in_graph = staticmethod(name_in_graph)
+
+    def is_model(self, function: Any) -> bool:
+        return next(iter(JaxModel(function).named_tensors()), None) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return JaxModel(function)
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if isinstance(function, CopyingFunction) else CopyingFunction(function)
 
 
 class JaxModel(Model):
     """A function, or a callable that is a pytree such as a module of flax NNX or Equinox, or a method or partial."""
 
-    def held(self) -> Iterator[tuple[str, str, Array]]:
-        return ((".".join(path), kind, leaf) for path, kind, leaf in _arrays(self.function, (), "parameter", set()))
+    def named_tensors(self) -> Iterator[tuple[str, str, Array]]:
+        return (
+            (".".join(path), kind, leaf) for path, kind, leaf in _find_arrays(self.function, (), "parameter", set())
+        )
 
-    def bearing(self, name: str) -> list[tuple[str, Array | None]]:
-        return [(kind, array) for other, kind, array in self.held() if other == name]
+    def lookup(self, name: str) -> list[tuple[str, Array | None]]:
+        return [(kind, array) for other, kind, array in self.named_tensors() if other == name]
 
     @contextmanager
-    def running(self, new: Mapping[str, Array], passage: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        function = CopyingFunction(self.function, new)
-        yield function if passage is None else CopyingFunction(meeting(function, passage))
+    def prepare(self, replacements: Mapping[str, Array], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+        function = CopyingFunction(self.function, replacements)
+        yield function if capture is None else CopyingFunction(capture_tags(function, capture))
 
 
 class CopyingFunction:
-    """A function that runs on copies of all that a run could write to, made when it is called; JAX's configuration is
-    as before afterwards.
+    """A function that runs on copies of all that it could write to.
 
-    They are made inside whatever transformation calls it: there alone may a module of flax NNX be written to.
+    The copies are made when it is called, inside of the transformation that calls it: only there may a module of flax
+    NNX be written to.
     """
 
-    def __init__(self, function: Callable[..., Any], new: Mapping[str, Array] | None = None):
+    def __init__(self, function: Callable[..., Any], replacements: Mapping[str, Array] | None = None):
         self._function = function
-        self._new = new or {}
+        self._replacements = replacements or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[int, tuple[Any, Any]] = {}
-        function = _copied(self._function, (), self._new, seen)
-        args, kwargs = _copied((args, kwargs), (), {}, seen)
+        function = _copy(self._function, (), self._replacements, seen)
+        args, kwargs = _copy((args, kwargs), (), {}, seen)
         return function(*args, **kwargs)
 
 
-def copied(value: Any, new: Mapping[str, Array]) -> Any:
-    """The same value around copies of what can be written to, with some arrays replaced by their names."""
-    return _copied(value, (), new, {})
+def copy_with(value: Any, replacements: Mapping[str, Array]) -> Any:
+    """Return a value with copies of all that can be written to, and with the arrays of some names replaced."""
+    return _copy(value, (), replacements, {})
 
 
-def _arrays(
+def _find_arrays(
     value: Any, path: tuple[str, ...], kind: str, seen: set[int]
 ) -> Iterator[tuple[tuple[str, ...], str, Array]]:
-    """All arrays by their first paths: a part that two others share, and that can be written to, is one."""
+    """Yield path, kind and array; an object that two others share, and that can be written to, is visited once."""
     if is_array(value):
         yield path, kind, value
         return
-    node = _node(value)
+    node = _flatten(value)
     if node is None or id(value) in seen:
         return
-    if _writable(value):
+    if _is_writable(value):
         seen.add(id(value))
-    kind = _kind(value) or kind
+    kind = _variable_kind(value) or kind
     for key, branch in zip(*node[:2], strict=True):
-        yield from _arrays(branch, path if key is None else (*path, str(key)), kind, seen)
+        yield from _find_arrays(branch, path if key is None else (*path, str(key)), kind, seen)
 
 
-def _copied(value: Any, path: tuple[str, ...], new: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]) -> Any:
-    """The same value around copies of what can be written to, with some arrays replaced by their paths."""
+def _copy(
+    value: Any, path: tuple[str, ...], replacements: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]
+) -> Any:
     if is_array(value):
-        return new.get(".".join(path), value) if new else value
+        return replacements.get(".".join(path), value) if replacements else value
     if id(value) in seen:
         return seen[id(value)][1]
-    node = _node(value)
+    node = _flatten(value)
     if node is None:
         return value
     keys, branches, rebuild = node
     entries = [
-        _copied(branch, path if key is None else (*path, str(key)), new, seen)
+        _copy(branch, path if key is None else (*path, str(key)), replacements, seen)
         for key, branch in zip(keys, branches, strict=True)
     ]
-    if _writable(value):
-        seen[id(value)] = value, rebuild(entries)  # the value too, so that no other gets its id
+    if _is_writable(value):
+        seen[id(value)] = value, rebuild(entries)  # the value too, so that no other object gets its id
         return seen[id(value)][1]
     changed = any(entry is not branch for entry, branch in zip(entries, branches, strict=True))
     return rebuild(entries) if changed else value
 
 
-def _node(value: Any) -> Node | None:
+def _flatten(value: Any) -> Node | None:
     if isinstance(value, partial):
-        return _opened_partial(value)
+        return _flatten_partial(value)
     if isinstance(value, MethodType):
-        known = opened(value.__self__) is not None
+        known = flatten_node(value.__self__) is not None
         return ([None], [value.__self__], lambda entries: MethodType(value.__func__, entries[0])) if known else None
     return pytree.flatten_one_level(value)
 
 
-def _opened_partial(value: partial) -> Node:
-    """The function, whose names are its own, and the arguments by the names of its parameters."""
+def _flatten_partial(value: partial) -> Node:
+    """Return the function under an empty key, and the arguments by the names of its parameters."""
     try:
         parameters = list(inspect.signature(value.func).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     names = [parameter.name for parameter in parameters if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
-    names = names[: len(value.args)] + [f"args.{number}" for number in range(len(names), len(value.args))]
+    names = names[: len(value.args)] + [f"args.{index}" for index in range(len(names), len(value.args))]
     count = 1 + len(names)
 
     def rebuild(entries: Sequence[Any]) -> partial:
@@ -133,19 +151,19 @@ def _opened_partial(value: partial) -> Node:
     return [None, *names, *value.keywords], [value.func, *value.args, *value.keywords.values()], rebuild
 
 
-def _writable(value: Any) -> bool:
-    """Whether a run could write to it: a module of NNX to its statistics and counters, for one."""
+def _is_writable(value: Any) -> bool:
+    """Return True if a run could write to an object, as to the statistics and counters of an NNX module."""
     parameters = getattr(type(value), "__dataclass_params__", None)
-    return not (parameters is not None and parameters.frozen) and opened(value) is not None
+    return not (parameters is not None and parameters.frozen) and flatten_node(value) is not None
 
 
-def _kind(value: Any) -> str | None:
-    """What an array inside of a variable of flax NNX is."""
+def _variable_kind(value: Any) -> str | None:
+    """Return the kind of the arrays inside a variable of flax NNX; None for another object."""
     names = [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("flax.nnx")]
     return None if "Variable" not in names else "parameter" if "Param" in names else "buffer"
 
 
-def _key(entry: Any) -> Any:
+def _key_of(entry: Any) -> Any:
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from elementgrad._backends.jax._compat import current_name_stack, get_opaque_trace_state, jaxprs_in_params, user_context
-from elementgrad._backends.model import CaptureLike
 from elementgrad._cleanup import assign, scope
 from elementgrad._names import pytree
+from elementgrad._names.backend import CaptureLike
 from elementgrad.errors import PlaceError
 
 Step = Callable[[Any, list[Any]], Sequence[Any]]
@@ -26,7 +26,7 @@ LOOPS = {"scan": "a scan", "while": "a while loop"}
 _local = threading.local()
 
 
-def staged(x: Any, name: str) -> Any:
+def name_in_graph(x: Any, name: str) -> Any:
     """A traced value with a name that stays in the program, and lowers to nothing; a concrete one as it is.
 
     Where a program is traced for the sake of that name, a concrete one becomes a part of the program as well.
@@ -36,7 +36,7 @@ def staged(x: Any, name: str) -> Any:
     return x
 
 
-def meeting(function: Callable[..., Any], passage: CaptureLike) -> Callable[..., Any]:
+def capture_tags(function: Callable[..., Any], capture: CaptureLike) -> Callable[..., Any]:
     """A function that is traced first and then run step by step, its tags passing by.
 
     What branches in Python on values cannot be traced: it runs as it stands, and meets the tags that Python itself
@@ -45,13 +45,13 @@ def meeting(function: Callable[..., Any], passage: CaptureLike) -> Callable[...,
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            returned, program = _traced(lambda: function(*args, **kwargs), passage)
+            returned, program = _trace(lambda: function(*args, **kwargs), capture)
         except Exception:  # if it was not the tracing, the same will come again
             program = None
         if program is None:
-            with passage.open(_level(passage)):
+            with capture.open(_at_level(capture)):
                 return function(*args, **kwargs)
-        results = iter(evaluate(program.jaxpr, program.consts, [], _passing(passage)))
+        results = iter(evaluate(program.jaxpr, program.consts, [], _capturing_step(capture)))
         return pytree.map_tree(returned, lambda leaf: next(results) if is_array(leaf) else leaf)
 
     return run
@@ -89,25 +89,25 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 @jax.custom_jvp
-def shifted(value: jax.Array, change: jax.Array) -> jax.Array:
+def shift(value: jax.Array, change: jax.Array) -> jax.Array:
     """A value itself, down to the sign of a zero, with the derivatives of its sum with a change that is zero."""
     return value
 
 
-@shifted.defjvp
-def _shifted_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return shifted(*primals), tangents[0] + tangents[1]
+@shift.defjvp
+def _shift_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return shift(*primals), tangents[0] + tangents[1]
 
 
-def one_way(jaxpr: Any) -> bool:
+def is_reverse_only(jaxpr: Any) -> bool:
     """Whether a linear program holds a rule for reverse sweeps alone: it stands there as an operation of its own."""
     return any(
-        equation.primitive.name == "custom_lin" or any(map(one_way, jaxprs_in_params(equation.params)))
+        equation.primitive.name == "custom_lin" or any(map(is_reverse_only, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns
     )
 
 
-def between(jaxpr: Any, names: frozenset[Any]) -> set[Any]:
+def communicating_axes(jaxpr: Any, names: frozenset[Any]) -> set[Any]:
     """Those of some named axes along which a program sends numbers from one member to another."""
     found: set[Any] = set()
     for equation in jaxpr.eqns:
@@ -115,7 +115,7 @@ def between(jaxpr: Any, names: frozenset[Any]) -> set[Any]:
             axes = equation.params.get(key, ())
             found |= {axis for axis in (axes if isinstance(axes, tuple | list) else [axes]) if axis in names}
         for inner in jaxprs_in_params(equation.params):
-            found |= between(inner, names)
+            found |= communicating_axes(inner, names)
     return found
 
 
@@ -124,7 +124,7 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, jax.core.Tracer))
 
 
-def _traced(function: Callable[[], Any], passage: CaptureLike) -> tuple[Any, Any]:
+def _trace(function: Callable[[], Any], capture: CaptureLike) -> tuple[Any, Any]:
     """What a function returned, and the program that computes the arrays in it."""
     returned: list[Any] = []
 
@@ -132,26 +132,26 @@ def _traced(function: Callable[[], Any], passage: CaptureLike) -> tuple[Any, Any
         returned.append(function())
         return [leaf for leaf in pytree.leaves_of(returned[-1]) if is_array(leaf)]
 
-    with passage.open(lambda name: False), _staging(passage.bases):
+    with capture.open(lambda name: False), _stage_names(capture.bases):
         program = jax.make_jaxpr(arrays)()
     return returned[-1], program
 
 
 @contextmanager
-def _staging(bases: set[str]) -> Iterator[None]:
+def _stage_names(bases: set[str]) -> Iterator[None]:
     with scope():
         assign(_local, "bases", bases)
         yield
 
 
-def _level(passage: CaptureLike) -> Callable[[str], bool]:
+def _at_level(capture: CaptureLike) -> Callable[[str], bool]:
     """Whether Python comes to a tag in the function itself, and not while something inside is traced."""
     level = get_opaque_trace_state(convention="elementgrad")
 
     def here(name: str) -> bool:
         if get_opaque_trace_state(convention="elementgrad") == level:
             return True
-        if name in passage.bases:
+        if name in capture.bases:
             raise PlaceError(
                 f"{name!r} is tagged inside a jax.jit, jax.vmap or the like, and the function around it cannot be "
                 "traced as it branches on values; tag what that returns, or branch by jnp.where or jax.lax.cond"
@@ -161,7 +161,7 @@ def _level(passage: CaptureLike) -> Callable[[str], bool]:
     return here
 
 
-def _passing(passage: CaptureLike) -> Step:
+def _capturing_step(capture: CaptureLike) -> Step:
     known: dict[int, set[str]] = {}
 
     def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
@@ -170,18 +170,18 @@ def _passing(passage: CaptureLike) -> Step:
             base, _, key = tag.partition(":")
             (value,) = operands
             value = value if is_array(value) else jnp.asarray(value, equation.invars[0].aval.dtype)
-            return [passage.pass_on("activation", base, key.removeprefix(":"), value, key.startswith(":"))]
-        inside = {name for inner in jaxprs_in_params(equation.params) for name in _names(inner, known)}
+            return [capture.capture_part("activation", base, key.removeprefix(":"), value, key.startswith(":"))]
+        inside = {name for inner in jaxprs_in_params(equation.params) for name in _tags_in(inner, known)}
         if inside and equation.primitive.name in FOLLOWED:
             return follow(equation, operands, step)
-        for name in sorted(inside & passage.bases):
-            raise _unreachable(name, equation)
+        for name in sorted(inside & capture.bases):
+            raise _unreachable_error(name, equation)
         return bind(equation, operands)
 
     return step
 
 
-def _names(jaxpr: Any, known: dict[int, set[str]]) -> set[str]:
+def _tags_in(jaxpr: Any, known: dict[int, set[str]]) -> set[str]:
     """The names of all tags in a program."""
     if id(jaxpr) not in known:
         known[id(jaxpr)] = set()
@@ -189,7 +189,7 @@ def _names(jaxpr: Any, known: dict[int, set[str]]) -> set[str]:
             tag = _tag(equation)
             known[id(jaxpr)] |= set() if tag is None else {tag.partition(":")[0]}
             for inner in jaxprs_in_params(equation.params):
-                known[id(jaxpr)] |= _names(inner, known)
+                known[id(jaxpr)] |= _tags_in(inner, known)
     return known[id(jaxpr)]
 
 
@@ -199,7 +199,7 @@ def _tag(equation: Any) -> str | None:
     return equation.params["name"].removeprefix(PREFIX)
 
 
-def _unreachable(name: str, equation: Any) -> PlaceError:
+def _unreachable_error(name: str, equation: Any) -> PlaceError:
     primitive = equation.primitive.name
     if primitive in LOOPS:
         why = f"is tagged inside {LOOPS[primitive]}, where it has no single value; return it from the loop and tag it"

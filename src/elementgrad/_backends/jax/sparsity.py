@@ -18,7 +18,7 @@ import numpy as np
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, gather
 
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
-from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, one_way
+from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, is_reverse_only
 from elementgrad._sparsity.index_sets import Ids, IndexSets, convolution, product, transposed_windows
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad._sparsity.propagate import UNKNOWN, DependentValue, Value, joined, reached, settled
@@ -513,7 +513,7 @@ Array = jax.Array
 def everywhere(function: Callable[[Array], Array], x: Array) -> Pattern:
     """The pattern of a function at every x of this shape."""
     forward = jax.make_jaxpr(lambda x, t: jax.jvp(function, (x,), (t,))[1])(x, x)
-    if not one_way(forward.jaxpr):
+    if not is_reverse_only(forward.jaxpr):
         return _followed(forward, x.shape)
     y = jax.eval_shape(function, x)
     return _followed(jax.make_jaxpr(lambda x, u: jax.vjp(function, x)[1](u)[0])(x, y), y.shape).T
@@ -522,7 +522,7 @@ def everywhere(function: Callable[[Array], Array], x: Array) -> Pattern:
 def here(sweep: Callable[[Array], Array], x: Array) -> Pattern:
     """The pattern of a linear function of x, whose numbers are all known."""
     forward = jax.make_jaxpr(sweep)(x)
-    if not one_way(forward.jaxpr):
+    if not is_reverse_only(forward.jaxpr):
         return _followed(forward, x.shape)
     y = jax.eval_shape(sweep, x)
     return _followed(jax.make_jaxpr(lambda u: jax.linear_transpose(sweep, x)(u)[0])(y), y.shape).T

@@ -11,9 +11,10 @@ import numpy as np
 from elementgrad._backends import topk
 from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax.autodiff import JaxLinearization
-from elementgrad._backends.jax.names import JaxModel, copied
-from elementgrad._backends.topk import grouped
-from elementgrad._cleanup import entered
+from elementgrad._backends.jax.names import JaxModel, copy_with
+from elementgrad._backends.topk import group_by_size
+from elementgrad._cleanup import safe_context
+from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array
@@ -38,12 +39,12 @@ def slopes(
     names = list(parameters)
 
     def numbers(*new: Array) -> list[Array]:
-        found = losses(copied(model.function, dict(zip(names, new, strict=True))))
+        found = losses(copy_with(model.function, dict(zip(names, new, strict=True))))
         return [jnp.concatenate([loss.reshape(-1) for loss in found])]
 
     linear = JaxLinearization(numbers, list(parameters.values()))
     reached = [name for number, name in enumerate(names) if number in linear.paths[0]]
-    for group in grouped({name: parameters[name].size for name in reached}) if reached else []:
+    for group in group_by_size({name: parameters[name].size for name in reached}) if reached else []:
         every = linear.sweeper(0, [names.index(name) for name in group])
         found = _squares(every, linear.outputs[0]) if squared else every(jnp.ones_like(linear.outputs[0]))
         for name in group:
@@ -53,7 +54,7 @@ def slopes(
 def largest(x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
     """Size and position of the elements that are largest in size; see `Backend.topk_abs`."""
     _require_values(x, "the tensor")
-    return topk.largest(_pieces(x), None if minus is None else _pieces(minus), count, floor)
+    return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
 def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[Array]:
@@ -61,7 +62,7 @@ def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[
     totals: Any = None
     for number in range(numbers.size):
         found = sweep(jnp.zeros_like(numbers).at[number].set(1))
-        with entered(wide(True)):
+        with safe_context(wide(True)):
             totals = _added([jnp.zeros(each.shape, jnp.float64) for each in found] if totals is None else totals, found)
     return totals
 
@@ -85,3 +86,11 @@ def _pieces(x: Array) -> Iterator[np.ndarray]:
 def _require_values(array: Array, name: str) -> None:
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError(f"{name} is being traced and has no values to rank; call eg.top outside of jax.jit")
+
+
+class JaxTop(TopBackend):
+    parameter_gradients = staticmethod(slopes)
+    topk_abs = staticmethod(largest)
+
+
+implementation = JaxTop()

@@ -1,5 +1,6 @@
 """Every private name of TensorFlow and Keras that this backend relies on, so that an upgrade is one file."""
 
+import sys
 from typing import Any
 
 from tensorflow.python import pywrap_tfe as pywrap_tfe
@@ -48,3 +49,14 @@ def base_convolution() -> type:
     from keras.src.layers.convolutional.base_conv import BaseConv
 
     return BaseConv
+
+
+def keras_backend() -> Any:
+    """Return the module of Keras from which its layers take `rnn`; Keras must be imported."""
+    return sys.modules["keras.src.backend"]
+
+
+def in_symbolic_scope() -> bool:
+    """Return True if Keras runs layers only to find out shapes."""
+    scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
+    return scopes is not None and bool(scopes.in_symbolic_scope())

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from elementgrad._backends.autodiff import TensorFunction, Use
-from elementgrad._backends.source_location import is_users, normal, spelled
+from elementgrad._backends.source_location import is_user_code, location_text, normal_path
 from elementgrad._backends.tensorflow._compat import AutomaticControlDependencies
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization, again, unstaged
 from elementgrad._backends.tensorflow.isolate import undisturbed
@@ -196,8 +196,8 @@ def _spelled(kind: str) -> str:
 def _where(operation: Operation) -> str | None:
     """File and line of the user's code that made an operation."""
     for frame in reversed(operation.traceback):
-        if normal(frame.filename) == normal(__file__):
+        if normal_path(frame.filename) == normal_path(__file__):
             return None  # from here on outwards it is the caller's
-        if is_users(frame.filename, PACKAGES):
-            return spelled(frame.filename, frame.lineno)
+        if is_user_code(frame.filename, PACKAGES):
+            return location_text(frame.filename, frame.lineno)
     return None

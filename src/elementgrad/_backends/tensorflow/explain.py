@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._backends.source_location import spelled
+from elementgrad._backends.source_location import location_text
 from elementgrad._backends.tensorflow import explain_rules
 from elementgrad._backends.tensorflow.autodiff import again, passed_by, unstaged
 from elementgrad._backends.tensorflow.explain_rules import DECIDES, TensorflowOp, account
@@ -20,6 +20,7 @@ from elementgrad._backends.tensorflow.isolate import silenced, undisturbed
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import TapeRequest, TensorflowOpRecorder, is_line_of_user, watching
 from elementgrad._cleanup import assign, enter, scope
+from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.trace import (
     MOVING_STATISTIC,
     CotangentSizes,
@@ -110,7 +111,7 @@ def _answer(asked: TapeRequest) -> LiveReport:
 
 def _line(error: Exception) -> str | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_line_of_user(frame.filename)]
-    return spelled(frames[-1].filename, frames[-1].lineno or 0) if frames else None
+    return location_text(frames[-1].filename, frames[-1].lineno or 0) if frames else None
 
 
 class TensorflowTrace(Trace):
@@ -316,3 +317,18 @@ def _about_trace(run: TensorFunction, source: Tensor | None) -> list[Hint]:
         return []
     moved = any(kind == "buffer" for kind, _ in frozen)  # no layer that is unfrozen trains it
     return [Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if moved else None)]
+
+
+class TensorflowExplain(ExplainBackend):
+    name = "tensorflow"
+    report_step = staticmethod(told)
+
+    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
+        return TensorflowTrace(run, source, probe)
+
+    def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        with undisturbed():
+            return run(*tensors)
+
+
+implementation = TensorflowExplain()

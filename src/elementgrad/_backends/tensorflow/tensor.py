@@ -1,12 +1,10 @@
-"""Sparse matrices of TensorFlow.
+"""TensorFlow: operations on tensors and variables, and edits.
 
-Index arrays for TensorFlow, which has none: elements as rows of a reshaped tensor, gathered and scattered.
-
-TensorFlow.
+TensorFlow has no index arrays: elements are rows of a reshaped tensor, gathered and scattered (`RowIndexing`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -16,83 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad import _cleanup
-from elementgrad._backends.autodiff import Linearization, TensorFunction, Use
-from elementgrad._backends.base import Backend, DtypeRange, Kind, Layout, Matrices, Read
-from elementgrad._backends.model import Model
-from elementgrad._backends.tensorflow import autodiff, contributions, isolate, names
-from elementgrad._backends.tensorflow._compat import op_def_registry
+from elementgrad._backends.autodiff import Linearization, TensorFunction
+from elementgrad._backends.base import Backend, DtypeRange, Kind
+from elementgrad._backends.tensorflow import isolate
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
-from elementgrad._backends.tensorflow.isolate import seeded, silenced, undisturbed
-from elementgrad._backends.tensorflow.names import KerasModel, TensorflowModel, root
-from elementgrad._backends.tensorflow.record import TensorflowRecorder
-from elementgrad._explain.trace import LiveReport, Trace
+from elementgrad._backends.tensorflow.names import TensorflowNames
+from elementgrad._edit.backend import EditBackend
 from elementgrad._place.index import Span
 from elementgrad._place.selection import Selection, forward
-from elementgrad._read.recorder import Recorder
-from elementgrad._sparsity.pattern import Pattern
-from elementgrad._train.trainer import Trainer
-from elementgrad.errors import FrameworkError, TracedError
+from elementgrad.errors import TracedError
 
 Tensor = Any
-HARMLESS = {"Placeholder", "ReadVariableOp", "StatefulPartitionedCall"}
-"""Operations with a state that change nothing, or only what those inside them change."""
-
-
-class TensorflowMatrices(Matrices):
-    """The operations of `Matrices` on `tf.Tensor`."""
-
-    def index(self, positions: np.ndarray, like: Tensor) -> Any:
-        """Positions, of which a graph makes a constant of its own."""
-        return positions
-
-    def gather(self, x: Tensor, index: Any) -> Tensor:
-        """The elements there."""
-        return tf.gather(x, index)
-
-    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
-        """Outside of a graph that is being traced."""
-        with tf.init_scope():
-            return tf.cast(numbers, like.dtype)
-
-    def maybe_compile_read(self, read: Read) -> Read:
-        """As a graph, unless it cannot be traced, or would draw numbers or write to variables."""
-        traced: Read | None = None
-        tried = False
-
-        def run(x: Tensor) -> Any:
-            nonlocal traced, tried
-            if not tried:
-                traced, tried = _traced(read, x), True
-            return read(x) if traced is None else traced(x)
-
-        return run
-
-    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
-        """A `tf.SparseTensor`, which is by coordinates."""
-        if layout == "csr":
-            raise FrameworkError('TensorFlow keeps sparse matrices by coordinates; use "coo" or "scipy"')
-        with tf.init_scope():
-            places = tf.constant(np.stack([pattern.rows, pattern.columns], 1).astype(np.int64))
-            shape = tf.constant(pattern.shape, tf.int64)
-        return lambda values: tf.sparse.SparseTensor(places, values, shape)
-
-
-def _traced(read: Read, x: Tensor) -> Read | None:
-    try:
-        with silenced():
-            function = tf.function(read, [tf.TensorSpec(x.shape, x.dtype)], autograph=False).get_concrete_function()
-    except Exception:  # it runs as it stands
-        return None
-    definition = function.graph.as_graph_def()
-    nodes = [*definition.node, *[node for part in definition.library.function for node in part.node_def]]
-    return function if all(node.op in HARMLESS or not _stateful(node.op) for node in nodes) else None
-
-
-def _stateful(kind: str) -> bool:
-    definition = op_def_registry.get(kind)
-    return definition is None or definition.is_stateful
-
-
 INT32 = 2**31
 """Up to so many positions are int32: TensorFlow vectorises (pfor) a scatter only with those."""
 
@@ -202,13 +134,49 @@ def _append_axes(part: Any, count: int) -> Tensor:
     return tf.reshape(part, tf.concat([tf.shape(part), tf.ones(count, tf.int32)], 0))
 
 
-# tf.Tensor, tf.Variable or a Keras variable
+class TensorflowEdit(EditBackend):
+    """Edits and choices of `tf.Tensor` and `tf.Variable`."""
+
+    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
+        x = tf.convert_to_tensor(x)
+        value = self._backend.cast(value, x)
+        return RowIndexing(x, selection).multiply(value) if multiply else RowIndexing(x, selection).add(value)
+
+    def only(self, x: Tensor, selection: Selection) -> Tensor:
+        mask, backend = selection.mask, self._backend
+        if mask is not None:
+            return _through(x, lambda g: tf.where(mask.values, g, tf.zeros_like(g)))
+        return _through(x, lambda g: backend.put(tf.zeros_like(g), selection, backend.take(g, selection)))
+
+    def stop_gradient_at(self, x: Tensor, selection: Selection) -> Tensor:
+        mask = selection.mask
+        if mask is not None:
+            return _through(x, lambda g: tf.where(mask.values, tf.zeros_like(g), g))
+        return _through(x, lambda g: self._backend.put(g, selection, 0))
+
+    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        x, logits = tf.convert_to_tensor(x), tf.convert_to_tensor(logits)
+        weights = tf.nn.softmax(tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits, axis)
+        weights = tf.cast(weights, x.dtype)
+        return tf.reduce_sum(weights * tf.where(weights == 0, tf.zeros_like(x), x), axis)
+
+    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        last = [*(other for other in range(x.shape.rank) if other != axis), axis]
+        x = tf.transpose(x, last)
+        chosen = tf.broadcast_to(tf.argmax(logits, axis), tf.shape(x)[:-1])
+        return tf.gather(x, chosen, batch_dims=x.shape.rank - 1)
+
+    def straight_through(self, value: Tensor, surrogate: Tensor) -> Tensor:
+        return _straight_through(value, surrogate)
 
 
-class TensorflowBackend(TensorflowMatrices, Backend):
+class TensorflowBackend(Backend):
     """The operations of `Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
 
     name = "tensorflow"
+
+    def __init__(self) -> None:
+        super().__init__(TensorflowEdit(self), TensorflowNames())
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor))
@@ -228,7 +196,7 @@ class TensorflowBackend(TensorflowMatrices, Backend):
         return tf.get_static_value(tf.convert_to_tensor(x))
 
     def dtype_range(self, x: Tensor) -> DtypeRange | None:
-        return _limits(tf.as_dtype(x.dtype))
+        return _dtype_range(tf.as_dtype(x.dtype))
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         return tf.cast(value if tf.is_tensor(value) else np.asarray(value), like.dtype)  # a bare float is float32 here
@@ -252,28 +220,11 @@ class TensorflowBackend(TensorflowMatrices, Backend):
             return _strided_update(x, selection, value)
         return RowIndexing(x, selection).put(value)
 
-    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
-        x = tf.convert_to_tensor(x)
-        value = self.cast(value, x)
-        return RowIndexing(x, selection).multiply(value) if multiply else RowIndexing(x, selection).add(value)
-
     def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
         return tf.where(mask, x, y)
 
     def stop(self, x: Tensor) -> Tensor:
         return tf.stop_gradient(x)
-
-    def only(self, x: Tensor, selection: Selection) -> Tensor:
-        mask = selection.mask
-        if mask is not None:
-            return _through(x, lambda g: tf.where(mask.values, g, tf.zeros_like(g)))
-        return _through(x, lambda g: self.put(tf.zeros_like(g), selection, self.take(g, selection)))
-
-    def stop_gradient_at(self, x: Tensor, selection: Selection) -> Tensor:
-        mask = selection.mask
-        if mask is not None:
-            return _through(x, lambda g: tf.where(mask.values, tf.zeros_like(g), g))
-        return _through(x, lambda g: self.put(g, selection, 0))
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         # An array takes a fraction of the time of a tuple.
@@ -282,98 +233,11 @@ class TensorflowBackend(TensorflowMatrices, Backend):
     def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return tf.broadcast_to(x, shape)
 
-    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        x, logits = tf.convert_to_tensor(x), tf.convert_to_tensor(logits)
-        weights = tf.nn.softmax(tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits, axis)
-        weights = tf.cast(weights, x.dtype)
-        return tf.reduce_sum(weights * tf.where(weights == 0, tf.zeros_like(x), x), axis)
-
-    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        last = [*(other for other in range(x.shape.rank) if other != axis), axis]
-        x = tf.transpose(x, last)
-        chosen = tf.broadcast_to(tf.argmax(logits, axis), tf.shape(x)[:-1])
-        return tf.gather(x, chosen, batch_dims=x.shape.rank - 1)
-
-    def straight_through(self, value: Tensor, slope: Tensor) -> Tensor:
-        return _graft(value, slope)
-
-    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if tf.executing_eagerly():
-            return function
-        autograph = tf.__internal__.autograph
-        return autograph.tf_convert(function, autograph.control_status_ctx())
-
-    def is_model(self, function: Any) -> bool:
-        return root(function) is not None
-
-    def model(self, function: Callable[..., Any]) -> Model:
-        return TensorflowModel(function) if root(function) is None else KerasModel(function)
-
-    def trainer(self, model: Any) -> Trainer:
-        owner = root(model)
-        if owner is None or autodiff.written(model) is not owner:
-            raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
-        from elementgrad._backends.tensorflow.train.trainer import KerasTrainer
-
-        return KerasTrainer(owner)
-
-    def parameter_gradients(
-        self,
-        model: Any,
-        parameters: Mapping[str, Tensor],
-        losses: Callable[[], Iterable[Tensor]],
-        squared: bool,
-        give: Callable[[str, Tensor], None],
-    ) -> None:
-        from elementgrad._backends.tensorflow.top import slopes
-
-        slopes(model, parameters, losses, squared, give)
-
-    def topk_abs(
-        self, x: Tensor, count: int, floor: float, minus: Tensor | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        from elementgrad._backends.tensorflow.top import largest
-
-        return largest(x, count, floor, minus)
-
-    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        written = autodiff.written(function)
-        return written.call if root(function) is written else written
-
-    def unwrap_parameter(self, x: Tensor) -> Tensor:
-        value = getattr(x, "_value", None)
-        return value if isinstance(value, tf.Variable) else x
-
-    def is_real_call(self, x: Tensor) -> bool:
-        return names.computing()
-
-    def is_single_value(self, x: Tensor) -> bool:
-        return not autodiff.inside(x)
-
     def isolated(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
-        return undisturbed()
-
-    def ambient_state(self, linear: Linearization) -> Any:
-        return linear.seeds if isinstance(linear, TensorflowLinearization) else None
-
-    def restore_ambient_state(self, surroundings: Any) -> AbstractContextManager[Any]:
-        return seeded(surroundings)
-
-    def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-        def compiled(f: Any) -> tuple[Any, ...]:
-            options = f.input_signature, f._autograph, f._jit_compile, f._reduce_retracing
-            return tf.function, (f.python_function, *options)
-
-        return {type(tf.function(lambda: None)): compiled}
+        return isolate.undisturbed()
 
     def linearize(self, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linearization:
         return TensorflowLinearization.of(run, inputs, create_graph, order)
-
-    def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
-        return TensorflowRecorder(tensors)
-
-    def uses(self, run: TensorFunction, inputs: Sequence[Tensor], input: int) -> tuple[Linearization, list[Use]]:
-        return contributions.of(run, inputs, input)
 
     def itemsize(self, x: Tensor) -> int:
         return tf.as_dtype(x.dtype).size
@@ -381,41 +245,21 @@ class TensorflowBackend(TensorflowMatrices, Backend):
     def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return tf.zeros(shape, like.dtype)
 
-    def one_hot_seeds(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
-        seeds = tf.one_hot(positions, math.prod(like.shape) // batch, dtype=like.dtype)
-        return self.reshape(tf.repeat(seeds, batch, 0) if batch > 1 else seeds, (len(positions), *like.shape))
-
     def to_float64(self, x: Tensor) -> np.ndarray | None:
         return self.read(tf.cast(x, tf.float64))
 
     def convert(self, x: Tensor, dtype: str) -> Tensor:
         return x if tf.as_dtype(x.dtype).name == dtype else tf.cast(x, dtype)
 
-    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
-        from elementgrad._backends.tensorflow.explain import TensorflowTrace
-
-        return TensorflowTrace(run, source, probe)
-
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        from elementgrad._backends.tensorflow.explain import told
-
-        return told(function, wrt)
-
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return tf.concat(parts, 0)
 
-    def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return tf.transpose(x, axes)
-
-    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        return tf.matmul(x, y)
-
 
 @cache
-def _limits(dtype: tf.DType) -> DtypeRange | None:
+def _dtype_range(dtype: tf.DType) -> DtypeRange | None:
     if dtype.is_floating or dtype.is_complex:
-        return DtypeRange.of_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
-    return DtypeRange.of_integers(ml_dtypes.iinfo(dtype.as_numpy_dtype)) if dtype.is_integer else None
+        return DtypeRange.from_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
+    return DtypeRange.from_integers(ml_dtypes.iinfo(dtype.as_numpy_dtype)) if dtype.is_integer else None
 
 
 def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
@@ -425,7 +269,7 @@ def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @tf.custom_gradient
-def _graft(value: Tensor, slope: Tensor) -> Any:
+def _straight_through(value: Tensor, surrogate: Tensor) -> Any:
     return tf.stop_gradient(value), lambda upstream: (None, upstream)
 
 
@@ -451,4 +295,4 @@ def _strided_update(x: Tensor, selection: Selection, value: Tensor) -> Tensor:
 
 
 backend = TensorflowBackend()
-_cleanup.on_entry(isolate.snapshot)
+_cleanup.register_snapshot(isolate.snapshot)

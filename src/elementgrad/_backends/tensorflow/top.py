@@ -16,8 +16,9 @@ from elementgrad._backends.tensorflow._compat import context, op_callbacks, shou
 from elementgrad._backends.tensorflow.autodiff import unstaged
 from elementgrad._backends.tensorflow.isolate import undisturbed
 from elementgrad._backends.tensorflow.names import KerasModel
-from elementgrad._backends.topk import grouped
+from elementgrad._backends.topk import group_by_size
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any
@@ -97,7 +98,7 @@ def slopes(
     if not tf.executing_eagerly():
         raise FrameworkError("elements are ranked before a function is compiled; call this outside of tf.function")
     sizes = {name: parameter.shape.num_elements() for name, parameter in parameters.items()}
-    groups = [{name: parameters[name] for name in group} for group in grouped(sizes)]
+    groups = [{name: parameters[name] for name in group} for group in group_by_size(sizes)]
     before: list[float] = []
     reached: set[int] = set()
     for number, group in enumerate(groups):
@@ -136,7 +137,7 @@ def _require_reached(losses: Sequence[Any], reached: set[int]) -> None:
 
 def largest(x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
     """Size and position of the elements that are largest in size; see `Backend.topk_abs`."""
-    return topk.largest(_pieces(x), None if minus is None else _pieces(minus), count, floor)
+    return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
 class _LentVariables(scope):
@@ -310,3 +311,11 @@ def _wide(x: Tensor) -> np.ndarray:
 
 def _read(variable: Tensor) -> Tensor:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+class TensorflowTop(TopBackend):
+    parameter_gradients = staticmethod(slopes)
+    topk_abs = staticmethod(largest)
+
+
+implementation = TensorflowTop()

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.source_location import is_users, spelled, verb_of
+from elementgrad._backends.source_location import is_user_code, location_text, verb_of
 from elementgrad._backends.tensorflow import explain_rules, names
 from elementgrad._backends.tensorflow._compat import (
     BaseResourceVariable,
@@ -34,7 +34,7 @@ from elementgrad._backends.tensorflow._compat import (
     uid,
 )
 from elementgrad._backends.tensorflow.explain_rules import TensorflowOp, account, differentiable
-from elementgrad._backends.tensorflow.names import root
+from elementgrad._backends.tensorflow.names import layer_of
 from elementgrad._backends.tensorflow.top import see_operations
 from elementgrad._cleanup import assign, enter, scope
 from elementgrad._explain.trace import Hint, Op, OpGraph
@@ -155,7 +155,7 @@ class TensorflowOpRecorder:
         """What went wrong in watching, and not in the code that is watched."""
         self._numbers: dict[int, int] = {}
         self._count = 0
-        self._root = root(function)
+        self._root = layer_of(function)
         self._entry = entry
         self.start = uid()
 
@@ -164,7 +164,7 @@ class TensorflowOpRecorder:
         """Watch this thread."""
         with scope():
             _patches.enter()
-            enter(names.entered())
+            enter(names.track_layer_calls())
             assign(_local, "watch", self)
             see_operations(self._saw)
             yield self
@@ -191,7 +191,7 @@ class TensorflowOpRecorder:
         around: list[str] = []
         while frame is not None and frame.f_code is not self._entry:
             if is_line_of_user(frame.f_code.co_filename):
-                return spelled(frame.f_code.co_filename, frame.f_lineno), around
+                return location_text(frame.f_code.co_filename, frame.f_lineno), around
             around.append(verb_of(frame.f_code) or frame.f_code.co_name)
             frame = frame.f_back
         return None, around
@@ -199,7 +199,7 @@ class TensorflowOpRecorder:
     @property
     def path(self) -> str:
         """Which layer of a model the code is in now."""
-        inside = names.calling()
+        inside = names.current_layers()
         return "/".join([layer.name for layer in inside if layer is not self._root])
 
     @_noting
@@ -316,7 +316,7 @@ def unwatched() -> Iterator[None]:
 @lru_cache(4096)
 def is_line_of_user(filename: str) -> bool:
     """Whether code in a file is the user's, and not what TensorFlow made of it."""
-    return AUTOGRAPH not in filename and is_users(filename, PACKAGES)
+    return AUTOGRAPH not in filename and is_user_code(filename, PACKAGES)
 
 
 def is_own(rule: Any) -> bool:

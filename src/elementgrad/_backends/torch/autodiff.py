@@ -56,7 +56,7 @@ from elementgrad._backends.torch._compat import _storage_Use_Count as use_count
 from elementgrad._backends.torch._compat import _vmap_decrement_nesting as leave_vmap
 from elementgrad._backends.torch._compat import _vmap_increment_nesting as enter_vmap
 from elementgrad._backends.torch.isolate import NOTHING, Freezable, State, in_mode, isolated, plainly, state
-from elementgrad._cleanup import enter, entered, push, scope
+from elementgrad._cleanup import enter, push, safe_context, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
 
@@ -131,7 +131,7 @@ def together(sweep: Callable[[Tensor], Sequence[Tensor | None]], seeds: Tensor) 
 @contextmanager
 def no_advice() -> Iterator[None]:
     """Leave out PyTorch's warnings about speed: they are about our stacks and not about the user's code."""
-    with entered(warnings.catch_warnings()):
+    with safe_context(warnings.catch_warnings()):
         warnings.filterwarnings("ignore", message=".*performance drop")
         yield
 

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_ops import Meter, Overwrite
 from elementgrad._backends.torch.explain_rules import (
@@ -31,12 +31,14 @@ from elementgrad._backends.torch.explain_rules import (
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, state
 from elementgrad._backends.torch.record.calls import aside, name_of
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
+from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
     CotangentSizes,
     FiniteFlags,
     Hint,
+    LiveReport,
     Op,
     OpGraph,
     ReachOverlap,
@@ -124,7 +126,7 @@ class RefusedCall:
 def _line(error: BaseException) -> str | None:
     """The user's line that an error comes from."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [spelled(file, line) for file, line in frames if is_users(file, ["torch"])]
+    users = [location_text(file, line) for file, line in frames if is_user_code(file, ["torch"])]
     return users[-1] if users else None
 
 
@@ -381,3 +383,24 @@ def _means_itself(name: str, kwargs: Any) -> bool:
 
 def _wide(x: Any) -> Any:
     return x.to(WIDER[x.dtype]) if isinstance(x, Tensor) and x.dtype in WIDER else x
+
+
+class TorchExplain(ExplainBackend):
+    name = "torch"
+    run_at = staticmethod(sample)
+
+    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
+        return TorchTrace(run, source)
+
+    def report_live(self, of: Picked, wrt: Picked) -> LiveReport:
+        from elementgrad._backends.torch.explain_live import report_live
+
+        return report_live(of, wrt)
+
+    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+        from elementgrad._backends.torch.explain_live import report_step
+
+        return report_step(function, wrt)
+
+
+implementation = TorchExplain()

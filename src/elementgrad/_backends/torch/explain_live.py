@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from elementgrad._backends.base import Picked
 from elementgrad._backends.torch.explain import CHANGED, TWICE, UNTRACKED, UNUSED, RefusedCall
 from elementgrad._backends.torch.explain_rules import GradientFlow, note_flow
 from elementgrad._backends.torch.isolate import isolated, plainly, removed_later
 from elementgrad._backends.torch.record.calls import WHERE
 from elementgrad._backends.torch.record.history import named
 from elementgrad._backends.torch.trace import TorchOpRecorder
+from elementgrad._explain.backend import Picked
 from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Verdict, cannot_follow, uneven_weights
 from elementgrad.errors import PlaceError, UnconnectedError
 

@@ -33,7 +33,7 @@ from elementgrad._backends.torch._compat import (
     _global_forward_pre_hooks,
     set_is_in_mode_without_ignore_compile_internals,
 )
-from elementgrad._cleanup import atomically, defer, enter, finish_blocks, scope
+from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
 
 functorch: Any = torch._C._functorch
 autograd: Any = torch._C._autograd
@@ -62,7 +62,7 @@ def _set_device_context(context: Any) -> None:
 
     Not by `torch.set_default_device`, which takes all modes off and puts them on again, one after the other.
     """
-    atomically(
+    call_atomically(
         partial(setattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", context),
         partial(setattr, torch.utils._device, "CURRENT_DEVICE", None if context is None else context.device),
     )
@@ -80,12 +80,12 @@ _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_dec
 
 def _autocast_nesting() -> int:
     """Return in how many blocks of autocast the thread is, of which the last to be left forgets the copies made."""
-    return atomically(*_NESTING)[1]
+    return call_atomically(*_NESTING)[1]
 
 
 def _set_autocast_nesting(number: int) -> None:
     missing = number - _autocast_nesting()
-    atomically(*[_NESTING[missing < 0]] * abs(missing))
+    call_atomically(*[_NESTING[missing < 0]] * abs(missing))
     if number == 0:
         torch.clear_autocast_cache()
 
@@ -197,7 +197,7 @@ def _leave_mode(mode: Any, before: list[bool]) -> None:
     steps = stack.change(modes, [*modes[:at], *modes[at + 1 :]])
     if not functions:
         steps += _set_flags(_noted(mode) or before, modes[at + 1 :])
-    atomically(*steps, partial(setattr, mode, LEFT, True))
+    call_atomically(*steps, partial(setattr, mode, LEFT, True))
 
 
 def _flags() -> list[bool]:
@@ -239,7 +239,7 @@ def _restore_after_interrupt(before: AmbientState) -> None:
     error = sys.exc_info()[1]
     end = error if isinstance(error, (GeneratorExit, type(None))) else error.__context__
     if isinstance(end, GeneratorExit) and (error is not end or _stops(end.__context__)):
-        finish_blocks(end.__context__)
+        close_generators(end.__context__)
         restore_ambient_state(before)
 
 
@@ -257,7 +257,7 @@ def _set_modes(stack: Stack, wanted: Modes) -> None:
         return
     gone = [mode for mode in now if all(mode is not other for other in after)]
     flags = _noted(gone[0]) if gone else []
-    atomically(*steps, *(_set_flags(flags) if flags else ()))
+    call_atomically(*steps, *(_set_flags(flags) if flags else ()))
 
 
 def _close_dual_level(before: int) -> None:
@@ -284,7 +284,7 @@ def restore_ambient_state(before: AmbientState) -> None:
     """Leave the modes that were entered since, and set the switches that were turned."""
     error = sys.exc_info()[1]
     if _stops(error):
-        finish_blocks(error)
+        close_generators(error)
         _close_dual_level(before.dual_levels)
     now = ambient_state()
     if now == before:

@@ -1,4 +1,4 @@
-"""The names inside a PyTorch module: its submodules, parameters and buffers, whatever wraps it left out."""
+"""Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,28 +8,40 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from elementgrad._backends.model import CaptureLike, Model
 from elementgrad._backends.registry import require_keras_on_tensorflow
+from elementgrad._backends.torch.contributions import kept
 from elementgrad._backends.torch.distributed import require_whole
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
 from elementgrad._cleanup import Lock, defer, enter, scope
+from elementgrad._names.backend import CaptureLike, Model, NamesBackend
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
-WRAPPERS = ("module", "_orig_mod")
-"""What a wrapper of PyTorch's calls the module that it wraps: `DataParallel`, `AveragedModel`, `torch.compile`."""
-WRAPPED = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
-"""Where PyTorch keeps its wrappers."""
-KEPT_BY_KERAS = "._torch_params"
-"""Where a layer of Keras keeps parameters that it does not read from there, if its backend is PyTorch."""
+WRAPPED = ("module", "_orig_mod")
+"""The attributes in which a wrapper of PyTorch keeps the wrapped module: `DataParallel`, `torch.compile`, ..."""
+WRAPPERS = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
+"""The packages of these wrappers."""
+KERAS_PARAMETERS = "._torch_params"
+"""The submodule in which a Keras layer on PyTorch keeps parameters, from where it does not read them."""
 _locks: WeakKeyDictionary[Module, Lock] = WeakKeyDictionary()
-_originals: dict[int, Tensor] = {}  # what stands in for a tensor of a model, in whichever thread, and that tensor
+_originals: dict[
+    int, Tensor
+] = {}  # the tensors of models that are replaced in any thread, by the id of what replaces them
 
 
-def root(function: Any) -> Module | None:
-    """The module that a function is, or is a method of; scripted ones are closed."""
-    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, Module) and not isinstance(owner, torch.jit.ScriptModule) else None
+class TorchNames(NamesBackend):
+    """Names in PyTorch modules."""
+
+    snapshot = staticmethod(kept)
+
+    def is_model(self, function: Any) -> bool:
+        return isinstance(function, Module) or module_of(function) is not None
+
+    def model(self, function: Callable[..., Any]) -> Model:
+        return TorchModel(function)
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return unwrap(function).forward if isinstance(function, Module) else function
 
 
 class TorchModel(Model):
@@ -37,65 +49,67 @@ class TorchModel(Model):
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        self._root = root(function)
+        self._root = module_of(function)
 
-    def held(self) -> Iterator[tuple[str, str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         seen = set()
         for path, module in self._modules():
-            for kind, tensors in _tensors(module):
+            for kind, tensors in _tensors_of(module):
                 for name, tensor in tensors.items():
                     tensor = _original(tensor)
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
-                        yield _joined(path, name), kind, tensor
+                        yield _join(path, name), kind, tensor
 
     def layers(self) -> Iterator[str]:
         return (path for path, _ in self._modules() if path)
 
-    def parts(self) -> Iterator[tuple[str, Module]]:
+    def modules(self) -> Iterator[tuple[str, Module]]:
         return self._modules()
 
-    def bearing(self, name: str) -> list[tuple[str, Tensor | None]]:
-        found: list[tuple[str, Tensor | None]] = []
+    def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         if self._root is None:
-            return found
+            return []
+        matches: list[tuple[str, Tensor | None]] = []
         above, _, last = name.rpartition(".")
         module = self._find(above)
-        if above.endswith(KEPT_BY_KERAS):
-            require_keras_on_tensorflow(self._find(above.removesuffix(KEPT_BY_KERAS)))
+        if above.endswith(KERAS_PARAMETERS):
+            require_keras_on_tensorflow(self._find(above.removesuffix(KERAS_PARAMETERS)))
         if module is not None:
-            found += [
-                (kind, _original(tensors[last])) for kind, tensors in _tensors(module) if tensors.get(last) is not None
+            matches += [
+                (kind, _original(tensors[last]))
+                for kind, tensors in _tensors_of(module)
+                if tensors.get(last) is not None
             ]
-        return found + ([("activation", None)] if self._find(name) is not None else [])
+        return matches + ([("activation", None)] if self._find(name) is not None else [])
 
     @contextmanager
-    def running(self, new: Mapping[str, Tensor], passage: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         with scope():
-            if passage is not None:
-                enter(passage.open())
-                for path, module in self._watched(passage):
-                    add_hook(module._forward_hooks, partial(_pass, passage, path))
-            if new:
-                held = {name: self.bearing(name)[0][1] for name in new}
+            if capture is not None:
+                enter(capture.open())
+                for path, module in self._captured_modules(capture):
+                    add_hook(module._forward_hooks, partial(_capture_result, capture, path))
+            if replacements:
+                tensors = {name: self.lookup(name)[0][1] for name in replacements}
                 if self._root is not None:
-                    require_whole(self._root, held)
-                self._replace(list(zip(held.values(), new.values(), strict=True)))
+                    require_whole(self._root, tensors)
+                self._replace(list(zip(tensors.values(), replacements.values(), strict=True)))
             yield self.function
 
-    def _watched(self, passage: CaptureLike) -> Iterator[tuple[str, Module]]:
-        if passage.everything:
+    def _captured_modules(self, capture: CaptureLike) -> Iterator[tuple[str, Module]]:
+        if capture.everything:
             yield from ((path, module) for path, module in self._modules() if path)
-        for name in passage.bases:
+        for name in capture.bases:
             module = self._find(name)
             if module is not None:
                 yield name, module
 
     def _replace(self, new: Sequence[tuple[Any, Tensor]]) -> None:
-        """Put other tensors in the place of some until the scope is left, wherever modules share them.
+        """Replace tensors until the scope is left, in all modules that share them.
 
-        What modules note about them is put back too. One thread at a time: the first to come back would leave the
-        second one's tensors in the model.
+        Attributes that modules derive from them are restored too. One thread at a time: the first to restore would
+        leave the tensors of the second in the model.
         """
         if self._root is not None:
             _locks.setdefault(self._root, Lock()).take()
@@ -106,33 +120,39 @@ class TorchModel(Model):
             for tensors in (module._parameters, module._buffers):
                 here = {name: others[id(tensor)] for name, tensor in tensors.items() if id(tensor) in others}
                 if here:
-                    defer(_put_back, module, tensors, dict(tensors), dict(module.__dict__))
+                    defer(_restore_module, module, tensors, dict(tensors), dict(module.__dict__))
                     tensors.update(here)  # type: ignore[arg-type]
 
     def _modules(self) -> Iterator[tuple[str, Module]]:
-        """Every module by its first path, the root by an empty one."""
+        """Yield every module by its first path, the root by an empty one."""
         seen: set[int] = set()
 
         def walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
-            module = unwrapped(module)
+            module = unwrap(module)
             if id(module) not in seen:
                 seen.add(id(module))
                 yield path, module
                 for name, child in module._modules.items():
                     if child is not None:
-                        yield from walk(child, _joined(path, name))
+                        yield from walk(child, _join(path, name))
 
         return walk(self._root, "") if self._root is not None else iter(())
 
     def _find(self, path: str) -> Module | None:
-        module = None if self._root is None else unwrapped(self._root)
+        module = None if self._root is None else unwrap(self._root)
         for name in path.split(".") if path else ():
             child = module._modules.get(name) if module is not None else None
-            module = None if child is None else unwrapped(child)
+            module = None if child is None else unwrap(child)
         return module
 
 
-def _put_back(module: Module, tensors: Any, before: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+def module_of(function: Any) -> Module | None:
+    """Return the module that a function is, or is a method of; None for scripted ones, which hide their contents."""
+    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, Module) and not isinstance(owner, torch.jit.ScriptModule) else None
+
+
+def _restore_module(module: Module, tensors: Any, before: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
     tensors.update(before)
     restore_attributes(module, attributes)
 
@@ -142,32 +162,31 @@ def _forget_originals(others: Sequence[int]) -> None:
         _originals.pop(other, None)
 
 
-def unwrapped(module: Module) -> Module:
-    """The module inside of PyTorch's wrappers."""
-    while type(module).__module__.startswith(WRAPPED) and list(module._modules) in ([name] for name in WRAPPERS):
+def unwrap(module: Module) -> Module:
+    """Return the module inside of PyTorch's wrappers."""
+    while type(module).__module__.startswith(WRAPPERS) and list(module._modules) in ([name] for name in WRAPPED):
         module = next(iter(module._modules.values()))  # type: ignore[assignment]
     return module
 
 
-def _tensors(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    """What a module holds, without the leaves of elements that train: those are elements of parameters."""
+def _tensors_of(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    """Return parameters and buffers of a module, without the leaves of elements that train."""
     trained = module.__dict__.get("_trained")
-    held: Mapping[str, Any] = module._parameters
+    parameters: Mapping[str, Any] = module._parameters
     if trained:
         leaves = {key for use in trained.values() for key in use.weight.keys}
-        held = {name: tensor for name, tensor in held.items() if name not in leaves}
-    return ("parameter", held), ("buffer", module._buffers)
+        parameters = {name: tensor for name, tensor in parameters.items() if name not in leaves}
+    return ("parameter", parameters), ("buffer", module._buffers)
 
 
 def _original(tensor: Any) -> Any:
-    """A tensor of a model, though another may stand in for it in a thread that reads now."""
     return _originals.get(id(tensor), tensor)
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _pass(passage: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
-    passed = passage.meet("activation", path, result) if passage.listening else result
-    return None if passed is result else passed
+def _capture_result(capture: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
+    new = capture.capture("activation", path, result) if capture.active else result
+    return None if new is result else new

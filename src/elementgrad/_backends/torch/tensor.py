@@ -1,42 +1,31 @@
-"""What `torch.compile` must know of our functions, told once it is imported: importing it takes as long as PyTorch.
+"""PyTorch: operations on tensors, edits, and what `torch.compile` must know of our functions.
 
-Sparse matrices of PyTorch.
-
-PyTorch.
+Importing the compiler takes as long as PyTorch itself, so it is told about them when the user imports it.
 """
 
 import importlib.util
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from elementgrad import _cleanup
 from elementgrad._backends import registry
-from elementgrad._backends.autodiff import Linearization, TensorFunction, Use
-from elementgrad._backends.base import Backend, DtypeRange, Kind, Layout, Matrices, Picked
-from elementgrad._backends.model import Model
+from elementgrad._backends.autodiff import Linearization, TensorFunction
+from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.torch import isolate
 from elementgrad._backends.torch._compat import get_eval_frame_callback
-from elementgrad._backends.torch.autodiff import TorchLinearization, materialize
-from elementgrad._backends.torch.contributions import kept, uses
-from elementgrad._backends.torch.isolate import from_state, isolated, plainly
-from elementgrad._backends.torch.names import TorchModel, root, unwrapped
-from elementgrad._backends.torch.top import largest, slopes
-from elementgrad._cleanup import entered
-from elementgrad._explain.trace import LiveReport, Trace
+from elementgrad._backends.torch.autodiff import TorchLinearization
+from elementgrad._backends.torch.names import TorchNames
+from elementgrad._edit.backend import EditBackend
 from elementgrad._place.selection import Selection
-from elementgrad._read.recorder import Recorder
-from elementgrad._sparsity.pattern import Pattern
-from elementgrad._train.trainer import Trainer
 from elementgrad.errors import FrameworkError, TracedError
 
 COMPILER = "torch._dynamo"
@@ -90,60 +79,53 @@ class _Watcher(MetaPathFinder):
 Tensor = torch.Tensor
 
 
-class TorchMatrices(Matrices):
-    """The operations of `Matrices` on `torch.Tensor`."""
-
-    def index(self, positions: np.ndarray, like: Tensor) -> Tensor:
-        """A tensor of positions."""
-        return torch.from_numpy(positions).to(like.device)
-
-    def gather(self, x: Tensor, index: Tensor) -> Tensor:
-        """The elements there."""
-        return x.index_select(0, index)
-
-    def seeds(self, numbers: np.ndarray, like: Tensor) -> Tensor:
-        """Where `like` is."""
-        return torch.from_numpy(numbers).to(like.device, like.dtype)
-
-    def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Tensor]:
-        """A matrix by rows unless told, or by coordinates."""
-        options: Any = {"size": pattern.shape, "check_invariants": False}
-        if layout == "coo":
-            places = _index_on(np.stack([pattern.rows, pattern.columns]), like)
-            return lambda values: torch.sparse_coo_tensor(places, values, is_coalesced=True, **options)
-        starts, columns = (_index_on(part, like) for part in (pattern.starts, pattern.columns))
-
-        def by_rows(values: Tensor) -> Tensor:
-            with entered(warnings.catch_warnings()):
-                warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-                return torch.sparse_csr_tensor(starts, columns, values, **options)
-
-        return by_rows
-
-
-def _index_on(numbers: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int64)).to(like.device)
-
-
 NUMBERS: dict[type, Kind] = {torch.SymInt: "i", torch.SymFloat: "f", torch.SymBool: "b"}
 """What the compiler makes of numbers that change from call to call."""
 PLAIN: dict[Kind, type] = {"b": np.bool_, "i": np.int64, "f": np.float64, "c": np.complex128}
 """What NumPy calls the numbers of `Tensor.tolist`."""
 
 
-class TorchBackend(TorchMatrices, Backend):
+class TorchEdit(EditBackend):
+    """Edits and choices of `torch.Tensor`."""
+
+    def number_kind(self, value: Any) -> Kind | None:
+        return NUMBERS.get(type(value))
+
+    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
+        if multiply:
+            traced = next(part for part in selection.parts if isinstance(part, Tensor))
+            self._backend.require_concrete(
+                traced,
+                "PyTorch cannot multiply at traced indices, which may repeat; "
+                "give concrete indices, or .set(place.get() * value) if none repeats",
+            )
+        return x.index_put(_mesh(x, selection), self._backend.cast(value, x), accumulate=True)
+
+    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        weights = torch.softmax(logits, axis).to(x.dtype)
+        return (weights * torch.where(weights == 0, 0, x)).sum(axis)
+
+    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
+        chosen = logits.argmax(axis, keepdim=True)
+        return x.gather(axis, chosen.expand(*x.shape[:axis], 1, *x.shape[axis + 1 :])).squeeze(axis)
+
+    def straight_through(self, value: Tensor, surrogate: Tensor) -> Tensor:
+        return _straight_through(value, surrogate)
+
+
+class TorchBackend(Backend):
     """The operations of `Backend` on `torch.Tensor`."""
 
     name = "torch"
+
+    def __init__(self) -> None:
+        super().__init__(TorchEdit(self), TorchNames())
 
     def owns(self, kind: type) -> bool:
         return issubclass(kind, Tensor)
 
     def caches_type(self, kind: type) -> bool:
         return not kind.__module__.startswith("torch._")  # stand-ins of the compiler, which cannot guard on them
-
-    def number_kind(self, value: Any) -> Kind | None:
-        return NUMBERS.get(type(value))
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return x.shape
@@ -179,11 +161,11 @@ class TorchBackend(TorchMatrices, Backend):
     def compiles_here(self) -> bool:
         return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() not in (None, False)
 
-    def call_uncompiled(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        return function(*arguments, **options)
+    def call_uncompiled(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)  # `torch.compiler.disable` wraps this one below
 
     def dtype_range(self, x: Tensor) -> DtypeRange | None:
-        return _limits(x.dtype)
+        return _dtype_range(x.dtype)
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         if isinstance(value, Tensor):
@@ -195,12 +177,6 @@ class TorchBackend(TorchMatrices, Backend):
 
     def copy(self, x: Tensor) -> Tensor:
         return x.clone()
-
-    def materialize(self, x: Tensor) -> Tensor:
-        return materialize(x)
-
-    def snapshot(self, x: Tensor) -> Tensor:
-        return kept(x)
 
     def take(self, x: Tensor, selection: Selection) -> Tensor:
         if selection.traced:
@@ -225,16 +201,6 @@ class TorchBackend(TorchMatrices, Backend):
             return x.index_put(_mesh(x, selection), value)
         return edited
 
-    def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
-        if multiply:
-            traced = next(part for part in selection.parts if isinstance(part, Tensor))
-            self.require_concrete(
-                traced,
-                "PyTorch cannot multiply at traced indices, which may repeat; "
-                "give concrete indices, or .set(place.get() * value) if none repeats",
-            )
-        return x.index_put(_mesh(x, selection), self.cast(value, x), accumulate=True)
-
     def where(self, mask: Any, x: Tensor, y: Tensor) -> Tensor:
         return torch.where(_place_on(x.device, mask), x, y)
 
@@ -247,67 +213,15 @@ class TorchBackend(TorchMatrices, Backend):
     def broadcast(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         return x.expand(shape)
 
-    def soft_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        weights = torch.softmax(logits, axis).to(x.dtype)
-        return (weights * torch.where(weights == 0, 0, x)).sum(axis)
+    def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
+        from elementgrad._backends.torch.explain import WideningMode
 
-    def hard_choice(self, x: Tensor, logits: Tensor, axis: int) -> Tensor:
-        chosen = logits.argmax(axis, keepdim=True)
-        return x.gather(axis, chosen.expand(*x.shape[:axis], 1, *x.shape[axis + 1 :])).squeeze(axis)
+        return isolate.in_mode(WideningMode()) if dtype in ("float64", "complex128") else nullcontext()
 
-    def straight_through(self, value: Tensor, slope: Tensor) -> Tensor:
-        return _graft(value, slope)
-
-    def is_model(self, function: Any) -> bool:
-        return isinstance(function, torch.nn.Module) or root(function) is not None
-
-    def model(self, function: Callable[..., Any]) -> Model:
-        return TorchModel(function)
-
-    def trainer(self, model: Any) -> Trainer:
-        from elementgrad._backends.torch.train.trainer import TorchTrainer
-
-        if not isinstance(model, torch.nn.Module):
-            raise FrameworkError(f"{model!r} is a method of a model; give the torch.nn.Module itself")
-        return TorchTrainer(model)
-
-    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return unwrapped(function).forward if isinstance(function, torch.nn.Module) else function
-
-    def isolated(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
-        return isolated(function)
-
-    def ambient_state(self, linear: Linearization) -> Any:
-        return cast(TorchLinearization, linear).state, torch.get_default_dtype()
-
-    def restore_ambient_state(self, surroundings: Any) -> AbstractContextManager[Any]:
-        return from_state(*surroundings)
+    isolated = staticmethod(isolate.isolated)
 
     def linearize(self, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linearization:
         return TorchLinearization.of(run, inputs, create_graph)
-
-    def uses(self, run: TensorFunction, inputs: Sequence[Tensor], input: int) -> tuple[Linearization, list[Use]]:
-        return uses(run, inputs, input)
-
-    def recorder(self, tensors: Sequence[Tensor]) -> Recorder:
-        from elementgrad._backends.torch.record.recorder import TorchRecorder
-
-        return TorchRecorder(tensors)
-
-    def parameter_gradients(
-        self,
-        model: Model,
-        parameters: Mapping[str, Tensor],
-        losses: Callable[..., Iterable[Tensor]],
-        squared: bool,
-        give: Callable[[str, Tensor], None],
-    ) -> None:
-        slopes(cast(TorchModel, model), parameters, losses, squared, give)
-
-    def topk_abs(
-        self, x: Tensor, count: int, floor: float, minus: Tensor | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return largest(x, count, floor, minus)
 
     def itemsize(self, x: Tensor) -> int:
         return x.element_size()
@@ -315,66 +229,21 @@ class TorchBackend(TorchMatrices, Backend):
     def zeros(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-    def one_hot_seeds(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
-        count = len(positions)
-        seeds = torch.zeros((count, *like.shape), dtype=like.dtype, device=like.device)
-        if count * batch == 1:
-            seeds.view(-1)[int(positions[0])].fill_(1)
-        else:
-            places = torch.from_numpy(positions).to(like.device).view(count, 1, 1).expand(count, batch, 1)
-            seeds.view(count, batch, -1).scatter_(2, places, 1)
-        return seeds
-
     def to_float64(self, x: Tensor) -> np.ndarray | None:
         return self.read(x.detach().double())
 
     def convert(self, x: Tensor, dtype: str) -> Tensor:
         return x.detach().to(getattr(torch, dtype))
 
-    def precision(self, dtype: str | None) -> AbstractContextManager[Any]:
-        from elementgrad._backends.torch.explain import WideningMode
-
-        return isolate.in_mode(WideningMode()) if dtype in ("float64", "complex128") else nullcontext()
-
-    def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        from elementgrad._backends.torch.explain import sample
-
-        return sample(run, tensors)
-
-    def report_live(self, of: Picked, wrt: Picked) -> LiveReport:
-        from elementgrad._backends.torch.explain_live import report_live
-
-        return report_live(of, wrt)
-
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        from elementgrad._backends.torch.explain_live import report_step
-
-        return report_step(function, wrt)
-
-    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
-        from elementgrad._backends.torch.explain import TorchTrace
-
-        return TorchTrace(run, source)
-
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))
 
-    def transpose(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x.permute(axes)
 
-    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        with plainly():
-            return x @ y
-
-    def free_memory(self, like: Tensor) -> int | None:
-        return torch.cuda.mem_get_info(like.device)[0] if like.is_cuda else None
-
-
-class _Graft(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor, slope: Tensor) -> Tensor:
+    def forward(value: Tensor, surrogate: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
@@ -386,21 +255,21 @@ class _Graft(torch.autograd.Function):
         return None, upstream
 
     @staticmethod
-    def jvp(ctx: Any, of_value: Tensor, of_slope: Tensor) -> Tensor:
-        return of_slope.clone()
+    def jvp(ctx: Any, value: Tensor, surrogate: Tensor) -> Tensor:
+        return surrogate.clone()
 
 
 @in_graph  # the compiler cannot trace through a Function that has forward mode
-def _graft(value: Tensor, slope: Tensor) -> Tensor:
-    return _Graft.apply(value, slope)
+def _straight_through(value: Tensor, surrogate: Tensor) -> Tensor:
+    return _StraightThrough.apply(value, surrogate)
 
 
 @cache
-def _limits(dtype: torch.dtype) -> DtypeRange | None:
+def _dtype_range(dtype: torch.dtype) -> DtypeRange | None:
     try:
         if dtype.is_floating_point or dtype.is_complex:
-            return DtypeRange.of_floats(torch.finfo(dtype))
-        return DtypeRange.of_integers(torch.iinfo(dtype))
+            return DtypeRange.from_floats(torch.finfo(dtype))
+        return DtypeRange.from_integers(torch.iinfo(dtype))
     except TypeError:  # booleans, and bits without a meaning
         return None
 
@@ -428,5 +297,5 @@ def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
 
 backend = TorchBackend()
 registry.register_compiler(in_graph)
-_cleanup.on_entry(isolate.snapshot_ambient_state)
+_cleanup.register_snapshot(isolate.snapshot_ambient_state)
 once_imported(lambda: setattr(TorchBackend, "call_uncompiled", torch.compiler.disable(TorchBackend.call_uncompiled)))

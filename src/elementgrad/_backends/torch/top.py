@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from elementgrad._backends.topk import grouped
+from elementgrad._backends.topk import group_by_size
 from elementgrad._backends.torch.autodiff import call_plainly
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -46,7 +47,7 @@ def slopes(
         with scope():
             enter_modes()
             leaves = _stand_ins(model, parameters)
-        enter(model.running(leaves, None))
+        enter(model.prepare(leaves, None))
         with _unwritten(parameters):
             groups = _groups(leaves)
             before: list[float] = []
@@ -122,7 +123,7 @@ def _stand_ins(model: TorchModel, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    found = grouped({name: leaf.numel() for name, leaf in leaves.items()})
+    found = group_by_size({name: leaf.numel() for name, leaf in leaves.items()})
     return [{name: leaves[name] for name in names} for names in found]
 
 
@@ -253,3 +254,11 @@ def _same_modes(model: TorchModel) -> Iterator[None]:
 def _set_training(modules: Iterable[tuple[torch.nn.Module, bool]]) -> None:
     for module, training in modules:
         module.training = training
+
+
+class TorchTop(TopBackend):
+    parameter_gradients = staticmethod(slopes)
+    topk_abs = staticmethod(largest)
+
+
+implementation = TorchTop()

@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.source_location import spelled, verb_of
+from elementgrad._backends.source_location import location_text, verb_of
 from elementgrad._backends.torch import explain_ops
 from elementgrad._backends.torch._compat import (
     _global_forward_hooks,
@@ -36,9 +36,9 @@ from elementgrad._backends.torch._compat import (
 from elementgrad._backends.torch.contributions import kept
 from elementgrad._backends.torch.explain_ops import COPIES, Meter, Overwrite, TorchCall
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, freezes
-from elementgrad._backends.torch.names import TorchModel, unwrapped
+from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.record.calls import EXPORTS, aside, clock, name_of, outwards, watch, watchers, watching
-from elementgrad._cleanup import entered, scope
+from elementgrad._cleanup import safe_context, scope
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
 
@@ -71,7 +71,7 @@ def caller() -> Caller:
     for frame in outwards(sys._getframe(1)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         called = verb_of(frame.f_code) or (_of_torch(file, name) if name in CALLED else None) or called
-    return Caller(spelled(frame.f_code.co_filename, frame.f_lineno), called)
+    return Caller(location_text(frame.f_code.co_filename, frame.f_lineno), called)
 
 
 def _of_torch(file: str, name: str) -> str | None:
@@ -128,7 +128,7 @@ class LastRequest:
         """Read the .grad of a tensor for the user."""
         if not x.requires_grad or x.is_leaf or x.retains_grad:
             return func(x)
-        with entered(warnings.catch_warnings()):
+        with safe_context(warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # that it is no leaf is what will be said
             gradient = func(x)
         if gradient is None:
@@ -297,7 +297,7 @@ class TorchOpRecorder:
             return
         if _scripted(module) and not any(map(_scripted, self._modules)):
             self._close("a scripted module", _tensors(args))
-        if not self._modules and id(unwrapped(module)) not in self._paths:
+        if not self._modules and id(unwrap(module)) not in self._paths:
             self._paths.update({id(inner): path for path, inner in TorchModel(module)._modules()})
         self._modules.append(module)
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax._compat import dce_jaxpr
-from elementgrad._backends.jax.names import JaxModel, copied
+from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
 from elementgrad._backends.jax.sharding import put, settled
 from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, correlation, gathered, product, sliced, split
 from elementgrad._names import pytree
 from elementgrad._place import grammar
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.numbers import cast_array
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
@@ -269,7 +270,7 @@ class JaxTrainer(FunctionalTrainer):
         self._params = params
         self._leaves: dict[str, list[PytreeLeaf]] = {}
         self._others: dict[str, str] = {}
-        for name, kind, array in JaxModel(params).held():
+        for name, kind, array in JaxModel(params).named_tensors():
             if kind == "parameter":
                 self._leaves.setdefault(name, []).append(PytreeLeaf(name, array))
             else:
@@ -386,7 +387,7 @@ class JaxTrainer(FunctionalTrainer):
             array = new[part.tensor.name]
             new[part.tensor.name] = put(array, part.positions, _cast(value, array.dtype, part.tensor.array))
         made = {number: new[part.tensor.name] for number, part in enumerate(parts)}
-        return copied(params, new), {
+        return copy_with(params, new), {
             number: array for number, array in made.items() if not isinstance(array, jax.core.Tracer)
         }
 
@@ -437,7 +438,7 @@ class JaxTrainer(FunctionalTrainer):
             return [self._patched(name, array, parts, values) for name, array in arrays.items()]
 
         def call(*new: Array) -> Any:
-            return loss(copied(params, dict(zip(arrays, new, strict=True))))
+            return loss(copy_with(params, dict(zip(arrays, new, strict=True))))
 
         homes = [list(arrays).index(part.tensor.name) for part in parts]
         return TracedLoss(call, list(arrays.values()), homes, patched, has_aux)
@@ -498,3 +499,11 @@ def _largest(numbers: Any) -> float:
     """The size of the largest of some numbers; NaN if one of them is NaN."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return float(np.abs(np.asarray(numbers).astype(np.complex128)).max(initial=0.0))
+
+
+class JaxTrain(TrainBackend):
+    def trainer(self, model: Any) -> JaxTrainer:
+        return JaxTrainer(model)
+
+
+implementation = JaxTrain()

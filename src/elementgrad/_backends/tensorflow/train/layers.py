@@ -26,7 +26,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     frozen,
     weight_of,
 )
-from elementgrad._cleanup import assign, contained
+from elementgrad._cleanup import assign, close_scopes_after
 
 Tensor = Any
 
@@ -176,7 +176,7 @@ class AffineLayer:
     def activation(self: Any, value: Any) -> None:
         self.__dict__["activation"] = value
 
-    @contained
+    @close_scopes_after
     def call(self: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ever."""
         use: KerasLayerKernel = self.__dict__[NOTE]

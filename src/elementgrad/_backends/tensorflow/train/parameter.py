@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_stateless_scope
 from elementgrad._backends.tensorflow.distributed import copies, inside
-from elementgrad._cleanup import assign, contained, defer, scope
+from elementgrad._cleanup import assign, close_scopes_after, defer, scope
 from elementgrad._train import trainer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
 from elementgrad._train.trainer import TrainingState
@@ -566,7 +566,7 @@ def _read_variable(kind: type) -> type:
     def bared(name: str) -> Callable[..., Any]:
         method = getattr(kind, name)
 
-        @contained
+        @close_scopes_after
         def call(self: Variable, *args: Any, **kwargs: Any) -> Any:
             with self.__dict__[NOTE].bared():
                 return method(self, *args, **kwargs)

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow import distributed
-from elementgrad._backends.tensorflow.names import KerasModel, root
+from elementgrad._backends.tensorflow.autodiff import written
+from elementgrad._backends.tensorflow.names import KerasModel, layer_of
 from elementgrad._backends.tensorflow.train import parameter
 from elementgrad._backends.tensorflow.train.layers import dress
 from elementgrad._backends.tensorflow.train.parameter import (
@@ -24,6 +25,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     untie,
     weight_of,
 )
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.trainer import Trainer, TrainingState
 from elementgrad.errors import DtypeError, FrameworkError, OptionError
 
@@ -44,14 +46,14 @@ class KerasTrainer(Trainer):
     def __init__(self, model: Any):
         if not tf.executing_eagerly():
             raise FrameworkError("elements are chosen before a function is compiled; call this outside of tf.function")
-        self._root = root(model)
+        self._root = layer_of(model)
         distributed.require_outside(self._root)
         self._named = KerasModel(self._root)
         self._owner = object()
         self._variables = {id(held._value): held for _, kind, held in self._named._variables() if kind == "parameter"}
 
     def names(self) -> Iterator[str]:
-        return (name for name, kind, _ in self._named.held() if kind == "parameter")
+        return (name for name, kind, _ in self._named.named_tensors() if kind == "parameter")
 
     def spelled(self) -> Iterator[tuple[str, Tensor]]:
         for path, layer in self._named._layers():
@@ -63,7 +65,7 @@ class KerasTrainer(Trainer):
         return parameter.standing(self._variables[id(tensor)])
 
     def parameter(self, name: str) -> Tensor:
-        bearing = self._named.bearing(name)
+        bearing = self._named.lookup(name)
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
                 return tensor
@@ -72,7 +74,7 @@ class KerasTrainer(Trainer):
         raise self.unknown_name_error(name, bearing[0][0] if bearing else None)
 
     def named(self, tensor: Tensor) -> str:
-        for name, kind, held in self._named.held():
+        for name, kind, held in self._named.named_tensors():
             if kind == "parameter" and held is distributed.inside(tensor):
                 return name
         raise self.not_a_parameter_error(tensor)
@@ -223,3 +225,14 @@ def _kept(dtype: Any) -> Any:
 
 def _of_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), tf.as_dtype(numbers.dtype).as_numpy_dtype)
+
+
+class KerasTrain(TrainBackend):
+    def trainer(self, model: Any) -> Trainer:
+        owner = layer_of(model)
+        if owner is None or written(model) is not owner:
+            raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
+        return KerasTrainer(owner)
+
+
+implementation = KerasTrain()

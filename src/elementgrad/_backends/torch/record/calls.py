@@ -15,9 +15,9 @@ import torch._functorch.eager_transforms
 import torch._functorch.vmap
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.source_location import is_users, spelled
+from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch._compat import _SingleLevelFunction
-from elementgrad._cleanup import assign, contained, push, scope
+from elementgrad._cleanup import assign, close_scopes_after, push, scope
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
@@ -138,7 +138,7 @@ def note_line(node: Any, start: int, where: str | None) -> str | None:
 def user_line() -> str:
     """The line, as `file.py:12`, of the nearest caller outside PyTorch and this library."""
     *_, frame = outwards(sys._getframe(1))
-    return spelled(frame.f_code.co_filename, frame.f_lineno)
+    return location_text(frame.f_code.co_filename, frame.f_lineno)
 
 
 def outwards(frame: Any) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def outwards(frame: Any) -> Iterator[Any]:
 
 @lru_cache(4096)
 def _is_users(filename: str) -> bool:
-    return is_users(filename, ("torch",))
+    return is_user_code(filename, ("torch",))
 
 
 class TensorSet:
@@ -242,7 +242,7 @@ def _install(replace: Replace) -> None:
 _watched = AttributePatch(_install)
 
 
-@contained
+@close_scopes_after
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(_SingleLevelFunction, cls).apply
     for watcher in watchers() if watching() else ():
@@ -257,7 +257,7 @@ def _run(watcher: FunctionWatcher, apply: Callable[..., Any], *args: Any, **kwar
 def _wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
     """What `torch.func` wraps a tensor with, given the stand-in of a recorded one."""
 
-    @contained
+    @close_scopes_after
     @wraps(original)
     def wrap(x: Any, *args: Any) -> Any:
         for watcher in reversed(watchers()) if watching() else ():

@@ -27,7 +27,7 @@ from elementgrad._backends.torch.record.history import (
     edge_of,
     same,
 )
-from elementgrad._cleanup import contained, defer, scope
+from elementgrad._cleanup import close_scopes_after, defer, scope
 from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = torch.Tensor
@@ -273,7 +273,7 @@ class SavedTensor:
         self._copy, self._packed = tensor.clone(), None
         return True
 
-    @contained
+    @close_scopes_after
     def read(self) -> Tensor:
         """What was saved."""
         if self._copy is not None:
@@ -385,7 +385,7 @@ class WriteMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # that would import the compiler; it leaves code under such a mode alone by itself
 
-    @contained
+    @close_scopes_after
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name not in ALIASES:

@@ -22,7 +22,7 @@ from elementgrad._backends.torch.record.history import (
 )
 from elementgrad._backends.torch.record.linearization import RecordedLinearization, split
 from elementgrad._backends.torch.record.proxies import SavedTensors, WriteHistory, WriteMode, saving, storage
-from elementgrad._cleanup import contained, defer
+from elementgrad._cleanup import close_scopes_after, defer
 from elementgrad._names import pytree
 from elementgrad._read.recorder import ElementRequest, Recorder, UseFlow
 from elementgrad.errors import FrameworkError, PlaceError
@@ -205,6 +205,6 @@ class _RecordingMode(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    @contained
+    @close_scopes_after
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorder.call(func, args, kwargs or {})

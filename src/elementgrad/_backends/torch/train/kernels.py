@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from elementgrad._cleanup import entered
+from elementgrad._cleanup import safe_context
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -115,7 +115,7 @@ class TorchProduct:
         return block if self._every else block.index_select(0, self._cell)
 
     def _sample(self, left: Tensor, right: Tensor) -> Tensor:
-        with entered(warnings.catch_warnings()):
+        with safe_context(warnings.catch_warnings()):
             warnings.simplefilter("ignore")  # that this layout is in beta, once per process
             pattern, order = self._pattern(left.dtype)
             length = max(64, CELLS // sum(self._size))

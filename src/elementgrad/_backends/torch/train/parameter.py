@@ -197,7 +197,7 @@ def while_training(hooks: MutableMapping[int, Any]) -> Callable[[Any], Any]:
 
 def need(user: Any) -> None:
     """Have the hooks registered, until `user` is done or is no more."""
-    with _lock.taken():
+    with _lock.hold():
         key = id(user)
         _users[key] = ref(user, lambda gone: _lose(key, gone))
         for hooks, hook in _wanted:
@@ -206,13 +206,13 @@ def need(user: Any) -> None:
 
 def done(user: Any) -> None:
     """Remove the hooks if nothing else needs them."""
-    with _lock.taken():
+    with _lock.hold():
         _users.pop(id(user), None)
         _tidy()
 
 
 def _lose(key: int, gone: "ref[Any]") -> None:
-    with _lock.taken():
+    with _lock.hold():
         if _users.get(key) is gone:
             del _users[key]
         _tidy()

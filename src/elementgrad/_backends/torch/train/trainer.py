@@ -16,12 +16,13 @@ from elementgrad._backends.torch.distributed import (
     shards,
     unhear,
 )
-from elementgrad._backends.torch.names import TorchModel, unwrapped
+from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.train import modules, parameter
 from elementgrad._backends.torch.train.kernels import index
 from elementgrad._backends.torch.train.layers import TorchPartialParameter
 from elementgrad._backends.torch.train.modules import TrainedModule, attach, detach
 from elementgrad._backends.torch.train.parameter import ParameterStorage, TorchElementGroup, bits, cast, part_of
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.trainer import Trainer, TrainingState
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
@@ -54,11 +55,11 @@ class TorchTrainer(Trainer):
         parameter.claim_copies(self._frozen, self._owner)
 
     def names(self) -> Iterator[str]:
-        return (name for name, kind, _ in self._named.held() if kind == "parameter")
+        return (name for name, kind, _ in self._named.named_tensors() if kind == "parameter")
 
     def spelled(self) -> Iterator[tuple[str, Tensor]]:
         def walk(module: Module, path: str, above: tuple[Module, ...]) -> Iterator[tuple[str, Tensor]]:
-            module = unwrapped(module)
+            module = unwrap(module)
             if module in above:
                 return
             for name, tensor in module._parameters.items():
@@ -77,7 +78,7 @@ class TorchTrainer(Trainer):
         return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
     def parameter(self, name: str) -> Tensor:
-        bearing = self._named.bearing(name)
+        bearing = self._named.lookup(name)
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
                 return self._lasting(tensor)
@@ -85,7 +86,7 @@ class TorchTrainer(Trainer):
 
     def named(self, tensor: Tensor) -> str:
         tensor = getattr(tensor, "_elements_of", tensor)  # what a module hands out of a sharded one
-        for name, kind, held in self._named.held():
+        for name, kind, held in self._named.named_tensors():
             if kind == "parameter" and (self._lasting(held) is tensor or _same(held, tensor)):
                 return name
         raise self.not_a_parameter_error(tensor)
@@ -328,3 +329,13 @@ def _same(held: Tensor, tensor: Tensor) -> bool:
     if is_spread(held) or is_spread(tensor):
         return False  # these are handed out as they are
     return held.data_ptr() == tensor.data_ptr() and held.shape == tensor.shape and held.dtype == tensor.dtype
+
+
+class TorchTrain(TrainBackend):
+    def trainer(self, model: Any) -> Trainer:
+        if not isinstance(model, torch.nn.Module):
+            raise FrameworkError(f"{model!r} is a method of a model; give the torch.nn.Module itself")
+        return TorchTrainer(model)
+
+
+implementation = TorchTrain()

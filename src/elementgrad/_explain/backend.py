@@ -1,0 +1,85 @@
+"""The interface that a backend implements for explanations: `ExplainBackend`."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from elementgrad._backends import registry
+from elementgrad._backends.autodiff import TensorFunction
+from elementgrad._backends.base import Backend
+from elementgrad._explain.trace import LiveReport, Trace
+from elementgrad.errors import FrameworkError
+
+Tensor = Any
+Picked = tuple[Tensor, np.ndarray | None]
+"""A live tensor, and the flat positions of some of its elements; None for all."""
+
+
+class ExplainBackend(ABC):
+    """Runs functions and training steps under observation, and again at other values."""
+
+    name: str
+
+    @abstractmethod
+    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
+        """Run a function from one tensor to another and return its trace.
+
+        The source is None for an activation. With `probe`, the function may run again with the source changed, to
+        show dependence that no recorded operation shows.
+        """
+
+    @abstractmethod
+    def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Run a function at other values, as it would run if its first tensor were differentiated."""
+
+    def maybe_compile(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return a function that is called many times, compiled where that is faster."""
+        return function
+
+    def report_live(self, of: Picked, wrt: Picked) -> LiveReport:
+        """Report what two live tensors show of the path between them."""
+        raise FrameworkError(
+            f"live tensors of {self.name} do not say where they come from; give the function and its arguments, as in "
+            "eg.explain(f, x)"
+        )
+
+    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+        """Run the user's training step as it is, and report why it raised or what gradient a tensor got."""
+        raise FrameworkError(f"a step of {self.name} cannot be watched; give the loss as a function, eg.explain(f, x)")
+
+
+def backend_for_step(function: Any, wrt: Any = None) -> Backend:
+    """Return the framework of a training step that takes no tensors.
+
+    It is that of the tensor `wrt`, or of the first thing that the step's code refers to, or the first imported.
+    """
+    if wrt is not None:
+        return registry.require_backend(wrt)
+    able = [
+        backend
+        for backend in registry.imported()
+        if type(backend.load("explain")).report_step is not ExplainBackend.report_step
+    ]
+    if not able:
+        raise FrameworkError(
+            "a step without arguments can be watched on PyTorch and TensorFlow; give a function and its arguments"
+        )
+    for value in _referenced_values(function) if len(able) > 1 else ():
+        package = value.__name__.partition(".")[0] if isinstance(value, ModuleType) else None
+        name = "tensorflow" if package == "keras" else package
+        for backend in able:
+            if name == backend.name or registry.backend_of(value) is backend or backend.names.is_model(value):
+                return backend
+    return able[0]
+
+
+def _referenced_values(function: Any) -> list[Any]:
+    try:
+        names = inspect.getclosurevars(inspect.unwrap(getattr(function, "python_function", function)))
+    except (TypeError, ValueError):  # it is not written in Python, or uses a name that has no value yet
+        return []
+    return [*names.nonlocals.values(), *names.globals.values()]
