@@ -188,7 +188,6 @@ def test_paths_are_compared_as_the_system_does(monkeypatch):
     monkeypatch.setattr(os.path, "normcase", str.lower)
     monkeypatch.setattr(lines, "OURS", lines.OURS.lower())
     assert not is_user_code(ours, ())
-    assert lines.verb(ours, "grad") == "eg.grad"
 
 
 def test_tab_completion_knows_commands_and_options(folder):

@@ -147,7 +147,7 @@ def test_what_the_users_code_raises_is_shown_as_python_would(folder, monkeypatch
     assert [line.split()[-1] for line in error.splitlines() if "of_jax.py" in line] == ["bad", "helper"]
     assert "elementgrad" not in error
     assert main(["grad", "of_jax.py:bad", "[1.0]", "--debug"]) == 3
-    assert "trace.py" in capsys.readouterr().err
+    assert "commands.py" in capsys.readouterr().err
     for name, text, says in (
         ("syntax", "def f(:\n", "SyntaxError"),
         ("imports", "import of_nothing\n", "ModuleNotFoundError: No module named 'of_nothing'"),

@@ -11,7 +11,7 @@ import elementgrad as eg
 from elementgrad._cli import main
 
 SOURCE = Path(eg.__file__).parent
-MODULES = sorted(SOURCE.rglob("*.py"))
+MODULES = sorted(set(SOURCE.rglob("*.py")) - set(SOURCE.glob("_tour/cells/*.py")))  # which are scripts
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_backends"}
 """What backends may build on; all else builds on them."""

@@ -11,41 +11,39 @@ import numpy as np
 import pytest
 
 from elementgrad._cli import main
-from elementgrad._cli.output import forgiving, silence
-from elementgrad._tour.data import WORDS, digits
+from elementgrad._cli.output import silence_stdout, tolerant_streams
+from elementgrad._tour.data import WORDS, load_digits
 from elementgrad._tour.render import Terminal
-from elementgrad._tour.runner import CHAPTERS, CellResult
+from elementgrad._tour.runner import QUESTIONS, CellResult, read_cells
 from tests.slow.test_report_browser import CHROMIUM, WIDTHS
 from tests.support.tour_answers import FOUNDING, MISLED, RAISED
 
-QUESTIONS = {question.key: question for chapter in CHAPTERS for question in chapter.questions}
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "jax"
 
 
-class Told:
+class Printed:
     """One answer as it was printed: its code, and what came of it."""
 
     def __init__(self, text: str):
-        before, *found = re.split(r"^ {4}→ ", text, flags=re.MULTILINE)
+        before, *outcomes = re.split(r"^ {4}→ ", text, flags=re.MULTILINE)
         self.code = before.split("\n    ", 1)[1]
-        rows = [re.split(r" {2,}", row, maxsplit=1) for row in found]
-        self.error = " ".join(found[0].split()) if len(rows) == 1 and re.match(r"\w+Error: ", found[0]) else None
+        rows = [re.split(r" {2,}", row, maxsplit=1) for row in outcomes]
+        self.error = " ".join(outcomes[0].split()) if len(rows) == 1 and re.match(r"\w+Error: ", outcomes[0]) else None
         self.values = {} if self.error else {row[0]: " ".join(row[1].split()) for row in rows}
 
     def __getitem__(self, name: str) -> float:
         return float(self.values[name].strip("[]"))
 
 
-def parted(printed: str) -> dict[str, tuple[Told | None, Told]]:
+def split_answers(printed: str) -> dict[str, tuple[Printed | None, Printed]]:
     """For each question the usual answer and ours."""
-    numbered = list(QUESTIONS)
     answered = re.sub(r"^─+ .*$", "", printed.partition("At a glance")[0], flags=re.MULTILINE)
     sections = re.split(r"^\d+\. .*$", answered, flags=re.MULTILINE)[1:]
-    assert len(sections) == len(numbered)
+    assert len(sections) == len(QUESTIONS)
     answers = {}
-    for key, section in zip(numbered, sections, strict=True):
+    for question, section in zip(QUESTIONS, sections, strict=True):
         usual, ours = section.split("  elementgrad: ")
-        answers[key] = Told(usual) if "the usual answer:" in usual else None, Told(ours)
+        answers[question.key] = Printed(usual) if "the usual answer:" in usual else None, Printed(ours)
     return answers
 
 
@@ -61,7 +59,7 @@ def test_the_tour_answers_every_question_and_leaves_a_page(framework, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout.endswith("The same with pictures: tour.html\n") == paged
-    answers = parted(done.stdout)
+    answers = split_answers(done.stdout)
     ours = {key: list(answer.values.values()) for key, (_, answer) in answers.items()}
     assert {key: ours[key] for key in FOUNDING} == FOUNDING
     usual = {key: answer for key, (answer, _) in answers.items() if answer is not None}
@@ -78,7 +76,7 @@ def test_the_tour_answers_every_question_and_leaves_a_page(framework, tmp_path):
     if paged:
         assert_page((tmp_path / "tour.html").read_text("utf-8"))
     if framework == "torch":
-        assert_seen(tmp_path / "tour.html")
+        assert_in_browser(tmp_path / "tour.html")
 
 
 def assert_models(printed):
@@ -112,14 +110,14 @@ def assert_reads(framework, answers):
 
 
 def assert_causes(framework, answers):
-    told = answers["message"][1]
-    sentence, where, fix = told.values.values()
+    answer = answers["message"][1]
+    sentence, where, fix = answer.values.values()
     cut = "detach" if framework == "torch" else "stop_gradient"
     assert f"{cut} cuts it off" in sentence
     assert f"leave {'tf.' if framework == 'tensorflow' else ''}{cut} out" in fix
     file, line = where.split(":")
     assert file == "message.py"
-    assert cut in told.code.splitlines()[int(line) - 1]
+    assert cut in answer.code.splitlines()[int(line) - 1]
     gradient, sentence, _ = answers["unseen"][1].values.values()
     assert gradient == "0"
     assert "the input does not contain that index" in sentence
@@ -140,14 +138,14 @@ def assert_training(framework, answers):
 
 
 def assert_page(page):
-    for question in QUESTIONS.values():
+    for question in QUESTIONS:
         assert re.sub(r"[\"']", "", question.text) in re.sub(r"&#3[49];|[\"']", "", page)
-    pictures = sum(question.picture is not None for question in QUESTIONS.values())
+    pictures = sum(question.picture is not None for question in QUESTIONS)
     assert page.count('<img class="on-light"') == pictures + 1  # one is also at the head
     assert len(page) < 2_000_000
 
 
-def assert_seen(page):
+def assert_in_browser(page):
     """In a real browser it fits a desk and a phone, asks for nothing, and complains of nothing."""
     playwright = pytest.importorskip("playwright.sync_api", reason="to look at the page: pip install playwright")
     if CHROMIUM is None:
@@ -169,13 +167,22 @@ def assert_seen(page):
 
 
 def test_the_digits_and_words_are_what_they_are_said_to_be():
-    images, labels = digits()
+    images, labels = load_digits()
     sklearn = pytest.importorskip("sklearn.datasets", reason="pip install scikit-learn")
     original = sklearn.load_digits()
     np.testing.assert_array_equal(images * 16, original.images)
     np.testing.assert_array_equal(labels, original.target)
     assert [WORDS[token] for token in (1, 43, 2, 18, 0)] == ["a", "brave", "cat", "sees", "the"]
     assert (WORDS[5], len(set(WORDS))) == ("fish", 50)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+def test_every_cell_of_a_script_belongs_to_a_question(framework):
+    keys = [question.key for question in QUESTIONS]
+    usual = [f"{key}: usual" for key in keys]
+    cells = read_cells(framework)
+    assert {"setup", "net", "reader", *keys} <= set(cells)
+    assert set(cells) <= {"setup", "net", "reader", *keys, *usual}
 
 
 LACKED = {"rich": "show", "matplotlib": "show", "jinja2": "show", "safetensors": "train"}
@@ -192,11 +199,11 @@ def test_the_tour_says_what_it_lacks(package, extra, monkeypatch, capsys):
 def test_the_terminal_may_know_few_characters(encoding, monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
-    with forgiving():
+    with tolerant_streams():
         terminal = Terminal()
         terminal.chapter("The first")
-        terminal.answer("elementgrad", CellResult("Do so.", "f(x)", {"J": np.eye(8) / 4 + np.eye(8, k=1)}), "green")
-        terminal.answer("the usual answer", CellResult("Do so.", "f(x)", error="ValueError: no"), "red")
+        terminal.cell("elementgrad", CellResult("Do so.", "f(x)", {"J": np.eye(8) / 4 + np.eye(8, k=1)}), "green")
+        terminal.cell("the usual answer", CellResult("Do so.", "f(x)", error="ValueError: no"), "red")
     assert out.errors == "strict"
     printed = out.buffer.getvalue().decode(encoding)
     assert "-> ValueError: no" in printed
@@ -209,7 +216,7 @@ def test_a_reader_of_the_tour_may_leave(monkeypatch):
     monkeypatch.setattr(sys, "stdout", os.fdopen(right, "w"))
     with pytest.raises(BrokenPipeError):
         Terminal().foot("The end")
-    silence()
+    silence_stdout()
     sys.stdout.close()
 
 

@@ -1,21 +1,17 @@
-"""`elementgrad explain` and `elementgrad check`.
+"""The commands, one function each, named by the parser in `run`; below them what they print and write.
 
-`elementgrad grad`.
-
-`elementgrad names`.
-
-`elementgrad patch inspect`, `apply` and `undo`.
-
-`elementgrad report`.
-
-The tour: every founding question, the usual answer beside ours, in the terminal and as a page.
-
-`elementgrad completion`.
+A function takes the options of its command by name, prints its result to stdout, and returns an exit code, or None
+for 0. What concerns the options alone is checked before the user's files are loaded, which may take seconds.
 """
 
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,77 +20,51 @@ import numpy as np
 
 import elementgrad as eg
 from elementgrad._backends import registry
-from elementgrad._cli.load import CommandTarget, is_reference, load, require_places, step, workplace
-from elementgrad._cli.output import FINDING, InputError, say, their_traceback, typed
-from elementgrad._cli.parser import parser
-from elementgrad._cli.results import ARRAYS, PICTURES, GradientResult, plain, require_writable, show, text_of, write
+from elementgrad._backends.base import Backend
+from elementgrad._cli.load import (
+    ARRAY_FILES,
+    CommandTarget,
+    is_reference,
+    load_object,
+    load_step,
+    require_places,
+    user_code,
+)
+from elementgrad._cli.output import FINDING, InputError, is_stdout_unicode, say, to_cli_words, user_traceback
+from elementgrad._cli.parser import make_parser
 from elementgrad._names.call import BoundCall
 from elementgrad._optional import require
 from elementgrad._read.budget import parse
-from elementgrad._tour.runner import Tour
 from elementgrad._train.api import reversal
 from elementgrad._train.entries import trainer_of
 from elementgrad._train.patch_file import replace_file, writable
-from elementgrad._train.trainer import FunctionalTrainer, Trainer
+from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
 
-
-def explain(
-    *, of: str | None, wrt: str | None, no_probe: bool, step: bool, json: bool, model: str, **given: Any
-) -> int:
-    """Print the diagnosis."""
-    require_places(of, wrt)
-    with workplace():
-        if step:
-            diagnosis = _of_step(model, of, wrt, given)
-        else:
-            subject = CommandTarget(model=model, **given)
-            with subject.precision():
-                diagnosis = eg.explain(
-                    subject.function, *subject.args, kwargs=subject.kwargs, of=of, wrt=wrt, probe=not no_probe
-                )
-        told = {"command": "explain", **_described(diagnosis)}
-    show(str(diagnosis), told, json)
-    return 0 if diagnosis else FINDING
-
-
-def check(*, of: str | None, wrt: str | None, json: bool, **given: Any) -> int:
-    """Print how derivatives compare with differences."""
-    require_places(of, wrt)
-    with workplace():
-        subject = CommandTarget(**given)
-        with subject.precision():
-            found = eg.check(subject.function, *subject.args, kwargs=subject.kwargs, of=of, wrt=wrt)
-    told = {
-        "command": "check",
-        "verdict": found.verdict,
-        "dtype": found.dtype,
-        "entries": [asdict(entry) for entry in found.entries],
-        "diagnosis": None if found.diagnosis is None else _described(found.diagnosis),
-    }
-    show(str(found), told, json)
-    return 0 if found else FINDING
-
-
-def _of_step(model: str, of: str | None, wrt: str | None, given: dict[str, Any]) -> eg.Diagnosis:
-    if of is not None or wrt is not None or any(given.values()):
-        raise InputError("--step runs a function as it is; leave inputs, --of, --wrt, --framework and --dtype out")
-    return eg.explain(step(model))
-
-
-def _described(diagnosis: eg.Diagnosis) -> dict[str, Any]:
-    """A diagnosis as an object of JSON."""
-    names = ("verdict", "cause", "sentence", "where", "operation", "module", "path", "evidence", "fix", "of", "wrt")
-    told = {name: getattr(diagnosis, name) for name in names}
-    value = diagnosis.value
-    owner = None if value is None else registry.backend_of(value)
-    return told | {"value": None if owner is None else plain(GradientResult.of("", value, owner).values)}
-
-
-SAYS = {
+JSON_FORMAT = 1
+"""The version of the objects that `--json` prints."""
+PICTURE_FILES = (".png", ".svg", ".pdf")
+KERAS_FILES = (".weights.h5", ".keras")
+"""Files that a Keras model writes itself."""
+TEXT_LIMIT = 1000
+"""Arrays of more numbers are shortened in text; files and JSON have all."""
+FINDINGS = {
     "zero": "the gradient is zero everywhere; `elementgrad explain` says why",
     "nonfinite": "the gradient is not finite; `elementgrad explain` says why",
 }
+FILE_ARGUMENTS = ("model", "inputs", "out", "plot", "patch", "target")
+"""Arguments for which a shell completes file names."""
+
+
+def tour(*, framework: str, out: str, no_report: bool) -> None:
+    """Show the tour in the terminal, and write its page unless `no_report`."""
+    require("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
+    require("safetensors", "the tour", "train")
+    from elementgrad._tour.render import show_tour
+
+    if not no_report:
+        writable(out)
+    show_tour(framework, None if no_report else out)
 
 
 def grad(
@@ -106,165 +76,93 @@ def grad(
     out: str | None,
     plot: str | None,
     json: bool,
-    **given: Any,
+    **target_options: Any,
 ) -> int:
-    """Print, write and draw the derivatives."""
+    """Print, write and draw derivatives."""
     require_places(of, *(wrt or []))
     parse(budget)
-    require_writable(out, ARRAYS)
-    require_writable(plot, PICTURES)
+    _require_writable(out, ARRAY_FILES)
+    _require_writable(plot, PICTURE_FILES)
     if len(wrt or []) > 1 and ((out or "").endswith(".npy") or plot is not None):
         raise InputError("a .npy file and a picture hold one gradient; give --wrt once, or an .npz file")
     if plot is not None:
         require("matplotlib", "--plot", "show")
-    with workplace():
-        subject = CommandTarget(**given)
-        call = BoundCall(subject.function, subject.args, subject.kwargs)
+    with user_code():
+        target = CommandTarget(**target_options)
+        call = BoundCall(target.function, target.args, target.kwargs)
         names = wrt or [call.find_source(eg.Place()).name]
         gradients: list[GradientResult] = []
         try:
-            with subject.precision():
-                found = eg.grad(
-                    subject.function,
-                    *subject.args,
-                    kwargs=subject.kwargs,
-                    of=of,
-                    wrt=names,
-                    unconnected=unconnected,
-                    budget=budget,
-                )
-                gradients = [GradientResult.of(*one, subject.backend) for one in zip(names, found, strict=True)]
-            finding, message = _judged(gradients, unconnected)
+            tensors = target.call(eg.grad, of=of, wrt=names, unconnected=unconnected, budget=budget)
+            gradients = [GradientResult.of(*pair, target.backend) for pair in zip(names, tensors, strict=True)]
+            finding = _find_problem(gradients, unconnected)
+            message = FINDINGS.get(finding or "")
         except eg.UnconnectedError as error:
-            if their_traceback(error) is not None:
+            if user_traceback(error) is not None:
                 raise
-            finding, message = "unconnected", typed(str(error))
-        told = {
+            finding, message = "unconnected", to_cli_words(str(error))
+        result = {
             "command": "grad",
-            "framework": subject.backend.name,
+            "framework": target.backend.name,
             "of": of or call.output_name,
-            "gradients": [one.described() for one in gradients],
+            "gradients": [gradient.to_dict() for gradient in gradients],
             "finding": finding,
             "message": message,
         }
         if plot is not None and gradients:
-            title = f"{told['of']} by {names[0]}"
-            drawn = io.BytesIO()
-            eg.plot(found[0], title=title).savefig(drawn, format=plot.rpartition(".")[2])
-            replace_file(plot, drawn.getvalue())
+            file = io.BytesIO()
+            picture = eg.plot(tensors[0], title=f"{result['of']} by {names[0]}")
+            picture.savefig(file, format=plot.rpartition(".")[2])
+            replace_file(plot, file.getvalue())
     if out is not None and gradients:
-        write(out, gradients, told)
+        _write_gradients(out, gradients, result)
     if json or gradients:
-        show(_written(gradients), told, json)
+        _print_result(_format_gradients(gradients), result, json)
     if message is not None:
         say(message)
-    return FINDING if finding is not None else 0
+    return 0 if finding is None else FINDING
 
 
-def _judged(gradients: list[GradientResult], unconnected: str) -> tuple[str | None, str | None]:
-    """What is wrong with gradients, and in words. Zeros that were asked for are not."""
-    every = np.concatenate([one.values.reshape(-1) for one in gradients])
-    finding = "nonfinite" if not np.isfinite(every).all() else None
-    if finding is None and every.size and unconnected == "error":
-        finding = None if all(one.values.any() for one in gradients) else "zero"
-    return finding, SAYS.get(finding or "")
+def explain(
+    *, of: str | None, wrt: str | None, no_probe: bool, step: bool, json: bool, model: str, **target_options: Any
+) -> int:
+    """Print a diagnosis."""
+    require_places(of, wrt)
+    with user_code():
+        if not step:
+            target = CommandTarget(model=model, **target_options)
+            diagnosis = target.call(eg.explain, of=of, wrt=wrt, probe=not no_probe)
+        elif of is None and wrt is None and not any(target_options.values()):
+            diagnosis = eg.explain(load_step(model))
+        else:
+            raise InputError("--step runs a function as it is; leave inputs, --of, --wrt, --framework and --dtype out")
+        result = {"command": "explain", **_diagnosis_to_dict(diagnosis)}
+    _print_result(str(diagnosis), result, json)
+    return 0 if diagnosis else FINDING
 
 
-def _written(gradients: list[GradientResult]) -> str:
-    """The numbers, each gradient below its name where there are several."""
-    heads = [f"{one.wrt}:\n" if len(gradients) > 1 else "" for one in gradients]
-    return "\n".join(head + text_of(one.values) for head, one in zip(heads, gradients, strict=True))
+def check(*, of: str | None, wrt: str | None, json: bool, **target_options: Any) -> int:
+    """Print how derivatives compare with differences."""
+    require_places(of, wrt)
+    with user_code():
+        report = CommandTarget(**target_options).call(eg.check, of=of, wrt=wrt)
+    result = {
+        "command": "check",
+        "verdict": report.verdict,
+        "dtype": report.dtype,
+        "entries": [asdict(entry) for entry in report.entries],
+        "diagnosis": None if report.diagnosis is None else _diagnosis_to_dict(report.diagnosis),
+    }
+    _print_result(str(report), result, json)
+    return 0 if report else FINDING
 
 
-def names(*, kind: str | None, json: bool, **given: Any) -> None:
+def names(*, kind: str | None, json: bool, **target_options: Any) -> None:
     """Print the table of names."""
-    with workplace():
-        subject = CommandTarget(**given)
-        with subject.precision():
-            found = eg.names(subject.function, *subject.args, kwargs=subject.kwargs)
-    chosen = type(found)([name for name in found if kind in (None, name.kind)])
-    show(repr(chosen), {"command": "names", "names": [asdict(name) for name in chosen]}, json)
-
-
-OF_KERAS = (".weights.h5", ".keras")
-"""What a Keras model writes itself."""
-
-
-def look(*, patch: str, json: bool) -> None:
-    """Print what a patch changes."""
-    found = eg.inspect(patch)
-    names = ("place", "name", "shape", "dtype", "largest_change", "fingerprint")
-    entries = [
-        {name: getattr(entry, name) for name in names} | {"elements": len(entry.indices)} for entry in found.entries
-    ]
-    show(repr(found), {"command": "patch inspect", "elements": found.size, "entries": entries}, json)
-
-
-def put(*, target: str, patch: list[str], out: str, json: bool) -> None:
-    """Write weights with the values of patches in them."""
-    read = [eg.inspect(path) for path in patch]
-    _changed("apply", target, out, json, lambda model: _all_applied(model, read))
-
-
-def take_back(*, target: str, patch: list[str], out: str, json: bool) -> None:
-    """Write weights as they were before patches."""
-    read = [eg.inspect(path) for path in patch]
-    _changed("undo", target, out, json, lambda model: _all_applied(model, [reversal(model, read)]))
-
-
-def _changed(action: str, target: str, out: str, json: bool, change: Callable[[Any], tuple[Any, list[str]]]) -> None:
-    require_writable(out, (*ENDINGS, *OF_KERAS))
-    with workplace():
-        model = load(target)[0] if is_reference(target) else _weights(target)
-        model, places = change(model)
-        _save(model, out)
-    told = {"command": f"patch {action}", "places": places, "out": out}
-    show("\n".join(places), told, json)
-    say(f"{out} is written")
-
-
-def _weights(path: str) -> Weights:
-    if not path.endswith(ENDINGS):
-        raise InputError(f"{path} is no weights; give a .safetensors or .npz file, or file.py:name of a model")
-    return Weights.read(path)
-
-
-def _all_applied(model: Any, patches: Sequence[eg.Patch]) -> tuple[Any, list[str]]:
-    """A model with patches in it, and the places that they changed."""
-    places: list[str] = []
-    for patch in patches:
-        elements = eg.apply(model, patch)
-        if isinstance(trainer_of(model), FunctionalTrainer):  # whose parameters are never written to
-            model = elements.merge()
-        places += map(str, elements.places)
-    return model, places
-
-
-def _save(model: Any, out: str) -> None:
-    """Write all weights of a model, by the names that its framework loads them by."""
-    if out.endswith(OF_KERAS):
-        write = getattr(model, "save_weights" if out.endswith(".h5") else "save", None)
-        if write is None:
-            raise InputError(
-                f"{out} is written by Keras models, and this is {type(model).__name__}; write .safetensors"
-            )
-        with TemporaryDirectory() as folder:
-            beside = Path(folder, f"model{next(ending for ending in OF_KERAS if out.endswith(ending))}")
-            write(str(beside))
-            replace_file(out, beside.read_bytes())  # as a whole or not at all, like all other files
-        return
-    if isinstance(model, Weights):
-        model.write(out)
-        return
-    trainer = trainer_of(model)
-    state = getattr(model, "state_dict", None)
-    tensors = state() if state is not None else {name: trainer.parameter(name) for name in trainer.names()}
-    Weights({name: _held(trainer, tensor) for name, tensor in tensors.items()}).write(out)
-
-
-def _held(trainer: Trainer, tensor: Any) -> FileTensor:
-    dtype, bits = trainer.bits(tensor)
-    return FileTensor(dtype, tensor.shape, bits)
+    with user_code():
+        table = CommandTarget(**target_options).call(eg.names)
+    table = type(table)([name for name in table if kind in (None, name.kind)])
+    _print_result(repr(table), {"command": "names", "names": [asdict(name) for name in table]}, json)
 
 
 def report(
@@ -276,86 +174,201 @@ def report(
     title: str | None,
     budget: str | None,
     json: bool,
-    **given: Any,
+    **target_options: Any,
 ) -> None:
-    """Write the page, about a derivative or about a patch."""
+    """Write a page about a derivative or about a patch."""
     require_places(of, *(wrt or []))
     parse(budget)
-    require_writable(out, (".html", ".htm"))
+    _require_writable(out, (".html", ".htm"))
     if model.endswith(".safetensors"):
-        if of is not None or wrt is not None or any(given.values()):
+        if of is not None or wrt is not None or any(target_options.values()):
             raise InputError(f"{model} is a patch, and a page about one needs nothing else; leave the rest out")
         path = eg.report(out, eg.inspect(model), title=title)
     else:
-        with workplace():
-            subject = CommandTarget(model=model, **given)
-            with subject.precision():
-                path = eg.report(
-                    out,
-                    subject.function,
-                    *subject.args,
-                    kwargs=subject.kwargs,
-                    of=of,
-                    wrt=wrt,
-                    title=title,
-                    budget=budget,
-                )
-    show(str(path), {"command": "report", "out": str(path)}, json)
+        with user_code():
+            target = CommandTarget(model=model, **target_options)
+            path = target.call(partial(eg.report, out), of=of, wrt=wrt, title=title, budget=budget)
+    _print_result(str(path), {"command": "report", "out": str(path)}, json)
 
 
-INTRODUCTION = (
-    "What people ask about single elements of tensors, what they are usually told, and what this library does. All "
-    "code runs as it is shown, and the numbers and errors are what just came out."
-)
+def inspect_patch(*, patch: str, json: bool) -> None:
+    """Print the changes that a patch holds."""
+    contents = eg.inspect(patch)
+    fields = ("place", "name", "shape", "dtype", "largest_change", "fingerprint")
+    entries = [
+        {field: getattr(entry, field) for field in fields} | {"elements": len(entry.indices)}
+        for entry in contents.entries
+    ]
+    _print_result(repr(contents), {"command": "patch inspect", "elements": contents.size, "entries": entries}, json)
 
 
-def run_tour(framework: str = "torch", out: str = "tour.html", no_report: bool = False) -> None:
-    """Answer every question, print the answers, and write them with their pictures to a page."""
-    require("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
-    require("safetensors", "the tour", "train")
-    from elementgrad._tour.render import Terminal
-
-    if not no_report:
-        writable(out)
-    terminal, visit = Terminal(), Tour(framework)
-    terminal.head("elementgrad: gradients, one element at a time", INTRODUCTION)
-    terminal.chapter("The two models")
-    models = []
-    for answer in visit.models():
-        terminal.answer("trained", answer, "cyan")
-        models.append(answer)
-    chapters = []
-    for title, stops in visit.chapters():
-        terminal.chapter(title)
-        answered = []
-        for stop in stops:
-            terminal.stop(stop)
-            answered.append(stop)
-        chapters.append((title, answered))
-    terminal.chapter("At a glance")
-    terminal.glance([stop for _, stops in chapters for stop in stops])
-    if not no_report:
-        from elementgrad._tour.render import page
-
-        written = page(framework, models, chapters).write(out)
-        terminal.foot(f"The same with pictures: {written}")
+def apply_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
+    """Write weights with the values of patches in them."""
+    patches = [eg.inspect(path) for path in patch]
+    _patch_weights("apply", target, out, json, lambda model: patches)
 
 
-FILES = ("model", "inputs", "out", "plot", "patch", "target")
-"""Arguments for which files are offered."""
+def undo_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
+    """Write weights as they were before patches."""
+    patches = [eg.inspect(path) for path in patch]
+    _patch_weights("undo", target, out, json, lambda model: [reversal(model, patches)])
 
 
 def completion(*, shell: str) -> None:
-    """Print the script that a shell completes by."""
+    """Print the script by which a shell completes commands."""
     require("shtab", "completion", "completion")
     import shtab
 
-    made = parser()
-    waiting = [made]
-    while waiting:
-        for action in waiting.pop()._actions:
+    parser = make_parser()
+    remaining = [parser]
+    while remaining:
+        for action in remaining.pop()._actions:
             if isinstance(action.choices, dict):
-                waiting += action.choices.values()
-            elif action.dest in FILES:
+                remaining += action.choices.values()
+            elif action.dest in FILE_ARGUMENTS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(made, shell))
+    print(shtab.complete(parser, shell))
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    """The derivative by one place, as a NumPy array."""
+
+    wrt: str
+    values: np.ndarray
+    """In float32 where NumPy does not know the dtype."""
+    dtype: str
+
+    @classmethod
+    def of(cls, wrt: str, tensor: Any, backend: Backend) -> "GradientResult":
+        values = backend.to_numpy(tensor)
+        assert values is not None
+        return cls(wrt, values, backend.dtype(tensor))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"wrt": self.wrt, "shape": self.values.shape, "dtype": self.dtype, "values": self.values}
+
+
+def _find_problem(gradients: list[GradientResult], unconnected: str) -> str | None:
+    """Return the key of `FINDINGS` that fits gradients. Zeros are none with `--unconnected zero`."""
+    values = np.concatenate([gradient.values.reshape(-1) for gradient in gradients])
+    if not np.isfinite(values).all():
+        return "nonfinite"
+    zero = values.size and not all(gradient.values.any() for gradient in gradients)
+    return "zero" if zero and unconnected == "error" else None
+
+
+def _format_gradients(gradients: list[GradientResult]) -> str:
+    """Return the numbers as text, each gradient below its name where there are several."""
+    heads = [f"{gradient.wrt}:\n" if len(gradients) > 1 else "" for gradient in gradients]
+    texts = [_format_array(gradient.values) for gradient in gradients]
+    return "\n".join(head + text for head, text in zip(heads, texts, strict=True))
+
+
+def _format_array(values: np.ndarray) -> str:
+    if not values.ndim:
+        return str(values[()])
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    return np.array2string(values, threshold=TEXT_LIMIT, max_line_width=width, separator=", ")
+
+
+def _write_gradients(path: str, gradients: list[GradientResult], result: Mapping[str, Any]) -> None:
+    """Write gradients to a file, as a whole or not at all; by their places where the format holds several."""
+    if path.endswith(ENDINGS):
+        Weights({gradient.wrt: FileTensor.of(gradient.values) for gradient in gradients}).write(path)
+    elif path.endswith(".json"):
+        replace_file(path, (_to_json(result) + "\n").encode("utf-8", "backslashreplace"))
+    else:
+        file = io.BytesIO()
+        np.save(file, gradients[0].values)
+        replace_file(path, file.getvalue())
+
+
+def _require_writable(path: str | None, endings: tuple[str, ...]) -> None:
+    if path is None:
+        return
+    if not path.endswith(endings):
+        raise InputError(f"{path} has no ending that tells its format; give one of {', '.join(endings)}")
+    writable(path, f"result{endings[0]}")
+
+
+def _diagnosis_to_dict(diagnosis: eg.Diagnosis) -> dict[str, Any]:
+    fields = ("verdict", "cause", "sentence", "where", "operation", "module", "path", "evidence", "fix", "of", "wrt")
+    backend = None if diagnosis.value is None else registry.backend_of(diagnosis.value)
+    value = None if backend is None else GradientResult.of("", diagnosis.value, backend).values
+    return {field: getattr(diagnosis, field) for field in fields} | {"value": value}
+
+
+def _patch_weights(
+    action: str, target: str, out: str, json: bool, choose_patches: Callable[[Any], Sequence[eg.Patch]]
+) -> None:
+    """Apply the patches that are chosen for a model, write its weights to `out`, and print the changed places."""
+    _require_writable(out, (*ENDINGS, *KERAS_FILES))
+    with user_code():
+        model = load_object(target)[0] if is_reference(target) else _read_weights(target)
+        places: list[str] = []
+        for patch in choose_patches(model):
+            elements = eg.apply(model, patch)
+            if isinstance(trainer_of(model), FunctionalTrainer):  # whose parameters are never written to
+                model = elements.merge()
+            places += map(str, elements.places)
+        _save_model(model, out)
+    _print_result("\n".join(places), {"command": f"patch {action}", "places": places, "out": out}, json)
+    say(f"{out} is written")
+
+
+def _read_weights(path: str) -> Weights:
+    if not path.endswith(ENDINGS):
+        raise InputError(f"{path} is no weights; give a .safetensors or .npz file, or file.py:name of a model")
+    return Weights.read(path)
+
+
+def _save_model(model: Any, out: str) -> None:
+    """Write all weights of a model, by the names under which its framework loads them."""
+    if out.endswith(KERAS_FILES):
+        _save_keras(model, out)
+    elif isinstance(model, Weights):
+        model.write(out)
+    else:
+        trainer = trainer_of(model)
+        state_dict = getattr(model, "state_dict", None)
+        tensors = state_dict() if state_dict else {name: trainer.parameter(name) for name in trainer.names()}
+        file_tensors = {}
+        for name, tensor in tensors.items():
+            dtype, bits = trainer.bits(tensor)
+            file_tensors[name] = FileTensor(dtype, tensor.shape, bits)
+        Weights(file_tensors).write(out)
+
+
+def _save_keras(model: Any, out: str) -> None:
+    save = getattr(model, "save_weights" if out.endswith(".h5") else "save", None)
+    if save is None:
+        raise InputError(f"{out} is written by Keras models, and this is {type(model).__name__}; write .safetensors")
+    with TemporaryDirectory() as folder:
+        ending = next(ending for ending in KERAS_FILES if out.endswith(ending))
+        copy = Path(folder, f"model{ending}")
+        save(str(copy))
+        replace_file(out, copy.read_bytes())  # as a whole or not at all, like all other files
+
+
+def _print_result(text: str, result: Mapping[str, Any], as_json: bool) -> None:
+    print(_to_json(result, ascii=not is_stdout_unicode()) if as_json else text)
+
+
+def _to_json(result: Mapping[str, Any], ascii: bool = False) -> str:
+    return json.dumps(_to_plain({"format": JSON_FORMAT, **result}), allow_nan=False, ensure_ascii=ascii)
+
+
+def _to_plain(value: Any) -> Any:
+    """Return what JSON has: arrays as lists, complex numbers in two parts, numbers that are not finite as texts."""
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind == "c":
+            return {"real": _to_plain(value.real), "imag": _to_plain(value.imag)}
+        return _to_plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {name: _to_plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,8 +1,7 @@
-"""What the user calls by `file.py:name` or `package.module:name`.
+"""What a command is about: a function or model of the user's, its inputs as tensors, and the framework they belong to.
 
-Inputs as they are given on the command line: arrays from files, JSON, or objects of the user's own files.
-
-What a command is about: a function or model, its arguments as tensors, and whose tensors they are.
+Objects are named `file.py:name` or `package.module:name`. Inputs are arrays from files, JSON, or such objects; arrays
+become tensors once the framework is known.
 """
 
 import importlib.util
@@ -11,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from types import FunctionType, ModuleType
@@ -24,7 +23,6 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
-from elementgrad._cli.results import ARRAYS
 from elementgrad._names import pytree
 from elementgrad._names.call import BoundArguments
 from elementgrad._optional import require
@@ -33,13 +31,22 @@ from elementgrad._place.place import Place
 from elementgrad._train.numbers import VIEWS
 from elementgrad._train.weights import DTYPES
 
+ARRAY_FILES = (".npy", ".npz", ".safetensors", ".json")
+"""The files of arrays that are read and written."""
 OBJECT_FITS = "give file.py:name or package.module:name"
+INPUT_FITS = "give a .npy, .npz, .safetensors or .json file, JSON such as '[1.0, 2.0]', or file.py:name"
+NAMED_INPUT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+UNNAMED_ARRAY = re.compile(r"arr_\d+")
+"""The names that `numpy.savez` gives to arrays without one."""
+_loaded: dict[str, str] = {}
+"""Files that are loaded, and the names of their modules."""
 
 
 @contextmanager
-def workplace() -> Iterator[None]:
-    """Where the user's files can be loaded: what they print is no result, and afterwards `sys` is as it was."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what TensorFlow tells of the machine when it is imported
+def user_code() -> Iterator[None]:
+    """Run code of the user's: what it prints goes to stderr, and `sys` is restored afterwards."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no messages about the machine when TensorFlow is imported
     path, modules, stdout = sys.path.copy(), set(_loaded), sys.stdout
     sys.stdout = sys.stderr
     try:
@@ -51,80 +58,198 @@ def workplace() -> Iterator[None]:
             sys.modules.pop(_loaded.pop(name), None)
 
 
+def require_places(*texts: str | None) -> None:
+    """Raise an error for a text that is not a place, before anything is loaded."""
+    for text in texts:
+        if text is not None:
+            Place.parse(text)
+
+
+class CommandTarget:
+    """A function or model of the user's with its arguments, to be made and called in `user_code`."""
+
+    def __init__(
+        self, model: str, inputs: Sequence[str], named: Sequence[str], framework: str | None, dtype: str | None
+    ):
+        with _show_progress(f"loading {model}"):
+            self.function, module = load_object(model)
+        if not callable(self.function):
+            kind = type(self.function).__name__
+            raise InputError(
+                f"{model} gives {kind}, which cannot be called; name a model, a function, or a factory of one"
+            )
+        arguments = read_inputs(inputs, named)
+        self.backend = _choose_backend(model, self.function, module, arguments, framework)
+        self._dtype = dtype
+        target_dtype = dtype or _model_dtype(self.backend, self.function)
+        with self._precision():
+            self.args, self.kwargs = pytree.map_tree(arguments, lambda leaf: self._to_tensor(leaf, target_dtype))
+        try:
+            BoundArguments.of(self.function, self.args, self.kwargs)
+        except TypeError as error:
+            raise InputError(f"the inputs do not fit {model}{_signature(self.function)}: {error}") from None
+
+    def call(self, verb: Callable[..., Any], **options: Any) -> Any:
+        """Call a function of the library with the user's function and its arguments."""
+        with self._precision():
+            return verb(self.function, *self.args, kwargs=self.kwargs, **options)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return self.backend.precision(self._dtype)
+
+    def _to_tensor(self, leaf: Any, dtype: str | None) -> Any:
+        """Return an array as a tensor: floating ones in `dtype`, all others in their own."""
+        if not isinstance(leaf, InputArray):
+            return leaf
+        tensor = self.backend.tensor(leaf.values)
+        if leaf.values.dtype.kind != "f":
+            return tensor
+        target = dtype or leaf.dtype or "float32"
+        if target != leaf.values.dtype.name:  # else it is made already, as far as the framework is set to have it
+            tensor = self.backend.convert(tensor, target)
+        new_dtype = self.backend.dtype(tensor)
+        if leaf.dtype not in (None, new_dtype) and self._dtype is None:
+            why = "as the model is" if dtype is not None else f"as {self.backend.name} is set to"
+            say(f"{leaf.source} is {leaf.dtype} and used as {new_dtype}, {why}; --dtype decides otherwise")
+        return tensor
+
+
 @contextmanager
-def notice(text: str) -> Iterator[None]:
-    """Say on a terminal what takes its time, for as long as it does."""
-    shown = sys.stderr.isatty()
-    if shown:
+def _show_progress(text: str) -> Iterator[None]:
+    """Show a text on a terminal while something runs."""
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
         print(f"{text} ...", end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        if shown:
+        if is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _choose_backend(model: str, function: Any, module: ModuleType, arguments: Any, framework: str | None) -> Backend:
+    """Return the framework: as given, or the model's, or the inputs', or the one that the user's file uses."""
+    if framework is not None:
+        return _load_backend(framework)
+    backend = registry.backend_of_model(function)
+    if backend is not None:
+        return backend
+    backends = {backend.name: backend for backend in map(registry.backend_of, pytree.leaves_of(arguments)) if backend}
+    if len(backends) == 1:
+        return next(iter(backends.values()))
+    imported = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
+    used = _frameworks_in_function(function) or _frameworks_of(vars(module).values()) or imported
+    if len(used) == 1:
+        return _load_backend(used[0])
+    uses = f"uses {' and '.join(used)}" if used else "imports none of torch, tensorflow and jax"
+    raise InputError(f"{model} {uses}, so nothing tells whose tensors its inputs are; give --framework")
+
+
+def _load_backend(framework: str) -> Backend:
+    try:
+        import_module(framework)
+        return import_module(f"elementgrad._backends.{framework}.tensor").backend  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        if error.name != framework:
+            raise
+        raise InputError(f"{framework} is not installed; pip install 'elementgrad[{framework}]'") from None
+
+
+def _frameworks_in_function(function: Any) -> list[str]:
+    """Return the frameworks that the names in the code of a function come from."""
+    try:
+        variables = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):
+        return []
+    return _frameworks_of([*variables.nonlocals.values(), *variables.globals.values()])
+
+
+def _frameworks_of(values: Iterable[Any]) -> list[str]:
+    """Return the frameworks that modules, functions and other objects come from."""
+    packages = set()
+    for value in values:
+        packages.add(value.__name__ if isinstance(value, ModuleType) else type(value).__module__)
+        if callable(value):
+            packages.add(str(getattr(value, "__module__", "")))
+    packages = {name.partition(".")[0] for name in packages}
+    if "keras" in packages and "keras" in sys.modules:
+        packages.add(sys.modules["keras"].config.backend())
+    return [name for name in FRAMEWORKS if name in packages]
+
+
+def _model_dtype(backend: Backend, function: Any) -> str | None:
+    """Return the floating dtype of a model's parameters if they all have the same."""
+    tensors = [tensor for _, kind, tensor in backend.names.model(function).named_tensors() if kind == "parameter"]
+    dtypes = {backend.dtype(tensor) for tensor in tensors if backend.kind(tensor) == "f"}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _signature(function: Any) -> str:
+    backend = registry.backend_of_model(function)
+    try:
+        return str(inspect.signature(function if backend is None else backend.names.forward_of(function)))
+    except (TypeError, ValueError):
+        return ""
+
+
 def is_reference(text: str) -> bool:
-    """Whether a text looks like `file.py:name` or `package.module:name`."""
+    """Return True for a text that looks like `file.py:name` or `package.module:name`."""
     home, colon, name = text.rpartition(":")
     dotted = all(part.isidentifier() for part in home.split("."))
     return bool(colon) and (home.endswith(".py") or dotted) and name.removesuffix("()").replace(".", "_").isidentifier()
 
 
-def load(text: str) -> tuple[Any, ModuleType]:
-    """The object that a text names, and the module it stands in; it is called first if it is a factory.
+def load_object(text: str) -> tuple[Any, ModuleType]:
+    """Return the object that a text names and the module it is in; a factory is called first.
 
-    A class is one, and a function that takes no arguments, and whatever has `()` behind its name.
+    A factory is a class, a function that takes no arguments, or anything with `()` behind its name.
     """
-    found, module = find(text)
-    if not text.endswith("()") and not is_factory(found):
-        return found, module
-    needed = _needed(found)
-    if needed:
-        raise InputError(f"{text} takes {', '.join(needed)} and cannot be called without; name a factory that can")
-    return found(), module
+    value, module = _find_object(text)
+    takes_nothing = isinstance(value, FunctionType) and not inspect.signature(value).parameters
+    if not text.endswith("()") and not inspect.isclass(value) and not takes_nothing:
+        return value, module
+    arguments = _required_arguments(value)
+    if arguments:
+        raise InputError(f"{text} takes {', '.join(arguments)} and cannot be called without; name a factory that can")
+    return value(), module
 
 
-def find(text: str) -> tuple[Any, ModuleType]:
-    """The object that a text names, as it is, and the module it stands in."""
+def load_step(text: str) -> Callable[[], Any]:
+    """Return a training step of the user's, which takes no arguments, without calling it."""
+    function, _ = _find_object(text)
+    if not callable(function):
+        raise InputError(f"{text} is {type(function).__name__}, which cannot be called; name a step")
+    return function  # type: ignore[no-any-return]
+
+
+def _find_object(text: str) -> tuple[Any, ModuleType]:
     home, colon, name = text.rpartition(":")
     if not colon or not home or not name:
         raise InputError(f"{text!r} names no object; {OBJECT_FITS}")
-    module = _object_from_file(home) if home.endswith(".py") else _imported(home, text)
-    found: Any = module
+    module = _load_file(home) if home.endswith(".py") else _import_module(home, text)
+    value: Any = module
     for part in name.removesuffix("()").split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             known = [other for other in vars(module) if not other.startswith("_")]
             raise InputError(f"{home} has no {name.removesuffix('()')!r}; {nearest(part, known)}")
-        found = getattr(found, part)
-    return found, module
+        value = getattr(value, part)
+    return value, module
 
 
-def is_factory(found: Any) -> bool:
-    """Whether an object is there to be called without arguments: a class, or a function that can take none."""
-    if inspect.isclass(found):
-        return True
-    return isinstance(found, FunctionType) and not inspect.signature(found).parameters
-
-
-def _needed(found: Any) -> list[str]:
-    """The arguments that a call cannot do without, as far as can be told."""
-    if not callable(found):
-        raise InputError(f"{type(found).__name__} cannot be called; leave () out")
+def _required_arguments(value: Any) -> list[str]:
+    """Return the names of the arguments that a call needs, as far as they are known."""
+    if not callable(value):
+        raise InputError(f"{type(value).__name__} cannot be called; leave () out")
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
         return []
-    fixed = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return [one.name for one in fixed if one.default is one.empty]
+    fixed = [parameter for parameter in parameters if parameter.kind not in VARIADIC]
+    return [parameter.name for parameter in fixed if parameter.default is parameter.empty]
 
 
-_loaded: dict[str, str] = {}
-"""Files that are loaded, and the names of their modules."""
-
-
-def _object_from_file(path: str) -> ModuleType:
-    """A file as a module of its own name, loaded once, with its folder in `sys.path` as for `python file.py`."""
+def _load_file(path: str) -> ModuleType:
+    """Load a file as a module of its name, once, with its folder in `sys.path` as for `python file.py`."""
     file = os.path.realpath(path)
     key = os.path.normcase(file)
     if not os.path.isfile(file):
@@ -133,11 +258,12 @@ def _object_from_file(path: str) -> ModuleType:
         return sys.modules[_loaded[key]]
     sys.path.insert(0, os.path.dirname(file))
     name = os.path.basename(file).removesuffix(".py")
-    there = sys.modules.get(name)
-    if there is not None and _same(getattr(there, "__file__", None), key):
-        return there
-    if there is not None:
-        name = f"{name}_{len(_loaded)}"  # a module of that name is imported already, from elsewhere
+    namesake = sys.modules.get(name)
+    if namesake is not None:
+        imported_from = getattr(namesake, "__file__", None)
+        if imported_from is not None and os.path.normcase(os.path.realpath(imported_from)) == key:
+            return namesake
+        name = f"{name}_{len(_loaded)}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise InputError(f"{path} cannot be loaded as Python; {OBJECT_FITS}")
@@ -152,11 +278,7 @@ def _object_from_file(path: str) -> ModuleType:
     return module
 
 
-def _same(one: str | None, other: str) -> bool:
-    return one is not None and os.path.normcase(os.path.realpath(one)) == other
-
-
-def _imported(home: str, text: str) -> ModuleType:
+def _import_module(home: str, text: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for `python -m`
     try:
@@ -164,54 +286,47 @@ def _imported(home: str, text: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{home}.".startswith(f"{error.name}."):
             raise
-        file = f"; is {home}.py meant?" if os.path.isfile(f"{home}.py") else ""
-        raise InputError(f"{text!r}: there is no module {error.name!r}{file or f'; {OBJECT_FITS}'}") from None
+        hint = f"is {home}.py meant?" if os.path.isfile(f"{home}.py") else OBJECT_FITS
+        raise InputError(f"{text!r}: there is no module {error.name!r}; {hint}") from None
     except (TypeError, ValueError):  # a name that no module can have
         raise InputError(f"{text!r} names no module; {OBJECT_FITS}") from None
 
 
-INPUT_FITS = "give a .npy, .npz, .safetensors or .json file, JSON such as '[1.0, 2.0]', or file.py:name"
-NAMED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-IN_ORDER = re.compile(r"arr_\d+")
-"""How `numpy.savez` calls arrays that nobody named."""
-
-
 class InputArray(pytree.Leaf):
-    """An array that becomes a tensor, and its dtype where it has one: the numbers of JSON have none."""
+    """An array that becomes a tensor. `dtype` is None for the numbers of JSON."""
 
     def __init__(self, values: np.ndarray, dtype: str | None, source: str):
         self.values = values
         self.dtype = dtype
         self.source = source
 
-    @property
-    def floating(self) -> bool:
-        """Whether it has a gradient."""
-        return self.values.dtype.kind == "f"
+
+class NamedInputs(dict[str, Any]):
+    """What a file holds by name."""
 
 
-def read(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments by position and by name, with an `Array` for each array.
+def read_inputs(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments by position and by name, with an `InputArray` for each array.
 
-    A file that holds several arrays by name gives several arguments; behind a name of its own it is one, a dict.
+    A file that holds several arrays by name gives several arguments; as `--input NAME=FILE` it is one, a dict.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for text, match in [*[(text, None) for text in inputs], *[(text, NAMED.fullmatch(text)) for text in named]]:
+    for text, match in [*[(text, None) for text in inputs], *[(text, NAMED_INPUT.fullmatch(text)) for text in named]]:
         if match is not None:
-            _add(kwargs, match[1], _value(match[2]))
+            _add_keyword(kwargs, match[1], _read_input(match[2]))
             continue
-        if NAMED.fullmatch(text) and not os.path.exists(text):
+        if NAMED_INPUT.fullmatch(text) and not os.path.exists(text):
             raise InputError(f"{text!r} stands among the inputs in order; give it by its name, as in --input {text}")
-        value = _value(text)
-        if not isinstance(value, _Several):
+        value = _read_input(text)
+        if not isinstance(value, NamedInputs):
             args.append(value)
             continue
         for name, part in value.items():
-            if IN_ORDER.fullmatch(name):
+            if UNNAMED_ARRAY.fullmatch(name):
                 args.append(part)
             elif name.isidentifier():
-                _add(kwargs, name, part)
+                _add_keyword(kwargs, name, part)
             else:
                 raise InputError(
                     f"{text} holds {name!r}, which is no name of an argument; give all of it as one, as in "
@@ -220,102 +335,100 @@ def read(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any], dict[s
     return args, kwargs
 
 
-class _Several(dict[str, Any]):
-    """What a file holds by name."""
-
-
-def _add(kwargs: dict[str, Any], name: str, value: Any) -> None:
+def _add_keyword(kwargs: dict[str, Any], name: str, value: Any) -> None:
     if name in kwargs:
         raise InputError(f"{name} is given twice; give each argument once")
-    kwargs[name] = dict(value) if isinstance(value, _Several) else value
+    kwargs[name] = dict(value) if isinstance(value, NamedInputs) else value
 
 
-def _value(text: str) -> Any:
-    path, key = _split(text)
-    if path.endswith(ARRAYS):
-        return _keyed(_input_from_file(path), path, key)
+def _read_input(text: str) -> Any:
+    path, key = _split_key(text)
+    if path.endswith(ARRAY_FILES):
+        value = _read_file(path)
+        if key is None:
+            return value
+        if not isinstance(value, Mapping) or key not in value:
+            holds = ", ".join(value) if isinstance(value, Mapping) else "one array"
+            raise InputError(f"{path} has no {key!r}; it holds {holds}")
+        return value[key]
     if is_reference(text):
-        return pytree.map_tree(load(text)[0], lambda leaf: _wrapped(leaf, text))
+        return pytree.map_tree(load_object(text)[0], lambda leaf: _wrap_array(leaf, text))
     try:
-        return _of_json(json.loads(text), text)
-    except RecursionError:
-        raise InputError(f"{text!r} has too many brackets inside one another; give a list of numbers") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-    exists = f"{text} is a file of another kind" if os.path.isfile(text) else f"{text!r} is no input"
-    raise InputError(f"{exists}; {INPUT_FITS}")
+        return _parse_json(text, text, repr(text))
+    except InputError:
+        raise
+    except ValueError:
+        subject = f"{text} is a file of another kind" if os.path.isfile(text) else f"{text!r} is no input"
+        raise InputError(f"{subject}; {INPUT_FITS}") from None
 
 
-def _split(text: str) -> tuple[str, str | None]:
-    """A file, and what is wanted of it: `data.npz:x`."""
-    for ending in ARRAYS:
-        path, found, key = text.partition(f"{ending}:")
-        if found and not text.endswith(ARRAYS):
+def _split_key(text: str) -> tuple[str, str | None]:
+    """Split `data.npz:x` into the file and the name of an array in it."""
+    for ending in ARRAY_FILES:
+        path, separator, key = text.partition(f"{ending}:")
+        if separator and not text.endswith(ARRAY_FILES):
             return path + ending, key
     return text, None
 
 
-def _keyed(value: Any, path: str, key: str | None) -> Any:
-    if key is None:
-        return value
-    if not isinstance(value, Mapping) or key not in value:
-        holds = ", ".join(value) if isinstance(value, Mapping) else "one array"
-        raise InputError(f"{path} has no {key!r}; it holds {holds}")
-    return value[key]
-
-
-def _input_from_file(path: str) -> Any:
+def _read_file(path: str) -> Any:
     if path.endswith(".json"):
         with open(path, encoding="utf-8") as file:
             try:
-                return _of_json(json.load(file), path)
-            except RecursionError:
-                raise InputError(f"{path} has too many brackets inside one another; give a list of numbers") from None
+                return _parse_json(file.read(), path, path)
+            except InputError:
+                raise
             except ValueError as error:
-                raise error if isinstance(error, InputError) else InputError(f"{path} is no JSON: {error}") from None
+                raise InputError(f"{path} is no JSON: {error}") from None
     if path.endswith(".safetensors"):
-        return _of_safetensors(path)
+        return _read_safetensors(path)
     with open(path, "rb") as file:
         zipped = file.read(2) == b"PK"
     try:
         if not zipped:
-            return _wrapped(np.load(path, allow_pickle=False), path)
+            return _wrap_array(np.load(path, allow_pickle=False), path)
         arrays = _npz.read(path)
     except (ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-    return _Several({name: _wrapped(array, f"{path}:{name}") for name, array in arrays.items()})
+    return NamedInputs({name: _wrap_array(array, f"{path}:{name}") for name, array in arrays.items()})
 
 
-def _of_safetensors(path: str) -> "_Several":
+def _read_safetensors(path: str) -> NamedInputs:
     require("safetensors", f"reading {path}", "train")
     from safetensors import SafetensorError, deserialize
 
     with open(path, "rb") as file:
         content = file.read()
     try:
-        held = deserialize(content)
+        tensors = deserialize(content)
     except SafetensorError as error:
         raise InputError(f"{path} is no safetensors file: {error}") from None
-    found = _Several()
-    for name, one in held:
-        dtype = DTYPES.get(one["dtype"])
+    inputs = NamedInputs()
+    for name, tensor in tensors:
+        dtype = DTYPES.get(tensor["dtype"])
         if dtype is None:
-            raise InputError(f"{path}: {name} is {one['dtype']}, which is not read here; store it as F32")
-        values = np.frombuffer(bytes(one["data"]), VIEWS[dtype]).reshape(one["shape"])
+            raise InputError(f"{path}: {name} is {tensor['dtype']}, which is not read here; store it as F32")
+        values = np.frombuffer(bytes(tensor["data"]), VIEWS[dtype]).reshape(tensor["shape"])
         if dtype == "bfloat16":  # the upper half of a float32
-            found[name] = InputArray((values.astype("<u4") << 16).view("<f4"), dtype, f"{path}:{name}")
+            inputs[name] = InputArray((values.astype("<u4") << 16).view("<f4"), dtype, f"{path}:{name}")
         else:
-            found[name] = _wrapped(values, f"{path}:{name}")
-    return found
+            inputs[name] = _wrap_array(values, f"{path}:{name}")
+    return inputs
 
 
-def _of_json(value: Any, source: str) -> Any:
-    """Lists of numbers are arrays, and a number with a fraction is one of no axes; anything else stays what it is."""
+def _parse_json(text: str, source: str, subject: str) -> Any:
+    try:
+        return _wrap_json(json.loads(text), source)
+    except RecursionError:
+        raise InputError(f"{subject} has too many brackets inside one another; give a list of numbers") from None
+
+
+def _wrap_json(value: Any, source: str) -> Any:
+    """Wrap lists of numbers as arrays, and a number with a fraction as one of no axes; keep anything else."""
     if isinstance(value, dict):
-        return _Several({name: _of_json(part, f"{source}:{name}") for name, part in value.items()})
-    if isinstance(value, list) and not _numbers(value):
-        return [_of_json(part, source) for part in value]
+        return NamedInputs({name: _wrap_json(part, f"{source}:{name}") for name, part in value.items()})
+    if isinstance(value, list) and not _is_numeric(value):
+        return [_wrap_json(part, source) for part in value]
     if isinstance(value, list | float):
         try:
             array = np.array(value)
@@ -325,12 +438,11 @@ def _of_json(value: Any, source: str) -> Any:
     return value
 
 
-def _numbers(value: Any) -> bool:
-    return all(map(_numbers, value)) if isinstance(value, list) else isinstance(value, int | float)
+def _is_numeric(value: Any) -> bool:
+    return all(map(_is_numeric, value)) if isinstance(value, list) else isinstance(value, int | float)
 
 
-def _wrapped(value: Any, source: str) -> Any:
-    """A NumPy array of numbers as an array to be made a tensor."""
+def _wrap_array(value: Any, source: str) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.name == "bfloat16":
@@ -338,127 +450,3 @@ def _wrapped(value: Any, source: str) -> Any:
     if value.dtype.kind not in "biufc":
         raise InputError(f"{source} is an array of {value.dtype}, and a tensor holds numbers")
     return InputArray(value, value.dtype.name, source)
-
-
-class CommandTarget:
-    """A function or model of the user's with its arguments. To be made and used in a `workplace`."""
-
-    def __init__(
-        self, model: str, inputs: Sequence[str], named: Sequence[str], framework: str | None, dtype: str | None
-    ):
-        with notice(f"loading {model}"):
-            self.function, module = load(model)
-        if not callable(self.function):
-            kind = type(self.function).__name__
-            raise InputError(
-                f"{model} gives {kind}, which cannot be called; name a model, a function, or a factory of one"
-            )
-        args, kwargs = read(inputs, named)
-        self.backend = _backend(model, self.function, module, (args, kwargs), framework)
-        self._dtype = dtype
-        own = None if dtype is not None else _own_dtype(self.backend, self.function)
-        with self.precision():
-            tensors = pytree.map_tree((args, kwargs), lambda leaf: self._tensor(leaf, dtype or own))
-        self.args, self.kwargs = tensors
-        try:
-            BoundArguments.of(self.function, self.args, self.kwargs)
-        except TypeError as error:
-            raise InputError(f"the inputs do not fit {model}{_signature(self.function)}: {error}") from None
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """Where numbers of the dtype that was asked for can be computed with."""
-        return self.backend.precision(self._dtype)
-
-    def _tensor(self, leaf: Any, wanted: str | None) -> Any:
-        """An array as a tensor: floating ones in the dtype wanted, all others in their own."""
-        if not isinstance(leaf, InputArray):
-            return leaf
-        tensor = self.backend.tensor(leaf.values)
-        if not leaf.floating:
-            return tensor
-        target = wanted or leaf.dtype or "float32"
-        if target != leaf.values.dtype.name:  # else it is made already, as far as the framework is set to have it
-            tensor = self.backend.convert(tensor, target)
-        given, made = leaf.dtype, self.backend.dtype(tensor)
-        if given not in (None, made) and self._dtype is None:
-            why = "as the model is" if wanted is not None else f"as {self.backend.name} is set to"
-            say(f"{leaf.source} is {given} and used as {made}, {why}; --dtype decides otherwise")
-        return tensor
-
-
-def require_places(*texts: str | None) -> None:
-    """Refuse what is no place before anything is loaded."""
-    for text in texts:
-        if text is not None:
-            Place.parse(text)
-
-
-def step(model: str) -> Callable[[], Any]:
-    """A training step of the user's, which takes nothing and is not called yet."""
-    function, _ = find(model)
-    if not callable(function):
-        raise InputError(f"{model} is {type(function).__name__}, which cannot be called; name a step")
-    return function  # type: ignore[no-any-return]
-
-
-def _backend(model: str, function: Any, module: ModuleType, given: Any, framework: str | None) -> Backend:
-    """The framework: as told, or the model's, or the inputs', or the one that the user's file uses."""
-    if framework is not None:
-        return _of_framework(framework)
-    held = registry.backend_of_model(function)
-    if held is not None:
-        return held
-    owners = {
-        backend.name: backend for backend in map(registry.backend_of, pytree.leaves_of(given)) if backend is not None
-    }
-    if len(owners) == 1:
-        return next(iter(owners.values()))
-    used = _used(function) or _used(module) or [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
-    if len(used) == 1:
-        return _of_framework(used[0])
-    uses = f"uses {' and '.join(used)}" if used else "imports none of torch, tensorflow and jax"
-    raise InputError(f"{model} {uses}, so nothing tells whose tensors its inputs are; give --framework")
-
-
-def _of_framework(name: str) -> Backend:
-    try:
-        import_module(name)
-        made = import_module(f"elementgrad._backends.{name}.tensor")
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise InputError(f"{name} is not installed; pip install 'elementgrad[{name}]'") from None
-    return made.backend  # type: ignore[no-any-return]
-
-
-def _used(home: Any) -> list[str]:
-    """The frameworks that the names used in a function, or defined in a module, come from."""
-    if isinstance(home, ModuleType):
-        values = list(vars(home).values())
-    else:
-        try:
-            told = inspect.getclosurevars(inspect.unwrap(home))
-        except (TypeError, ValueError):
-            return []
-        values = [*told.nonlocals.values(), *told.globals.values()]
-    names = [value.__name__ if isinstance(value, ModuleType) else type(value).__module__ for value in values]
-    names += [str(getattr(value, "__module__", "")) for value in values if callable(value)]
-    packages = {name.partition(".")[0] for name in names}
-    if "keras" in packages and "keras" in sys.modules:
-        packages.add(sys.modules["keras"].config.backend())
-    return [name for name in FRAMEWORKS if name in packages]
-
-
-def _own_dtype(backend: Backend, function: Any) -> str | None:
-    """The one floating dtype of all parameters of a model."""
-    tensors = [tensor for _, kind, tensor in backend.names.model(function).named_tensors() if kind == "parameter"]
-    dtypes = {backend.dtype(tensor) for tensor in tensors if backend.kind(tensor) == "f"}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _signature(function: Any) -> str:
-    holder = registry.backend_of_model(function)
-    try:
-        return str(inspect.signature(function if holder is None else holder.names.forward_of(function)))
-    except (TypeError, ValueError):
-        return ""

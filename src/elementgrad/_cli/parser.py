@@ -1,4 +1,7 @@
-"""What can be typed: the commands, their options and their help. Nothing is imported for it that takes time."""
+"""Commands, options and help. Nothing is imported here that takes time.
+
+The parsed options have `run`, the name of the command's function in `commands.py`.
+"""
 
 import argparse
 import sys
@@ -21,63 +24,60 @@ INPUTS = """arguments in order: a .npy, .npz, .safetensors or .json file, JSON s
 
 
 class SingleValue(argparse.Action):
-    """An option of one answer: a second one would replace the first unseen."""
+    """An option that may be given once; argparse would let a second value replace the first."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
-        """Keep the value, or refuse another."""
         if getattr(namespace, self.dest) is not None:
             parser.error(f"{self.option_strings[0]} is given twice; give it once")
         setattr(namespace, self.dest, values)
 
 
 class InterspersedParser(argparse.ArgumentParser):
-    """A parser of a command, which takes options between its arguments too."""
+    """A parser that takes options between arguments too, and says in one line what does not parse."""
 
-    _taken = False
+    _is_intermixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base does, after options and arguments were told apart."""
-        if self._taken or any(action.nargs == argparse.PARSER for action in self._actions):
+        # `parse_known_intermixed_args` calls this method for each of its two rounds, and knows no subcommands.
+        if self._is_intermixed or any(action.nargs == argparse.PARSER for action in self._actions):
             return super().parse_known_args(args, namespace)
-        self._taken = True  # the base comes back here for each of its two rounds
+        self._is_intermixed = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
-            self._taken = False
+            self._is_intermixed = False
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write the help. The base passes over an output that is closed or full, and ends as if all were well."""
+        # The base ignores an output that is closed or full, and the command would end with 0.
         if message:
             (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
-        """One line, without all that could have been typed."""
         self.exit(2, f"elementgrad: {shortened(message)}; '{self.prog} --help' has the options\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line. The command's function stands in `run`, as `module.function`."""
-    made = InterspersedParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = InterspersedParser(
         prog="elementgrad",
         description="Gradients, one element at a time: read, explain, edit and train single elements of any tensor.",
         epilog="'elementgrad COMMAND --help' has the options and examples of a command.\n\n" + CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action="version", version=f"elementgrad {__version__}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="command")
-    _tour(commands)
-    _grad(commands)
-    _explain(commands)
-    _check(commands)
-    _names(commands)
-    _report(commands)
-    _patch(commands)
-    _completion(commands)
-    return made
+    parser.add_argument("--version", action="version", version=f"elementgrad {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_tour(commands)
+    _add_grad(commands)
+    _add_explain(commands)
+    _add_check(commands)
+    _add_names(commands)
+    _add_report(commands)
+    _add_patch(commands)
+    _add_completion(commands)
+    return parser
 
 
-def _tour(commands: Any) -> None:
-    tour = _command(
+def _add_tour(commands: Any) -> None:
+    tour = _add_command(
         commands,
         "tour",
         "answer the founding questions on two small models, and write them to a page",
@@ -89,11 +89,10 @@ def _tour(commands: Any) -> None:
     tour.add_argument("--out", metavar="FILE", default="tour.html", help="the page; tour.html by default")
     tour.add_argument("--no-report", action="store_true", help="write no page")
     tour.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
-    tour.set_defaults(run="tour.run_tour")
 
 
-def _grad(commands: Any) -> None:
-    grad = _command(
+def _add_grad(commands: Any) -> None:
+    grad = _add_command(
         commands,
         "grad",
         "derivatives of named elements by named elements",
@@ -105,19 +104,19 @@ def _grad(commands: Any) -> None:
 
 The numbers go to stdout, everything else to stderr.""",
     )
-    _subject(grad)
-    _sides(grad, several=True)
+    _add_target(grad)
+    _add_places(grad, several=True)
     grad.add_argument(
         "--unconnected", choices=("error", "zero"), default="error", help="what to do where there is no path"
     )
     grad.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
     grad.add_argument("--out", metavar="FILE", help="write the gradient to a .npy, .npz, .safetensors or .json file")
     grad.add_argument("--plot", metavar="FILE", help="draw the gradient into a .png, .svg or .pdf file")
-    _printed(grad, "reading.grad")
+    _add_output_options(grad)
 
 
-def _explain(commands: Any) -> None:
-    explain = _command(
+def _add_explain(commands: Any) -> None:
+    explain = _add_command(
         commands,
         "explain",
         "why a gradient is None, zero, NaN or wrong",
@@ -128,17 +127,17 @@ def _explain(commands: Any) -> None:
 
 Exit code 0 says that the gradient flows.""",
     )
-    _subject(explain)
-    _sides(explain)
+    _add_target(explain)
+    _add_places(explain)
     explain.add_argument("--no-probe", action="store_true", help="try nothing out by moving an element")
     explain.add_argument(
         "--step", action="store_true", help="the function is a training step that takes nothing: run it as it is"
     )
-    _printed(explain, "asking.explain")
+    _add_output_options(explain)
 
 
-def _check(commands: Any) -> None:
-    check = _command(
+def _add_check(commands: Any) -> None:
+    check = _add_command(
         commands,
         "check",
         "hold derivatives against differences of values",
@@ -148,13 +147,13 @@ def _check(commands: Any) -> None:
 
 Exit code 0 says that all entries agree; 1 that some differ, or that differences do not decide.""",
     )
-    _subject(check)
-    _sides(check)
-    _printed(check, "asking.check")
+    _add_target(check)
+    _add_places(check)
+    _add_output_options(check)
 
 
-def _names(commands: Any) -> None:
-    names = _command(
+def _add_names(commands: Any) -> None:
+    names = _add_command(
         commands,
         "names",
         "every tensor that --of and --wrt can name",
@@ -162,13 +161,13 @@ def _names(commands: Any) -> None:
   elementgrad names net.py:net x.npy
   elementgrad names net.py:net x.npy --kind parameter""",
     )
-    _subject(names)
+    _add_target(names)
     names.add_argument("--kind", choices=("input", "activation", "output", "parameter", "buffer"), help="only these")
-    _printed(names, "listing.names")
+    _add_output_options(names)
 
 
-def _report(commands: Any) -> None:
-    report = _command(
+def _add_report(commands: Any) -> None:
+    report = _add_command(
         commands,
         "report",
         "one HTML file with the gradient, its pictures, plan and diagnosis",
@@ -178,27 +177,28 @@ def _report(commands: Any) -> None:
 
 In place of MODEL stands the file of a patch for a page about what was trained.""",
     )
-    _subject(report)
-    _sides(report, several=True)
+    _add_target(report)
+    _add_places(report, several=True)
     report.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
     report.add_argument("--title", help="what stands at its head")
-    _printed(report, "reporting.report")
+    _add_output_options(report)
 
 
-def _patch(commands: Any) -> None:
+def _add_patch(commands: Any) -> None:
     patch = commands.add_parser("patch", help="look into a patch, put it into weights, take it back")
     actions = patch.add_subparsers(dest="action", required=True, metavar="action")
-    inspect = _command(
+    inspect = _add_command(
         actions,
         "inspect",
         "what a patch changes",
         """examples:
   elementgrad patch inspect patch.safetensors""",
+        run="inspect_patch",
     )
     inspect.add_argument("patch", metavar="PATCH", help="the file of a patch")
-    _printed(inspect, "patching.look")
-    for name, does, example in (
+    _add_output_options(inspect)
+    for name, summary, example in (
         (
             "apply",
             "put the values of a patch into weights",
@@ -206,15 +206,16 @@ def _patch(commands: Any) -> None:
         ),
         ("undo", "take a patch back, to the bit", "new.safetensors patch.safetensors --out old.safetensors"),
     ):
-        action = _command(
+        action = _add_command(
             actions,
             name,
-            does,
+            summary,
             f"""examples:
   elementgrad patch {name} {example}
   elementgrad patch {name} net.py:net patch.safetensors --out weights.npz
 
 Weights that the patch was not made for are refused, and no file is written.""",
+            run=f"{name}_patch",
         )
         action.add_argument(
             "target", metavar="WEIGHTS", help="a .safetensors or .npz file of weights, or file.py:name of a model"
@@ -228,11 +229,11 @@ Weights that the patch was not made for are refused, and no file is written.""",
             required=True,
             help="where all the weights go: .safetensors or .npz, for a Keras model also .weights.h5 or .keras",
         )
-        _printed(action, f"patching.{'put' if name == 'apply' else 'take_back'}")
+        _add_output_options(action)
 
 
-def _completion(commands: Any) -> None:
-    completion = _command(
+def _add_completion(commands: Any) -> None:
+    completion = _add_command(
         commands,
         "completion",
         "a script for tab completion in a shell",
@@ -243,21 +244,21 @@ def _completion(commands: Any) -> None:
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
-    completion.set_defaults(run="completing.completion")
 
 
-def _command(commands: Any, name: str, does: str, epilog: str) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = commands.add_parser(
+def _add_command(commands: Any, name: str, summary: str, epilog: str, run: str = "") -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return made
+    command.set_defaults(run=run or name)
+    return command
 
 
-def _subject(command: argparse.ArgumentParser) -> None:
+def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=" ".join(MODEL.split()))
     command.add_argument("inputs", metavar="INPUT", nargs="*", help=" ".join(INPUTS.split()))
     command.add_argument(
@@ -267,13 +268,12 @@ def _subject(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, help="the dtype of floating inputs; that of the model by default")
 
 
-def _sides(command: argparse.ArgumentParser, several: bool = False) -> None:
+def _add_places(command: argparse.ArgumentParser, several: bool = False) -> None:
     command.add_argument("--of", metavar="PLACE", action=SingleValue, help="what to derive, such as 'head[0, 3]'")
     text = "by what, such as 'conv1[0, 12, 5:9]'" + ("; may be given several times" if several else "")
     command.add_argument("--wrt", metavar="PLACE", action="append" if several else SingleValue, help=text)
 
 
-def _printed(command: argparse.ArgumentParser, run: str) -> None:
+def _add_output_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
-    command.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""What the models of the tour learn from: real handwritten digits, and sentences of fifty words.
+"""Data that the models of the tour learn from: real handwritten digits, and sentences of fifty words.
 
 The digits are the 1797 images of 8 x 8 pixels that scikit-learn has as `load_digits`: the test set of "Optical
 Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI Machine Learning Repository,
@@ -11,17 +11,17 @@ import numpy as np
 
 NOUNS = "cat dog bird fish mouse horse cow sheep frog bee ant fox owl hen duck goat"
 VERBS = "sees hears likes finds calls meets follows helps"
-MORE = "wants draws paints feeds holds misses hides knows"
-KINDS = "tall young big small red blue green wise shy brave quick slow kind loud calm proud"
-WORDS = tuple(f"the a {NOUNS} {VERBS} {MORE} {KINDS}".split())
+MORE_VERBS = "wants draws paints feeds holds misses hides knows"
+ADJECTIVES = "tall young big small red blue green wise shy brave quick slow kind loud calm proud"
+WORDS = tuple(f"the a {NOUNS} {VERBS} {MORE_VERBS} {ADJECTIVES}".split())
 """Token 0 is "the", 1 is "a", 2 to 17 are nouns, 18 to 33 verbs and 34 to 49 adjectives."""
 
 
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images from 0 to 1, and the digits that they show.
+def load_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return images from 0 to 1, and the digits that they show.
 
-    >>> from elementgrad._tour.data import digits
-    >>> images, labels = digits()
+    >>> from elementgrad._tour.data import load_digits
+    >>> images, labels = load_digits()
     >>> images.shape, float(images.max()), labels[:5].tolist()
     ((1797, 8, 8), 1.0, [0, 1, 2, 3, 4])
     """
@@ -30,16 +30,17 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
         return arrays["images"].astype("float32") / 16, arrays["labels"].astype("int32")
 
 
-def sentences(count: int = 512) -> np.ndarray:
-    """Sentences of six tokens, such as "the shy cat sees a dog": a verb is followed by one of four nouns.
+def make_sentences(count: int = 512) -> np.ndarray:
+    """Return sentences of six tokens, such as "the shy cat sees a dog": a verb is followed by one of four nouns.
 
-    >>> from elementgrad._tour.data import WORDS, sentences
-    >>> len(WORDS), sentences().shape, " ".join(WORDS[token] for token in sentences()[0])
+    >>> from elementgrad._tour.data import WORDS, make_sentences
+    >>> sentences = make_sentences()
+    >>> len(WORDS), sentences.shape, " ".join(WORDS[token] for token in sentences[0])
     (50, (512, 6), 'a calm fish misses the sheep')
     """
-    chance = np.random.default_rng(0)
-    article, other = chance.integers(0, 2, (2, count))
-    kind, noun, verb, which = (chance.integers(0, most, count) for most in (16, 16, 16, 4))
-    objects = (4 * verb + which) % 16
-    columns = [article, 34 + kind, 2 + noun, 18 + verb, other, 2 + objects]
+    rng = np.random.default_rng(0)
+    article, second_article = rng.integers(0, 2, (2, count))
+    adjective, noun, verb, choice = (rng.integers(0, size, count) for size in (16, 16, 16, 4))
+    second_noun = (4 * verb + choice) % 16
+    columns = [article, 34 + adjective, 2 + noun, 18 + verb, second_article, 2 + second_noun]
     return np.stack(columns, axis=1).astype("int32")

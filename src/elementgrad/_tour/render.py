@@ -1,70 +1,134 @@
-"""The tour in a terminal, or as plain text where there is none.
+"""The tour in a terminal, or as plain text where there is none, and as a page: one HTML file.
 
-The tour as a page: one HTML file to be sent to a colleague.
+`show_tour` runs it; below it are the terminal, the page, and the values of answers as text.
 """
 
+import ast
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from elementgrad._backends import registry
 from elementgrad._show.page import Callout, Code, Facts, Heading, Image, Page, Part, PartGroup, Prose, Section, Tone
-from elementgrad._tour.runner import CellResult, TourStop, array, is_picture, statement, told, written
+from elementgrad._tour.runner import CHAPTERS, MODELS, Answer, CellResult, Tour
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+TITLE = "elementgrad: gradients, one element at a time"
+INTRODUCTION = (
+    "What people ask about single elements of tensors, what they are usually told, and what this library does. All "
+    "code runs as it is shown, and the numbers and errors are what just came out."
+)
+LEAD = (
+    "Read, explain, edit and train single elements of any tensor, in PyTorch, TensorFlow and JAX, at a cost set by the "
+    "elements you name and not by the tensors they live in."
+)
+FIRST_QUESTION = (
+    "Which pixels of this handwritten three does one element of one feature map see, and how does it change with each? "
+    "That is one line:"
+)
+FIRST_KEY = "pixel"
+"""The question at the head of the page, with its picture and the first statement of its answer."""
+ABOUT_PAGE = (
+    "This page asks {count} such questions of two small models, and runs what people are usually told beside what "
+    "elementgrad does. All code ran just now, on {framework}, as it stands here; the numbers, errors and pictures are "
+    "what came out."
+)
+ABOUT_MODELS = (
+    "A small convolutional net learns 1500 real handwritten digits of 8 x 8 pixels (Optical Recognition of Handwritten "
+    "Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi.org/10.24432/C50P49, CC BY 4.0; "
+    "scikit-learn's load_digits) and is tried on 297 others. A GRU learns which word comes next in sentences of fifty "
+    'words, such as "a brave cat sees the dog".'
+)
+FRAMEWORK_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
+WIDE = 5
+"""A matrix with more rows and columns than this is shown in shades, two characters for each number."""
+SHADES = "·░▒▓█"
+BRIEF = 44
+"""Characters of an answer in the table at the end."""
+
+AnsweredChapter = tuple[str, Sequence[Answer]]
+
+
+def show_tour(framework: str, out: str | None) -> None:
+    """Answer every question, print the answers as they come, and write them with their pictures to the page `out`."""
+    with TemporaryDirectory() as folder:
+        terminal, tour = Terminal(), Tour(framework, Path(folder))
+        terminal.head(TITLE, INTRODUCTION)
+        terminal.chapter("The two models")
+        models = []
+        for model in MODELS:
+            models.append(tour.train(model))
+            terminal.cell("trained", models[-1], "cyan")
+        chapters: list[AnsweredChapter] = []
+        for chapter in CHAPTERS:
+            terminal.chapter(chapter.title)
+            answers = []
+            for question in chapter.questions:
+                answers.append(tour.answer(question))
+                terminal.answer(answers[-1])
+            chapters.append((chapter.title, answers))
+        terminal.chapter("At a glance")
+        terminal.glance([answer for _, answers in chapters for answer in answers])
+        if out is not None:
+            path = make_page(framework, models, chapters).write(out)
+            terminal.foot(f"The same with pictures: {path}")
+
 
 class Terminal:
-    """Prints what has been answered, one question after another."""
+    """Prints the tour, one question after another."""
 
     def __init__(self) -> None:
         from rich.console import Console
 
-        class Plain(Console):
+        class PlainConsole(Console):
             def on_broken_pipe(self) -> None:
-                raise BrokenPipeError  # as everywhere; rich would end the process
+                raise BrokenPipeError  # as in all commands; rich would end the process
 
-        self.console = Plain(highlight=False)
+        self.console = PlainConsole(highlight=False)
 
     def head(self, title: str, text: str) -> None:
-        """The first lines."""
         self.console.print(f"[bold]{title}[/]\n{text}\n")
 
     def chapter(self, title: str) -> None:
-        """A line across, with a title."""
         from rich.rule import Rule
         from rich.text import Text
 
         self.console.print(Rule(Text(title, "bold")))
         self.console.print()
 
-    def stop(self, stop: TourStop) -> None:
-        """A question, the usual answer, and ours."""
+    def answer(self, answer: Answer) -> None:
         from rich.text import Text
 
-        self.console.print(Text(f"{stop.number}. {stop.question.text}", "bold"))
+        self.console.print(Text(f"{answer.number}. {answer.question.text}", "bold"))
         self.console.print()
-        if stop.usual is not None:
-            self.answer("the usual answer", stop.usual, "red")
-        self.answer("elementgrad", stop.ours, "green")
+        if answer.usual is not None:
+            self.cell("the usual answer", answer.usual, "red")
+        self.cell("elementgrad", answer.ours, "green")
 
-    def answer(self, label: str, answer: CellResult, colour: str) -> None:
-        """What is done, the code, and what it gave."""
+    def cell(self, label: str, result: CellResult, colour: str) -> None:
+        """Print the sentence of a cell, its code, and what it gave."""
         from rich.console import RenderableType
         from rich.padding import Padding
         from rich.syntax import Syntax
         from rich.text import Text
 
-        texts = [(text, "bold" if number % 2 else "") for number, text in enumerate(answer.text.split("`"))]
-        said = Text.assemble((label, f"bold {colour}"), ": ", *texts)
-        code: RenderableType = Text(answer.code)
+        texts = [(text, "bold" if index % 2 else "") for index, text in enumerate(result.text.split("`"))]
+        sentence = Text.assemble((label, f"bold {colour}"), ": ", *texts)
+        code: RenderableType = Text(result.code)
         if self.console.is_terminal:
-            code = Syntax(answer.code, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-        for part, indent in ((said, 2), (code, 4), (_given(answer, colour), 4)):
+            code = Syntax(result.code, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+        for part, indent in ((sentence, 2), (code, 4), (_outcome(result, colour), 4)):
             self.console.print(Padding(part, (0, 0, 0, indent), expand=False))
         self.console.print()
 
-    def glance(self, stops: list[TourStop]) -> None:
-        """Every question with what came of the usual answer and of ours, in one table."""
+    def glance(self, answers: Sequence[Answer]) -> None:
+        """Print every question with the usual outcome and ours, in one table."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
@@ -74,40 +138,39 @@ class Terminal:
         table.add_column("question", ratio=5)
         table.add_column("the usual answer", ratio=3)
         table.add_column("elementgrad", ratio=3)
-        for stop in stops:
-            usual = Text(stop.usual.brief if stop.usual else "", "red")
-            table.add_row(str(stop.number), Text(stop.question.text), usual, Text(stop.ours.brief, "green"))
+        for answer in answers:
+            usual = Text(_brief(answer.usual) if answer.usual else "", "red")
+            ours = Text(_brief(answer.ours), "green")
+            table.add_row(str(answer.number), Text(answer.question.text), usual, ours)
         self.console.print(table)
         self.console.print()
 
     def foot(self, text: str) -> None:
-        """The last line."""
         self.console.print(text)
 
 
-def _given(answer: CellResult, colour: str) -> "RenderableType":
+def _outcome(result: CellResult, colour: str) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    if answer.error is not None:
-        return Text(f"→ {answer.error}", f"bold {colour}")
+    if result.error is not None:
+        return Text(f"→ {result.error}", f"bold {colour}")
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True)
     rows.add_column()
-    for expression, value in answer.values.items():
-        rows.add_row(Text(f"→ {expression}", "dim"), _signed(value) or Text(written(value), f"bold {colour}"))
+    for expression, value in result.values.items():
+        rows.add_row(Text(f"→ {expression}", "dim"), _shades(value) or Text(format_value(value), f"bold {colour}"))
     return rows
 
 
-def _signed(value: Any) -> Any:
-    """A large matrix in shades, red above zero and blue below."""
+def _shades(value: Any) -> "RenderableType | None":
+    """Return a large matrix as shades, red above zero and blue below; None for anything else."""
     from rich.text import Text
 
-    numbers = None if isinstance(value, str) else array(value)
-    if numbers is None or not is_picture(numbers):
+    if (array := _large_matrix(value)) is None:
         return None
     text = Text()
-    for shades, row in zip(written(value).splitlines(), numbers, strict=True):
+    for shades, row in zip(format_value(value).splitlines(), array, strict=True):
         for column, number in enumerate(row):
             text.append(shades[2 * column : 2 * column + 2], "red" if number > 0 else "blue" if number < 0 else "dim")
         text.append("\n")
@@ -115,65 +178,114 @@ def _signed(value: Any) -> Any:
     return text
 
 
-HERO = "pixel"
-"""The question whose picture is seen first."""
-LEAD = (
-    "Read, explain, edit and train single elements of any tensor, in PyTorch, TensorFlow and JAX, at a cost set by the "
-    "elements you name and not by the tensors they live in."
-)
-ASKED = (
-    "Which pixels of this handwritten three does one element of one feature map see, and how does it change with each? "
-    "That is one line:"
-)
-ABOUT = (
-    "This page asks {count} such questions of two small models, and runs what people are usually told beside what "
-    "elementgrad does. All code ran just now, on {framework}, as it stands here; the numbers, errors and pictures are "
-    "what came out."
-)
-MODELS = (
-    "A small convolutional net learns 1500 real handwritten digits of 8 x 8 pixels (Optical Recognition of Handwritten "
-    "Digits, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi.org/10.24432/C50P49, CC BY 4.0; "
-    "scikit-learn's load_digits) and is tried on 297 others. A GRU learns which word comes next in sentences of fifty "
-    'words, such as "a brave cat sees the dog".'
-)
-NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
+def _brief(result: CellResult) -> str:
+    if result.error is not None:
+        return result.error.partition(":")[0]
+    return textwrap.shorten(", ".join(map(_format_beside_picture, result.values.values())), BRIEF, placeholder=" ...")
 
 
-def page(framework: str, models: Sequence[CellResult], chapters: Sequence[tuple[str, Sequence[TourStop]]]) -> Page:
-    """The whole tour."""
-    stops = [stop for _, stops in chapters for stop in stops]
-    images = {stop.number: stop.image() for stop in stops}
-    hero = next(stop for stop in stops if stop.question.key == HERO)
-    asked = statement(hero.ours.code, "field")
-    about = ABOUT.format(count=len(stops), framework=NAMES[framework])
-    sections = [Section(title, _questions(stops, images)) for title, stops in chapters]
-    trained = Section("The two models", [Prose(MODELS), *[_framed("trained", answer, "calm") for answer in models]])
-    title = "elementgrad: gradients, one element at a time"
-    opening = [part for part in (Prose(ASKED), Code(asked), images[hero.number], Prose(about)) if part is not None]
-    return Page(title, [*sections, trained], LEAD, opening)
+def make_page(framework: str, models: Sequence[CellResult], chapters: Sequence[AnsweredChapter]) -> Page:
+    answers = {answer.question.key: answer for _, answers in chapters for answer in answers}
+    images = {key: _draw(answer) for key, answer in answers.items()}
+    code = answers[FIRST_KEY].ours.code
+    statement = ast.get_source_segment(code, ast.parse(code).body[0]) or ""
+    about = ABOUT_PAGE.format(count=len(answers), framework=FRAMEWORK_NAMES[framework])
+    first_image = images[FIRST_KEY]
+    assert first_image is not None
+    opening: list[Part] = [Prose(FIRST_QUESTION), Code(statement), first_image, Prose(about)]
+    sections = [Section(title, _answer_parts(answers, images)) for title, answers in chapters]
+    trained = [_cell_part("trained", result, "calm") for result in models]
+    sections.append(Section("The two models", [Prose(ABOUT_MODELS), *trained]))
+    return Page(TITLE, sections, LEAD, opening)
 
 
-def _questions(stops: Sequence[TourStop], images: dict[int, Image | None]) -> list[Part]:
+def _draw(answer: Answer) -> Image | None:
+    """Return the picture of our answer, in light and dark, if it has one."""
+    if answer.question.picture is None:
+        return None
+    return eval(f"plot({answer.question.picture})", answer.ours.names | {"plot": Image.of})
+
+
+def _answer_parts(answers: Sequence[Answer], images: dict[str, Image | None]) -> list[Part]:
     parts: list[Part] = []
-    for stop in stops:
-        parts.append(Heading(f"{stop.number}. {stop.question.text}"))
-        if stop.usual is not None:
-            parts.append(_framed("The usual answer", stop.usual, "bad"))
-        parts.append(_framed("elementgrad", stop.ours, "good", images[stop.number], stop))
+    for answer in answers:
+        question = answer.question
+        parts.append(Heading(f"{answer.number}. {question.text}"))
+        if answer.usual is not None:
+            parts.append(_cell_part("The usual answer", answer.usual, "bad"))
+        image = images[question.key]
+        if image is None:
+            parts.append(_cell_part("elementgrad", answer.ours, "good"))
+        else:
+            picture: list[Part] = [image, Prose(question.caption, ticks=True)]
+            parts.append(_cell_part("elementgrad", answer.ours, "good", f"eg.plot({question.picture})", picture))
     return parts
 
 
-def _framed(
-    label: str, answer: CellResult, tone: Tone, image: Image | None = None, stop: TourStop | None = None
-) -> PartGroup:
-    """What is done, the code, what it gave, and its picture."""
-    parts: list[Part] = [Prose(answer.text, ticks=True)]
-    plotted = [stop.plotted] if stop is not None and stop.plotted else []
-    parts.append(Code("\n".join([answer.code, *plotted])))
-    if answer.error is not None:
-        parts.append(Callout(answer.error, tone="bad"))
+def _cell_part(label: str, result: CellResult, tone: Tone, plot: str = "", picture: Sequence[Part] = ()) -> PartGroup:
+    """Return the sentence of a cell, its code, what it gave, and its picture."""
+    outcome: Part
+    if result.error is not None:
+        outcome = Callout(result.error, tone="bad")
     else:
-        parts.append(Facts([(expression, told(value)) for expression, value in answer.values.items()]))
-    if image is not None and stop is not None:
-        parts += [image, Prose(stop.question.seen, ticks=True)]
-    return PartGroup(label, parts, tone)
+        outcome = Facts([(name, _format_beside_picture(value)) for name, value in result.values.items()])
+    code = Code(f"{result.code}\n{plot}".rstrip())
+    return PartGroup(label, [Prose(result.text, ticks=True), code, outcome, *picture], tone)
+
+
+def format_value(value: Any) -> str:
+    """Return a value as plain text: a tensor as its numbers, and a large matrix as shades.
+
+    >>> from elementgrad._tour.render import format_value
+    >>> format_value([[1.0, 0.25], [0.0, 1e-9]]), format_value("as it is"), format_value(True)
+    ('[[1, 0.25],\\n [0, 1e-09]]', 'as it is', 'True')
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return str(value)
+    array = _to_array(value)
+    if array is not None:
+        return _format_shades(array) if _is_large(array) else _format_numbers(array.tolist())
+    if isinstance(value, tuple) and all(isinstance(size, int) for size in value):
+        return str(tuple(value))
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(format_value, value))
+    return str(value)
+
+
+def _format_beside_picture(value: Any) -> str:
+    """Return a value as text where its picture is elsewhere: a large matrix by its shape."""
+    if (array := _large_matrix(value)) is not None:
+        return f"{' x '.join(map(str, array.shape))} numbers: see the picture"
+    return format_value(value)
+
+
+def _large_matrix(value: Any) -> np.ndarray | None:
+    array = None if isinstance(value, str) else _to_array(value)
+    return array if array is not None and _is_large(array) else None
+
+
+def _to_array(value: Any) -> np.ndarray | None:
+    """Return the numbers of a tensor or a list of floats; None for anything else."""
+    if registry.backend_of(value) is not None:
+        value = registry.require_backend(value).to_float64(value)
+    if isinstance(value, (list, tuple)) and not isinstance(np.array(value, object).flat[0], float):
+        return None
+    return np.asarray(value) if isinstance(value, (np.ndarray, float, list, tuple)) else None
+
+
+def _is_large(array: np.ndarray) -> bool:
+    return array.ndim == 2 and min(array.shape) > WIDE
+
+
+def _format_shades(array: np.ndarray) -> str:
+    """Return a matrix by the size of its numbers: the larger, the darker."""
+    sizes = np.abs(array)
+    steps = np.ceil(4 * sizes / (sizes.max() or 1)).astype(int)
+    return "\n".join("".join(SHADES[step] * 2 for step in row) for row in steps)
+
+
+def _format_numbers(numbers: Any) -> str:
+    if not isinstance(numbers, list):
+        return f"{numbers:.4g}"
+    between = ",\n " if numbers and isinstance(numbers[0], list) else ", "
+    return f"[{between.join(map(_format_numbers, numbers))}]"

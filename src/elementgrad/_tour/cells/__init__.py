@@ -1,1 +1,0 @@
-"""The code that the tour shows and runs, one script for each framework."""
