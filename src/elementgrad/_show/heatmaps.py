@@ -1,13 +1,11 @@
-"""An array with axes for pixels as a stack of planes, wherever its channels are.
+"""Gradients in colours: bars, matrices, images, feature maps, receptive fields, nonzeros, and tokens.
 
-Gradients in colours: a vector as bars, a matrix, an image, feature maps, and the nonzeros of a Jacobian.
-
-A sequence: its tokens in the colours of their gradients, set like text.
+Every `draw_` function returns a picture and notes on what it leaves out. Marked elements are framed.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,108 +13,48 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
-from elementgrad._place.index import to_text
-from elementgrad._show.style import SMALL, Picture, Theme, bar, broken, cells, counted, legend, outline, readable, shade
-from elementgrad._show.values import BROKEN, MARKS, Scale, pooled, strongest
+from elementgrad._show.style import (
+    SMALL,
+    Picture,
+    Theme,
+    add_colorbar,
+    add_legend,
+    colour_of,
+    draw_cells,
+    draw_frame,
+    nonfinite_handles,
+    set_integer_ticks,
+    text_colour_on,
+)
+from elementgrad._show.values import MAX_MARKS, NONFINITE, Planes, Scale, flat_positions, move_marks, pool
 from elementgrad.errors import OptionError
 
-COLOURS = (1, 3, 4)
-"""How many channels an image has."""
-
-
-def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without leading axes of size one, such as that of a batch of one."""
-    first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
-    return shape[first:]
-
-
-def bare(coordinates: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Coordinates as positions in the flattened array."""
-    if not shape:
-        return np.zeros(len(coordinates), np.int64)
-    return np.ravel_multi_index(tuple(coordinates.T), shape)
-
-
-def channels_last(shape: tuple[int, ...], asked: Any, framework: str | None) -> bool:
-    """Whether the last axis counts channels: as asked; else always on TensorFlow, or where only that one can."""
-    if asked not in (None, "first", "last"):
-        raise OptionError(f'channels={asked!r} is neither "first" nor "last"; give one of them, or leave it out')
-    if asked is not None:
-        return bool(asked == "last")
-    return framework == "tensorflow" or (shape[-1] in COLOURS and shape[-3] not in COLOURS)
-
-
-@dataclass(frozen=True)
-class Planes:
-    """Planes of pixels, what each is called, and which pixels are marked.
-
-    >>> import numpy as np
-    >>> from elementgrad._show.heatmaps import Planes
-    >>> planes = Planes.of(np.zeros((1, 4, 5, 3)), np.array([[0, 2, 1, 2]]), last=True)
-    >>> planes.stack.shape, planes.names, planes.marks.tolist()
-    ((3, 4, 5), ('[0, ..., 0]', '[0, ..., 1]', '[0, ..., 2]'), [[2, 2, 1]])
-    """
-
-    stack: np.ndarray
-    names: tuple[str, ...]
-    marks: np.ndarray
-    """Rows of plane, row and column."""
-
-    @classmethod
-    def of(cls, values: np.ndarray, marks: np.ndarray, last: bool) -> "Planes":
-        """The last two axes as planes, or those before the channels where these come last."""
-        if values.ndim < 3:
-            values = values.reshape((1,) * (3 - values.ndim) + values.shape)
-            marks = np.concatenate([np.zeros((len(marks), 3 - marks.shape[1]), np.int64), marks], axis=1)
-            return cls(values, ("",), marks)
-        moved = np.moveaxis(values, -1, -3) if last else values
-        order = [*range(values.ndim - 3), values.ndim - 1, values.ndim - 3, values.ndim - 2]
-        marks = marks[:, order] if last else marks
-        leading = moved.shape[:-2]
-        names = [to_text((*index[:-1], ..., index[-1]) if last else index) for index in np.ndindex(*leading)]
-        which = np.ravel_multi_index(tuple(marks[:, :-2].T), leading)
-        return cls(moved.reshape(-1, *moved.shape[-2:]), tuple(names), np.column_stack([which, marks[:, -2:]]))
-
-    def strongest(self) -> np.ndarray:
-        """One plane of the numbers largest in size."""
-        return strongest(np.moveaxis(self.stack, 0, -1)) if len(self.stack) > 1 else self.stack[0]
-
-    @property
-    def merged(self) -> list[str]:
-        """What there is to say where one plane stands for several."""
-        return [f"at each pixel the largest in size of {len(self.stack)} channels"] if len(self.stack) > 1 else []
-
-    def largest(self, most: int) -> list[int]:
-        """The numbers of the planes with the largest gradients, and of all that bear a mark, in order."""
-        if len(self.stack) <= most:
-            return list(range(len(self.stack)))
-        sizes = np.where(np.isfinite(self.stack), np.abs(self.stack), np.inf).max(axis=(1, 2), initial=0.0)
-        first = dict.fromkeys([*np.unique(self.marks[:, 0]).tolist(), *np.argsort(-sizes, kind="stable").tolist()])
-        return sorted(list(first)[:most])
-
-
-CELLS = 256
-"""Rows and columns that are drawn; of more, blocks are drawn as one."""
-WRITTEN = 64
-"""Cells of a matrix in which the numbers are written."""
-PANELS = 16
-"""Feature maps that are drawn."""
-LONGEST = 4.8
+MAX_CELLS = 256
+"""Rows and columns that are drawn; of larger arrays, a cell is a block of numbers."""
+MAX_WRITTEN = 64
+"""Numbers are written into the cells of a matrix with at most so many."""
+MAX_PANELS = 16
+MAX_SIDE = 4.8
 """Inches of the longer side of a matrix."""
-CELL = 0.75
+CELL_SIDE = 0.75
 """Inches of a cell, at most."""
+MAX_TOKENS = 300
+MAX_CHARACTERS = 40
+"""Characters of one token that are drawn."""
+TEXT_WIDTH = 7.0
+LINE_HEIGHT = 0.34
+"""Inches."""
 
 
-def vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
-    """Bars, as many as there are numbers."""
+def draw_vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
     flat, scale = values.reshape(-1), Scale.of(values, limit)
-    (drawn,), (_, step) = pooled(flat[None], CELLS)
+    (drawn,), (_, step) = pool(flat[None], MAX_CELLS)
     picture = Picture(theme, float(np.clip(0.3 * len(flat) + 2.0, 3.6, 6.4)), 2.8)
-    axes = picture.panel()
+    axes = picture.add_panel()
     middles = np.arange(len(drawn)) * step + (step - 1) / 2
     heights = np.where(np.isfinite(drawn), drawn, 0.0)
     ends = np.clip(heights, -scale.limit, scale.limit)
-    shades = theme.colours(0.5 + np.sign(ends) * (0.2 + 0.3 * np.abs(ends) / scale.limit))  # none too pale to be seen
+    shades = theme.colormap(0.5 + np.sign(ends) * (0.2 + 0.3 * np.abs(ends) / scale.limit))  # no bar is too pale
     axes.bar(middles, ends, 0.8 * step if len(drawn) <= 64 else step, color=shades, linewidth=0, gid="values")
     axes.axhline(0.0, color=theme.faint, linewidth=0.8)
     axes.set_ylim(-1.12 * scale.limit, 1.12 * scale.limit)
@@ -127,202 +65,199 @@ def vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | N
         if len(at):
             edge = np.full(len(at), sign * 1.06 * scale.limit)
             axes.plot(at, edge, marker=shape, color=theme.ink, markersize=4, gid="beyond", **dots)
-    for name, test in BROKEN.items():
+    for name, test in NONFINITE.items():
         at = middles[test(drawn)]
         if len(at):
-            axes.plot(at, np.zeros(len(at)), marker="X", color=theme.broken[name], markersize=8, gid=name, **dots)
-    if scale.broken:
-        legend(picture, broken(picture, scale))
-    counted(axes.xaxis)
+            axes.plot(at, np.zeros(len(at)), marker="X", color=theme.nonfinite[name], markersize=8, gid=name, **dots)
+    if scale.nonfinite:
+        add_legend(picture, nonfinite_handles(picture, scale))
+    set_integer_ticks(axes.xaxis)
     axes.yaxis.set_major_formatter("{x:.3g}")
-    picture.label(axes, "element", "gradient")
-    for (position,) in flattened(marks, values.shape)[:MARKS]:
+    picture.label_axes(axes, "element", "gradient")
+    for position in flat_positions(marks, values.shape)[:MAX_MARKS]:
         start = position // step * step
-        outline(axes, picture, start - 0.5, -1.12 * scale.limit, step, 2.24 * scale.limit, "mark")
-    return picture, [*scale.notes, *_blocks((1, step), "bar")]
+        draw_frame(axes, picture, start - 0.5, -1.12 * scale.limit, step, 2.24 * scale.limit, "mark")
+    return picture, [*scale.notes, *_block_notes((1, step), "bar")]
 
 
-def matrix(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
-    """A matrix; more axes before the last are the rows."""
+def draw_matrix(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
+    """Draw a matrix; all axes before the last are the rows."""
     table, scale = as_matrix(values), Scale.of(values, limit)
-    shown, block = pooled(table, CELLS)
-    rows, columns = table.shape
-    picture, axes = _sheet(theme, rows, columns)
-    frame = _frame(shown, block)
-    cells(picture, axes, shown, scale, frame, aspect=_aspect(rows, columns))
-    if shown.size <= WRITTEN and columns <= 10:
-        _write(picture, axes, shown, scale)
-    _count(axes, rows, columns)
-    picture.label(axes, "column", "row" if values.ndim == 2 else f"row of {values.shape[:-1]}, flattened")
-    bar(picture, axes, scale)
-    _mark(axes, picture, flattened(marks, values.shape, table.shape), block)
-    return picture, [*scale.notes, *_blocks(block)]
+    picture, axes = _make_sheet(theme, *table.shape)
+    shown, block = _draw_plane(picture, axes, table, scale, move_marks(marks, values.shape, table.shape))
+    if shown.size <= MAX_WRITTEN and table.shape[1] <= 10:
+        _write_numbers(picture, axes, shown, scale)
+    picture.label_axes(axes, "column", "row" if values.ndim == 2 else f"row of {values.shape[:-1]}, flattened")
+    add_colorbar(picture, axes, scale)
+    return picture, [*scale.notes, *_block_notes(block)]
 
 
-def image(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
-    """One plane: at each pixel the channel with the largest gradient."""
-    plane, scale = planes.strongest(), Scale.of(planes.stack, limit)
-    shown, block = pooled(plane, CELLS)
-    picture, axes = _sheet(theme, *plane.shape)
-    cells(picture, axes, shown, scale, _frame(shown, block), aspect=_aspect(*plane.shape))
-    _count(axes, *plane.shape)
-    bar(picture, axes, scale)
-    _mark(axes, picture, planes.marks[:, 1:], block)
-    return picture, [*planes.merged, *scale.notes, *_blocks(block)]
+def draw_image(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
+    """Draw one plane: at each pixel the channel with the largest gradient."""
+    (plane, merge_notes), scale = planes.merge(), Scale.of(planes.stack, limit)
+    picture, axes = _make_sheet(theme, *plane.shape)
+    _, block = _draw_plane(picture, axes, plane, scale, planes.marks[:, 1:])
+    add_colorbar(picture, axes, scale)
+    return picture, [*merge_notes, *scale.notes, *_block_notes(block)]
 
 
-def channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
-    """A grid of feature maps, of a great many those with the largest gradients, in one scale."""
+def draw_channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
+    """Draw a grid of feature maps in one scale, those with the largest gradients if there are many."""
     scale = Scale.of(planes.stack, limit)
-    chosen = planes.largest(PANELS)
+    chosen = planes.choose_largest(MAX_PANELS)
     across = math.ceil(math.sqrt(len(chosen))) if len(chosen) != 3 else 3
     down = math.ceil(len(chosen) / across)
     rows, columns = planes.stack.shape[1:]
     height = float(np.clip(5.2 / across * rows / columns, 0.6, 2.4))
     picture = Picture(theme, 7.0, down * (height + 0.32) + 0.7)
-    drawn = []
+    panels = []
     block = (1, 1)
-    for number, plane in enumerate(chosen):
-        axes = picture.panel(down, across, number + 1)
-        shown, block = pooled(planes.stack[plane], CELLS // across)
-        cells(picture, axes, shown, scale, _frame(shown, block), aspect=_aspect(rows, columns))
-        axes.set_title(planes.names[plane], **picture.words(size=SMALL), pad=3)
-        _count(axes, rows, columns, most=3)
-        _mark(axes, picture, planes.marks[planes.marks[:, 0] == plane][:, 1:], block)
-        drawn.append(axes)
-    bar(picture, drawn, scale)
-    left = len(planes.stack) - len(chosen)
-    fewer = [f"{len(chosen)} of {len(planes.stack)} feature maps: those with the largest gradients"] if left else []
-    return picture, [*fewer, *scale.notes, *_blocks(block)]
+    for index, plane in enumerate(chosen):
+        axes = picture.add_panel(down, across, index + 1)
+        marks = planes.marks[planes.marks[:, 0] == plane][:, 1:]
+        _, block = _draw_plane(picture, axes, planes.stack[plane], scale, marks, MAX_CELLS // across, max_ticks=3)
+        axes.set_title(planes.names[plane], **picture.text_style(size=SMALL), pad=3)
+        panels.append(axes)
+    add_colorbar(picture, panels, scale)
+    notes = [*scale.notes, *_block_notes(block)]
+    if len(chosen) < len(planes.stack):
+        notes.insert(0, f"{len(chosen)} of {len(planes.stack)} feature maps: those with the largest gradients")
+    return picture, notes
 
 
-def field(planes: Planes, under: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
-    """An image, and over it where the gradient is not zero."""
-    plane, scale = planes.strongest(), Scale.of(planes.stack, limit)
+def draw_receptive_field(
+    planes: Planes, background: np.ndarray, theme: Theme, limit: float | None
+) -> tuple[Picture, list[str]]:
+    """Draw an image, and beside it the same under the gradient."""
+    (plane, merge_notes), scale = planes.merge(), Scale.of(planes.stack, limit)
     rows, columns = plane.shape
     picture = Picture(theme, 7.2, float(np.clip(3.2 * rows / columns, 1.4, 5.0)) + 0.7)
-    shown, block = pooled(plane, CELLS)
-    sides = [picture.panel(1, 2, number) for number in (1, 2)]
+    shown, block = pool(plane, MAX_CELLS)
+    aspect = _aspect(rows, columns)
+    sides = [picture.add_panel(1, 2, column) for column in (1, 2)]
     options: dict[str, Any] = {"cmap": "gray", "vmin": 0.0, "vmax": 1.0, "interpolation": "nearest", "origin": "upper"}
     for axes, name in zip(sides, ("image", "gradient over it"), strict=True):
         for spine in axes.spines.values():
             spine.set_visible(True)
-        axes.imshow(under, extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), aspect=_aspect(rows, columns), **options)
-        axes.set_title(name, **picture.words(size=SMALL), pad=3)
-        _count(axes, rows, columns, most=5)
+        axes.imshow(background, extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), aspect=aspect, **options)
+        axes.set_title(name, **picture.text_style(size=SMALL), pad=3)
+        _set_ticks(axes, rows, columns, max_ticks=5)
     with np.errstate(invalid="ignore"):
         strength = np.clip(np.abs(np.nan_to_num(shown)) / scale.limit, 0.0, 1.0)
-    veil = np.where(np.isfinite(shown) & (shown == 0), 0.0, 0.35 + 0.65 * np.sqrt(strength))
-    cells(picture, sides[1], shown, scale, _frame(shown, block), aspect=_aspect(rows, columns), alpha=veil, zorder=2)
-    touched = np.argwhere(plane != 0)
-    notes = [f"{len(touched)} of {plane.size} pixels have a gradient"]
-    if len(touched):
-        (top, left), (bottom, right) = touched.min(axis=0), touched.max(axis=0)
+    alpha = np.where(np.isfinite(shown) & (shown == 0), 0.0, 0.35 + 0.65 * np.sqrt(strength))
+    draw_cells(picture, sides[1], shown, scale, _extent(shown, block), aspect=aspect, alpha=alpha, zorder=2)
+    nonzero = np.argwhere(plane != 0)
+    notes = [f"{len(nonzero)} of {plane.size} pixels have a gradient"]
+    if len(nonzero):
+        (top, left), (bottom, right) = nonzero.min(axis=0), nonzero.max(axis=0)
         notes[0] += f", in rows {top} to {bottom} and columns {left} to {right} (framed)"
         for axes in sides:
-            outline(axes, picture, left - 0.5, top - 0.5, right - left + 1, bottom - top + 1, "field")
-    bar(picture, sides, scale)
-    _mark(sides[1], picture, planes.marks[:, 1:], block)
-    return picture, [*notes, *planes.merged, *scale.notes, *_blocks(block)]
+            draw_frame(axes, picture, left - 0.5, top - 0.5, right - left + 1, bottom - top + 1, "field")
+    add_colorbar(picture, sides, scale)
+    _frame_marks(sides[1], picture, planes.marks[:, 1:], block)
+    return picture, [*notes, *merge_notes, *scale.notes, *_block_notes(block)]
 
 
-def spy(
+def draw_spy(
     values: np.ndarray, marks: np.ndarray, theme: Theme, lines: Sequence[np.ndarray | None], size: tuple[int, int]
 ) -> tuple[Picture, list[str]]:
-    """Where a matrix is not zero, and with which sign; it may be some rows and columns of a larger one."""
+    """Draw where a matrix is not zero, and with which sign.
+
+    `lines` has the rows and the columns of the matrix of shape `size` that were computed, or None for all.
+    """
     scale = Scale.of(values)
-    shown, block = pooled(values, CELLS)
-    picture, axes = _sheet(theme, *values.shape)
+    shown, block = pool(values, MAX_CELLS)
+    picture, axes = _make_sheet(theme, *values.shape)
     signs = np.where(np.isfinite(shown), np.sign(shown), shown)
-    pale = replace(scale, limit=1.7)  # of the colours those that are well seen, and not the darkest
-    cells(picture, axes, signs, pale, _frame(shown, block), aspect=_aspect(*values.shape))
-    shades = [shade(picture, sign, pale) for sign in (-1.0, 0.0, 1.0)]
+    pale = replace(scale, limit=1.7)  # so that signs have well visible colours, and not the darkest
+    draw_cells(picture, axes, signs, pale, _extent(shown, block), aspect=_aspect(*values.shape))
+    shades = [colour_of(picture, sign, pale) for sign in (-1.0, 0.0, 1.0)]
     handles = [
         Patch(facecolor=colour, edgecolor=theme.faint, linewidth=0.5, label=name)
         for colour, name in zip(shades, ("negative", "zero", "positive"), strict=True)
     ]
-    legend(picture, [*handles, *broken(picture, scale)])
-    _count(axes, *values.shape)
-    picture.label(axes, "input element", "output element")
+    add_legend(picture, [*handles, *nonfinite_handles(picture, scale)])
+    _set_ticks(axes, *values.shape)
+    picture.label_axes(axes, "input element", "output element")
     for axis, chosen in zip((axes.yaxis, axes.xaxis), lines, strict=True):
         if chosen is not None:
             axis.set_major_formatter(lambda at, _, c=chosen: str(c[int(at)]) if 0 <= at < len(c) else "")
-    _mark(axes, picture, marks, block)
+    _frame_marks(axes, picture, marks, block)
     share = 100 * scale.nonzero / scale.count
     notes = [f"{scale.nonzero} of {scale.count} entries are not zero ({share:.3g} %)"]
     if any(chosen is not None for chosen in lines):
-        some = f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns"
-        notes.append(f"{some}, evenly spread; what is between them was not computed")
-    return picture, [*notes, *_blocks(block)]
+        part = f"{values.shape[0]} of {size[0]} rows and {values.shape[1]} of {size[1]} columns"
+        notes.append(f"{part}, evenly spread; what is between them was not computed")
+    return picture, [*notes, *_block_notes(block)]
 
 
 def as_matrix(values: np.ndarray) -> np.ndarray:
-    """All axes before the last as rows."""
     return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
 
 
-def _sheet(theme: Theme, rows: int, columns: int) -> tuple[Picture, Any]:
-    """A figure of about the shape of what is in it."""
-    most = min(LONGEST, CELL * max(rows, columns))
-    width, height = [float(np.clip(most * size / max(rows, columns), 1.2, LONGEST)) for size in (columns, rows)]
+def _make_sheet(theme: Theme, rows: int, columns: int) -> tuple[Picture, Any]:
+    longer = min(MAX_SIDE, CELL_SIDE * max(rows, columns))
+    width, height = [float(np.clip(longer * size / max(rows, columns), 1.2, MAX_SIDE)) for size in (columns, rows)]
     picture = Picture(theme, max(3.6, width + 1.5), height + 1.1)
-    return picture, picture.panel()
+    return picture, picture.add_panel()
+
+
+def _draw_plane(
+    picture: Picture,
+    axes: Any,
+    values: np.ndarray,
+    scale: Scale,
+    marks: np.ndarray,
+    max_cells: int = MAX_CELLS,
+    max_ticks: int = 8,
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """Draw a matrix in colours, with ticks and marks; return the cells and the shape of the block behind each."""
+    shown, block = pool(values, max_cells)
+    draw_cells(picture, axes, shown, scale, _extent(shown, block), aspect=_aspect(*values.shape))
+    rows, columns = values.shape
+    _set_ticks(axes, rows, columns, max_ticks)
+    _frame_marks(axes, picture, marks, block)
+    return shown, block
 
 
 def _aspect(rows: int, columns: int) -> Literal["equal", "auto"]:
     return "equal" if max(rows, columns) / min(rows, columns) <= 8 else "auto"
 
 
-def _frame(shown: np.ndarray, block: tuple[int, int]) -> tuple[float, float, float, float]:
-    """Where cells lie in the numbers of rows and columns."""
+def _extent(shown: np.ndarray, block: tuple[int, int]) -> tuple[float, float, float, float]:
+    """Return the left, right, bottom and top ends of cells, in rows and columns of the array."""
     return -0.5, shown.shape[1] * block[1] - 0.5, shown.shape[0] * block[0] - 0.5, -0.5
 
 
-def _count(axes: Any, rows: int, columns: int, most: int = 8) -> None:
+def _set_ticks(axes: Any, rows: int, columns: int, max_ticks: int = 8) -> None:
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(rows - 0.5, -0.5)
-    counted(axes.xaxis, most)
-    counted(axes.yaxis, most)
+    set_integer_ticks(axes.xaxis, max_ticks)
+    set_integer_ticks(axes.yaxis, max_ticks)
 
 
-def _write(picture: Picture, axes: Any, shown: np.ndarray, scale: Scale) -> None:
-    """The numbers in their cells, dark on light or light on dark."""
+def _write_numbers(picture: Picture, axes: Any, shown: np.ndarray, scale: Scale) -> None:
     for (row, column), value in np.ndenumerate(shown):
-        colour = shade(picture, value, scale) if np.isfinite(value) else (1.0, 1.0, 1.0, 1.0)
-        words = picture.words(size=SMALL, color=readable(colour))
-        axes.text(column, row, f"{value:.3g}", ha="center", va="center", zorder=4, **words)
+        colour = colour_of(picture, value, scale) if np.isfinite(value) else (1.0, 1.0, 1.0, 1.0)
+        style = picture.text_style(size=SMALL, color=text_colour_on(colour))
+        axes.text(column, row, f"{value:.3g}", ha="center", va="center", zorder=4, **style)
 
 
-def _mark(axes: Any, picture: Picture, marks: np.ndarray, block: tuple[int, int]) -> None:
-    for row, column in marks[:MARKS]:
+def _frame_marks(axes: Any, picture: Picture, marks: np.ndarray, block: tuple[int, int]) -> None:
+    for row, column in marks[:MAX_MARKS]:
         top, left = row // block[0] * block[0], column // block[1] * block[1]
-        outline(axes, picture, left - 0.5, top - 0.5, block[1], block[0], "mark")
+        draw_frame(axes, picture, left - 0.5, top - 0.5, block[1], block[0], "mark")
 
 
-def flattened(marks: np.ndarray, shape: tuple[int, ...], into: tuple[int, ...] | None = None) -> np.ndarray:
-    """Marks in the coordinates of another shape of the same size; in one row if there is none."""
-    positions = bare(marks, shape)
-    return positions[:, None] if into is None else np.stack(np.unravel_index(positions, into), axis=-1)
-
-
-def _blocks(block: tuple[int, int], what: str = "cell") -> list[str]:
+def _block_notes(block: tuple[int, int], what: str = "cell") -> list[str]:
     if block == (1, 1):
         return []
     many = f"{block[0]} x {block[1]}" if what == "cell" else str(block[1])
     return [f"each {what} is the largest in size of {many} numbers"]
 
 
-MOST = 300
-"""Tokens that are drawn."""
-LONGEST_TOKENS = 40
-"""Signs of one token."""
-WIDTH = 7.0
-LINE = 0.34
-"""The height of a line, in inches."""
-
-
-def per_token(values: np.ndarray, tokens: Any) -> tuple[np.ndarray, list[str]]:
-    """One number for each token: its gradient, or the length of it where a token has several numbers."""
+def reduce_per_token(values: np.ndarray, tokens: Any) -> tuple[np.ndarray, list[str]]:
+    """Return one number for each token, its gradient or the norm of it, and the tokens as texts."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence | np.ndarray):
         raise OptionError(f"tokens={tokens!r} is no list; give one text for each position, such as ['the', 'cat']")
     texts = [str(token) for token in tokens]
@@ -336,67 +271,70 @@ def per_token(values: np.ndarray, tokens: Any) -> tuple[np.ndarray, list[str]]:
     )
 
 
-def sequence(
+def draw_tokens(
     values: np.ndarray, tokens: Sequence[str], marks: Sequence[int], theme: Theme, limit: float | None, features: int
 ) -> tuple[Picture, list[str]]:
-    """The tokens in lines, each on its colour."""
+    """Draw tokens in lines of text, each on the colour of its gradient."""
     scale = Scale.of(values, limit)
-    texts = [_shown(token) for token in tokens[:MOST]]
-    measure = Picture(theme, WIDTH, 2.0)
+    texts = [_make_printable(token) for token in tokens[:MAX_TOKENS]]
+    measure = Picture(theme, TEXT_WIDTH, 2.0)
     FigureCanvasAgg(measure)
-    widths = [_width(measure, text) for text in texts]
-    lines = _lines(widths, WIDTH - 1.5)
-    picture = Picture(theme, WIDTH, LINE * max(3.2, len(lines) + 0.4) + 0.5)
-    axes = picture.panel()
-    axes.set_xlim(0, WIDTH - 1.4)
+    widths = [_measure(measure, text) for text in texts]
+    lines = _break_lines(widths, TEXT_WIDTH - 1.5)
+    picture = Picture(theme, TEXT_WIDTH, LINE_HEIGHT * max(3.2, len(lines) + 0.4) + 0.5)
+    axes = picture.add_panel()
+    axes.set_xlim(0, TEXT_WIDTH - 1.4)
     axes.set_ylim(max(3.2, len(lines) + 0.4), 0)
     axes.axis("off")
     for row, line in enumerate(lines):
         left = 0.05
-        for number in line:
-            gid = "mark" if number in marks else "token"
-            _draw(picture, axes, (left + 0.06, row + 0.6), texts[number], float(values[number]), scale, gid)
-            left += widths[number]
-    bar(picture, axes, scale)
+        for index in line:
+            gid = "mark" if index in marks else "token"
+            _draw_token(picture, axes, (left + 0.06, row + 0.6), texts[index], float(values[index]), scale, gid)
+            left += widths[index]
+    add_colorbar(picture, axes, scale)
     notes = [f"the length of the gradient over the {features} numbers of each token"] if features > 1 else []
-    if len(tokens) > MOST:
-        notes.append(f"the first {MOST} of {len(tokens)} tokens")
+    if len(tokens) > MAX_TOKENS:
+        notes.append(f"the first {MAX_TOKENS} of {len(tokens)} tokens")
     return picture, [*notes, *scale.notes]
 
 
-def _shown(token: str) -> str:
-    """A token on one line, with blanks that can be seen."""
-    text = "".join(["·" if sign == " " else sign if sign.isprintable() else "␤" for sign in token]) or "∅"
-    return text if len(text) <= LONGEST_TOKENS else f"{text[: LONGEST_TOKENS - 1]}…"
+def _make_printable(token: str) -> str:
+    """Return a token on one line, with visible blanks."""
+    text = (
+        "".join(["·" if character == " " else character if character.isprintable() else "␤" for character in token])
+        or "∅"
+    )
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
 
-def _width(picture: Picture, text: str) -> float:
-    """How many inches a token takes, with what is between it and the next."""
-    made = picture.text(0, 0, text, **picture.words())
-    extent = made.get_window_extent(picture.canvas.get_renderer())  # type: ignore[attr-defined]
-    made.remove()
+def _measure(picture: Picture, text: str) -> float:
+    """Return the width of a token in inches, with the space behind it."""
+    artist = picture.text(0, 0, text, **picture.text_style())
+    extent = artist.get_window_extent(picture.canvas.get_renderer())  # type: ignore[attr-defined]
+    artist.remove()
     return float(extent.width / picture.dpi) + 0.16
 
 
-def _lines(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Which tokens stand in which line."""
+def _break_lines(widths: Sequence[float], room: float) -> list[list[int]]:
+    """Return the indices of the tokens of each line."""
     lines: list[list[int]] = [[]]
     used = 0.0
-    for number, width in enumerate(widths):
+    for index, width in enumerate(widths):
         if lines[-1] and used + width > room:
             lines.append([])
             used = 0.0
-        lines[-1].append(number)
+        lines[-1].append(index)
         used += width
     return lines
 
 
-def _draw(
+def _draw_token(
     picture: Picture, axes: Any, at: tuple[float, float], text: str, value: float, scale: Scale, gid: str
 ) -> None:
     theme, mark = picture.theme, gid == "mark"
-    names = [name for name, test in BROKEN.items() if test(value)]
-    colour = to_rgba(theme.broken[names[0]]) if names else shade(picture, value, scale)
+    names = [name for name, test in NONFINITE.items() if test(value)]
+    colour = to_rgba(theme.nonfinite[names[0]]) if names else colour_of(picture, value, scale)
     box = {"boxstyle": "round,pad=0.25", "facecolor": colour, "edgecolor": theme.ink if mark else "none"}
-    words = picture.words(color=readable(colour), weight="bold" if mark else "normal")
-    axes.text(*at, text, va="center", bbox=box | {"linewidth": 1.8}, gid=gid, **words)
+    style = picture.text_style(color=text_colour_on(colour), weight="bold" if mark else "normal")
+    axes.text(*at, text, va="center", bbox=box | {"linewidth": 1.8}, gid=gid, **style)

@@ -1,4 +1,7 @@
-"""A page: sections of prose, code, tables, pictures and numbers, written as one HTML file that needs nothing else."""
+"""A page in parts (prose, code, tables, pictures, numbers), written as one HTML file that needs nothing else.
+
+Each part is a dataclass whose `kind` says to the template `page.html` how it is shown.
+"""
 
 import base64
 import csv
@@ -20,12 +23,12 @@ from elementgrad._show.plot import plot
 from elementgrad._train.patch_file import replace_file, writable
 
 Tone = Literal["good", "bad", "odd", "calm"]
-ROWS = 20
-"""Rows of the table of numbers: all of so few, or the largest of more."""
-CARRIED = 1_200_000
-"""Bytes of numbers that one page carries for downloading."""
-FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
-"""With what a formula begins in some spreadsheet, the wide signs included."""
+MAX_ROWS = 20
+"""Rows of the table of numbers: all numbers if they are no more, else the largest."""
+DOWNLOAD_LIMIT = 1_200_000
+"""Bytes of numbers for downloading in one page."""
+FORMULA_STARTS = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+"""Characters with which some spreadsheet begins a formula, the wide signs included."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,20 @@ class Prose:
     kind: ClassVar = "prose"
     text: str
     ticks: bool = False
-    """Whether backticks set code apart; what a user wrote is left as it is."""
+    """True if backticks mark code; texts of the user's are left as they are."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of Python, in colours, or of something else, such as what they printed."""
+    """Lines of Python, in colours, or of output."""
 
     kind: ClassVar = "code"
     text: str
     python: bool = True
 
     @property
-    def coloured(self) -> str:
-        """The lines with their words in classes, all else escaped."""
+    def highlighted(self) -> str:
+        """The lines as HTML."""
         from pygments import highlight
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
@@ -58,7 +61,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Facts:
-    """Words, and what there is to say to each."""
+    """Pairs of a word and a text."""
 
     kind: ClassVar = "facts"
     rows: Sequence[tuple[str, str]]
@@ -66,7 +69,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Callout:
-    """One sentence to be seen first, and some lines to it."""
+    """A sentence that stands out, and some lines to it."""
 
     kind: ClassVar = "finding"
     head: str
@@ -76,7 +79,7 @@ class Callout:
 
 @dataclass(frozen=True)
 class StepList:
-    """A way, step by step: the number of each step, what it is, and whether it ends the way."""
+    """Numbered steps; each has True if it breaks the path."""
 
     kind: ClassVar = "steps"
     steps: Sequence[tuple[int, str, bool]]
@@ -84,29 +87,29 @@ class StepList:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under their heads, all of which can be downloaded where only some are shown."""
+    """Rows of cells under their heads, with a file of all rows where only some are shown."""
 
     kind: ClassVar = "table"
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
     name: str = ""
-    """The name of the file to download, without its ending; none for no file."""
+    """The name of the file to download, without its ending; empty for no file."""
     csv: str = ""
-    """What is in the file, in base64."""
+    """The content of the file, in base64."""
 
     @classmethod
-    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int, name: str) -> "Table":
-        """The first rows of a table, and a file of all."""
+    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int, name: str) -> "Table":
+        """Return a table of the first rows, with a file of all."""
         file = io.StringIO()
-        csv.writer(file).writerows([[_harmless(cell) for cell in row] for row in (heads, *rows)])
-        note = f"The first {most} of {len(rows)} rows; the file has them all." if len(rows) > most else ""
-        return cls(heads, rows[:most], note, _stem(name), base64.b64encode(file.getvalue().encode()).decode())
+        csv.writer(file).writerows([[_escape_formula(cell) for cell in row] for row in (heads, *rows)])
+        note = f"The first {limit} of {len(rows)} rows; the file has them all." if len(rows) > limit else ""
+        return cls(heads, rows[:limit], note, _file_stem(name), base64.b64encode(file.getvalue().encode()).decode())
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture in light and dark, and in words."""
+    """A picture in light and dark, with a description."""
 
     kind: ClassVar = "image"
     light: str
@@ -116,14 +119,14 @@ class Image:
 
     @classmethod
     def of(cls, what: Any, **options: Any) -> "Image":
-        """What `eg.plot` draws, in both themes, as PNG or SVG, whichever is smaller."""
-        made: dict[str, Any] = {theme: plot(what, theme=theme, **options) for theme in ("light", "dark")}
-        files = {format: made["light"].save(format) for format in ("png", "svg")}
+        """Draw with `eg.plot` in both themes, as PNG or SVG, whichever is smaller."""
+        light, dark = [plot(what, theme=theme, **options) for theme in ("light", "dark")]
+        files = {format: light.save(format) for format in ("png", "svg")}
         format = min(files, key=lambda format: len(files[format]))
-        kind = {"png": "image/png", "svg": "image/svg+xml"}[format]
-        themed = files[format], made["dark"].save(format)
-        light, dark = [f"data:{kind};base64,{base64.b64encode(file).decode()}" for file in themed]
-        return cls(light, dark, made["light"].alt, round(made["light"].get_figwidth() * 100))
+        media_type = {"png": "image/png", "svg": "image/svg+xml"}[format]
+        contents = files[format], dark.save(format)
+        light_url, dark_url = [f"data:{media_type};base64,{base64.b64encode(content).decode()}" for content in contents]
+        return cls(light_url, dark_url, light.alt, round(light.get_figwidth() * 100))
 
 
 @dataclass(frozen=True)
@@ -134,27 +137,30 @@ class NumbersTable:
     name: str
     table: Table
     npy: str = ""
-    """The file of all, in base64; none where it would be too large."""
+    """The file of all, in base64; empty if it would be too large."""
     left_out: str = ""
 
     @classmethod
-    def of(cls, values: np.ndarray, name: str, beside: np.ndarray | None = None, room: int = CARRIED) -> "NumbersTable":
-        """Some numbers by their name, perhaps beside those of the tensor that they are about."""
+    def of(
+        cls, values: np.ndarray, name: str, inputs: np.ndarray | None = None, limit: int = DOWNLOAD_LIMIT
+    ) -> "NumbersTable":
+        """Return gradients as a table and a file of at most `limit` bytes, beside the values of their elements."""
         file = io.BytesIO()
         with np.errstate(over="ignore"):
             narrow = values.astype("<f4")
         exact = np.array_equal(narrow.astype(np.float64), values, equal_nan=True)
         np.save(file, narrow if exact else values.astype("<f8"))
         npy = file.getvalue()
-        left = f"All {values.size} numbers would take {len(npy) / 1e6:.1f} MB and are left out; eg.grad gives them."
-        fits = len(npy) <= room
-        carried = base64.b64encode(npy).decode() if fits else ""
-        return cls(_stem(name), _largest(values, beside), carried, "" if fits else left)
+        table = _largest_rows(values, inputs)
+        if len(npy) <= limit:
+            return cls(_file_stem(name), table, base64.b64encode(npy).decode())
+        note = f"All {values.size} numbers would take {len(npy) / 1e6:.1f} MB and are left out; eg.grad gives them."
+        return cls(_file_stem(name), table, left_out=note)
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A smaller heading within a section."""
+    """A heading within a section."""
 
     kind: ClassVar = "heading"
     text: str
@@ -175,7 +181,7 @@ Part = Prose | Code | Facts | Callout | StepList | Table | Image | NumbersTable 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading and the parts under it."""
 
     title: str
     parts: Sequence[Part]
@@ -195,11 +201,11 @@ class Page:
     sections: Sequence[Section]
     lead: str = ""
     opening: Sequence[Part] = ()
-    """What is to be seen first, before the list of sections."""
-    made: datetime = field(default_factory=lambda: datetime.now(UTC))
+    """Parts before the list of sections."""
+    created: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def html(self) -> str:
-        """The whole file."""
+        """Return the content of the file."""
         require("jinja2 pygments", "a report", "show")
         import jinja2
 
@@ -208,7 +214,7 @@ class Page:
         environment = jinja2.Environment(
             loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        when = self.made.strftime("%Y-%m-%d %H:%M UTC")
+        when = self.created.strftime("%Y-%m-%d %H:%M UTC")
         return environment.get_template("page.html").render(page=self, version=__version__, when=when)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
@@ -217,9 +223,9 @@ class Page:
         return Path(path)
 
 
-def _harmless(cell: str) -> str:
-    """Return a cell that no spreadsheet takes for a formula: a name may come from a file of anybody's."""
-    if not cell.startswith(FORMULA):
+def _escape_formula(cell: str) -> str:
+    """Return a cell that no spreadsheet reads as a formula: a name may come from any file."""
+    if not cell.startswith(FORMULA_STARTS):
         return cell
     try:
         float(cell)
@@ -228,21 +234,20 @@ def _harmless(cell: str) -> str:
     return cell
 
 
-def _stem(name: str) -> str:
-    """A name for a file."""
+def _file_stem(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "numbers"
 
 
-def _largest(values: np.ndarray, beside: np.ndarray | None) -> Table:
-    """The largest numbers in size, or all of a few in order."""
+def _largest_rows(values: np.ndarray, inputs: np.ndarray | None) -> Table:
+    """Return a table of the numbers that are largest in size, or of all in order if they are few."""
     flat = values.reshape(-1)
     sizes = np.where(np.isnan(flat), np.inf, np.abs(flat))
-    few = flat.size <= ROWS
-    chosen = np.arange(flat.size) if few else np.argsort(-sizes, kind="stable")[:ROWS]
+    few = flat.size <= MAX_ROWS
+    chosen = np.arange(flat.size) if few else np.argsort(-sizes, kind="stable")[:MAX_ROWS]
     rows = []
     for position in chosen.tolist():
         where = ", ".join([str(int(axis)) for axis in np.unravel_index(position, values.shape)]) if values.shape else ""
-        about = [] if beside is None else [f"{beside.reshape(-1)[position]:.6g}"]
-        rows.append([f"[{where}]", f"{flat[position]:.6g}", *about])
-    heads = ["index", "gradient", *(["value there"] if beside is not None else [])]
-    return Table(heads, rows, "" if few else f"The {ROWS} largest in size of {flat.size}.")
+        row = [f"[{where}]", f"{flat[position]:.6g}"]
+        rows.append(row if inputs is None else [*row, f"{inputs.reshape(-1)[position]:.6g}"])
+    heads = ["index", "gradient"] if inputs is None else ["index", "gradient", "value there"]
+    return Table(heads, rows, "" if few else f"The {MAX_ROWS} largest in size of {flat.size}.")

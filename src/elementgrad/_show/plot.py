@@ -1,7 +1,12 @@
-"""`plot`: something of the library in, a matplotlib figure out."""
+"""`eg.plot`: choose the picture that fits what is given, and draw it.
+
+Pictures of arrays and Jacobians are in `heatmaps.py`, those of numbers in an order (shares, changes, traces) in
+`steps.py`. Both import matplotlib, and so are imported here only when a picture is drawn.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +16,18 @@ from elementgrad._names.call import Operand
 from elementgrad._optional import require
 from elementgrad._read.contributions import Shares
 from elementgrad._read.jacobian import Jacobian, sides
-from elementgrad._show.heatmaps import COLOURS, Planes, bare, channels_last, without_ones
-from elementgrad._show.values import MARKS, Scale, floats, marked, require_some
+from elementgrad._show.values import (
+    IMAGE_CHANNELS,
+    MAX_MARKS,
+    Planes,
+    Scale,
+    flat_positions,
+    has_channels_last,
+    mark_coordinates,
+    move_marks,
+    require_elements,
+    to_floats,
+)
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch
 from elementgrad.errors import BroadcastError, OptionError, SizeError
@@ -20,14 +35,29 @@ from elementgrad.errors import BroadcastError, OptionError, SizeError
 if TYPE_CHECKING:
     from elementgrad._show.style import Picture, Theme
 
+    Drawing = tuple[Picture, list[str], str]
+    """A picture, notes on what it leaves out, and a description for those who cannot see it."""
+
 Tensor = Any
-HEATS = ("vector", "matrix", "image", "channels", "tokens", "field", "spy")
+KINDS = ("vector", "matrix", "image", "channels", "tokens", "field", "spy")
 """What an array of gradients can be shown as."""
-WORDS = {"vector": "Bars", "tokens": "Tokens in colours", "field": "Image and receptive field"}
-LINES = 128
-"""Rows and columns of a Jacobian that are computed for a picture of it."""
-READ = 1 << 22
-"""Numbers that are computed of a Jacobian shown otherwise."""
+KIND_NAMES = {"vector": "Bars", "tokens": "Tokens in colours", "field": "Image and receptive field"}
+MAX_LINES = 128
+"""Rows and columns of a Jacobian that are computed for a picture of its nonzeros."""
+MAX_ENTRIES = 1 << 22
+"""Entries of a Jacobian that are computed for any other picture, or for a report."""
+
+
+@dataclass(frozen=True)
+class ArrayOptions:
+    """The options of `eg.plot` that are for arrays of gradients."""
+
+    kind: str | None
+    mark: Any
+    tokens: Sequence[str] | None
+    image: Tensor
+    channels: str | None
+    limit: float | None
 
 
 def plot(
@@ -42,17 +72,27 @@ def plot(
     channels: str | None = None,
     limit: float | None = None,
 ) -> "Picture":
-    """A picture, as a matplotlib figure, of gradients or of whatever else the library gives.
+    """Draw gradients, or anything else that the library returns, as a matplotlib figure.
 
-    A tensor of any framework or an array is shown by its shape, without leading axes of size one: a `"vector"` as bars,
-    a `"matrix"`, an `"image"` of one to four channels, more `"channels"` as a grid of feature maps; `kind` decides
-    otherwise. With `tokens` it is a sequence of these texts, with `image` the receptive field over that image. A
-    Jacobian is shown by where it is not zero (`"spy"`), contributions as a waterfall, elements and patches before and
-    after, and a list of `{place: values}`, one for each step, as a trace.
+    Zero is in the middle of the colours, which end where a few large numbers would drown all others, or at `limit`.
+    The picture says what is beyond, not finite or left out.
 
-    Zero is in the middle of the colours, which end where a few large numbers would drown all others, or at `limit`; the
-    picture says what is beyond, not finite or left out. `mark` frames elements: an index, a place or its text, such as
-    `"x[0, 5]"`. `channels="last"` is where TensorFlow has them. `theme` is `"light"` or `"dark"`.
+    Args:
+        what: A tensor of any framework or an array, drawn by its shape without leading axes of size one: bars, a
+            matrix, an image of one, three or four channels, or a grid of feature maps. A Jacobian is drawn by where it
+            is not zero, contributions as a waterfall, elements and patches before and after, and a list of
+            `{place: values}`, one for each step, as a trace.
+        kind: Draw an array as `"vector"`, `"matrix"`, `"image"`, `"channels"`, `"tokens"`, `"field"` or `"spy"`.
+        mark: Elements to frame: an index, a place or its text, such as `"x[0, 5]"`.
+        title: The text at the head.
+        theme: `"light"` or `"dark"`.
+        tokens: One text for each position of a sequence, drawn in the colours of their gradients.
+        image: The image over which the gradient is drawn, as a receptive field.
+        channels: `"first"` or `"last"`; by default where the framework has them.
+        limit: The end of the colours.
+
+    Returns:
+        A figure that shows itself in a notebook, with a description in `alt` and what it leaves out in `notes`.
 
     >>> import torch, elementgrad as eg
     >>> gradient = eg.grad(lambda x: (x**3).sum(), torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
@@ -61,129 +101,118 @@ def plot(
     (-27.0, 27.0)
     """
     require("matplotlib", "eg.plot", "show")
-    from elementgrad._show.style import theme_of
+    from elementgrad._show.style import get_theme
 
-    colours = theme_of(theme)
-    if kind is not None and kind not in HEATS:
-        raise OptionError(f"kind={kind!r} is none of {', '.join(HEATS)}; give one of them, or leave it out")
-    other = _ordered(what, colours)
-    if other is not None:
-        given = {"kind": kind, "mark": mark, "tokens": tokens, "image": image, "channels": channels, "limit": limit}
-        for name, value in given.items():
-            if value is not None:
-                raise OptionError(f"{name} is for arrays of gradients, and this is {type(what).__name__}; leave it out")
-        picture, notes, alt = other
-        return picture.finish(title, alt, notes)
-    if isinstance(what, Jacobian) and kind in (None, "spy") and tokens is None and image is None:
-        return _spied(what, mark, colours, title)
-    if isinstance(what, Jacobian):
-        what = _dense(what)
-    return _heated(what, kind, mark, title, colours, tokens, image, channels, limit)
+    colours = get_theme(theme)
+    if kind is not None and kind not in KINDS:
+        raise OptionError(f"kind={kind!r} is none of {', '.join(KINDS)}; give one of them, or leave it out")
+    options = ArrayOptions(kind, mark, tokens, image, channels, limit)
+    drawing = _draw_steps(what, options, colours)
+    if drawing is None and isinstance(what, Jacobian):
+        if kind in (None, "spy") and tokens is None and image is None:
+            drawing = _draw_jacobian(what, mark, colours)
+        else:
+            what = _to_dense(what)
+    picture, notes, alt = drawing or _draw_array(what, options, colours)
+    return picture.finish(title, alt, notes)
 
 
-def _ordered(what: Any, theme: "Theme") -> "tuple[Picture, list[str], str] | None":
-    """Pictures of numbers that come one after another."""
+def _draw_steps(what: Any, options: ArrayOptions, theme: "Theme") -> "Drawing | None":
+    """Draw numbers that come one after another; return None for anything else."""
     from elementgrad._show import steps
 
+    draw: Any
     if isinstance(what, Shares):
-        return steps.waterfall(what, theme)
-    if isinstance(what, Elements):
-        return steps.changes(patch_of(what), theme)
-    if isinstance(what, Patch):
-        return steps.changes(what, theme)
-    if steps.snapshots(what):
-        return steps.trace(what, theme)
-    return None
+        draw = steps.draw_waterfall
+    elif isinstance(what, Elements | Patch):
+        draw = steps.draw_changes
+    elif steps.is_trace(what):
+        draw = steps.draw_trace
+    else:
+        return None
+    drawing: Drawing = draw(patch_of(what) if isinstance(what, Elements) else what, theme)
+    for name, value in vars(options).items():
+        if value is not None:
+            raise OptionError(f"{name} is for arrays of gradients, and this is {type(what).__name__}; leave it out")
+    return drawing
 
 
-def _heated(
-    what: Any,
-    kind: str | None,
-    mark: Any,
-    title: str | None,
-    theme: "Theme",
-    tokens: Sequence[str] | None,
-    image: Tensor,
-    channels: str | None,
-    limit: float | None,
-) -> "Picture":
+def _draw_array(what: Any, options: ArrayOptions, theme: "Theme") -> "Drawing":
     from elementgrad._show import heatmaps
-    from elementgrad._show.heatmaps import per_token, sequence
 
-    values, framework = floats(what), _framework(what)
-    require_some(values.shape)
-    kind = _kind(kind, values.shape, channels, framework, tokens is not None, image is not None)
-    marks = marked(mark, values.shape)
+    values, framework, limit = to_floats(what), _framework_of(what), options.limit
+    require_elements(values.shape)
+    kind = _choose_kind(options, values.shape, framework)
+    marks = mark_coordinates(options.mark, values.shape)
     if kind == "tokens":
-        numbers, texts = per_token(values, tokens)
-        each = values.size // len(numbers)
-        positions = (bare(marks, values.shape) // each).tolist()
-        made = sequence(numbers, texts, positions, theme, limit, each)
+        numbers, texts = heatmaps.reduce_per_token(values, options.tokens)
+        features = values.size // len(numbers)
+        positions = (flat_positions(marks, values.shape) // features).tolist()
+        picture, notes = heatmaps.draw_tokens(numbers, texts, positions, theme, limit, features)
     elif kind == "vector":
-        made = heatmaps.vector(values, marks, theme, limit)
+        picture, notes = heatmaps.draw_vector(values, marks, theme, limit)
     elif kind == "matrix":
-        made = heatmaps.matrix(values, marks, theme, limit)
+        picture, notes = heatmaps.draw_matrix(values, marks, theme, limit)
     elif kind == "spy":
         table = heatmaps.as_matrix(values)
-        made = heatmaps.spy(
-            table, heatmaps.flattened(marks, values.shape, table.shape), theme, (None, None), table.shape
-        )
+        marks_in_table = move_marks(marks, values.shape, table.shape)
+        picture, notes = heatmaps.draw_spy(table, marks_in_table, theme, (None, None), table.shape)
     else:
-        shape = values.shape
-        last = len(shape) > 2 and channels_last(shape, channels, framework)
+        last = values.ndim > 2 and has_channels_last(values.shape, options.channels, framework)
         planes = Planes.of(values, marks, last)
         if kind == "channels":
-            made = heatmaps.channels(planes, theme, limit)
-        elif kind == "image":
-            made = heatmaps.image(_single(planes, values.shape), theme, limit)
+            picture, notes = heatmaps.draw_channels(planes, theme, limit)
         else:
-            made = heatmaps.field(_single(planes, values.shape), _under(image, planes, channels), theme, limit)
-    picture, notes = made
-    alt = f"{WORDS.get(kind, 'Heat map')} of a gradient of shape {values.shape}: {Scale.of(values, limit).described}"
-    return picture.finish(title, alt + _named(marks), [*_named_values(marks, values), *notes])
+            _require_one_image(values.shape)
+            if kind == "image":
+                picture, notes = heatmaps.draw_image(planes, theme, limit)
+            else:
+                background = _to_background(options.image, planes, options.channels)
+                picture, notes = heatmaps.draw_receptive_field(planes, background, theme, limit)
+    name = KIND_NAMES.get(kind, "Heat map")
+    alt = f"{name} of a gradient of shape {values.shape}: {Scale.of(values, limit).description}"
+    return picture, [*_mark_notes(marks, values), *notes], alt + _marks_text(marks)
 
 
-def _framework(what: Any) -> str | None:
-    owner = registry.backend_of(what)
-    return owner.name if owner is not None else None
+def _framework_of(what: Any) -> str | None:
+    backend = registry.backend_of(what)
+    return backend.name if backend is not None else None
 
 
-def _kind(
-    kind: str | None, shape: tuple[int, ...], channels: str | None, framework: str | None, tokens: bool, image: bool
-) -> str:
-    """What an array is shown as."""
-    needs = {"tokens": tokens, "field": image}
-    for name, given in needs.items():
-        argument = "tokens" if name == "tokens" else "image"
-        if given and kind not in (None, name):
-            raise OptionError(f'{argument} is for kind="{name}" and not for kind="{kind}"; leave one of them out')
-        if kind == name and not given:
-            raise OptionError(f'kind="{name}" needs {argument}; give it, as in eg.plot(g, {argument}={argument})')
-    if tokens or image:
-        return "tokens" if tokens else "field"
-    axes = without_ones(shape)
+def _choose_kind(options: ArrayOptions, shape: tuple[int, ...], framework: str | None) -> str:
+    kind = options.kind
+    for needed_by, argument in (("tokens", "tokens"), ("field", "image")):
+        is_given = getattr(options, argument) is not None
+        if is_given and kind not in (None, needed_by):
+            raise OptionError(f'{argument} is for kind="{needed_by}" and not for kind="{kind}"; leave one of them out')
+        if kind == needed_by and not is_given:
+            raise OptionError(f'kind="{needed_by}" needs {argument}; give it, as in eg.plot(g, {argument}={argument})')
+    if options.tokens is not None:
+        return "tokens"
+    if options.image is not None:
+        return "field"
+    axes = drop_leading_ones(shape)
     if kind is None and len(axes) > 2:
-        last = channels_last(shape, channels, framework)
-        return "image" if len(axes) == 3 and (axes[-1] if last else axes[0]) in COLOURS else "channels"
+        last = has_channels_last(shape, options.channels, framework)
+        return "image" if len(axes) == 3 and (axes[-1] if last else axes[0]) in IMAGE_CHANNELS else "channels"
     kind = kind or ("matrix" if len(axes) == 2 else "vector")
     if kind in ("image", "channels") and len(shape) < 2:
         raise OptionError(f'kind="{kind}" needs rows and columns, and the shape is {shape}; use kind="vector"')
     return kind
 
 
-def _single(planes: Planes, shape: tuple[int, ...]) -> Planes:
-    """The planes of one image."""
-    if len(shape) > 3 and math.prod(shape[:-3]) != 1:
-        raise OptionError(f"shape {shape} is that of {math.prod(shape[:-3])} images; give one, as in eg.plot(g[0])")
-    return planes
+def _require_one_image(shape: tuple[int, ...]) -> None:
+    count = math.prod(shape[:-3])
+    if count != 1:
+        raise OptionError(f"shape {shape} is that of {count} images; give one, as in eg.plot(g[0])")
 
 
-def _under(image: Tensor, planes: Planes, channels: str | None) -> np.ndarray:
-    """The image that a gradient lies over, from 0 to 1, in grey or in three colours."""
-    values, framework = floats(image), _framework(image)
+def _to_background(image: Tensor, planes: Planes, channels: str | None) -> np.ndarray:
+    """Return the image under a gradient, from 0 to 1, in grey or in three colours."""
+    values = to_floats(image)
     rows, columns = planes.stack.shape[1:]
-    shape = without_ones(values.shape)
-    last = len(shape) == 3 and channels_last(shape, channels, framework)
+    shape = drop_leading_ones(values.shape)
+    last = len(shape) == 3 and has_channels_last(shape, channels, _framework_of(image))
     size = shape[:-1] if last else shape[-2:]
     if len(shape) not in (2, 3) or size != (rows, columns):
         raise BroadcastError(
@@ -199,53 +228,65 @@ def _under(image: Tensor, planes: Planes, channels: str | None) -> np.ndarray:
     return (finite - low) / ((high - low) or 1.0)
 
 
-def _dense(jacobian: Jacobian) -> Tensor:
+def drop_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without leading axes of size one, such as that of a batch of one."""
+    first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
+def _to_dense(jacobian: Jacobian) -> Tensor:
     size = math.prod(jacobian.shape)
-    if size > READ:
+    if size > MAX_ENTRIES:
         raise SizeError(f"{jacobian!r} has {size} entries, too many for a picture; plot some, as in eg.plot(J[0, :])")
     return jacobian.dense()
 
 
-def _spied(jacobian: Jacobian, mark: Any, theme: "Theme", title: str | None) -> "Picture":
-    """Some rows and columns of a Jacobian, evenly spread, and where they are not zero."""
+def _draw_jacobian(jacobian: Jacobian, mark: Any, theme: "Theme") -> "Drawing":
+    """Draw where some rows and columns of a Jacobian, evenly spread, are not zero."""
     from elementgrad._show import heatmaps
 
     of, wrt = sides(jacobian)
-    require_some(jacobian.shape)
-    lines = [_spread(math.prod(side.shape)) for side in (of, wrt)]
-    block = floats(jacobian[_index(of, lines[0]), _index(wrt, lines[1])])
-    columns = len(lines[1])
-    table = block.reshape(-1, columns)
-    examples = len(table) // len(lines[0])
-    height = math.prod(of.shape) * examples
-    marks = marked(mark, jacobian.shape)
-    positions = np.stack(np.unravel_index(bare(marks, jacobian.shape), (height, math.prod(wrt.shape))), axis=-1)
-    rows = np.concatenate([lines[0] + math.prod(of.shape) * example for example in range(examples)])
-    where = np.array([[np.abs(rows - row).argmin(), np.abs(lines[1] - column).argmin()] for row, column in positions])
-    partly = [rows if len(rows) < height else None, lines[1] if columns < math.prod(wrt.shape) else None]
-    picture, notes = heatmaps.spy(table, where.reshape(-1, 2), theme, partly, (height, math.prod(wrt.shape)))
+    require_elements(jacobian.shape)
+    of_size, width = math.prod(of.shape), math.prod(wrt.shape)
+    of_positions, columns = _spread_positions(of_size), _spread_positions(width)
+    block = to_floats(jacobian[_index_of(of, of_positions), _index_of(wrt, columns)])
+    table = block.reshape(-1, len(columns))
+    # A Jacobian of a batch has the rows of `of` once for each example.
+    examples = len(table) // len(of_positions)
+    rows = np.concatenate([of_positions + of_size * example for example in range(examples)])
+    height = of_size * examples
+    marks = mark_coordinates(mark, jacobian.shape)
+    nearest = [
+        [np.abs(rows - row).argmin(), np.abs(columns - column).argmin()]
+        for row, column in move_marks(marks, jacobian.shape, (height, width))
+    ]
+    lines = [rows if len(rows) < height else None, columns if len(columns) < width else None]
+    marks_in_table = np.array(nearest, np.int64).reshape(-1, 2)
+    picture, notes = heatmaps.draw_spy(table, marks_in_table, theme, lines, (height, width))
     alt = f"Where the derivative of {of.name} {of.shape} by {wrt.name} {wrt.shape} is not zero: {notes[0]}"
-    return picture.finish(title, alt + _named(marks), notes)
+    return picture, notes, alt + _marks_text(marks)
 
 
-def _spread(size: int) -> np.ndarray:
-    return np.unique(np.linspace(0, size - 1, min(size, LINES)).astype(np.int64))
+def _spread_positions(size: int) -> np.ndarray:
+    return np.unique(np.linspace(0, size - 1, min(size, MAX_LINES)).astype(np.int64))
 
 
-def _index(side: Operand, positions: np.ndarray) -> Any:
-    """Elements of a side by their positions in it."""
+def _index_of(side: Operand, positions: np.ndarray) -> Any:
     if len(positions) == math.prod(side.shape):
         return ...
     return tuple(np.unravel_index(positions, side.shape))
 
 
-def _named(marks: np.ndarray) -> str:
+def _marks_text(marks: np.ndarray) -> str:
     return f"; marked: {', '.join([str(row) for row in marks[:3].tolist()])}" if len(marks) else ""
 
 
-def _named_values(marks: np.ndarray, values: np.ndarray) -> list[str]:
-    """The numbers of the first few marked elements."""
-    shown = [f"{row} = {values[tuple(row)]:.4g}" for row in marks[:3].tolist()]
-    more = [f"and {len(marks) - 3} more"] if len(marks) > 3 else []
-    framed = [f"{MARKS} of {len(marks)} marked elements are framed"] if len(marks) > MARKS else []
-    return [f"marked: {', '.join([*shown, *more])}", *framed] if shown else []
+def _mark_notes(marks: np.ndarray, values: np.ndarray) -> list[str]:
+    """Return the values of the first few marked elements as text."""
+    if not len(marks):
+        return []
+    texts = [f"{row} = {values[tuple(row)]:.4g}" for row in marks[:3].tolist()]
+    if len(marks) > 3:
+        texts.append(f"and {len(marks) - 3} more")
+    framed = [f"{MAX_MARKS} of {len(marks)} marked elements are framed"] if len(marks) > MAX_MARKS else []
+    return [f"marked: {', '.join(texts)}", *framed]
