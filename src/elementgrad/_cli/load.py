@@ -1,4 +1,4 @@
-"""What a command is about: a function or model of the user's, its inputs as tensors, and the framework they belong to.
+"""Load what a command is about: a function or model of the user's, and its inputs as tensors of its framework.
 
 Objects are named `file.py:name` or `package.module:name`. Inputs are arrays from files, JSON, or such objects; arrays
 become tensors once the framework is known.
@@ -302,7 +302,7 @@ class InputArray(pytree.Leaf):
 
 
 class NamedInputs(dict[str, Any]):
-    """What a file holds by name."""
+    """The arrays of a file, by name."""
 
 
 def read_inputs(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:

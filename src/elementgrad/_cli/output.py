@@ -1,4 +1,4 @@
-"""What a command prints besides its result: messages, errors, and the exit code that follows from them.
+"""Everything that a command prints besides its result: messages and errors, with the exit code that follows.
 
 Also the streams themselves: standard output and error may be closed, or may know few characters, as on Windows where
 they are redirected. Nothing is imported here that takes time, since the help needs it.

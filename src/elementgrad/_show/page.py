@@ -50,7 +50,7 @@ class Code:
     python: bool = True
 
     @property
-    def highlighted(self) -> str:
+    def html(self) -> str:
         """The lines as HTML."""
         from pygments import highlight
         from pygments.formatters import HtmlFormatter

@@ -1,4 +1,4 @@
-"""`eg.plot`: choose the picture that fits what is given, and draw it.
+"""`eg.plot`: choose the picture that fits an object, and draw it.
 
 Pictures of arrays and Jacobians are in `heatmaps.py`, those of numbers in an order (shares, changes, traces) in
 `steps.py`. Both import matplotlib, and so are imported here only when a picture is drawn.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Tensor = Any
 KINDS = ("vector", "matrix", "image", "channels", "tokens", "field", "spy")
-"""What an array of gradients can be shown as."""
+"""Pictures of an array of gradients."""
 KIND_NAMES = {"vector": "Bars", "tokens": "Tokens in colours", "field": "Image and receptive field"}
 MAX_LINES = 128
 """Rows and columns of a Jacobian that are computed for a picture of its nonzeros."""
@@ -93,6 +93,11 @@ def plot(
 
     Returns:
         A figure that shows itself in a notebook, with a description in `alt` and what it leaves out in `notes`.
+
+    Raises:
+        OptionError: An option does not fit `what`, or there are no elements.
+        FrameworkError: `what` is nothing that can be drawn.
+        SizeError: A Jacobian has too many entries for the `kind`.
 
     >>> import torch, elementgrad as eg
     >>> gradient = eg.grad(lambda x: (x**3).sum(), torch.tensor([[1.0, -2.0], [0.5, 3.0]]))

@@ -86,6 +86,10 @@ def report(
     Returns:
         The path of the file.
 
+    Raises:
+        PlaceError: `of` or `wrt` names nothing.
+        SizeError: The derivative has too many entries; name fewer elements.
+
     >>> import tempfile, pathlib, torch, elementgrad as eg
     >>> path = pathlib.Path(tempfile.mkdtemp(), "report.html")
     >>> eg.report(path, lambda x: (x**2).sum(), torch.tensor([1.0, 2.0]), title="squares") == path

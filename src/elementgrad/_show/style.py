@@ -1,6 +1,6 @@
 """A matplotlib figure in our colours and fonts, light and dark, and what all pictures share: cells, bars, legends.
 
-The colours can be told apart with colour vision deficiencies. Figures are made without pyplot, and styles are set on
+The colours can be distinguished with colour vision deficiencies. Figures are made without pyplot, and styles are set on
 every artist, so that matplotlib's settings are neither changed nor obeyed.
 """
 

@@ -87,11 +87,11 @@ class Scale:
     count: int
     nonzero: int
     beyond: int
-    """How many finite numbers are larger in size than the limit."""
+    """The count of finite numbers that are larger in size than the limit."""
     lowest: float
     highest: float
     nonfinite: dict[str, int]
-    """How many are not finite, by kind."""
+    """The counts of numbers that are not finite, by kind."""
 
     @classmethod
     def of(cls, values: np.ndarray, limit: float | None = None) -> "Scale":
@@ -111,7 +111,7 @@ class Scale:
 
     @property
     def notes(self) -> list[str]:
-        """What a picture in these colours leaves out."""
+        """Remarks on numbers that a picture in these colours does not show."""
         notes = []
         if self.beyond:
             largest = max(self.highest, -self.lowest)

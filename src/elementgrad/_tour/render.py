@@ -63,7 +63,7 @@ def show_tour(framework: str, out: str | None) -> None:
         terminal.chapter("The two models")
         models = []
         for model in MODELS:
-            models.append(tour.train(model))
+            models.append(tour.run_shared(model))
             terminal.cell("trained", models[-1], "cyan")
         chapters: list[AnsweredChapter] = []
         for chapter in CHAPTERS:

@@ -152,14 +152,14 @@ class CellResult:
     """A cell and what it gave."""
 
     text: str
-    """What the code does, in a sentence or two."""
+    """A sentence or two on what the code does."""
     code: str
     values: dict[str, Any] = field(default_factory=dict)
     """The values of the last line, by their expressions."""
     error: str | None = None
     """The error that was raised instead."""
     names: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Every name that the code can see or has made."""
+    """The namespace in which the code ran."""
 
 
 @dataclass(frozen=True)
@@ -181,29 +181,26 @@ class Tour:
     def __init__(self, framework: str, folder: Path):
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        self.framework = framework
         self._cells = read_cells(framework)
         self._names: dict[str, Any] = {"folder": folder}
         try:
-            self._add_names("setup")
+            self.run_shared("setup")
         except ImportError as error:
             package = error.name or framework
             install = f"'elementgrad[{framework}]'" if package == framework else package
             raise FrameworkError(f"the tour needs {package}; pip install {install}") from None
 
-    def train(self, model: str) -> CellResult:
-        return self._add_names(model)
+    def run_shared(self, key: str) -> CellResult:
+        """Run a cell whose names all later cells see."""
+        result = self._run(key)
+        self._names |= result.names
+        return result
 
     def answer(self, question: Question) -> Answer:
         usual = None
         if f"{question.key}: usual" in self._cells:
             usual = self._run(f"{question.key}: usual", catch=True)
         return Answer(QUESTIONS.index(question) + 1, question, self._run(question.key), usual)
-
-    def _add_names(self, key: str) -> CellResult:
-        result = self._run(key)
-        self._names |= result.names
-        return result
 
     def _run(self, key: str, catch: bool = False) -> CellResult:
         return run_cell(key, self._cells[key], self._names, catch)
