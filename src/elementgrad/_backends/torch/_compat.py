@@ -50,3 +50,8 @@ def decomposition_table() -> Any:
     from torch._decomp import decomposition_table as table
 
     return table
+
+
+def derivative_is_missing(error: Exception) -> bool:
+    """Return True for the error about an op without a reverse or forward rule."""
+    return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
