@@ -21,7 +21,7 @@ Kind = Literal["rows", "columns", "both", "symmetric"]
 MAX_SPLITS = 6
 """So many ways to separate the dense rows or columns from the others are tried."""
 ROUNDS = 6
-"""How often first fit is tried again, in orders by the colors of the best result."""
+"""Number of times that first fit is tried again, in orders by the colors of the best result."""
 MAX_PATIENT_SIZE = 300_000
 """Patterns of up to so many entries are colored in several orders."""
 MAX_AXES = 3
@@ -34,7 +34,7 @@ MAX_FACTORS = 40
 
 @dataclass(frozen=True, eq=False)
 class Coloring:
-    """How the entries of a pattern are read in few sweeps.
+    """A plan to read the entries of a pattern in few sweeps.
 
     A reverse sweep is seeded with all rows of a color and gives their sum; a forward sweep is seeded with all columns
     of a color. Each entry is alone somewhere in those sums.

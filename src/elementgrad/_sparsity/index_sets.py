@@ -92,10 +92,10 @@ class IndexSets:
     def reduce(self, ids: Ids, axes: Sequence[int], keepdims: bool = False) -> Ids:
         """Return the unions over some axes."""
         axes = sorted({axis % ids.ndim for axis in axes})
-        kept = [axis for axis in range(ids.ndim) if axis not in axes]
-        shape = [1 if axis in axes else size for axis, size in enumerate(ids.shape) if axis in kept or keepdims]
-        count = int(np.prod([ids.shape[axis] for axis in kept]))
-        flat = ids.transpose([*kept, *axes]).reshape(count, int(np.prod([ids.shape[axis] for axis in axes])))
+        others = [axis for axis in range(ids.ndim) if axis not in axes]
+        shape = [1 if axis in axes else size for axis, size in enumerate(ids.shape) if axis in others or keepdims]
+        count = int(np.prod([ids.shape[axis] for axis in others]))
+        flat = ids.transpose([*others, *axes]).reshape(count, int(np.prod([ids.shape[axis] for axis in axes])))
         if flat.shape[1] == 1:
             return flat.reshape(shape)
         same = (flat[:, :1] == flat).all(1) if flat.shape[1] else np.zeros(count, dtype=bool)

@@ -182,11 +182,11 @@ class Pattern:
             rows: The row of each entry.
             columns: The column of each entry, beside `rows`.
         """
-        wanted = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
+        keys = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
         if not self.size:
-            return np.full(wanted.shape, -1)
-        nearest = np.minimum(np.searchsorted(self.keys, wanted), self.size - 1)
-        return np.where(self.keys[nearest] == wanted, nearest, -1)
+            return np.full(keys.shape, -1)
+        nearest = np.minimum(np.searchsorted(self.keys, keys), self.size - 1)
+        return np.where(self.keys[nearest] == keys, nearest, -1)
 
     def taken(self, rows: np.ndarray, columns: np.ndarray) -> "Pattern":
         """Return the pattern of some rows and columns.

@@ -364,12 +364,10 @@ MOVES: dict[str, Callable[..., Any]] = {
 
 
 def reduce(propagator: JaxprPropagator, equation: Any, operands: list[Value]) -> list[Value]:
-    """The union over some axes."""
     return [DependentValue(propagator.sets.reduce(operands[0].ids, equation.params["axes"]))]
 
 
 def cumulative(propagator: JaxprPropagator, equation: Any, operands: list[Value]) -> list[Value]:
-    """The union up to each element along an axis."""
     axis, reverse = equation.params["axis"], equation.params["reverse"]
     return [DependentValue(propagator.sets.cumulative(operands[0].ids, axis, reverse))]
 
@@ -383,7 +381,6 @@ def fft(propagator: JaxprPropagator, equation: Any, operands: list[Value]) -> Se
 
 
 def pool(propagator: JaxprPropagator, equation: Any, operands: list[Value]) -> list[Value]:
-    """The union over windows."""
     params = equation.params
     ids = propagator.sets.union(*dependent_ids(operands))
     window = params["window_dimensions"], params["window_strides"], params["padding"]

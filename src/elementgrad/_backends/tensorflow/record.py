@@ -61,8 +61,8 @@ class TensorflowRecorder(Recorder):
         x = _unwrap_variable(request.tensor)
         if any(x is recorded for recorded in self._tensors):
             return x
-        number = getattr(x, "_id", -1)
-        if not tf.is_tensor(x) or isinstance(x, tf.Variable) or not self._window[0] <= number < self._window[1]:
+        tensor_id = getattr(x, "_id", -1)
+        if not tf.is_tensor(x) or isinstance(x, tf.Variable) or not self._window[0] <= tensor_id < self._window[1]:
             raise request.outside_error()
         return x
 

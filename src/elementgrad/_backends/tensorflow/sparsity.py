@@ -349,7 +349,6 @@ def mirror_pad_backward(propagator: GraphPropagator, op: Operation, operands: li
 
 
 def reduce(propagator: GraphPropagator, op: Operation, operands: list[Value]) -> Sequence[Value]:
-    """The union over some axes."""
     operand, axes = operands
     if not propagator.is_known(axes):
         return everything(propagator, op, operands)
@@ -358,7 +357,6 @@ def reduce(propagator: GraphPropagator, op: Operation, operands: list[Value]) ->
 
 
 def cumulative(propagator: GraphPropagator, op: Operation, operands: list[Value]) -> Sequence[Value]:
-    """The union up to each element along an axis."""
     operand, axis = operands
     if not propagator.is_known(axis):
         return everything(propagator, op, operands)
@@ -532,7 +530,6 @@ def _kernel_mask(propagator: GraphPropagator, kernel: Value, shape: Sequence[int
 
 
 def pool(propagator: GraphPropagator, op: Operation, operands: list[Value]) -> Sequence[Value]:
-    """The union over windows."""
     if len(dependent_ids(operands)) > 1:
         return everything(propagator, op, operands)
     (ids,) = dependent_ids(operands[-1:]) or dependent_ids(operands[:1])

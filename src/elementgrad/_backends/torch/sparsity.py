@@ -227,7 +227,7 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 @dataclass
 class StorageCell:
-    """What is known of one storage."""
+    """Knowledge of one storage."""
 
     weak: StorageWeakRef
     """Keeps other storages from getting the same address."""

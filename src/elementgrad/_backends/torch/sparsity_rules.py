@@ -190,7 +190,6 @@ def _is_data(x: Tensor) -> bool:
 
 
 def reduce(call: OpCall) -> Results:
-    """The union over some axes."""
     ids = call.ids(call["self"])
     if ids is None or any(call.ids(x) is not None for x in call.tensors if x is not call["self"]):
         return None
@@ -202,7 +201,6 @@ def reduce(call: OpCall) -> Results:
 
 
 def cumulative(call: OpCall) -> Results:
-    """The union up to each element along an axis."""
     ids = call.ids(call["self"])
     if ids is None:
         return None
@@ -210,12 +208,10 @@ def cumulative(call: OpCall) -> Results:
 
 
 def fill(call: OpCall) -> Results:
-    """One value everywhere."""
     return [call.ids(call["value"])]
 
 
 def zero(call: OpCall) -> Results:
-    """A constant."""
     return [None for _ in call.outputs]
 
 
@@ -316,7 +312,6 @@ def matmul(left: str, right: str, bias: str | None = None) -> Rule:
 
 
 def dot(call: OpCall) -> Results:
-    """The product of two vectors."""
     a, b = call["self"], call.get("tensor", call.get("other"))
     parts = []
     for x, other in ((a, b), (b, a)):

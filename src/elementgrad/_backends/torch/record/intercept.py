@@ -1,4 +1,4 @@
-"""How the calls of the user's code reach the active recorders of a thread.
+"""Interception of the user's calls for the active recorders of a thread.
 
 Most calls come by a `TorchFunctionMode`. Two kinds do not, and are patched while a recorder is active:
 `autograd.Function.apply`, and the functions by which `torch.func` wraps its arguments. The tables of names say which
@@ -57,7 +57,7 @@ class _ThreadState(threading.local):
     recorders: tuple[CallInterceptor, ...] = ()
     """Innermost last."""
     pauses: int = 0
-    """How many `pause_recording` blocks the thread is in."""
+    """Number of `pause_recording` blocks that the thread is in."""
 
 
 _local = _ThreadState()

@@ -324,7 +324,7 @@ def split_by_use(of: Request, position: int, wrt: Request) -> list[UseFlow] | No
     ]
     if end.edge is None or not distinct:
         return None
-    seed = _seed(end, target, position, request.tensor)
+    seed = _make_seed(end, target, position, request.tensor)
     shape = source_request.positions.shape
     uses: list[UseFlow] = []
     edges: Any = [versions[n].edge for n in distinct]
@@ -343,7 +343,7 @@ def split_by_use(of: Request, position: int, wrt: Request) -> list[UseFlow] | No
     return uses if is_reached else None
 
 
-def _seed(end: TensorVersion, target: TrackedTensor, position: int, like: Tensor) -> Tensor:
+def _make_seed(end: TensorVersion, target: TrackedTensor, position: int, like: Tensor) -> Tensor:
     (in_seed,) = end.region.locate(target.addresses(np.array([position])))
     seed = torch.zeros(end.region.size, dtype=like.dtype, device=like.device)
     seed.view(-1)[int(in_seed)] = 1
@@ -376,11 +376,11 @@ def _read_mask(node: Any, size: tuple[int, ...]) -> np.ndarray:
     marks = torch.zeros(size, dtype=torch.bool)
     name = node.name()
     if name.startswith("SelectBackward"):
-        marks.select(node._saved_dim, _signed(node._saved_index)).fill_(True)
+        marks.select(node._saved_dim, _to_signed(node._saved_index)).fill_(True)
     elif name.startswith("SliceBackward"):
-        length = size[node._saved_dim]
-        start, stop = _signed(node._saved_start or 0), _signed(length if node._saved_end is None else node._saved_end)
-        marks.transpose(0, node._saved_dim)[slice(start, stop, node._saved_step)] = True
+        end = size[node._saved_dim] if node._saved_end is None else node._saved_end
+        where = slice(_to_signed(node._saved_start or 0), _to_signed(end), node._saved_step)
+        marks.transpose(0, node._saved_dim)[where] = True
     elif name.startswith("IndexBackward"):
         marks[tuple([slice(None) if part is None else part.cpu() for part in node._saved_indices])] = True
     else:
@@ -388,7 +388,7 @@ def _read_mask(node: Any, size: tuple[int, ...]) -> np.ndarray:
     return marks.reshape(-1).numpy()
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     """Return an int that PyTorch saved, which it shows as one of 64 bits without a sign."""
     return value - 2**64 if value >= 2**63 else value
 

@@ -34,7 +34,7 @@ class Proxy:
         self.storages: list[ProxiedStorage] = []
         """Its users, while their recordings last."""
         self._narrower: list[Tensor] = []
-        """What `tensor` was before it was widened."""
+        """The former values of `tensor`, before it was widened."""
 
     def is_detached(self, x: Tensor) -> bool:
         """Return True for a tensor in this memory that the user's code cut off from the graph, as by `detach`."""

@@ -60,7 +60,7 @@ class TorchRecorder(Recorder):
         self._window = (0, sys.maxsize)
         """Sequence numbers of the block."""
         self._depth = 0
-        """How many intercepted functions are running."""
+        """Number of intercepted functions that are running."""
         self._missed_path = False
 
     def start(self) -> None:
