@@ -15,8 +15,8 @@ Rules say how ids go through an op. `rules.py` has those that the frameworks sha
 - scatters (adding at known indices): `sets.union_by_owner`.
 - whatever has no rule: `sets.union_all`; each output element depends on all that any operand does.
 
-Composite functions have no rules. Softmax, for one, is exp, sum and division in the programs of JAX and TensorFlow,
-and PyTorch decomposes its backward op into mul, sum and sub.
+Composite functions have no rules. The derivative of softmax, for one, is mul, sum and sub in the programs of JAX and
+TensorFlow, and PyTorch decomposes its backward op into the same.
 
 At the end `sets.pattern(ids)` has a row for each element of the result and a column for each of the seed; a reverse
 sweep gives the transpose of the Jacobian's pattern.

@@ -1,7 +1,7 @@
 """Sparsity patterns of JAX functions: the jaxpr of one sweep, followed equation by equation.
 
 `RULES` at the end is the table from primitives to rules; `_sparsity/rules.py` has those that frameworks share. What
-has no rule is taken to mix everything. Composite functions such as softmax are exp, sum and division here.
+has no rule is taken to mix everything. The derivative of a composite function such as softmax is mul, sum and sub.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Sparsity patterns of TensorFlow functions: the graph of one reverse sweep, followed op by op.
 
 `RULES` at the end is the table from op types to rules; `_sparsity/rules.py` has those that frameworks share. What has
-no rule is taken to mix everything. The gradient of a composite function such as softmax is mul, sum and sub here.
+no rule is taken to mix everything. The derivative of a composite function such as softmax is mul, sum and sub.
 """
 
 import math
