@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from elementgrad._backends.jax.sparsity import MOVING, RULES, JaxprPropagator
+from elementgrad._backends.jax.sparsity import MOVES as MOVE_OPS
+from elementgrad._backends.jax.sparsity import RULES, JaxprPropagator
 from elementgrad._sparsity.index_sets import IndexSets
-from elementgrad._sparsity.propagate import DependentValue
+from elementgrad._sparsity.rules import DependentValue
 
 X = np.arange(1, 25).reshape(4, 6)
 MOVES = {
@@ -59,5 +60,5 @@ def test_a_rule_for_reverse_sweeps_alone_stands_in_a_linear_program():
 def test_operations_go_by_the_names_that_the_rules_have():
     """Those of JAX of whatever version: a name that it does not know stands for one that it had or will have."""
     found = {equation.primitive.name for f in MOVES.values() for equation in jax.make_jaxpr(f)(X).eqns}
-    assert {"reshape", "transpose", "broadcast_in_dim", "slice", "rev", "concatenate", "pad"} <= found & set(MOVING)
+    assert {"reshape", "transpose", "broadcast_in_dim", "slice", "rev", "concatenate", "pad"} <= found & set(MOVE_OPS)
     assert {"gather", "dynamic_slice", "dynamic_update_slice", "scatter"} <= found & set(RULES)

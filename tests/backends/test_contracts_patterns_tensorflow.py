@@ -5,9 +5,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from elementgrad._backends.tensorflow.sparsity import MOVING, RULES, GraphPropagator, rerun
+from elementgrad._backends.tensorflow.sparsity import MOVES as MOVE_OPS
+from elementgrad._backends.tensorflow.sparsity import RULES, GraphPropagator, rerun
 from elementgrad._sparsity.index_sets import IndexSets
-from elementgrad._sparsity.propagate import DependentValue
+from elementgrad._sparsity.rules import DependentValue
 
 X = np.arange(1, 25).reshape(4, 6)
 MOVES = {
@@ -54,7 +55,7 @@ def test_operations_go_by_the_names_that_the_rules_have():
 
 
 def test_the_data_of_a_moving_operation_is_known_by_its_type():
-    for kind in MOVING.split():
+    for kind in MOVE_OPS.split():
         assert {"T", "Tparams"} & {argument.type_attr for argument in op_def_registry.get(kind).input_arg}, kind
 
 

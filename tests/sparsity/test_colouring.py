@@ -147,16 +147,16 @@ def test_unions_are_those_of_pythons_sets(groups, data):
 
     owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     ids = np.array([element + 1 for group in groups for element in group], dtype=np.int64)
-    known(reach.gathered(owners, ids, len(groups)), [set(group) for group in groups])
+    known(reach.union_by_owner(owners, ids, len(groups)), [set(group) for group in groups])
     for _ in range(3):
         names = st.lists(st.sampled_from(sorted(sets)), min_size=4, max_size=4)
         one, two = data.draw(names), data.draw(names)
         wanted = [sets[a] | sets[b] for a, b in zip(one, two, strict=True)]
         known(reach.union(np.array(one), np.array(two)), wanted)
         table = np.array([one, two])
-        known(reach.over(table, [0]), wanted)
-        known(reach.along(table, 1)[0], [set().union(*(sets[a] for a in one[: i + 1])) for i in range(4)])
-        known(np.array([reach.all_of(table)]), [set().union(*wanted)])
+        known(reach.reduce(table, [0]), wanted)
+        known(reach.cumulative(table, 1)[0], [set().union(*(sets[a] for a in one[: i + 1])) for i in range(4)])
+        known(np.array([reach.union_all(table)]), [set().union(*wanted)])
 
 
 @given(st.integers(3, 9), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(0, 2), st.integers(1, 2))
@@ -166,7 +166,7 @@ def test_windows_are_those_of_a_convolution(length, size, stride, dilation, pad,
     count = (spread + 2 * pad - (size - 1) * dilation - 1) // stride + 1
     if count < 1:
         return
-    ids = reach.windows(reach.start((length,)), [size], [stride], [(pad, pad)], [dilation], [spacing])
+    ids = reach.windows(reach.seed_ids((length,)), [size], [stride], [(pad, pad)], [dilation], [spacing])
     wanted = np.zeros((count, length), dtype=bool)
     for out in range(count):
         for tap in range(size):
@@ -179,6 +179,6 @@ def test_windows_are_those_of_a_convolution(length, size, stride, dilation, pad,
 @given(arrays.arrays(bool, (4, 5)))
 def test_a_product_with_known_zeros_reaches_through_the_others_alone(mask):
     reach = IndexSets(8)
-    ids = reach.through(reach.start((2, 4)), mask)
+    ids = reach.matmul(reach.seed_ids((2, 4)), mask, mask.shape[1])
     wanted = np.kron(np.eye(2), mask.T) != 0
     np.testing.assert_array_equal(reach.pattern(ids).dense(), wanted)

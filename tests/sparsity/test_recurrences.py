@@ -250,8 +250,8 @@ def test_a_long_recurrence_copies_each_saved_tensor_once_at_most():
         with eg.record(t) as rec:
             for i in range(steps):
                 t[i + 1] = torch.cos(t[i]) * t[i] + 0.2
-        counts[steps] = rec._recorder.keeper.copies
-        assert rec._recorder.keeper.copies <= 4 * steps
+        counts[steps] = rec._recorder.saved.copies
+        assert rec._recorder.saved.copies <= 4 * steps
     assert counts[1000] == 10 * counts[100] == 5 * counts[200]
     slope = np.prod([np.cos(x) - x * np.sin(x) for x in t[900:1000].numpy()])
     np.testing.assert_allclose(rec.grad(eg.at(t)[1000], eg.at(t)[900]).item(), slope, rtol=1e-10)
@@ -262,7 +262,7 @@ def test_what_is_never_written_is_never_copied():
     with eg.record(x) as rec:
         for _ in range(10):
             y = (x * x).exp().sum()
-    assert rec._recorder.keeper.copies == 0
+    assert rec._recorder.saved.copies == 0
     assert rec.grad(y, eg.at(x)[0]).item() == pytest.approx(2 * np.e)
 
 
@@ -339,9 +339,9 @@ def test_where_nothing_may_be_packed_an_overwritten_value_is_refused():
 
 def test_a_question_about_many_elements_asks_each_version_once(monkeypatch):
     asked = []
-    after = versions.TensorVersion.after
+    after = versions.TensorVersion.follows
     monkeypatch.setattr(
-        versions.TensorVersion, "after", lambda self, *writes: asked.append(self) or after(self, *writes)
+        versions.TensorVersion, "follows", lambda self, *writes: asked.append(self) or after(self, *writes)
     )
     x = torch.arange(5000.0)
     with eg.record(x) as rec:

@@ -302,7 +302,7 @@ def test_long_loops_forget_the_sets_that_nothing_depends_on_any_more(monkeypatch
 
     x = torch.linspace(0, 1, 60, dtype=torch.float64)
     whole = eg.jacobian(f, x).pattern()
-    monkeypatch.setattr("elementgrad._sparsity.index_sets.LARGE", 500)
+    monkeypatch.setattr("elementgrad._sparsity.index_sets.COMPACT_ABOVE", 500)
     assert eg.jacobian(f, x).pattern() == whole
     assert whole.size == 60 * 25
 

@@ -1,9 +1,9 @@
-"""`record`: derivatives of eager code, asked for during or after it runs."""
+"""`eg.record`: derivatives of a block of eager code, read during the block or after it."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,24 @@ from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceErr
 
 Tensor = Any
 Tree = Any
-"""Something, or a tuple, list or dict of it."""
+"""A tensor or place, or a tuple, list or dict of them."""
 
 
 def record(*tensors: Tensor) -> "Recording":
-    """Record what is computed from tensors in a block of eager code, to ask for derivatives then and afterwards.
+    """Record what a block of eager code computes from tensors, to read derivatives then and afterwards.
 
-    Plain tensors will do: nothing need be watched or require gradients, and nothing is changed about them.
+    Plain tensors will do: they need not require gradients, and nothing about them changes.
+
+    Args:
+        *tensors: The tensors to differentiate with respect to, all of one framework.
+
+    Returns:
+        A `Recording`, to be used as a context manager once.
+
+    Raises:
+        PlaceError: No tensors, or a place instead of a tensor.
+        FrameworkError: Tensors of several frameworks, or of JAX, whose eager code leaves no trace.
+        DtypeError: A tensor that is not floating point.
 
     >>> import torch, elementgrad as eg
     >>> X, Y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])
@@ -45,7 +56,7 @@ def record(*tensors: Tensor) -> "Recording":
 class Recording:
     """A block of eager code with its derivatives. Make one with `eg.record`.
 
-    It is asked during the block or after it, as often as you like: nothing accumulates, and no `.grad` is touched.
+    Read derivatives during the block or after it, as often as you like: nothing accumulates, and no `.grad` is touched.
 
     >>> import torch, elementgrad as eg
     >>> t = torch.tensor([3.0, 0.0, 0.0, 0.0, 0.0])
@@ -84,10 +95,21 @@ class Recording:
 
     @not_compiled
     def grad(self, of: Tree, wrt: Tree, unconnected: str = "error") -> Tree:
-        """The derivative of the elements that `of` names with respect to those that `wrt` names, computed now.
+        """Compute the derivative of the elements that `of` names with respect to those that `wrt` names.
 
-        Both are tensors or places of tensors, recorded or made in the block: `z`, `eg.at(z)[0, 0]`. The shape is that
-        of `of`'s elements and then `wrt`'s. A tuple, list or dict gives the same structure of gradients.
+        Args:
+            of: A single number, or a place such as `eg.at(z)[0, 0]`, of a tensor that was recorded or made in the
+                block; or a tuple, list or dict of them.
+            wrt: A tensor or place of a tensor, recorded or made in the block; or a tuple, list or dict of them.
+            unconnected: `"error"` or `"zero"` where no path leads from one to the other.
+
+        Returns:
+            The gradient, in the shape of `of`'s elements and then `wrt`'s; in the structure of `of` and `wrt`.
+
+        Raises:
+            SelectionError: `of` is a whole tensor of several elements.
+            PlaceError: A tensor is not part of the recording.
+            UnconnectedError: No path leads from `wrt` to `of`.
 
         >>> import torch, elementgrad as eg
         >>> x = torch.tensor([1.0, 2.0, 3.0])
@@ -100,12 +122,24 @@ class Recording:
         {'x': tensor([2., 4., 6.]), 'y': tensor([1., 1., 1.])}
         """
         reading = _RecordedRead(self, of, wrt, unconnected, None)
-        places = iter(pytree.leaves_of(of))
-        return pytree.map_tree(reading.of, lambda side: reading.gradients(side, next(places)))
+        leaves = iter(pytree.leaves_of(of))
+        return pytree.map_tree(reading.of, lambda operand: reading.gradients(operand, next(leaves)))
 
     @not_compiled
     def jacobian(self, of: Tree, wrt: Tree, unconnected: str = "error", budget: int | str | None = None) -> Tree:
-        """The derivative of one tensor with respect to another as a lazy `Jacobian`, which computes what you index.
+        """Return the derivative of one tensor with respect to another as a lazy `Jacobian`.
+
+        Args:
+            of: A tensor or place, recorded or made in the block; or a tuple, list or dict of them.
+            wrt: The same for the input.
+            unconnected: `"error"` or `"zero"` where no path leads from one to the other.
+            budget: Bytes that a read may take at once, as `2**30` or `"1 GiB"`; by default what is free.
+
+        Returns:
+            A `Jacobian`, which computes what you index; in the structure of `of` and `wrt`.
+
+        Raises:
+            PlaceError: A tensor is not part of the recording, or `of` names an earlier write.
 
         >>> import torch, elementgrad as eg
         >>> x = torch.tensor([1.0, 2.0, 3.0])
@@ -128,9 +162,21 @@ class Recording:
 
     @not_compiled
     def contributions(self, of: Tensor | Place, wrt: Tensor | Place, unconnected: str = "error") -> Shares:
-        """The derivative split into one share per use of the source; a use is one argument slot of one operation.
+        """Split a derivative into one share per use of the source; a use is one argument slot of one operation.
 
         PyTorch only.
+
+        Args:
+            of: A tensor or place, recorded or made in the block.
+            wrt: The tensor or place whose uses are told apart.
+            unconnected: `"error"` or `"zero"` where no path leads from one to the other.
+
+        Returns:
+            The `Shares`, in order of computation; they add up to the gradient.
+
+        Raises:
+            FrameworkError: The recording is of TensorFlow.
+            PlaceError: `of` or `wrt` is a structure of several tensors.
 
         >>> import torch, elementgrad as eg
         >>> x = torch.tensor([1.0, 2.0, 3.0])
@@ -144,11 +190,11 @@ class Recording:
         reading = _RecordedRead(self, of, wrt, unconnected, None)
         if not isinstance(reading.of, Operand) or not isinstance(reading.wrt, Operand):
             raise PlaceError("contributions are of one tensor to one; ask for each in turn")
-        return reading.shares(*reading.asked)
+        return reading.shares(*reading.requests)
 
 
 class _RecordedRead:
-    """What is asked of a recording, with both sides found."""
+    """One read of a recording: its linearization, and `of` and `wrt` as operands in their own structure."""
 
     def __init__(self, recording: Recording, of: Tree, wrt: Tree, unconnected: str, budget: int | str | None):
         self.zero = asks_for_zeros(unconnected)
@@ -157,23 +203,21 @@ class _RecordedRead:
         self.budget = parse(budget)
         self.backend = backend = recording._backend
         self.recorder = recording._recorder
-        outputs, inputs = [[_asked(wanted, backend) for wanted in pytree.leaves_of(side)] for side in (of, wrt)]
+        outputs, inputs = [[_element_request(leaf, backend) for leaf in pytree.leaves_of(side)] for side in (of, wrt)]
         if not outputs or not inputs:
             raise PlaceError("of or wrt names nothing; name a tensor of the recording")
-        self.asked = outputs[0], inputs[0]
+        self.requests = outputs[0], inputs[0]
         self.linear = self.recorder.linear(outputs, inputs)
-        ends = iter([*outputs, *inputs])
-        self.of = _sides(of, ends, "of", self.linear.value, backend)
-        self.wrt = _sides(wrt, ends, "wrt", self.linear.inputs.__getitem__, backend)
+        self.of = _operands(of, outputs, "of", self.linear.value, backend)
+        self.wrt = _operands(wrt, inputs, "wrt", self.linear.inputs.__getitem__, backend)
         forbid_forward(self.linear, backend, pytree.leaves_of(self.of), pytree.leaves_of(self.wrt))
 
     def jacobian(self, of: Operand, wrt: Operand) -> Jacobian:
-        """The lazy Jacobian of two sides."""
         return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget)
 
-    def gradients(self, of: Operand, wanted: Tensor | Place) -> Tree:
-        """The block of each input, all from the same sweeps."""
-        if of.base is None and not (isinstance(wanted, Place) and wanted.index):
+    def gradients(self, of: Operand, leaf: Tensor | Place) -> Tree:
+        """Compute the gradients for all inputs by the same sweeps. `leaf` is what the caller gave for `of`."""
+        if of.base is None and not (isinstance(leaf, Place) and leaf.index):
             if math.prod(of.shape) != 1:
                 index = ", ".join("0" * len(of.shape))
                 raise SelectionError(
@@ -185,37 +229,37 @@ class _RecordedRead:
         return pytree.map_tree(self.wrt, lambda _: next(blocks))
 
     def shares(self, of: ElementRequest, wrt: ElementRequest) -> Shares:
-        """One sweep for each output element, and its uses side by side."""
-        backend, one = self.backend, self.of
+        """Run one sweep for each output element, and join the shares of the same use."""
+        backend = self.backend
         rows = [self.recorder.uses(of, int(position), wrt) for position in of.positions.reshape(-1)]
-        shape = (*one.shape, *self.wrt.shape)
-        nothing = backend.zeros(shape, self.wrt.tensor)
+        shape = (*self.of.shape, *self.wrt.shape)
+        zeros = backend.zeros(shape, self.wrt.tensor)
         if all(row is None for row in rows):
             if not self.zero:
-                raise unconnected_error(one, self.wrt, backend)
-            return Shares((), nothing)
+                raise unconnected_error(self.of, self.wrt, backend)
+            return Shares((), zeros)
         if len(rows) == 1:
             shares = [(flow.use.operation, flow.use.where, flow.value) for flow in rows[0] or ()]
         else:
-            shares = self._joined(rows)
-        values = [(name, line, backend.copy(backend.reshape(value, shape))) for name, line, value in shares]
-        return Shares([Share(*share) for share in values], nothing)
+            shares = self._join_rows(rows)
+        return Shares(
+            [Share(name, line, backend.copy(backend.reshape(value, shape))) for name, line, value in shares], zeros
+        )
 
-    def _joined(self, rows: Sequence[Any]) -> list[tuple[str, str | None, Tensor]]:
-        """The same use for several output elements is one share."""
+    def _join_rows(self, rows: Sequence[Any]) -> list[tuple[str, str | None, Tensor]]:
         slots: dict[Any, dict[int, Any]] = {}
-        for number, row in enumerate(rows):
+        for index, row in enumerate(rows):
             for flow in row or ():
-                slots.setdefault((flow.order, flow.use.operation, flow.use.where), {})[number] = flow.value
-        empty = self.backend.zeros(self.wrt.shape, self.wrt.tensor)
+                slots.setdefault((flow.order, flow.use.operation, flow.use.where), {})[index] = flow.value
+        zeros = self.backend.zeros(self.wrt.shape, self.wrt.tensor)
         return [
-            (name, line, self.backend.concat([_row(by_row.get(i, empty)) for i in range(len(rows))]))
+            (
+                name,
+                line,
+                self.backend.concat([by_row[i][None] if i in by_row else zeros[None] for i in range(len(rows))]),
+            )
             for (_, name, line), by_row in sorted(slots.items(), key=lambda slot: slot[0][0])
         ]
-
-
-def _row(value: Tensor) -> Tensor:
-    return value[None]
 
 
 def _one_backend(tensors: Sequence[Tensor]) -> Backend:
@@ -224,10 +268,10 @@ def _one_backend(tensors: Sequence[Tensor]) -> Backend:
     for x in tensors:
         if isinstance(x, Place):
             raise PlaceError(f"eg.record takes whole tensors and {x!r} is a place; record x, and name places later")
-    found = {registry.require_backend(x).name: registry.require_backend(x) for x in tensors}
-    if len(found) > 1:
-        raise FrameworkError(f"tensors of {' and '.join(sorted(found))} in one recording; use one framework for all")
-    return next(iter(found.values()))
+    backends = {backend.name: backend for backend in map(registry.require_backend, tensors)}
+    if len(backends) > 1:
+        raise FrameworkError(f"tensors of {' and '.join(sorted(backends))} in one recording; use one framework for all")
+    return next(iter(backends.values()))
 
 
 def _require_gradient(backend: Backend, x: Tensor) -> None:
@@ -235,14 +279,18 @@ def _require_gradient(backend: Backend, x: Tensor) -> None:
         raise DtypeError(f"a tensor of dtype {x.dtype} has no gradients; make it floating point first")
 
 
-def _asked(wanted: Any, backend: Backend) -> ElementRequest:
-    place = wanted if isinstance(wanted, Place) else None
-    if isinstance(wanted, str) or (place is not None and place.tensor is None):
-        _refuse_name(str(wanted))
-    x = place.tensor if place is not None else wanted
+def _element_request(leaf: Any, backend: Backend) -> ElementRequest:
+    place = leaf if isinstance(leaf, Place) else None
+    if isinstance(leaf, str) or (place is not None and place.tensor is None):
+        raise PlaceError(
+            f"{str(leaf)!r} names no tensor in a recording, which knows tensors alone; give the tensor, as in "
+            "eg.at(x)[0]"
+        )
+    x = place.tensor if place is not None else leaf
     if registry.require_backend(x) is not backend:
         raise FrameworkError(
-            f"the recording is of {backend.name} and the tensor is {registry.require_backend(x).name}'s; use one framework"
+            f"the recording is of {backend.name} and the tensor is {registry.require_backend(x).name}'s; use one "
+            "framework"
         )
     _require_gradient(backend, x)
     shape = tuple(backend.shape(x))
@@ -251,20 +299,14 @@ def _asked(wanted: Any, backend: Backend) -> ElementRequest:
     return ElementRequest(x, np.arange(math.prod(shape)).reshape(shape), place.write if place is not None else None)
 
 
-def _refuse_name(name: str) -> NoReturn:
-    raise PlaceError(
-        f"{name!r} names no tensor in a recording, which knows tensors alone; give the tensor, as in eg.at(x)[0]"
-    )
+def _operands(tree: Tree, requests: Sequence[ElementRequest], name: str, value_of: Any, backend: Backend) -> Tree:
+    """Return operands in the structure of a tree."""
+    indices = iter(range(len(requests)))
 
+    def operand(leaf: Any) -> Operand:
+        index = next(indices)
+        shape = tuple(backend.shape(requests[index].tensor))
+        base = leaf.select() if isinstance(leaf, Place) and leaf.index else None
+        return Operand(name, index, value_of(index), shape, base)
 
-def _sides(wanted: Tree, asked: Any, name: str, like: Any, backend: Backend) -> Tree:
-    """Sides in the structure that was asked for."""
-    numbers = iter(range(len(pytree.leaves_of(wanted))))
-
-    def side(one: Any) -> Operand:
-        number, given = next(numbers), next(asked)
-        shape = tuple(backend.shape(given.tensor))
-        base = one.select() if isinstance(one, Place) and one.index else None
-        return Operand(name, number, like(number), shape, base)
-
-    return pytree.map_tree(wanted, side)
+    return pytree.map_tree(tree, operand)

@@ -1,4 +1,4 @@
-"""What a framework supplies for recordings of eager code: who watches it run, and what it gives when it is asked."""
+"""Interface of `eg.record` that backends implement: a recorder of eager code, and requests for its derivatives."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class ElementRequest:
-    """Elements of a live tensor that somebody asks about."""
+    """Elements of a live tensor whose derivatives are read."""
 
     tensor: Tensor
     positions: np.ndarray
-    """Where they are in the flattened tensor."""
+    """Positions in the flattened tensor."""
     write: int | None = None
-    """Which write of each of them is meant; None for the last that matters."""
+    """Which write of each element is meant; None for the last that matters."""
 
-    def outside(self) -> PlaceError:
-        """The error about a tensor that the recording knows nothing of."""
+    def outside_error(self) -> PlaceError:
+        """Return the error about a tensor that is not part of the recording."""
         shape = tuple(self.tensor.shape)
         return PlaceError(
             f"the tensor of shape {shape} is from outside the recording; give it to eg.record, or name elements of a "
@@ -34,28 +34,32 @@ class ElementRequest:
 
 @dataclass(frozen=True)
 class UseFlow:
-    """What flows back through one use of a tensor."""
+    """The derivative that flows back through one use of a tensor."""
 
     use: Use
     value: Tensor
     order: tuple[int, int]
-    """The number of the operation and of its slot."""
+    """Index of the operation, and of its slot."""
 
 
 class Recorder(ABC):
-    """Watches one piece of eager code."""
+    """Records one block of eager code."""
 
     @abstractmethod
     def start(self) -> None:
-        """Watch until what this registers with the innermost open scope is undone; what was seen stays."""
+        """Record until what this registers with the innermost open scope is undone; the record stays."""
 
     @abstractmethod
     def linear(self, of: Sequence[ElementRequest], wrt: Sequence[ElementRequest]) -> Linearization:
-        """What was seen, ready for sweeps from these outputs to these inputs, or an error about one that is unknown."""
+        """Return the recorded code, ready for sweeps from these outputs to these inputs.
+
+        Raises:
+            PlaceError: a tensor is not part of the recording.
+        """
 
     @abstractmethod
     def uses(self, of: ElementRequest, position: int, wrt: ElementRequest) -> list[UseFlow] | None:
-        """The derivative of one element, split over the uses of the tensor that `wrt` names elements of.
+        """Return the derivative of one element, split over the uses of the tensor that `wrt` names elements of.
 
         None where no path leads from one to the other.
         """

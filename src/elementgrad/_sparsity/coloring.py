@@ -1,8 +1,9 @@
-"""Colours that repeat along the axes of a tensor: the best there are for stencils whose period fits the grid.
+"""Colorings: which rows and columns go into one sweep together, and where each entry is then to be read.
 
-Colours by first fit: sets of colours are the bits of Python ints, so that each entry is looked at twice, no more.
-
-Colourings: which rows and columns go into one sweep together, and where each entry is then to be found.
+`color` tries rows, columns, symmetry, and a mix of rows and columns. Rows are colored by first fit in several orders
+(`color_rows`, `color_stars`), and by colors that repeat along the axes of a tensor (`repeat_colors`), which suit
+stencils whose period fits the grid. In first fit a set of colors is the bits of a Python int, so that each entry is
+looked at only twice.
 """
 
 import heapq
@@ -15,301 +16,62 @@ import numpy as np
 
 from elementgrad._sparsity.pattern import Pattern
 
-AXES = 3
-"""Of tensors with more axes of several elements the last ones count as one."""
-WIDEST = 16
-"""Longer periods are not tried."""
-TRIED = 40
-"""So many ways of repeating that look right are looked at in full, for each period."""
-
-
-def repeating(pattern: Pattern, shape: Sequence[int], least: int, most: int) -> np.ndarray | None:
-    """Fewer than `most` colours for the rows, which are the elements of a tensor; None if none are found.
-
-    The colour of an element is a sum of its coordinates, each by a factor, modulo a period.
-
-    >>> grid = np.eye(16).reshape(4, 4, 4, 4)
-    >>> ring = sum(np.roll(grid, step, axis) for step, axis in ((0, 0), (1, 2), (-1, 2), (1, 3), (-1, 3)))
-    >>> repeating(Pattern.from_dense(ring.reshape(16, 16)), (4, 4), 5, 16) is None
-    False
-    """
-    shape = [size for size in shape if size > 1]
-    shape = [*shape[: AXES - 1], int(np.prod(shape[AXES - 1 :]))] if len(shape) > AXES else shape
-    if not shape or int(np.prod(shape)) != pattern.shape[0] or not pattern.size:
-        return None
-    places = np.stack(np.unravel_index(np.arange(pattern.shape[0]), shape), 1)
-    across = pattern.T
-    counts = np.diff(across.starts)
-    full = np.flatnonzero(counts == counts.max())
-    column = full[len(full) // 2]
-    meeting = places[across.columns[across.starts[column] : across.starts[column + 1]]]
-    for period in range(max(2, least), min(most, WIDEST + 1)):
-        for factors in _fitting(meeting, period):
-            colours = places @ factors % period
-            keys = pattern.columns.astype(np.int64) * period + colours[pattern.rows]
-            if np.bincount(keys).max() == 1:
-                return np.where(np.diff(pattern.starts) > 0, colours, -1)
-    return None
-
-
-def _fitting(meeting: np.ndarray, period: int) -> Iterator[np.ndarray]:
-    """The first factors for which the rows that meet in one column all differ."""
-    factors = np.array(list(product(range(period), repeat=meeting.shape[1])))
-    colours = np.sort(meeting @ factors.T % period, axis=0)
-    yield from factors[(np.diff(colours, axis=0) > 0).all(0)][:TRIED]
-
-
-ROUNDS = 6
-"""How often a colouring is tried to be bettered."""
-PATIENT = 300_000
-"""Patterns of up to so many entries are coloured in several orders."""
-
-
-def lines_of(pattern: Pattern, needed: np.ndarray | None = None, shape: Sequence[int] = ()) -> np.ndarray:
-    """A colour for each row, such that no two rows of a colour meet in a column; -1 for a row with no entries.
-
-    With `needed`, a truth for each entry, two rows may meet where no needed entry of theirs is, and a row without one
-    has no colour: only what is asked for must be told apart. `shape` is that of the tensor whose elements the rows are.
-
-    >>> lines_of(Pattern.from_dense(np.eye(6) + np.eye(6, k=1) + np.eye(6, k=-1))).tolist()
-    [0, 1, 2, 0, 1, 2]
-    """
-    if needed is not None and needed.all():
-        needed = None
-    counts = np.diff(pattern.starts)
-    asked = counts if needed is None else np.bincount(pattern.rows[needed], minlength=pattern.shape[0])
-    lines = np.flatnonzero(asked)
-    colours = np.full(pattern.shape[0], -1)
-    meeting = np.bincount(pattern.columns, minlength=pattern.shape[1])
-    least = int(meeting.max(initial=0)) if needed is None else 1
-    if needed is None and least == len(lines):  # one column meets all
-        colours[lines] = np.arange(len(lines))
-        return colours
-    starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
-    flags = None if needed is None else needed.tolist()
-
-    def fit(order: np.ndarray) -> np.ndarray:
-        fitted = _first_fit(starts, columns, order.tolist(), pattern.shape[1], flags)
-        return np.array(fitted, dtype=np.int64)
-
-    def orders() -> Iterator[np.ndarray]:
-        degrees = np.zeros(pattern.shape[0], dtype=np.int64)
-        np.add.at(degrees, pattern.rows, meeting[pattern.columns] - 1)
-        yield lines[np.argsort(-degrees[lines], kind="stable")]
-        if int((meeting.astype(np.int64) ** 2).sum()) <= 4 * PATIENT:
-            order = _smallest_last(pattern, degrees)
-            yield order[asked[order] > 0]
-
-    best = _best(fit, lines, orders(), least, pattern.size <= PATIENT)
-    count = int(best.max(initial=-1)) + 1
-    if needed is None and least < count and pattern.size <= PATIENT:
-        fewer = repeating(pattern, shape, least, count)
-        return best if fewer is None else fewer
-    return best
-
-
-def stars_of(pattern: Pattern) -> np.ndarray:
-    """A star colouring of a symmetric pattern: neighbours differ, and no path of four elements has only two colours.
-
-    Each entry, or its mirror image, is then alone in its column among the rows of its colour.
-
-    >>> arrow = np.eye(6); arrow[0], arrow[:, 0] = 1, 1
-    >>> stars_of(Pattern.from_dense(arrow)).tolist()
-    [1, 0, 0, 0, 0, 0]
-    """
-    counts = np.diff(pattern.starts)
-    lines = np.flatnonzero(counts)
-    starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
-
-    def fit(order: np.ndarray) -> np.ndarray:
-        return np.array(_star_fit(starts, columns, order.tolist()), dtype=np.int64)
-
-    def orders() -> Iterator[np.ndarray]:
-        yield lines[np.argsort(-counts[lines], kind="stable")]
-        order = _peeled(lambda line: columns[starts[line] : starts[line + 1]], counts)
-        yield order[counts[order] > 0]
-
-    return _best(fit, lines, orders(), 1, pattern.size <= PATIENT)
-
-
-def _best(
-    fit: Callable[[np.ndarray], np.ndarray],
-    lines: np.ndarray,
-    orders: Iterable[np.ndarray],
-    least: int,
-    patient: bool,
-) -> np.ndarray:
-    """The fewest colours over several orders, then over orders by the classes of the best so far."""
-    best = fit(lines)
-    if not patient:
-        return best
-    for order in orders:
-        if best.max(initial=-1) + 1 <= least:
-            return best
-        other = fit(order)
-        best = other if other.max() < best.max() else best
-    random = np.random.default_rng(0)
-    for number in range(ROUNDS):
-        count = int(best.max(initial=-1)) + 1
-        if count <= least:
-            break
-        ranks = np.arange(count)[::-1] if number % 2 == 0 else random.permutation(count)
-        other = fit(lines[np.argsort(ranks[best[lines]], kind="stable")])
-        best = other if other.max() <= best.max() else best
-    return best
-
-
-def _first_fit(
-    starts: list[int], columns: list[int], order: list[int], width: int, needed: list[bool] | None
-) -> list[int]:
-    colours = [-1] * (len(starts) - 1)
-    met = [0] * width
-    if needed is None:
-        for line in order:
-            mine = columns[starts[line] : starts[line + 1]]
-            taken = 0
-            for column in mine:
-                taken |= met[column]
-            colour = ~taken & (taken + 1)
-            for column in mine:
-                met[column] |= colour
-            colours[line] = colour.bit_length() - 1
-        return colours
-    asked = [0] * width
-    for line in order:
-        span = range(starts[line], starts[line + 1])
-        taken = 0
-        for entry in span:
-            taken |= met[columns[entry]] if needed[entry] else asked[columns[entry]]
-        colour = ~taken & (taken + 1)
-        for entry in span:
-            met[columns[entry]] |= colour
-            if needed[entry]:
-                asked[columns[entry]] |= colour
-        colours[line] = colour.bit_length() - 1
-    return colours
-
-
-def _star_fit(starts: list[int], columns: list[int], order: list[int]) -> list[int]:
-    """First fit without paths of four elements in two colours.
-
-    For each element: the colours of its neighbours (`once`), those of two or more of them (`twice`), and the colours of
-    the neighbours that are the middle of a star of its own colour (`hubs`).
-    """
-    size = len(starts) - 1
-    colours, once, twice, hubs = [0] * size, [0] * size, [0] * size, [0] * size
-    for line in order:
-        mine = [other for other in columns[starts[line] : starts[line + 1]] if other != line]
-        taken, double = once[line], twice[line]
-        for other in mine:
-            theirs = colours[other]
-            if theirs:
-                taken |= once[other] if theirs & double else hubs[other]
-        colour = ~taken & (taken + 1)
-        colours[line] = colour
-        for other in mine:
-            if not once[other] & colour:
-                once[other] |= colour
-            elif not twice[other] & colour:
-                twice[other] |= colour
-                if colours[other]:
-                    _becomes_hub(other, colour, colours, hubs, columns[starts[other] : starts[other + 1]])
-            elif colours[other]:
-                hubs[line] |= colours[other]
-        for other in mine:  # a neighbour of several of one colour, which this one joins as a middle
-            if colours[other] & twice[line]:
-                hubs[other] |= colour
-    return [colour.bit_length() - 1 for colour in colours]
-
-
-def _becomes_hub(middle: int, colour: int, colours: list[int], hubs: list[int], around: list[int]) -> None:
-    for other in around:
-        if other != middle and colours[other] == colour:
-            hubs[other] |= colours[middle]
-
-
-def _smallest_last(pattern: Pattern, degrees: np.ndarray) -> np.ndarray:
-    """Rows such that each meets few of those before it: the one that meets fewest is put last, then left out."""
-    across = pattern.T
-    starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
-    down, rows = across.starts.tolist(), across.columns.tolist()
-
-    def met(line: int) -> list[int]:
-        return [
-            other
-            for column in columns[starts[line] : starts[line + 1]]
-            for other in rows[down[column] : down[column + 1]]
-        ]
-
-    return _peeled(met, degrees)
-
-
-def _peeled(met: Callable[[int], Sequence[int]], degrees: np.ndarray) -> np.ndarray:
-    """The same for lines that each meet others, as often as they are given."""
-    left = degrees.tolist()
-    heap = [(degree, line) for line, degree in enumerate(left)]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        degree, line = heapq.heappop(heap)
-        if degree != left[line]:
-            continue
-        left[line] = -1
-        order.append(line)
-        touched: dict[int, int] = {}
-        for other in met(line):
-            if left[other] > 0:
-                touched[other] = touched.get(other, 0) + 1
-        for other, count in touched.items():
-            left[other] -= count
-            heapq.heappush(heap, (left[other], other))
-    return np.array(order[::-1], dtype=np.int64)
-
-
 Shapes = tuple[Sequence[int], Sequence[int]]
 Kind = Literal["rows", "columns", "both", "symmetric"]
-PARTS = 6
-"""How many ways to part the dense rows or columns from the others are tried."""
+MAX_SPLITS = 6
+"""So many ways to separate the dense rows or columns from the others are tried."""
+ROUNDS = 6
+"""Number of times that first fit is tried again, in orders by the colors of the best result."""
+MAX_PATIENT_SIZE = 300_000
+"""Patterns of up to so many entries are colored in several orders."""
+MAX_AXES = 3
+"""Of tensors with more axes of several elements the last ones count as one."""
+MAX_PERIOD = 16
+"""Longer periods are not tried."""
+MAX_FACTORS = 40
+"""So many factors that fit one column are checked in full, for each period."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coloring:
-    """How the entries of a pattern are read in few sweeps.
+    """A plan to read the entries of a pattern in few sweeps.
 
-    A reverse sweep is seeded with all rows of a colour and gives their sum; a forward sweep is seeded with all columns
-    of a colour. Each entry is alone somewhere in those sums. `rows` and `columns` hold the colour of each, -1 for one
-    that is in no sweep. `places` says for each entry where it is among the results of all sweeps, one after another,
-    flattened: first the forward ones (each as long as there are rows), then the reverse ones.
+    A reverse sweep is seeded with all rows of a color and gives their sum; a forward sweep is seeded with all columns
+    of a color. Each entry is alone somewhere in those sums.
 
     >>> P = Pattern.from_dense(np.eye(6) + np.eye(6, k=1) + np.eye(6, k=-1))
-    >>> colouring(P)
+    >>> color(P)
     <Colouring of 16 entries: 3 reverse sweeps by rows, for 6 rows and 6 columns>
     """
 
     kind: Kind
     shape: tuple[int, int]
     rows: np.ndarray
+    """The color of each row, -1 for one that is in no sweep."""
     columns: np.ndarray
+    """The color of each column, -1 for one that is in no sweep."""
     places: np.ndarray
+    """The position of each entry among the flattened results of all sweeps: first the forward ones (each as long as
+    there are rows), then the reverse ones."""
 
     @property
     def reverse(self) -> int:
-        """How many reverse sweeps."""
-        return int(self.rows.max(initial=-1)) + 1
+        """Number of reverse sweeps."""
+        return _count_colors(self.rows)
 
     @property
     def forward(self) -> int:
-        """How many forward sweeps."""
-        return int(self.columns.max(initial=-1)) + 1
+        """Number of forward sweeps."""
+        return _count_colors(self.columns)
 
     @property
     def sweeps(self) -> int:
-        """How many sweeps, of both directions."""
+        """Number of sweeps of both directions."""
         return self.reverse + self.forward
 
     @property
     def text(self) -> str:
-        """The sweeps, for a person."""
+        """The sweeps in words."""
         names = (("reverse", self.reverse), ("forward", self.forward))
         counts = [f"{count} {name} sweep{'s'[: count != 1]}" for name, count in names if count]
         how = {"both": "by rows and columns", "symmetric": "by symmetry"}.get(self.kind, f"by {self.kind}")
@@ -320,6 +82,10 @@ class Coloring:
         return f"<Colouring of {len(self.places)} entries: {self.text}, for {size}>"
 
 
+def _count_colors(colors: np.ndarray) -> int:
+    return int(colors.max(initial=-1)) + 1
+
+
 def color(
     pattern: Pattern,
     needed: np.ndarray | None = None,
@@ -327,95 +93,328 @@ def color(
     without: Iterable[str] = (),
     shapes: Shapes = ((), ()),
 ) -> Coloring:
-    """The fewest sweeps found that read a pattern, or of it the entries for which `needed` is true.
+    """Return the coloring with the fewest sweeps found. Of equal numbers of sweeps reverse ones are taken.
 
-    The matrix may be told to be symmetric; then its pattern must be. `without` names the directions that cannot be had.
-    `shapes` are those of the tensors whose elements rows and columns are: stencils repeat along their axes.
-    Of equal numbers of sweeps reverse ones are taken. A dense pattern has as many colours as rows or columns.
+    Args:
+        pattern: The entries that can be nonzero. A dense one has as many colors as rows or columns.
+        needed: True for each entry to be read; all by default.
+        symmetric: True if the matrix is symmetric; then its pattern must be.
+        without: The directions that cannot be had, of "reverse" and "forward".
+        shapes: The shapes of the tensors whose elements rows and columns are: stencils repeat along their axes.
     """
-    asked = np.ones(pattern.size, dtype=bool) if needed is None else np.asarray(needed, dtype=bool)
+    is_needed = np.ones(pattern.size, dtype=bool) if needed is None else np.asarray(needed, dtype=bool)
     without = set(without)
-    ways = [_by_rows] if "reverse" not in without else []
-    ways += [_by_columns] if "forward" not in without else []
-    mirrored = symmetric and pattern.size > 0 and asked.all()  # without entries no sweep is left that could show it
-    tried = [_by_stars(pattern, "reverse" not in without)] if mirrored else []
-    if tried:  # then rows and columns are the same, and rarely better
-        ways = ways[: pattern.size <= PATIENT]
-    for way in ways:
-        if not tried or tried[0].sweeps > _least(pattern, asked, way):
-            tried.append(way(pattern, asked, shapes))
-    best = min(tried, key=lambda found: found.sweeps)
-    return best if without or not best.sweeps else _parted(pattern, asked, best)
+    methods = [_color_by_rows] if "reverse" not in without else []
+    methods += [_color_by_columns] if "forward" not in without else []
+    # Without entries no sweep is left that could show that the matrix is symmetric.
+    is_symmetric = symmetric and pattern.size > 0 and is_needed.all()
+    candidates = [_color_by_symmetry(pattern, "reverse" not in without)] if is_symmetric else []
+    if candidates:  # then rows and columns are the same, and rarely better
+        methods = methods[: pattern.size <= MAX_PATIENT_SIZE]
+    for method in methods:
+        if not candidates or candidates[0].sweeps > _lower_bound(pattern, is_needed, method):
+            candidates.append(method(pattern, is_needed, shapes))
+    best = min(candidates, key=lambda coloring: coloring.sweeps)
+    return best if without or not best.sweeps else _separate_dense_lines(pattern, is_needed, best)
 
 
-def _least(pattern: Pattern, asked: np.ndarray, way: Callable[..., Coloring]) -> int:
-    """A number of sweeps that no colouring this way goes below: rows that meet in one column all differ."""
-    if not asked.all():
+def _lower_bound(pattern: Pattern, needed: np.ndarray, method: Callable[..., Coloring]) -> int:
+    """Return a number of sweeps that no coloring goes below: rows that meet in one column all differ."""
+    if not needed.all():
         return 1
-    met = pattern.columns if way is _by_rows else pattern.rows
-    return int(np.bincount(met, minlength=1).max())
+    lines = pattern.columns if method is _color_by_rows else pattern.rows
+    return int(np.bincount(lines, minlength=1).max())
 
 
-def _by_rows(pattern: Pattern, asked: np.ndarray, shapes: Shapes = ((), ())) -> Coloring:
-    rows = lines_of(pattern, asked, shapes[0])
-    none = np.full(pattern.shape[1], -1)
-    places = rows[pattern.rows[asked]] * pattern.shape[1] + pattern.columns[asked]
-    return Coloring("rows", pattern.shape, rows, none, places)
+def _color_by_rows(pattern: Pattern, needed: np.ndarray, shapes: Shapes = ((), ())) -> Coloring:
+    rows = color_rows(pattern, needed, shapes[0])
+    places = rows[pattern.rows[needed]] * pattern.shape[1] + pattern.columns[needed]
+    return Coloring("rows", pattern.shape, rows, np.full(pattern.shape[1], -1), places)
 
 
-def _by_columns(pattern: Pattern, asked: np.ndarray, shapes: Shapes = ((), ())) -> Coloring:
-    """As by rows, of the transposed matrix."""
+def _color_by_columns(pattern: Pattern, needed: np.ndarray, shapes: Shapes = ((), ())) -> Coloring:
     order = np.argsort(pattern.columns, kind="stable")
-    columns = lines_of(pattern.T, asked[order], shapes[1])
-    none = np.full(pattern.shape[0], -1)
-    places = columns[pattern.columns[asked]] * pattern.shape[0] + pattern.rows[asked]
-    return Coloring("columns", pattern.shape, none, columns, places)
+    columns = color_rows(pattern.T, needed[order], shapes[1])
+    places = columns[pattern.columns[needed]] * pattern.shape[0] + pattern.rows[needed]
+    return Coloring("columns", pattern.shape, np.full(pattern.shape[0], -1), columns, places)
 
 
-def _by_stars(pattern: Pattern, reverse: bool) -> Coloring:
-    """An entry is read in its own place where it is alone there, and else in that of its mirror image."""
+def _color_by_symmetry(pattern: Pattern, reverse: bool) -> Coloring:
+    """Return a coloring in which each entry is read in its own place if it is alone there, else in its mirror's."""
     size = pattern.shape[0]
-    colours = stars_of(pattern)
-    here = colours[pattern.rows] * size + pattern.columns
-    there = colours[pattern.columns] * size + pattern.rows
-    alone = np.bincount(here, minlength=(int(colours.max(initial=-1)) + 1) * size) == 1
-    places = np.where(alone[here], here, there)
-    if not alone[places].all():
+    colors = color_stars(pattern)
+    own = colors[pattern.rows] * size + pattern.columns
+    mirrored = colors[pattern.columns] * size + pattern.rows
+    is_alone = np.bincount(own, minlength=_count_colors(colors) * size) == 1
+    places = np.where(is_alone[own], own, mirrored)
+    if not is_alone[places].all():
         raise AssertionError("a star colouring that tells not all entries apart")
     none = np.full(size, -1)
-    rows, columns = (colours, none) if reverse else (none, colours)
+    rows, columns = (colors, none) if reverse else (none, colors)
     return Coloring("symmetric", pattern.shape, rows, columns, places)
 
 
-def _parted(pattern: Pattern, asked: np.ndarray, best: Coloring) -> Coloring:
-    """Part dense rows (or columns) from the others, and read each part in its own direction, if that is fewer."""
+def _separate_dense_lines(pattern: Pattern, needed: np.ndarray, best: Coloring) -> Coloring:
+    """Read dense rows (or columns) in their own direction, and the others in the other, if that is fewer sweeps."""
     sides = (pattern.rows, pattern.shape[0], True), (pattern.columns, pattern.shape[1], False)
-    for lines, count, by_rows in sides:
+    for lines, count, is_rows in sides:
         counts = np.bincount(lines, minlength=count)
         steps = np.unique(counts)[::-1]
-        for least in steps[steps > max(best.sweeps / 2, 2 * counts.mean())][:PARTS]:
-            apart = counts[lines] >= least
-            best = _in_parts(pattern, asked, apart if by_rows else ~apart, best.sweeps) or best
+        for least in steps[steps > max(best.sweeps / 2, 2 * counts.mean())][:MAX_SPLITS]:
+            is_dense = counts[lines] >= least
+            best = _color_both(pattern, needed, is_dense if is_rows else ~is_dense, best.sweeps) or best
     return best
 
 
-def _in_parts(pattern: Pattern, asked: np.ndarray, by_rows: np.ndarray, most: int) -> Coloring | None:
-    """Some entries by rows and the others by columns, each part as if the other were not there: rows are seeded whole,
-    and what they hold of the other part is left aside."""
+def _color_both(pattern: Pattern, needed: np.ndarray, by_rows: np.ndarray, limit: int) -> Coloring | None:
+    """Read some entries by rows and the others by columns, if that takes fewer sweeps than `limit`.
+
+    Each part is colored as if the other were not there: rows are seeded whole, and what they have of the other part is
+    not read.
+    """
     m, n = pattern.shape
-    rows = _part(pattern, asked, by_rows, lambda part, needed: _by_rows(part, needed).rows)
-    if rows.max(initial=-1) + 1 >= most:
+
+    def part(mine: np.ndarray) -> tuple[Pattern, np.ndarray]:
+        return Pattern.from_keys(pattern.keys[mine], pattern.shape), needed[mine]
+
+    rows = _color_by_rows(*part(by_rows)).rows
+    if _count_colors(rows) >= limit:
         return None
-    columns = _part(pattern, asked, ~by_rows, lambda part, needed: _by_columns(part, needed).columns)
-    forward = int(columns.max(initial=-1)) + 1
-    if forward + rows.max(initial=-1) + 1 >= most:
+    columns = _color_by_columns(*part(~by_rows)).columns
+    forward = _count_colors(columns)
+    if forward + _count_colors(rows) >= limit:
         return None
-    right = forward * m + rows[pattern.rows] * n + pattern.columns
-    places = np.where(by_rows, right, columns[pattern.columns] * m + pattern.rows)
-    return Coloring("both", pattern.shape, rows, columns, places[asked])
+    in_reverse = forward * m + rows[pattern.rows] * n + pattern.columns
+    places = np.where(by_rows, in_reverse, columns[pattern.columns] * m + pattern.rows)
+    return Coloring("both", pattern.shape, rows, columns, places[needed])
 
 
-def _part(
-    pattern: Pattern, asked: np.ndarray, mine: np.ndarray, colours: Callable[[Pattern, np.ndarray], np.ndarray]
+def color_rows(pattern: Pattern, needed: np.ndarray | None = None, shape: Sequence[int] = ()) -> np.ndarray:
+    """Return a color for each row, such that no two rows of a color meet in a column; -1 for a row without entries.
+
+    With `needed`, a truth for each entry, two rows may meet where no needed entry of theirs is, and a row without one
+    has no color. `shape` is that of the tensor whose elements the rows are.
+
+    >>> color_rows(Pattern.from_dense(np.eye(6) + np.eye(6, k=1) + np.eye(6, k=-1))).tolist()
+    [0, 1, 2, 0, 1, 2]
+    """
+    if needed is not None and needed.all():
+        needed = None
+    counts = np.diff(pattern.starts)
+    needed_counts = counts if needed is None else np.bincount(pattern.rows[needed], minlength=pattern.shape[0])
+    lines = np.flatnonzero(needed_counts)
+    column_counts = np.bincount(pattern.columns, minlength=pattern.shape[1])
+    least = int(column_counts.max(initial=0)) if needed is None else 1
+    if needed is None and least == len(lines):  # all rows meet in one column
+        colors = np.full(pattern.shape[0], -1)
+        colors[lines] = np.arange(len(lines))
+        return colors
+    starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
+    flags = None if needed is None else needed.tolist()
+
+    def fit(order: np.ndarray) -> np.ndarray:
+        return np.array(_fit_rows(starts, columns, order.tolist(), pattern.shape[1], flags), dtype=np.int64)
+
+    def orders() -> Iterator[np.ndarray]:
+        degrees = np.zeros(pattern.shape[0], dtype=np.int64)
+        np.add.at(degrees, pattern.rows, column_counts[pattern.columns] - 1)
+        yield lines[np.argsort(-degrees[lines], kind="stable")]
+        if int((column_counts.astype(np.int64) ** 2).sum()) <= 4 * MAX_PATIENT_SIZE:
+            order = _order_smallest_last(_row_neighbors(pattern), degrees)
+            yield order[needed_counts[order] > 0]
+
+    best = _fit_in_orders(fit, lines, orders(), least, pattern.size <= MAX_PATIENT_SIZE)
+    if needed is None and least < _count_colors(best) and pattern.size <= MAX_PATIENT_SIZE:
+        fewer = repeat_colors(pattern, shape, least, _count_colors(best))
+        return best if fewer is None else fewer
+    return best
+
+
+def color_stars(pattern: Pattern) -> np.ndarray:
+    """Return a star coloring of a symmetric pattern: neighbors differ, and no path of four has only two colors.
+
+    Each entry, or its mirror image, is then alone in its column among the rows of its color.
+
+    >>> arrow = np.eye(6); arrow[0], arrow[:, 0] = 1, 1
+    >>> color_stars(Pattern.from_dense(arrow)).tolist()
+    [1, 0, 0, 0, 0, 0]
+    """
+    counts = np.diff(pattern.starts)
+    lines = np.flatnonzero(counts)
+    starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
+
+    def fit(order: np.ndarray) -> np.ndarray:
+        return np.array(_fit_stars(starts, columns, order.tolist()), dtype=np.int64)
+
+    def orders() -> Iterator[np.ndarray]:
+        yield lines[np.argsort(-counts[lines], kind="stable")]
+        order = _order_smallest_last(lambda line: columns[starts[line] : starts[line + 1]], counts)
+        yield order[counts[order] > 0]
+
+    return _fit_in_orders(fit, lines, orders(), 1, pattern.size <= MAX_PATIENT_SIZE)
+
+
+def _fit_in_orders(
+    fit: Callable[[np.ndarray], np.ndarray],
+    lines: np.ndarray,
+    orders: Iterable[np.ndarray],
+    least: int,
+    patient: bool,
 ) -> np.ndarray:
-    return colours(Pattern.from_keys(pattern.keys[mine], pattern.shape), asked[mine])
+    """Return the fewest colors over several orders, then over orders by the colors of the best so far."""
+    best = fit(lines)
+    if not patient:
+        return best
+    for order in orders:
+        if _count_colors(best) <= least:
+            return best
+        other = fit(order)
+        best = other if other.max() < best.max() else best
+    random = np.random.default_rng(0)
+    for turn in range(ROUNDS):
+        count = _count_colors(best)
+        if count <= least:
+            break
+        ranks = np.arange(count)[::-1] if turn % 2 == 0 else random.permutation(count)
+        other = fit(lines[np.argsort(ranks[best[lines]], kind="stable")])
+        best = other if other.max() <= best.max() else best
+    return best
+
+
+def _fit_rows(
+    starts: list[int], columns: list[int], order: list[int], width: int, needed: list[bool] | None
+) -> list[int]:
+    """Give each row the first color that no row before it has in one of its columns."""
+    colors = [-1] * (len(starts) - 1)
+    in_column = [0] * width
+    if needed is None:
+        for line in order:
+            own = columns[starts[line] : starts[line + 1]]
+            taken = 0
+            for column in own:
+                taken |= in_column[column]
+            first_free = ~taken & (taken + 1)
+            for column in own:
+                in_column[column] |= first_free
+            colors[line] = first_free.bit_length() - 1
+        return colors
+    needed_in_column = [0] * width
+    for line in order:
+        entries = range(starts[line], starts[line + 1])
+        taken = 0
+        for entry in entries:
+            taken |= in_column[columns[entry]] if needed[entry] else needed_in_column[columns[entry]]
+        first_free = ~taken & (taken + 1)
+        for entry in entries:
+            in_column[columns[entry]] |= first_free
+            if needed[entry]:
+                needed_in_column[columns[entry]] |= first_free
+        colors[line] = first_free.bit_length() - 1
+    return colors
+
+
+def _fit_stars(starts: list[int], columns: list[int], order: list[int]) -> list[int]:
+    """Give each element the first color that makes no path of four elements in two colors.
+
+    For each element: the colors of its neighbors (`once`), those of two or more of them (`twice`), and the colors of
+    the neighbors that are the middle of a star of its own color (`hubs`).
+    """
+    size = len(starts) - 1
+    colors, once, twice, hubs = [0] * size, [0] * size, [0] * size, [0] * size
+    for line in order:
+        neighbors = [other for other in columns[starts[line] : starts[line + 1]] if other != line]
+        taken, repeated = once[line], twice[line]
+        for other in neighbors:
+            if colors[other]:
+                taken |= once[other] if colors[other] & repeated else hubs[other]
+        first_free = ~taken & (taken + 1)
+        colors[line] = first_free
+        for other in neighbors:
+            if not once[other] & first_free:
+                once[other] |= first_free
+            elif not twice[other] & first_free:
+                twice[other] |= first_free
+                if colors[other]:  # it becomes the middle of a star of this color
+                    for leaf in columns[starts[other] : starts[other + 1]]:
+                        if leaf != other and colors[leaf] == first_free:
+                            hubs[leaf] |= colors[other]
+            elif colors[other]:
+                hubs[line] |= colors[other]
+        for other in neighbors:  # this element is the middle of a star of the neighbor's color
+            if colors[other] & twice[line]:
+                hubs[other] |= first_free
+    return [color.bit_length() - 1 for color in colors]
+
+
+def _row_neighbors(pattern: Pattern) -> Callable[[int], list[int]]:
+    """Return a function from a row to the rows that it meets, each once for every column that they share."""
+    transposed = pattern.T
+    starts, columns = pattern.starts.tolist(), pattern.columns.tolist()
+    column_starts, rows = transposed.starts.tolist(), transposed.columns.tolist()
+
+    def neighbors(row: int) -> list[int]:
+        return [
+            other
+            for column in columns[starts[row] : starts[row + 1]]
+            for other in rows[column_starts[column] : column_starts[column + 1]]
+        ]
+
+    return neighbors
+
+
+def _order_smallest_last(neighbors: Callable[[int], Sequence[int]], degrees: np.ndarray) -> np.ndarray:
+    """Return an order in which each line meets few before it: the one that meets fewest is put last, then left out."""
+    remaining = degrees.tolist()
+    heap = [(degree, line) for line, degree in enumerate(remaining)]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        degree, line = heapq.heappop(heap)
+        if degree != remaining[line]:
+            continue
+        remaining[line] = -1
+        order.append(line)
+        meetings: dict[int, int] = {}
+        for other in neighbors(line):
+            if remaining[other] > 0:
+                meetings[other] = meetings.get(other, 0) + 1
+        for other, count in meetings.items():
+            remaining[other] -= count
+            heapq.heappush(heap, (remaining[other], other))
+    return np.array(order[::-1], dtype=np.int64)
+
+
+def repeat_colors(pattern: Pattern, shape: Sequence[int], least: int, limit: int) -> np.ndarray | None:
+    """Return fewer than `limit` colors for the rows, which are the elements of a tensor; None if none are found.
+
+    The color of an element is a sum of its coordinates, each by a factor, modulo a period.
+
+    >>> grid = np.eye(16).reshape(4, 4, 4, 4)
+    >>> ring = sum(np.roll(grid, step, axis) for step, axis in ((0, 0), (1, 2), (-1, 2), (1, 3), (-1, 3)))
+    >>> repeat_colors(Pattern.from_dense(ring.reshape(16, 16)), (4, 4), 5, 16) is None
+    False
+    """
+    shape = [size for size in shape if size > 1]
+    shape = [*shape[: MAX_AXES - 1], int(np.prod(shape[MAX_AXES - 1 :]))] if len(shape) > MAX_AXES else shape
+    if not shape or int(np.prod(shape)) != pattern.shape[0] or not pattern.size:
+        return None
+    coordinates = np.stack(np.unravel_index(np.arange(pattern.shape[0]), shape), 1)
+    transposed = pattern.T
+    counts = np.diff(transposed.starts)
+    fullest = np.flatnonzero(counts == counts.max())
+    column = fullest[len(fullest) // 2]
+    meeting = coordinates[transposed.columns[transposed.starts[column] : transposed.starts[column + 1]]]
+    for period in range(max(2, least), min(limit, MAX_PERIOD + 1)):
+        for factors in _fitting_factors(meeting, period):
+            colors = coordinates @ factors % period
+            keys = pattern.columns.astype(np.int64) * period + colors[pattern.rows]
+            if np.bincount(keys).max() == 1:
+                return np.where(np.diff(pattern.starts) > 0, colors, -1)
+    return None
+
+
+def _fitting_factors(meeting: np.ndarray, period: int) -> np.ndarray:
+    """Return the first factors for which the rows that meet in one column all differ."""
+    factors = np.array(list(product(range(period), repeat=meeting.shape[1])))
+    colors = np.sort(meeting @ factors.T % period, axis=0)
+    return factors[(np.diff(colors, axis=0) > 0).all(0)][:MAX_FACTORS]

@@ -1,94 +1,101 @@
-"""Sets of elements that others may depend on: the algebra with which patterns are found.
+"""Sets of seed elements that tensors may depend on: the algebra by which patterns are found.
 
-How a backend finds a pattern. It goes through a derivative program: a program that is linear in a seed, as one reverse
-or forward sweep is. Beside each tensor that depends on the seed it keeps an array of integers in the tensor's shape,
-the **ids**: the number of the set of seed elements that each element may depend on. 0 is the empty set. What does not
-depend on the seed has no ids, and is a constant: known, if it does not depend on the point of the derivative either.
-
-- `ids = reach.start(shape)` are those of the seed itself: one element each.
-- An operation that only moves data (reshape, slice, transpose, gather at known indices, pad, concatenate, expand, roll,
-  flip, scatter at known indices without adding) is run on the ids themselves. What it fills with zeros is then 0, the
-  empty set. There is no other rule for them.
-- An elementwise operation of one tensor that depends on the seed and of constants has the same ids, broadcast; 0 where
-  a known constant factor is zero (`np.where(factor != 0, ids, 0)`).
-- Sums, and anything elementwise of several such tensors: `reach.union(a, b, ...)`, which broadcasts.
-- Reductions: `reach.over(ids, axes)`. Cumulative ones: `reach.along(ids, axis)`.
-- Windows, as of convolutions and pools: `reach.windows(...)`. Products with a matrix whose zeros are known:
-  `reach.through(ids, mask)`; with any other, a reduction over the contracted axis.
-- Adding at known indices: `reach.gathered(owners, ids, count)`.
-- Everything unknown: `reach.all_of(ids, ...)`: each output element depends on all that any of its tensors depends on.
-
-At the end `reach.pattern(ids)` has a row for each element of the result and a column for each of the seed. A reverse
-program gives the transpose of the Jacobian's pattern.
-
-
-Sets of reach through products: of matrices in stacks, and of convolutions.
+Beside each tensor that depends on the seed a backend keeps an array of integers in the tensor's shape, the **ids**. An
+id is the index of a set of seed elements in an `IndexSets` table. `_sparsity/__init__.py` tells how they are used.
 """
 
+import math
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 
 from elementgrad._sparsity.pattern import Pattern, require_room
 
 Ids = np.ndarray
-"""The number of a set for each element of a tensor."""
+"""The id of a set for each element of a tensor."""
 EMPTY = 0
-LARGE = 3 * 10**7
-"""From so many elements in all sets on it is worth a look which of them are still in use."""
-CLEAR = 4
-"""A set so many times as large as all others together is looked at for whether it holds them."""
+"""The id of the empty set."""
+COMPACT_ABOVE = 3 * 10**7
+"""Number of elements in all sets from which on unused sets are worth dropping."""
+DOMINANT = 4
+"""A set so many times as large as all others together is checked for containing them, before a new set is made."""
+MAX_PRODUCTS = 2 * 10**7
+"""The zeros of a known matrix are looked at as long as no more products than this are left."""
 
 
 class IndexSets:
-    """A growing table of sets of the elements of one seed. Equal ids are equal sets; equal sets may differ in id.
+    """Growing table of sets of the elements of one seed. Equal ids are equal sets; equal sets may differ in id.
 
-    >>> reach = Reach(4)
-    >>> ids = reach.start((4,))
-    >>> moved = np.pad(ids[1:], (0, 1))
-    >>> reach.pattern(reach.union(ids, moved)).dense().astype(int)
+    >>> sets = IndexSets(4)
+    >>> ids = sets.seed_ids((4,))
+    >>> shifted = np.pad(ids[1:], (0, 1))
+    >>> sets.pattern(sets.union(ids, shifted)).dense().astype(int)
     array([[1, 1, 0, 0],
            [0, 1, 1, 0],
            [0, 0, 1, 1],
            [0, 0, 0, 1]])
-    >>> reach.pattern(reach.over(moved.reshape(2, 2), [1])).rows.tolist()
+    >>> sets.pattern(sets.reduce(shifted.reshape(2, 2), [1])).rows.tolist()
     [0, 0, 1]
     """
 
     def __init__(self, size: int):
         self.size = size
-        """How many elements the seed has."""
+        """Number of elements of the seed."""
         self.full = size + 1
-        """The set of all of them."""
+        """The id of the set of all of them."""
         self._starts = np.concatenate([[0], np.arange(size + 1), [2 * size]])
         self._sets = size + 2
         self._elements = np.concatenate([np.arange(size), np.arange(size)]).astype(np.int64)
         self._used = 2 * size
-        self._limit = LARGE
+        self._limit = COMPACT_ABOVE
 
-    def start(self, shape: Sequence[int]) -> Ids:
-        """The ids of the seed: each element is reached by itself."""
+    def seed_ids(self, shape: Sequence[int]) -> Ids:
+        """Return the ids of the seed, whose elements depend on themselves."""
         return np.arange(1, self.size + 1).reshape(shape)
 
     def sizes(self, ids: Ids) -> np.ndarray:
-        """How many elements each set has."""
+        """Return how many elements each set has."""
         return self._starts[ids + 1] - self._starts[ids]
 
-    def union(self, *several: Ids) -> Ids:
-        """For each element the union of its sets in several tensors, which broadcast."""
-        result = several[0]
-        for ids in several[1:]:
-            result = self._pairs(result, ids)
+    def union(self, *tensors: Ids) -> Ids:
+        """Return for each element the union of its sets in several tensors, which broadcast."""
+        result = tensors[0]
+        for ids in tensors[1:]:
+            result = self._union_pairs(result, ids)
         return result
 
-    def over(self, ids: Ids, axes: Sequence[int], keepdims: bool = False) -> Ids:
-        """The unions over some axes."""
+    def union_all(self, *tensors: Ids) -> int:
+        """Return the union of all sets: what an element may depend on of which nothing is known."""
+        ids = np.unique(np.concatenate([ids.reshape(-1) for ids in tensors]))
+        return int(self.union_by_owner(np.zeros(len(ids), dtype=np.int64), ids, 1)[0])
+
+    def union_by_owner(self, owners: np.ndarray, ids: np.ndarray, count: int) -> Ids:
+        """Return for each of `count` owners the union of its sets: `owners` and `ids` go in pairs, as in a scatter."""
+        result = np.zeros(count, dtype=np.int64)
+        nonempty = ids != EMPTY
+        owners, ids = owners[nonempty], ids[nonempty]
+        is_full = np.zeros(count, dtype=bool)
+        is_full[owners[ids == self.full]] = True
+        result[is_full] = self.full
+        keys = np.unique((owners * self._sets + ids)[~is_full[owners]])
+        owners = keys // self._sets
+        ids = keys - owners * self._sets
+        is_single = np.bincount(owners, minlength=count)[owners] == 1
+        result[owners[is_single]] = ids[is_single]
+        if is_single.all():
+            return result
+        owners, ids = owners[~is_single], ids[~is_single]
+        distinct, owners = np.unique(owners, return_inverse=True)
+        result[distinct] = self._merge(owners, ids, len(distinct))
+        return result
+
+    def reduce(self, ids: Ids, axes: Sequence[int], keepdims: bool = False) -> Ids:
+        """Return the unions over some axes."""
         axes = sorted({axis % ids.ndim for axis in axes})
-        kept = [axis for axis in range(ids.ndim) if axis not in axes]
-        shape = [1 if axis in axes else size for axis, size in enumerate(ids.shape) if axis in kept or keepdims]
-        count = int(np.prod([ids.shape[axis] for axis in kept]))
-        flat = ids.transpose([*kept, *axes]).reshape(count, int(np.prod([ids.shape[axis] for axis in axes])))
+        others = [axis for axis in range(ids.ndim) if axis not in axes]
+        shape = [1 if axis in axes else size for axis, size in enumerate(ids.shape) if axis in others or keepdims]
+        count = int(np.prod([ids.shape[axis] for axis in others]))
+        flat = ids.transpose([*others, *axes]).reshape(count, int(np.prod([ids.shape[axis] for axis in axes])))
         if flat.shape[1] == 1:
             return flat.reshape(shape)
         same = (flat[:, :1] == flat).all(1) if flat.shape[1] else np.zeros(count, dtype=bool)
@@ -98,11 +105,11 @@ class IndexSets:
         rest = np.flatnonzero(~same)
         if len(rest) and flat.shape[1]:
             owners = np.repeat(np.arange(len(rest)), flat.shape[1])
-            result[rest] = self.gathered(owners, flat[rest].reshape(-1), len(rest))
+            result[rest] = self.union_by_owner(owners, flat[rest].reshape(-1), len(rest))
         return result.reshape(shape)
 
-    def along(self, ids: Ids, axis: int, reverse: bool = False) -> Ids:
-        """The unions over all elements up to each along an axis, as of a cumulative sum; from each on, if reverse."""
+    def cumulative(self, ids: Ids, axis: int, reverse: bool = False) -> Ids:
+        """Return the unions up to each element along an axis, as of a cumulative sum; from each on, if `reverse`."""
         ids = np.moveaxis(ids, axis, 0)
         ids = ids[::-1] if reverse else ids
         step = 1
@@ -121,10 +128,10 @@ class IndexSets:
         spacing: Sequence[int] | None = None,
         mask: np.ndarray | None = None,
     ) -> Ids:
-        """The unions over windows of the last axes, as many as `size` has numbers.
+        """Return the unions over windows of the last axes, as many as `size` has entries.
 
-        `dilation` spaces the elements of a window, `spacing` those of the tensor (as a transposed convolution does).
-        Negative padding cuts off. `mask`, of shape `size`, says which elements of a window count.
+        `dilation` spaces the elements of a window, `spacing` those of the tensor (as in a transposed convolution).
+        Negative padding cuts off. `mask`, of shape `size`, is True for the elements of a window that count.
         """
         dims, lead = len(size), ids.ndim - len(size)
         if not dims:
@@ -133,7 +140,7 @@ class IndexSets:
         if any(step > 1 for step in spacing):
             shape = [(n - 1) * step + 1 if n else 0 for n, step in zip(ids.shape[lead:], spacing, strict=True)]
             spaced = np.zeros((*ids.shape[:lead], *shape), dtype=np.int64)
-            spaced[_steps([*[1] * lead, *spacing])] = ids
+            spaced[_step_slices([*[1] * lead, *spacing])] = ids
             ids = spaced
         ids = np.pad(ids, [(0, 0)] * lead + [(max(0, low), max(0, high)) for low, high in padding])
         cut = [slice(max(0, -low), n - max(0, -high)) for n, (low, high) in zip(ids.shape[lead:], padding, strict=True)]
@@ -146,78 +153,63 @@ class IndexSets:
             ]
             return np.zeros((*ids.shape[:lead], *counts), dtype=np.int64)
         views = np.lib.stride_tricks.sliding_window_view(ids, spans, axes)
-        views = views[_steps([*[1] * lead, *stride, *dilation])]
+        views = views[_step_slices([*[1] * lead, *stride, *dilation])]
         if mask is not None:
-            return self.over(views[..., mask], [-1])
-        return self.over(views, range(views.ndim - dims, views.ndim))
+            return self.reduce(views[..., mask], [-1])
+        return self.reduce(views, range(views.ndim - dims, views.ndim))
 
-    def through(self, ids: Ids, mask: np.ndarray) -> Ids:
-        """The product of a matrix (or stack of them) with one whose zeros are known: `mask` is true elsewhere."""
-        if mask.all():
-            whole = self.over(ids, [-1], keepdims=True)
-            return np.broadcast_to(whole, (*whole.shape[:-1], mask.shape[1])).copy()
-        into, out = np.nonzero(mask)
-        flat = ids.reshape(int(np.prod(ids.shape[:-1])), ids.shape[-1])
-        owners = np.arange(len(flat))[:, None] * mask.shape[1] + out
-        unions = self.gathered(owners.reshape(-1), flat[:, into].reshape(-1), len(flat) * mask.shape[1])
-        return unions.reshape(*ids.shape[:-1], mask.shape[1])
+    def matmul(self, ids: Ids, mask: np.ndarray | None, width: int) -> Ids:
+        """Return the product of matrices `(..., n, k)` with constant ones `(..., k, width)`.
 
-    def all_of(self, *several: Ids) -> int:
-        """The union of everything: what an element depends on of which nothing is known."""
-        ids = np.unique(np.concatenate([ids.reshape(-1) for ids in several]))
-        return int(self.gathered(np.zeros(len(ids), dtype=np.int64), ids, 1)[0])
+        `mask` is False where the constant is zero; None if nothing is known. A stack of one serves all.
 
-    def gathered(self, owners: np.ndarray, ids: np.ndarray, count: int) -> Ids:
-        """For each of `count` owners the union of the sets that it owns: `owners` and `ids` go in pairs."""
-        result = np.zeros(count, dtype=np.int64)
-        some = ids != EMPTY
-        owners, ids = owners[some], ids[some]
-        full = np.zeros(count, dtype=bool)
-        full[owners[ids == self.full]] = True
-        result[full] = self.full
-        keys = np.unique((owners * self._sets + ids)[~full[owners]])
-        owners = keys // self._sets
-        ids = keys - owners * self._sets
-        counts = np.bincount(owners, minlength=count)
-        alone = counts[owners] == 1
-        result[owners[alone]] = ids[alone]
-        if alone.all():
-            return result
-        owners, ids = owners[~alone], ids[~alone]
-        named, owners = np.unique(owners, return_inverse=True)
-        result[named] = self._merged(owners, ids, len(named))
-        return result
+        >>> sets = IndexSets(4)
+        >>> product = sets.matmul(sets.seed_ids((1, 2, 2)), np.eye(2, dtype=bool)[None], 2)
+        >>> sets.pattern(product).columns.tolist()
+        [0, 1, 2, 3]
+        """
+        *stack, rows, inner = ids.shape
+        count = math.prod(stack)
+        if mask is not None and not mask.all():
+            mask = mask.reshape(math.prod(mask.shape[:-2]), inner, width)
+            if np.count_nonzero(mask) * (count // max(1, len(mask))) * rows <= MAX_PRODUCTS:
+                index, source, target = np.nonzero(np.broadcast_to(mask, (count, inner, width)))
+                owners = (index * rows + np.arange(rows)[:, None]) * width + target
+                factors = ids.reshape(count, rows, inner)[index, :, source].T
+                unions = self.union_by_owner(owners.reshape(-1), factors.reshape(-1), count * rows * width)
+                return unions.reshape(*stack, rows, width)
+        return np.broadcast_to(self.reduce(ids, [-1], keepdims=True), (*stack, rows, width))
 
     @property
-    def large(self) -> bool:
-        """Whether it is time to `tidy`."""
+    def is_large(self) -> bool:
+        """True when it is time to `compact`."""
         return self._used > self._limit
 
-    def tidy(self, several: Sequence[Ids]) -> None:
-        """Forget all sets but those of these arrays, in which the numbers of the sets change."""
+    def compact(self, tensors: Sequence[Ids]) -> None:
+        """Drop all sets but those of these arrays, whose ids change in place."""
         used = np.zeros(self._sets, dtype=bool)
         used[: self.full + 1] = True
-        for ids in several:
+        for ids in tensors:
             used[ids] = True
-        kept = np.flatnonzero(used)
-        sizes, (_, elements) = self.sizes(kept), self._listed(kept)
+        old = np.flatnonzero(used)
+        sizes, (_, elements) = self.sizes(old), self._list_elements(old)
         new = np.cumsum(used) - 1
-        for ids in several:
+        for ids in tensors:
             ids[...] = new[ids]
-        self._elements, self._used, self._sets = elements, len(elements), len(kept)
+        self._elements, self._used, self._sets = elements, len(elements), len(old)
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
-        self._limit = max(LARGE, 2 * self._used)
+        self._limit = max(COMPACT_ABOVE, 2 * self._used)
         require_room(self._used)
 
     def pattern(self, ids: Ids) -> Pattern:
-        """A row for each element, with the elements of the seed that it may depend on."""
+        """Return a pattern with a row for each element: the elements of the seed that it may depend on."""
         ids = ids.reshape(-1)
         counts = self.sizes(ids)
         starts = np.concatenate([[0], np.cumsum(counts)])
         require_room(int(starts[-1]))
-        return Pattern((len(ids), self.size), starts, self._listed(ids)[1])
+        return Pattern((len(ids), self.size), starts, self._list_elements(ids)[1])
 
-    def _pairs(self, a: Ids, b: Ids) -> Ids:
+    def _union_pairs(self, a: Ids, b: Ids) -> Ids:
         a, b = np.broadcast_arrays(a, b)
         result = np.where((b == EMPTY) | (a == self.full) | (a == b), a, b)
         rest = (a != b) & (a != EMPTY) & (b != EMPTY) & (a != self.full) & (b != self.full)
@@ -226,46 +218,47 @@ class IndexSets:
             keys, inverse = np.unique(low * self._sets + high, return_inverse=True)
             first = keys // self._sets
             ids = np.stack([first, keys - first * self._sets], 1).reshape(-1)
-            result[rest] = self._merged(np.repeat(np.arange(len(keys)), 2), ids, len(keys))[inverse.reshape(-1)]
+            result[rest] = self._merge(np.repeat(np.arange(len(keys)), 2), ids, len(keys))[inverse.reshape(-1)]
         return result
 
-    def _merged(self, owners: np.ndarray, ids: np.ndarray, count: int) -> Ids:
-        """The unions for owners that rise, each of several sets."""
+    def _merge(self, owners: np.ndarray, ids: np.ndarray, count: int) -> Ids:
+        """Return the unions for owners that rise, each of several sets."""
         sizes = self.sizes(ids)
         begins = np.append(0, np.flatnonzero(np.diff(owners)) + 1)
-        most = np.maximum.reduceat(sizes, begins)
-        rest = np.add.reduceat(sizes, begins) - most
-        (large,) = np.nonzero(sizes == most[owners])
-        which = np.empty(count, dtype=np.int64)
-        which[owners[large]] = large
-        largest = ids[which]
+        largest_size = np.maximum.reduceat(sizes, begins)
+        rest_size = np.add.reduceat(sizes, begins) - largest_size
+        (at_largest,) = np.nonzero(sizes == largest_size[owners])
+        position = np.empty(count, dtype=np.int64)
+        position[owners[at_largest]] = at_largest
+        largest = ids[position]
         result = largest.copy()
-        looked = most >= CLEAR * rest
-        todo = ~looked
-        if looked.any():
-            small = np.ones(len(ids), dtype=bool)
-            small[which] = False
-            small &= looked[owners]
-            holder, elements = self._listed(ids[small])
-            holder = owners[small][holder]
-            outside = ~self._holds(largest[holder], elements)
-            todo[holder[outside]] = True
-        if todo.any():
-            chosen = todo[owners]
-            number = np.cumsum(todo) - 1
-            result[todo] = self._added(number[owners[chosen]], ids[chosen], largest[todo], most[todo])
+        is_dominated = largest_size >= DOMINANT * rest_size
+        is_new = ~is_dominated
+        if is_dominated.any():
+            is_small = np.ones(len(ids), dtype=bool)
+            is_small[position] = False
+            is_small &= is_dominated[owners]
+            holder, elements = self._list_elements(ids[is_small])
+            holder = owners[is_small][holder]
+            is_new[holder[~self._contains(largest[holder], elements)]] = True
+        if is_new.any():
+            chosen = is_new[owners]
+            renumbered = np.cumsum(is_new) - 1
+            result[is_new] = self._add_sets(
+                renumbered[owners[chosen]], ids[chosen], largest[is_new], largest_size[is_new]
+            )
         return result
 
-    def _added(self, owners: np.ndarray, ids: np.ndarray, largest: np.ndarray, most: np.ndarray) -> Ids:
-        """New sets, but for those that turn out to be their largest part, or all."""
+    def _add_sets(self, owners: np.ndarray, ids: np.ndarray, largest: np.ndarray, largest_size: np.ndarray) -> Ids:
+        """Append the unions as new sets, but for those that turn out to be their largest part, or full."""
         require_room(int(self.sizes(ids).sum()))
-        holder, elements = self._listed(ids)
-        keys = _distinct(owners[holder] * self.size + elements)
+        holder, elements = self._list_elements(ids)
+        keys = _sort_distinct(owners[holder] * self.size + elements)
         owner = keys // self.size
         elements = keys - owner * self.size
         sizes = np.bincount(owner, minlength=len(largest))
-        result = np.where(sizes == most, largest, self.full)
-        new = (sizes != most) & (sizes != self.size)
+        result = np.where(sizes == largest_size, largest, self.full)
+        new = (sizes != largest_size) & (sizes != self.size)
         result[new] = self._sets + np.arange(int(new.sum()))
         self._append(sizes[new], elements[new[owner]])
         return result
@@ -284,16 +277,16 @@ class IndexSets:
         self._starts[self._sets + 1 : sets + 1] = self._used + np.cumsum(sizes)
         self._used, self._sets = used, sets
 
-    def _listed(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The elements of sets one after another, and beside each the position of its set."""
+    def _list_elements(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each element of the sets, one after another, the position of its set and the element."""
         sizes = self.sizes(ids)
         holder = np.repeat(np.arange(len(ids)), sizes)
         ends = np.cumsum(sizes)
         places = np.arange(len(holder)) + np.repeat(self._starts[ids] - (ends - sizes), sizes)
         return holder, self._elements[places]
 
-    def _holds(self, ids: np.ndarray, elements: np.ndarray) -> np.ndarray:
-        """Whether each set holds an element, by bisection of them all at once."""
+    def _contains(self, ids: np.ndarray, elements: np.ndarray) -> np.ndarray:
+        """Return for each set if it contains its element, by bisection of them all at once."""
         low, high = self._starts[ids], self._starts[ids + 1]
         end = high
         while (open_ := low < high).any():
@@ -303,108 +296,12 @@ class IndexSets:
         return (low < end) & (self._elements[np.minimum(low, self._used - 1)] == elements)
 
 
-def _steps(steps: Sequence[int]) -> tuple[slice, ...]:
+def _step_slices(steps: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(None, None, step) for step in steps)
 
 
-def _distinct(keys: np.ndarray) -> np.ndarray:
+def _sort_distinct(keys: np.ndarray) -> np.ndarray:
     keys = np.sort(keys)
     keep = np.ones(len(keys), dtype=bool)
     np.not_equal(keys[1:], keys[:-1], out=keep[1:])
     return keys[keep]
-
-
-PRUNED = 2 * 10**7
-"""The zeros of a known factor are looked at as long as no more products than this are left."""
-MASKS = 64
-"""So many different masks of output channels are gone through one by one; more are taken together."""
-
-
-def product(reach: IndexSets, ids: Ids, mask: np.ndarray | None, width: int) -> Ids:
-    """Stacks of matrices, `(b, n, k)`, times others of shape `(b, k, width)`, of which `mask` tells the zeros.
-
-    Without a mask nothing is known of the others. A stack of one serves all.
-
-    >>> reach = Reach(4)
-    >>> through = product(reach, reach.start((1, 2, 2)), np.eye(2, dtype=bool)[None], 2)
-    >>> reach.pattern(through).columns.tolist()
-    [0, 1, 2, 3]
-    """
-    stacks, rows, inner = ids.shape
-    known = mask is not None and not mask.all()
-    if known and np.count_nonzero(mask) * (stacks // max(1, len(mask))) * rows <= PRUNED:  # type: ignore[arg-type]
-        stack, into, out = np.nonzero(np.broadcast_to(mask, (stacks, inner, width)))  # type: ignore[arg-type]
-        owners = (stack * rows + np.arange(rows)[:, None]) * width + out
-        unions = reach.gathered(owners.reshape(-1), ids[stack, :, into].T.reshape(-1), stacks * rows * width)
-        return unions.reshape(stacks, rows, width)
-    return np.broadcast_to(reach.over(ids, [2], keepdims=True), (stacks, rows, width))
-
-
-def convolution(
-    reach: IndexSets,
-    ids: Ids,
-    mask: np.ndarray,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int] | None = None,
-    spacing: Sequence[int] | None = None,
-    groups: int = 1,
-) -> Ids:
-    """Images `(n, channels, *space)` with a kernel `(out, channels / groups, *space)`, of which `mask` tells the zeros.
-
-    Of a kernel of which nothing is known the mask is true everywhere.
-    """
-    each, per_group = mask.shape[1], mask.shape[0] // groups
-    parts = []
-    for group in range(groups):
-        part = ids[:, group * each : (group + 1) * each]
-        kernels = mask[group * per_group : (group + 1) * per_group]
-        distinct, which = np.unique(kernels.reshape(per_group, prod(mask.shape[1:])), axis=0, return_inverse=True)
-        if len(distinct) > MASKS:
-            distinct, which = np.any(distinct, axis=0, keepdims=True), np.zeros(per_group, dtype=np.int64)
-        seen = [
-            _windows(reach, part, kernel.reshape(mask.shape[1:]), stride, padding, dilation, spacing)
-            for kernel in distinct
-        ]
-        parts.append(np.stack(seen, 1)[:, which.reshape(-1)])
-    return np.concatenate(parts, 1)
-
-
-def transposed_windows(
-    reach: IndexSets,
-    ids: Ids,
-    shape: Sequence[int],
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-) -> Ids:
-    """For each element of a tensor of this shape what the windows hold that it is in: `windows` the other way round."""
-    low = [n - 1 - before for n, (before, _) in zip(size, padding, strict=True)]
-    spans = [(n - 1) * step + 1 for n, step in zip(ids.shape[-len(size) :], stride, strict=True)]
-    high = [
-        whole - span - before + n - 1
-        for whole, span, before, n in zip(shape[-len(size) :], spans, low, size, strict=True)
-    ]
-    return reach.windows(ids, size, [1] * len(size), list(zip(low, high, strict=True)), spacing=stride)
-
-
-def _windows(
-    reach: IndexSets,
-    ids: Ids,
-    mask: np.ndarray,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int] | None,
-    spacing: Sequence[int] | None,
-) -> Ids:
-    """One output channel. Channels count as one more axis of the window, unless all of them are in it alike."""
-    if (mask == mask[:1]).all() and prod(mask.shape):
-        inner = mask[0]
-        return reach.windows(reach.over(ids, [1]), inner.shape, stride, padding, dilation, spacing, _some(inner))
-    stride, padding = [1, *stride], [(0, 0), *padding]
-    dilation, spacing = [1, *(dilation or [1] * (ids.ndim - 2))], [1, *(spacing or [1] * (ids.ndim - 2))]
-    return reach.windows(ids, mask.shape, stride, padding, dilation, spacing, mask)[:, 0]
-
-
-def _some(mask: np.ndarray) -> np.ndarray | None:
-    return None if mask.all() else mask

@@ -1,4 +1,4 @@
-"""Which entries of a matrix can be nonzero: a value object."""
+"""`eg.Pattern`: the entries of a matrix that can be nonzero, as an immutable value."""
 
 import html
 import os
@@ -12,20 +12,28 @@ from elementgrad import _npz
 from elementgrad.errors import OptionError, SelectionError, SizeError
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
-"""The dots of a Braille character, four rows of two, by their bits."""
-HIGH, WIDE = 16, 32
-"""The most lines and characters that a picture takes."""
-MOST = 10**8
-"""More entries than this are not written down."""
+"""Bits of the dots of a Braille character, four rows of two."""
+MAX_LINES, MAX_CHARACTERS = 16, 32
+"""Size of the largest picture."""
+MAX_ENTRIES = 10**8
+"""Larger patterns raise an error."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pattern:
-    """The places of a matrix that can hold something other than zero; all others never do.
+    """The entries of a matrix that can be nonzero; all others are always zero.
 
     A Jacobian counts as a matrix: a row for each element of the output, a column for each of the input, both in the
-    order of the flattened tensors. A pattern may hold more places than are needed, and must hold no fewer. It is kept
-    by rows (CSR): the columns of row `i` are `columns[starts[i]:starts[i + 1]]`, in rising order.
+    order of the flattened tensors. A pattern may have more entries than are needed, and must have no fewer. It is
+    stored by rows (CSR): the columns of row `i` are `columns[starts[i]:starts[i + 1]]`, in rising order.
+
+    Args:
+        shape: Number of rows and of columns.
+        starts: Where each row starts in `columns`, and at last the number of entries.
+        columns: The column of each entry.
+
+    Raises:
+        OptionError: The arrays are no CSR structure of this shape.
 
     >>> import numpy as np, elementgrad as eg
     >>> P = eg.Pattern.from_dense(np.eye(4) + np.eye(4, k=1))
@@ -44,14 +52,23 @@ class Pattern:
     columns: np.ndarray
 
     def __post_init__(self) -> None:
-        shape, starts, columns = _checked(self.shape, self.starts, self.columns)
+        shape, starts, columns = _check(self.shape, self.starts, self.columns)
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "starts", _frozen(starts, len(columns)))
-        object.__setattr__(self, "columns", _frozen(columns, shape[1]))
+        object.__setattr__(self, "starts", _freeze(starts, len(columns)))
+        object.__setattr__(self, "columns", _freeze(columns, shape[1]))
 
     @classmethod
     def from_entries(cls, rows: Any, columns: Any, shape: tuple[int, int]) -> "Pattern":
-        """The entries at these places, in any order; one named twice is there once.
+        """Return the pattern of entries in any order; one named twice is there once.
+
+        Args:
+            rows: The row of each entry.
+            columns: The column of each entry, beside `rows`.
+            shape: Number of rows and of columns.
+
+        Raises:
+            OptionError: Not as many rows as columns.
+            SelectionError: An entry is outside the shape.
 
         >>> import elementgrad as eg
         >>> eg.Pattern.from_entries([1, 0, 1], [2, 0, 2], (2, 3)).columns.tolist()
@@ -60,22 +77,27 @@ class Pattern:
         rows, columns = (np.asarray(x).reshape(-1) for x in (rows, columns))
         if len(rows) != len(columns):
             raise OptionError(f"{len(rows)} rows and {len(columns)} columns do not pair up; give as many of each")
-        for numbers, size, what in ((rows, shape[0], "row"), (columns, shape[1], "column")):
-            if len(numbers) and (numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= size):
-                raise SelectionError(f"a {what} of an entry is no int from 0 to {size - 1}; shape is {tuple(shape)}")
+        for indices, size, name in ((rows, shape[0], "row"), (columns, shape[1], "column")):
+            if len(indices) and (indices.dtype.kind not in "iu" or indices.min() < 0 or indices.max() >= size):
+                raise SelectionError(f"a {name} of an entry is no int from 0 to {size - 1}; shape is {tuple(shape)}")
         keys = np.unique(rows.astype(np.int64) * shape[1] + columns)
         return cls.from_keys(keys, shape)
 
     @classmethod
     def from_keys(cls, keys: np.ndarray, shape: tuple[int, int]) -> "Pattern":
-        """The entries at these positions of the flattened matrix, which rise."""
+        """Return the pattern of entries by their positions in the flattened matrix.
+
+        Args:
+            keys: The positions, in rising order.
+            shape: Number of rows and of columns.
+        """
         rows = keys // max(1, shape[1])
         starts = np.searchsorted(rows, np.arange(shape[0] + 1))
         return cls(shape, starts, keys - rows * shape[1])
 
     @classmethod
     def from_dense(cls, matrix: Any) -> "Pattern":
-        """The entries of a matrix that are not zero (NaN is not), or that are true."""
+        """Return the entries of a matrix that are not zero (NaN is not), or that are true."""
         matrix = np.asarray(matrix)
         if matrix.ndim != 2:
             raise OptionError(f"a pattern is that of a matrix, and this has {matrix.ndim} axes; reshape it to two")
@@ -83,34 +105,34 @@ class Pattern:
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> "Pattern":
-        """The entries that a matrix of scipy.sparse stores, zeros that are stored included."""
+        """Return the entries that a matrix of scipy.sparse stores, with the zeros that it stores."""
         matrix = matrix.tocoo()
         return cls.from_entries(matrix.row, matrix.col, matrix.shape)
 
     @classmethod
     def full(cls, shape: tuple[int, int]) -> "Pattern":
-        """Every entry."""
+        """Return the pattern of all entries."""
         require_room(shape[0] * shape[1])
         return cls(shape, np.arange(shape[0] + 1) * shape[1], np.tile(np.arange(shape[1]), shape[0]))
 
     @property
     def size(self) -> int:
-        """How many entries can be nonzero."""
+        """Number of entries that can be nonzero."""
         return len(self.columns)
 
     @property
     def density(self) -> float:
-        """The share of entries that can be nonzero."""
+        """Share of entries that can be nonzero."""
         return self.size / max(1, self.shape[0] * self.shape[1])
 
     @cached_property
     def rows(self) -> np.ndarray:
         """The row of each entry, beside `columns`."""
-        return _frozen(np.repeat(np.arange(self.shape[0]), np.diff(self.starts)), self.shape[0])
+        return _freeze(np.repeat(np.arange(self.shape[0]), np.diff(self.starts)), self.shape[0])
 
     @cached_property
     def keys(self) -> np.ndarray:
-        """The position of each entry in the flattened matrix; they rise."""
+        """The position of each entry in the flattened matrix, in rising order."""
         keys = self.rows.astype(np.int64) * self.shape[1] + self.columns
         keys.flags.writeable = False
         return keys
@@ -123,55 +145,68 @@ class Pattern:
         return Pattern((self.shape[1], self.shape[0]), starts, self.rows[order])
 
     def dense(self) -> np.ndarray:
-        """A matrix of booleans."""
+        """Return a matrix of booleans."""
         matrix = np.zeros(self.shape, dtype=bool)
         matrix[self.rows, self.columns] = True
         return matrix
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse.csr_array` of ones; needs SciPy (the extra `sparse`)."""
-        places = np.ones(self.size), self.columns, self.starts
-        return scipy_sparse().csr_array(places, shape=self.shape, copy=True)  # SciPy may write to what it is given
+        """Return a `scipy.sparse.csr_array` of ones; needs SciPy (the extra `sparse`)."""
+        csr = np.ones(self.size), self.columns, self.starts
+        return scipy_sparse().csr_array(csr, shape=self.shape, copy=True)  # SciPy may write to what it is given
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the pattern to a file (`.npz`, nothing in it is executed when it is read)."""
+        """Write the pattern to a `.npz` file. Reading it executes nothing."""
         with open(path, "wb") as file:
             np.savez_compressed(file, shape=np.array(self.shape), starts=self.starts, columns=self.columns)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Pattern":
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            OptionError: The file has no pattern.
+        """
         try:
-            held = _npz.read(path)
-            shape, starts, columns = (held[name] for name in ("shape", "starts", "columns"))
+            arrays = _npz.read(path)
+            shape, starts, columns = (arrays[name] for name in ("shape", "starts", "columns"))
         except (KeyError, _npz.ArchiveError) as error:
             where = os.fspath(path)
             raise OptionError(f"{where!r} holds no pattern ({error}); give a file that Pattern.save wrote") from None
         return cls(tuple(np.atleast_1d(shape).tolist()), starts, columns)
 
     def positions(self, rows: Any, columns: Any) -> np.ndarray:
-        """Which entry each place is, counted along `columns`; -1 for one outside the pattern."""
-        wanted = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
+        """Return the index of entries in `self.columns`; -1 for one outside the pattern.
+
+        Args:
+            rows: The row of each entry.
+            columns: The column of each entry, beside `rows`.
+        """
+        keys = np.asarray(rows, dtype=np.int64) * self.shape[1] + np.asarray(columns, dtype=np.int64)
         if not self.size:
-            return np.full(wanted.shape, -1)
-        found = np.minimum(np.searchsorted(self.keys, wanted), self.size - 1)
-        return np.where(self.keys[found] == wanted, found, -1)
+            return np.full(keys.shape, -1)
+        nearest = np.minimum(np.searchsorted(self.keys, keys), self.size - 1)
+        return np.where(self.keys[nearest] == keys, nearest, -1)
 
     def taken(self, rows: np.ndarray, columns: np.ndarray) -> "Pattern":
-        """The pattern of some rows and columns, in this order; each may be named several times."""
+        """Return the pattern of some rows and columns.
+
+        Args:
+            rows: The rows, in the order of the result; each may be named several times.
+            columns: The same for columns.
+        """
         counts = np.diff(self.starts)[rows]
         ends = np.cumsum(counts)
         entries = np.arange(int(counts.sum())) + np.repeat(self.starts[rows] - (ends - counts), counts)
         order = np.argsort(columns, kind="stable")
-        named = columns[order]
-        low, high = (np.searchsorted(named, self.columns[entries], side) for side in ("left", "right"))
+        low, high = (np.searchsorted(columns[order], self.columns[entries], side) for side in ("left", "right"))
         times = high - low
         down = np.repeat(np.repeat(np.arange(len(rows)), counts), times)
         within = np.arange(len(down)) - np.repeat(np.cumsum(times) - times, times)
         return Pattern.from_entries(down, order[np.repeat(low, times) + within], (len(rows), len(columns)))
 
     def __or__(self, other: "Pattern") -> "Pattern":
-        """The entries of either."""
+        """Return the union of two patterns."""
         if not isinstance(other, Pattern):
             return NotImplemented
         if other.shape != self.shape:
@@ -179,7 +214,7 @@ class Pattern:
         return Pattern.from_keys(np.union1d(self.keys, other.keys), self.shape)
 
     def __le__(self, other: "Pattern") -> bool:
-        """Whether the other holds every entry of this one."""
+        """Return True if the other has every entry of this one."""
         if not isinstance(other, Pattern):
             return NotImplemented
         return self.shape == other.shape and bool((other.positions(self.rows, self.columns) >= 0).all())
@@ -198,13 +233,13 @@ class Pattern:
         return f"<Pattern {self.shape}: {entries}, {100 * self.density:.3g} %>"
 
     def __str__(self) -> str:
-        """A picture of at most 16 lines of 32 characters: a dot where at least one entry is."""
+        """Return a picture of at most 16 lines of 32 characters, with a dot where at least one entry is."""
         return "\n".join([repr(self)[1:-1], *self.picture()])
 
     def picture(self) -> list[str]:
-        """The lines of the picture."""
-        high = max(1, min(4 * HIGH, self.shape[0]))
-        wide = max(1, min(2 * WIDE, self.shape[1]))
+        """Return the lines of the picture."""
+        high = max(1, min(4 * MAX_LINES, self.shape[0]))
+        wide = max(1, min(2 * MAX_CHARACTERS, self.shape[1]))
         dots = np.zeros((-(-high // 4) * 4, -(-wide // 2) * 2), dtype=bool)
         if self.size:
             down = self.rows.astype(np.int64) * high // self.shape[0]
@@ -218,8 +253,8 @@ class Pattern:
 
 
 def require_room(entries: int) -> None:
-    """Refuse a pattern that fits into no memory."""
-    if entries > MOST:
+    """Raise if a pattern has too many entries for memory."""
+    if entries > MAX_ENTRIES:
         raise SizeError(
             f"the pattern would have {entries} entries: every output depends on very many inputs, so the Jacobian is "
             "not sparse; read some of its rows or columns, or multiply with it"
@@ -227,7 +262,7 @@ def require_room(entries: int) -> None:
 
 
 def scipy_sparse() -> Any:
-    """The module `scipy.sparse`, or what to do about its absence."""
+    """Return the module `scipy.sparse`; raise an error with the remedy if it is not installed."""
     try:
         import scipy.sparse as sparse  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -235,7 +270,7 @@ def scipy_sparse() -> Any:
     return sparse
 
 
-def _checked(shape: Any, starts: Any, columns: Any) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
+def _check(shape: Any, starts: Any, columns: Any) -> tuple[tuple[int, int], np.ndarray, np.ndarray]:
     starts, columns = np.asarray(starts), np.asarray(columns)
     if len(shape) != 2 or min(shape) < 0:
         raise OptionError(f"a pattern has two axes, rows and columns, and not shape {tuple(shape)}")
@@ -253,8 +288,8 @@ def _checked(shape: Any, starts: Any, columns: Any) -> tuple[tuple[int, int], np
     return (rows, width), starts, columns
 
 
-def _frozen(numbers: np.ndarray, most: int) -> np.ndarray:
-    """In as few bytes as hold it, and not to be written to."""
-    numbers = np.array(numbers, dtype=np.int32 if most < 2**31 else np.int64)
-    numbers.flags.writeable = False
-    return numbers
+def _freeze(indices: np.ndarray, limit: int) -> np.ndarray:
+    """Return a read-only copy in the smallest integers that hold `limit`."""
+    indices = np.array(indices, dtype=np.int32 if limit < 2**31 else np.int64)
+    indices.flags.writeable = False
+    return indices

@@ -138,8 +138,10 @@ class JaxLinearization(Linearization):
             if local:
                 xs, program = self.inputs, self._program
                 zeros = [varying(jnp.zeros_like(x), axes_of(x)) for x in xs]
-                return sparsity.here(lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input])
-            return sparsity.everywhere(partial(self._at, output, input), self.inputs[input])
+                return sparsity.pattern_here(
+                    lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input]
+                )
+            return sparsity.pattern_everywhere(partial(self._at, output, input), self.inputs[input])
         except ElementgradError:
             raise
         except Exception as error:  # it has run with numbers, so that this is about their absence

@@ -174,7 +174,7 @@ class TensorflowLinearization(Linearization):
         return known
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad._backends.tensorflow.sparsity import found
+        from elementgrad._backends.tensorflow.sparsity import find_pattern
 
         x, y, anew = self.inputs[input], self.outputs[output], self._anew
 
@@ -188,9 +188,9 @@ class TensorflowLinearization(Linearization):
 
         try:
             if local or anew is None:
-                return found(here, None, y, x)
+                return find_pattern(here, None, y, x)
             with undisturbed():
-                return found(at, x, y, x)
+                return find_pattern(at, x, y, x)
         except ElementgradError:
             raise
         except Exception as error:  # it has run with numbers, so that this is about their absence

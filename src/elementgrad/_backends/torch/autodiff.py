@@ -564,7 +564,7 @@ class TorchLinearization(Linearization):
         return tuple([values[o] for o in outputs])
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad._backends.torch.sparsity_rules import found
+        from elementgrad._backends.torch.sparsity import find_pattern
 
         if WRITES in self.without[output].values():
             raise UnsupportedError(f"{WRITES}, so it is not run again")
@@ -573,7 +573,7 @@ class TorchLinearization(Linearization):
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
         push = partial(self._push_one, input, [output], attention=True)
         try:
-            return found(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
+            return find_pattern(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
         except RuntimeError as error:
             self._require_there(error)
             raise

@@ -8,11 +8,12 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import Linearization, TensorFunction, UnsupportedError, Use
+from elementgrad._backends.torch._compat import sequence_number
 from elementgrad._backends.torch.autodiff import ActivationTap, checkpointing_disabled, largest, normal
 from elementgrad._backends.torch.isolate import in_mode, isolated, plainly
-from elementgrad._backends.torch.record.calls import WHERE, clock, note_lines
-from elementgrad._backends.torch.record.history import edge_of, named, same
-from elementgrad._backends.torch.record.linearization import RETURN, feeds, flows
+from elementgrad._backends.torch.record.history import edge_of, operation_name, same_edge
+from elementgrad._backends.torch.record.intercept import LINE_KEY, label_nodes
+from elementgrad._backends.torch.record.linearization import RETURN_USE, find_slots, sweep_slots
 
 Tensor = torch.Tensor
 OURS = "elementgrad.ours"
@@ -28,7 +29,10 @@ def uses(run: TensorFunction, inputs: Sequence[Tensor | None], input: int) -> tu
         given[input] = source if x is None else source(x.clone() if x.is_inference() else x.detach())
         outputs = list(run(*given))
     linear = UsesLinearization(source, outputs)
-    return linear, [RETURN if node is None else Use(named(node), node.metadata.get(WHERE)) for node, _ in linear.slots]
+    return linear, [
+        RETURN_USE if node is None else Use(operation_name(node), node.metadata.get(LINE_KEY))
+        for node, _ in linear.slots
+    ]
 
 
 def kept(x: Tensor) -> Tensor:
@@ -82,17 +86,17 @@ class UsesLinearization(Linearization):
         return stacks
 
     def _row(self, end: GradientEdge, seed: Tensor) -> dict[tuple[Any, int], Tensor]:
-        swept = flows(end, seed, [self._source]) if self._source is not None else []
+        swept = sweep_slots(end, seed, [self._source]) if self._source is not None else []
         row = {(node, slot): derivative for node, slot, _, derivative in swept}
         return {**row, (None, 0): seed} if self._is_source(end) else row
 
     def _taking(self, end: GradientEdge) -> list[tuple[Any, int]]:
         """The slots before an output that take the tensor."""
-        taken = feeds(end, [self._source]) if self._source is not None else {}
+        taken = find_slots(end, [self._source]) if self._source is not None else {}
         return [(node, slot) for node, slots in taken.items() for slot, _ in slots]
 
     def _is_source(self, end: GradientEdge | None) -> bool:
-        return self._source is not None and same(end, self._source)
+        return self._source is not None and same_edge(end, self._source)
 
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """There is no forward sweep from one use alone."""
@@ -115,7 +119,7 @@ class _Lines(TorchFunctionMode):
     """Notes in each node of the graph the user's line that made it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = clock()
+        start = sequence_number()
         result = func(*args, **(kwargs or {}))
-        note_lines(result, start)
+        label_nodes(result, start)
         return result

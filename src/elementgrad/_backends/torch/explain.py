@@ -29,7 +29,7 @@ from elementgrad._backends.torch.explain_rules import (
     TangentMeter,
 )
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, state
-from elementgrad._backends.torch.record.calls import aside, name_of
+from elementgrad._backends.torch.record.intercept import name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
@@ -210,7 +210,7 @@ class TorchTrace(Trace):
         found: list[tuple[int, Tensor]] = []
 
         def start(x: Tensor) -> Tensor:
-            with aside():
+            with pause_recording():
                 passed = _passed(x if shift is None else x.detach() + shift, tangent)
                 if tangent is None:
                     leads.start(passed)

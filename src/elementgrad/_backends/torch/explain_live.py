@@ -14,8 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from elementgrad._backends.torch.explain import CHANGED, TWICE, UNTRACKED, UNUSED, RefusedCall
 from elementgrad._backends.torch.explain_rules import GradientFlow, note_flow
 from elementgrad._backends.torch.isolate import isolated, plainly, removed_later
-from elementgrad._backends.torch.record.calls import WHERE
-from elementgrad._backends.torch.record.history import named
+from elementgrad._backends.torch.record.history import operation_name
+from elementgrad._backends.torch.record.intercept import LINE_KEY
 from elementgrad._backends.torch.trace import TorchOpRecorder
 from elementgrad._explain.backend import Picked
 from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Verdict, cannot_follow, uneven_weights
@@ -120,8 +120,8 @@ class _NodePath:
         numbers = {node: number for number, node in enumerate([end, *self.nodes])}
         steps = [
             Op(
-                named(node),
-                node.metadata.get(WHERE),
+                operation_name(node),
+                node.metadata.get(LINE_KEY),
                 inputs=tuple(self._taken(node, numbers)),
                 outputs=(numbers[node],),
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elementgrad._backends.torch.record.calls import EXPORTS, PROPERTIES, name_of
+from elementgrad._backends.torch.record.intercept import EXPORTS, VALUE_PROPERTIES, name_of
 from elementgrad._explain.trace import Op
 
 WORDS = {
@@ -122,7 +122,7 @@ def is_aside(name: str) -> bool:
     """Whether a function computes nothing from the numbers of its tensors."""
     title, _, access = name.partition(".")
     if access:
-        return title not in (*PROPERTIES, "data")
+        return title not in (*VALUE_PROPERTIES, "data")
     return name in ASIDE or (not name.startswith("__") and name.startswith("_"))
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from elementgrad._backends.torch._compat import sequence_number
 from elementgrad._backends.torch.explain_ops import Meter, TorchCall
 from elementgrad._backends.torch.isolate import generators, isolated
-from elementgrad._backends.torch.record.calls import aside, clock
+from elementgrad._backends.torch.record.intercept import pause_recording
 from elementgrad._explain.dependence import Rerun, dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import (
     CotangentSizes,
@@ -369,7 +370,7 @@ def _again(
             return x
         return forward_ad.make_dual(*change(forward_ad.unpack_dual(x).primal.detach(), tangent))
 
-    with aside():
+    with pause_recording():
         again = ran.func(*pytree.map_tree(ran.args, other), **pytree.map_tree(dict(ran.kwargs), other))
     found = [tangent_of(x) for x in pytree.leaves_of(again) if isinstance(x, Tensor)]
     return max([largest(t) for t in found if t is not None], default=0.0)
@@ -424,7 +425,7 @@ class GradientMeter(Meter):
 
     def after(self, ran: TorchCall, before: Any) -> "GradientFlow":
         flow = GradientFlow()
-        start, now = ran.start, clock()
+        start, now = ran.start, sequence_number()
         tops: set[Any] = {x.grad_fn for x in ran.made if x.grad_fn is not None and x.grad_fn._sequence_nr() >= start}
         seen, ahead = set(tops), list(tops)
         while ahead:

@@ -1,14 +1,7 @@
-"""What is known of each tensor while a sweep is watched, kept by the memory that it lives in.
+"""Sparsity patterns of PyTorch functions: one sweep under a dispatch mode that follows index sets through every op.
 
-Views share memory, so they need no rules, and what is written in place is seen by all of them.
-
-
-Values that leave PyTorch without an operation, as arrays, lists or addresses: nothing is known of what comes back.
-
-Not by a mode of `__torch_function__`, which is off inside what it was asked about, a whole backward pass for one.
-
-
-Watching a sweep: every operation of it, with the sets that its tensors depend on.
+The ids of a tensor are kept by the storage that it lies in (`SetIdTable`). Views share storages, so they need no rules,
+and all of them see what is written in place. `sparsity_rules.py` has the rules.
 """
 
 import threading
@@ -24,86 +17,287 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from elementgrad._backends.autodiff import UnsupportedError
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.torch._compat import TorchDispatchMode, tree_leaves
-from elementgrad._backends.torch.isolate import in_mode
+from elementgrad._backends.torch._compat import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    decomposition_table,
+    derivative_is_missing,
+    tree_leaves,
+)
+from elementgrad._backends.torch.isolate import in_mode, isolated, plainly
+from elementgrad._backends.torch.sparsity_rules import RULES, OpCall
 from elementgrad._cleanup import assign, scope
-from elementgrad._sparsity.index_sets import Ids, IndexSets
+from elementgrad._sparsity.index_sets import EMPTY, Ids, IndexSets
+from elementgrad._sparsity.pattern import Pattern
 
 Tensor = torch.Tensor
-TIDY = 256
-"""After so many new memories those that are gone are forgotten."""
+Evaluate = Callable[[], tuple[list[Any], list[Tensor]]]
+"""Runs the function once more; returns where its gradients end, and its outputs."""
+
+
+def find_pattern(
+    evaluate: Evaluate,
+    jvp: Callable[[Tensor], Any],
+    y: Tensor,
+    output: int,
+    x: Tensor | None,
+    input: int,
+    local: bool,
+) -> Pattern | None:
+    """Return the pattern by a reverse sweep, or by a forward one if an op has no reverse rule; None without a path.
+
+    Nothing but what varies with `x` is unknown: other constants count with their values, and zeros among them cut
+    dependences off. Without `x` no constant counts as known, and with `local` all do.
+    """
+    try:
+        return _find_by_reverse(_sparsity_mode(y.numel(), x, local), evaluate, output, input)
+    except (NotImplementedError, RuntimeError) as error:
+        if x is None or not derivative_is_missing(error):
+            raise
+    return _find_by_forward(_sparsity_mode(x.numel(), x, local), jvp, x)
+
+
+def _sparsity_mode(size: int, x: Tensor | None, local: bool) -> "SparsityMode":
+    mode = SparsityMode(size, constants_known=local or x is not None)
+    if x is not None and not local:
+        mode.table.mark_varying(x)
+    return mode
+
+
+def _find_by_reverse(mode: "SparsityMode", evaluate: Evaluate, output: int, input: int) -> Pattern | None:
+    with mode.propagate():
+        leaves, outputs = evaluate()
+    y = outputs[output]
+    if not y.requires_grad:
+        return None
+    seed = mode.seed_like(y)
+    with isolated(None), plainly(), mode.propagate():
+        (swept,) = torch.autograd.grad(y, leaves[input], seed, allow_unused=True)
+    return None if swept is None else mode.pattern(swept).T
+
+
+def _find_by_forward(mode: "SparsityMode", jvp: Callable[[Tensor], Any], x: Tensor) -> Pattern:
+    seed = mode.seed_like(x)
+    with mode.propagate():
+        (swept,) = jvp(seed[None])
+    return mode.pattern(swept[0])
+
+
+MASK_INDEXED = ("index", "masked_select", "_unsafe_index")
+"""Ops whose output shape depends on masks alone."""
+FACTORIES = [
+    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"),
+    *("new_empty_strided", "_efficientzerotensor"),
+]
+"""Ops that take only the shape and dtype from a tensor."""
+
+
+class SparsityMode(TorchDispatchMode):
+    """Follows ops: which tensors vary with the point, and which elements of a seed each element depends on."""
+
+    def __init__(self, size: int, constants_known: bool):
+        super().__init__()
+        self.sets = IndexSets(size)
+        self.table = SetIdTable(self.sets)
+        self.constants_known = constants_known
+        """True if the values of constants that do not vary may be used."""
+
+    def seed_like(self, x: Tensor) -> Tensor:
+        """Return a seed in the shape of x, each element of which depends on itself."""
+        seed = torch.ones_like(x, requires_grad=False, memory_format=torch.contiguous_format)
+        self.table.write(seed, self.sets.seed_ids(tuple(seed.shape)))
+        return seed
+
+    def pattern(self, x: Tensor) -> Pattern:
+        """Return a row for each element of x, with the elements of the seed that it may depend on."""
+        ids = self.table.ids(x)
+        if ids is None:
+            return Pattern.from_entries([], [], (x.numel(), self.sets.size))
+        return self.sets.pattern(ids)
+
+    @contextmanager
+    def propagate(self) -> Iterator[None]:
+        """Follow the ops of a block."""
+        with _watch_exports(lambda x, name: self.require_constant([x], name)), in_mode(self):
+            yield
+
+    def require_constant(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Raise if a program goes by values that change with the point or the seed."""
+        if any(self.table.ids(x) is not None for x in tensors):
+            raise UnsupportedError(f"a reverse rule reads the gradient that it is given ({what})")
+        if any(self.table.varies(x) for x in tensors):
+            raise UnsupportedError(f"the function goes by its values ({what})")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunction():
+            return self._run_op(func, args, kwargs or {})
+
+    def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        table = self.table
+        if self.sets.is_large:
+            table.compact()
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.layout is not torch.strided for x in tensors):
+            raise UnsupportedError("sparse tensors on the way are not looked into")
+        name = func._schema.name.removeprefix("aten::")
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            masks = [x for x in tensors if x.dtype is torch.bool]
+            self.require_constant(masks if name in MASK_INDEXED else tensors, name)
+        dependent = [x for x in tensors if table.ids(x) is not None]
+        name = name if name.startswith("__") else name.rstrip("_")
+        if dependent and name not in RULES and torch.Tag.pointwise not in func.tags and name not in FACTORIES:
+            try:
+                with self:
+                    result = _decompose(func, args, kwargs)
+            except (NotImplementedError, RuntimeError, TypeError, ArithmeticError):  # a mean divides by the size
+                result = NotImplemented
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        outputs: list[Tensor] = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        written = _written_tensors(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or any(table.varies(x) for x in tensors):
+            for x in (*outputs, *written):
+                table.mark_varying(x)
+        if not dependent or name in FACTORIES:
+            for x in written:
+                table.write(x, None)
+            return result
+        if not written and all(table.shares_storage(x, tensors) for x in outputs):
+            return result
+        call = OpCall(self, func, name, _bind_arguments(func, args, kwargs), outputs)
+        others = {id(x): x for x in written}
+        for x, ids in zip(outputs, self._apply_rule(call, dependent), strict=True):
+            table.write(x, ids)
+            others.pop(id(x), None)
+        if others:
+            union = self._union_all(dependent)
+            for x in others.values():
+                table.write(x, np.full(tuple(x.shape), union))
+        return result
+
+    def _apply_rule(self, call: OpCall, dependent: Sequence[Tensor]) -> Sequence[Ids | None]:
+        rule = RULES.get(call.name)
+        if rule is None and torch.Tag.pointwise in call.function.tags:
+            rule = RULES["pointwise"]
+        results = None
+        if rule is not None:
+            try:
+                results = rule(call)
+            except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError, KeyError):
+                results = None  # another overload than the rule is about
+        if results is None or any(
+            ids is not None and not _broadcasts(ids, x) for ids, x in zip(results, call.outputs, strict=True)
+        ):
+            union = self._union_all(dependent)
+            return [np.full(tuple(x.shape), union) for x in call.outputs]
+        return results
+
+    def _union_all(self, dependent: Sequence[Tensor]) -> int:
+        return self.sets.union_all(*[ids for ids in map(self.table.ids, dependent) if ids is not None])
+
+
+def _decompose(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op as the simpler ops that it is made of, if there are any."""
+    table = decomposition_table()
+    return table[func](*args, **kwargs) if func in table else func.decompose(*args, **kwargs)
+
+
+def _broadcasts(ids: Ids, x: Tensor) -> bool:
+    try:
+        np.broadcast_to(ids, tuple(x.shape))
+    except ValueError:
+        return False
+    return True
+
+
+def _bind_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return defaults | {argument.name: x for argument, x in zip(arguments, args, strict=False)} | kwargs
+
+
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    arguments = _bind_arguments(func, args, kwargs)
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for name in names for x in tree_leaves(arguments.get(name)) if isinstance(x, Tensor)]
 
 
 @dataclass
 class StorageCell:
-    """One piece of memory."""
+    """Knowledge of one storage."""
 
     weak: StorageWeakRef
-    """Kept so that no other memory gets the same address."""
+    """Keeps other storages from getting the same address."""
     unit: int
-    """The bytes of one id: those of a real number."""
+    """Bytes per id: those of a real number."""
     ids: np.ndarray | None = None
     """The set that each number in it depends on; None if none does."""
     varies: bool = False
-    """Whether it depends on the point of the derivative, so that its values are not known in general."""
+    """True if its values depend on the point of the derivative, so that they are not known in general."""
 
 
 class SetIdTable:
     """The ids of tensors, and which of them vary."""
 
-    def __init__(self, reach: IndexSets):
-        self.reach = reach
+    SLACK = 256
+    """Cells of storages that are gone are dropped after so many new ones."""
+
+    def __init__(self, sets: IndexSets):
+        self._sets = sets
         self._cells: dict[int, StorageCell] = {}
-        self._limit = TIDY
+        self._limit = self.SLACK
 
     def ids(self, x: Tensor) -> Ids | None:
-        """The sets that the elements of a tensor depend on; None if it does not depend on the seed at all."""
+        """Return the ids of a tensor; None if it does not depend on the seed at all."""
         cell = self._cells.get(x.untyped_storage()._cdata)
         if cell is None or cell.ids is None:
             return None
-        view = _view(cell, x)
-        ids = view[..., 0] if view.shape[-1] == 1 else self.reach.over(view, [-1])  # of a complex number both parts
+        view = _view_ids(cell, x)
+        ids = view[..., 0] if view.shape[-1] == 1 else self._sets.reduce(view, [-1])  # both parts of a complex number
         return ids if ids.any() else None
 
     def varies(self, x: Tensor) -> bool:
-        """Whether the values of a tensor depend on the point of the derivative."""
+        """Return True if the values of a tensor depend on the point of the derivative."""
         cell = self._cells.get(x.untyped_storage()._cdata)
         return cell is not None and cell.varies
 
-    def vary(self, x: Tensor) -> None:
-        """Say so."""
+    def mark_varying(self, x: Tensor) -> None:
+        """Note that the values of a tensor depend on the point of the derivative."""
         self._cell(x).varies = True
 
     def write(self, x: Tensor, ids: Ids | None) -> None:
-        """The elements of a tensor depend on these sets from now on."""
+        """Set the ids of a tensor."""
         cell = self._cells.get(x.untyped_storage()._cdata)
         if ids is None and (cell is None or cell.ids is None):
             return
         cell = self._cell(x)
         if cell.ids is None:
             cell.ids = np.zeros(-(-x.untyped_storage().nbytes() // cell.unit), dtype=np.int64)
-        _view(cell, x)[...] = 0 if ids is None else np.broadcast_to(ids, tuple(x.shape))[..., None]
+        _view_ids(cell, x)[...] = EMPTY if ids is None else np.broadcast_to(ids, tuple(x.shape))[..., None]
 
-    def shares(self, x: Tensor, others: list[Tensor]) -> bool:
-        """Whether a tensor lives in the memory of another."""
-        where = x.untyped_storage()._cdata
-        return any(where == other.untyped_storage()._cdata for other in others)
+    def shares_storage(self, x: Tensor, others: list[Tensor]) -> bool:
+        """Return True if a tensor lies in the storage of another."""
+        key = x.untyped_storage()._cdata
+        return any(key == other.untyped_storage()._cdata for other in others)
 
-    def tidy(self) -> None:
-        """Forget the sets that no tensor depends on any more."""
-        self._forget()
-        self.reach.tidy([cell.ids for cell in self._cells.values() if cell.ids is not None])
+    def compact(self) -> None:
+        """Drop the sets that no tensor depends on any more."""
+        self._drop_expired()
+        self._sets.compact([cell.ids for cell in self._cells.values() if cell.ids is not None])
 
-    def _forget(self) -> None:
+    def _drop_expired(self) -> None:
         self._cells = {key: cell for key, cell in self._cells.items() if not cell.weak.expired()}
-        self._limit = 2 * len(self._cells) + TIDY
+        self._limit = 2 * len(self._cells) + self.SLACK
 
     def _cell(self, x: Tensor) -> StorageCell:
         storage = x.untyped_storage()
         cell = self._cells.get(storage._cdata)
         if cell is None:
             if len(self._cells) >= self._limit:
-                self._forget()
+                self._drop_expired()
             cell = StorageCell(StorageWeakRef(storage), _real_size(x))
             self._cells[storage._cdata] = cell
         return cell
@@ -113,8 +307,8 @@ def _real_size(x: Tensor) -> int:
     return x.element_size() // 2 if x.is_complex() else x.element_size()
 
 
-def _view(cell: StorageCell, x: Tensor) -> np.ndarray:
-    """The ids of a tensor's elements in its memory, with an axis behind for the parts of complex numbers."""
+def _view_ids(cell: StorageCell, x: Tensor) -> np.ndarray:
+    """Return a view of the storage's ids in the tensor's shape, with a last axis for the parts of complex numbers."""
     if _real_size(x) != cell.unit:
         raise UnsupportedError("the bytes of one dtype are taken for those of another")
     parts, ids = x.element_size() // cell.unit, cell.ids
@@ -124,209 +318,33 @@ def _view(cell: StorageCell, x: Tensor) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(start, (*x.shape, parts), (*strides, ids.itemsize))
 
 
-Notice = Callable[[torch.Tensor, str], None]
-WAYS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
+# Values also leave PyTorch without an op, as arrays, lists or addresses, and nothing is known of what comes back. The
+# methods are patched, since a mode of `__torch_function__` is off inside what it was called for, as a backward pass.
 _local = threading.local()
 
 
-def _install(replace: Replace) -> None:
-    for name in WAYS:
-        replace(torch.Tensor, name, _noticed(getattr(torch.Tensor, name), name))
-
-
-def _noticed(original: Any, name: str) -> Any:
-    @wraps(original)
-    def read(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for notice in getattr(_local, "notices", ()):
-            notice(x, name)
-        return original(x, *args, **kwargs)
-
-    return read
-
-
-_patch = AttributePatch(_install)
-
-
 @contextmanager
-def noticing(notice: Notice) -> Iterator[None]:
-    """In here, and in this thread, it is told what is read; it may raise."""
+def _watch_exports(callback: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Call back for each tensor that this thread exports in a block; the callback may raise."""
     with scope():
-        assign(_local, "notices", (*getattr(_local, "notices", ()), notice))
+        assign(_local, "callbacks", (*getattr(_local, "callbacks", ()), callback))
         _patch.enter()
         yield
 
 
-MASKED = ("index", "masked_select", "_unsafe_index")
-"""Of what these give, the shape depends on masks alone."""
-FRESH = [
-    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"),
-    *("new_empty_strided", "_efficientzerotensor"),
-]
-"""What takes from a tensor its shape and dtype alone."""
+def _install(replace: Replace) -> None:
+    for name in ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr"):
+        replace(torch.Tensor, name, _with_callbacks(getattr(torch.Tensor, name), name))
 
 
-@dataclass
-class OpCall:
-    """One operation as it was called, for the rules."""
+def _with_callbacks(original: Any, name: str) -> Any:
+    @wraps(original)
+    def export(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for callback in getattr(_local, "callbacks", ()):
+            callback(x, name)
+        return original(x, *args, **kwargs)
 
-    mode: "SparsityMode"
-    function: Any
-    name: str
-    arguments: dict[str, Any]
-    """By the names of its schema, what was left out too."""
-    outputs: list[Tensor]
-
-    @property
-    def reach(self) -> IndexSets:
-        """The table of sets."""
-        return self.mode.reach
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor)]
-
-    def ids(self, x: Any) -> Ids | None:
-        """The sets of a tensor, None if it has none or is none."""
-        return self.mode.memory.ids(x) if isinstance(x, Tensor) else None
-
-    def known(self, x: Any) -> Tensor | None:
-        """A constant, if its values are the same at every point; numbers are."""
-        if not isinstance(x, Tensor):
-            return torch.as_tensor(x)
-        varies = self.mode.memory.varies(x) or not self.mode.trusting or self.ids(x) is not None
-        return None if varies else x
+    return export
 
 
-Rule = Callable[[OpCall], "Sequence[Ids | None] | None"]
-"""The sets of each output; None for a call that the rule does not cover."""
-
-
-class SparsityMode(TorchDispatchMode):
-    """Watches operations: which tensors vary with the point, and which elements of a seed each element depends on."""
-
-    def __init__(self, size: int, rules: dict[str, Rule], trusting: bool):
-        super().__init__()
-        self.reach = IndexSets(size)
-        self.memory = SetIdTable(self.reach)
-        self.trusting = trusting
-        """Whether constants that do not vary are known for good."""
-        self._rules = rules
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Run a program in here."""
-        with noticing(lambda x, name: self.require_steady([x], name)), in_mode(self):
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and follow the sets through it."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            return self._followed(func, args, kwargs)
-
-    def require_steady(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Raise if a program goes by values that change with the point or the seed."""
-        memory = self.memory
-        if any(memory.ids(x) is not None for x in tensors):
-            raise UnsupportedError(f"a reverse rule reads the gradient that it is given ({what})")
-        if any(memory.varies(x) for x in tensors):
-            raise UnsupportedError(f"the function goes by its values ({what})")
-
-    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        memory = self.memory
-        if self.reach.large:
-            memory.tidy()
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(x.layout is not torch.strided for x in tensors):
-            raise UnsupportedError("sparse tensors on the way are not looked into")
-        name = func._schema.name.removeprefix("aten::")
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            masks = [x for x in tensors if x.dtype is torch.bool]
-            self.require_steady(masks if name in MASKED else tensors, name)
-        reached = [x for x in tensors if memory.ids(x) is not None]
-        name = name if name.startswith("__") else name.rstrip("_")
-        if reached and name not in self._rules and torch.Tag.pointwise not in func.tags and name not in FRESH:
-            try:
-                with self:
-                    result = _in_parts(func, args, kwargs)
-            except (NotImplementedError, RuntimeError, TypeError, ArithmeticError):  # a mean divides by the size
-                result = NotImplemented
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **kwargs)
-        outputs: list[Tensor] = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        written = _written(func, args, kwargs)
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        if random or any(memory.varies(x) for x in tensors):
-            for x in (*outputs, *written):
-                memory.vary(x)
-        if not reached or name in FRESH:
-            for x in written:
-                memory.write(x, None)
-            return result
-        if not written and all(memory.shares(x, tensors) for x in outputs):
-            return result
-        call = OpCall(self, func, name, _bound(func, args, kwargs), outputs)
-        ids = self._sets(call, reached)
-        changed = {id(x): x for x in written}
-        for x, sets in zip(outputs, ids, strict=True):
-            memory.write(x, sets)
-            changed.pop(id(x), None)
-        if changed:
-            everything = self.reach.all_of(*[s for s in map(memory.ids, reached) if s is not None])
-            for x in changed.values():
-                memory.write(x, np.full(tuple(x.shape), everything))
-        return result
-
-    def _sets(self, call: OpCall, reached: Sequence[Tensor]) -> Sequence[Ids | None]:
-        rule = self._rules.get(call.name)
-        if rule is None and torch.Tag.pointwise in call.function.tags:
-            rule = self._rules["pointwise"]
-        found = None
-        if rule is not None:
-            try:
-                found = rule(call)
-            except (NotImplementedError, RuntimeError, ValueError, IndexError, TypeError, KeyError):
-                found = None  # another overload than the rule is about
-        if found is None or any(
-            ids is not None and not _fits(ids, x) for ids, x in zip(found, call.outputs, strict=True)
-        ):
-            everything = self.reach.all_of(*[ids for ids in map(self.memory.ids, reached) if ids is not None])
-            return [np.full(tuple(x.shape), everything) for x in call.outputs]
-        return found
-
-
-def _in_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation by simpler ones that it is made of, if there are any."""
-    from torch._decomp import decomposition_table  # takes a second to import, and is rarely needed
-
-    if func in decomposition_table:
-        return decomposition_table[func](*args, **kwargs)
-    return func.decompose(*args, **kwargs)
-
-
-def _fits(ids: Ids, x: Tensor) -> bool:
-    try:
-        np.broadcast_to(ids, tuple(x.shape))
-    except ValueError:
-        return False
-    return True
-
-
-def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    arguments = func._schema.arguments
-    bound = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return bound | {argument.name: x for argument, x in zip(arguments, args, strict=False)} | kwargs
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    bound = _bound(func, args, kwargs)
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for name in names for x in tree_leaves(bound.get(name)) if isinstance(x, Tensor)]
+_patch = AttributePatch(_install)

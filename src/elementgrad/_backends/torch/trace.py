@@ -32,12 +32,21 @@ from elementgrad._backends.torch._compat import (
     _global_forward_hooks,
     _global_forward_hooks_always_called,
     _global_forward_pre_hooks,
+    sequence_number,
 )
 from elementgrad._backends.torch.contributions import kept
 from elementgrad._backends.torch.explain_ops import COPIES, Meter, Overwrite, TorchCall
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, freezes
 from elementgrad._backends.torch.names import TorchModel, unwrap
-from elementgrad._backends.torch.record.calls import EXPORTS, aside, clock, name_of, outwards, watch, watchers, watching
+from elementgrad._backends.torch.record.intercept import (
+    EXPORTS,
+    active_recorders,
+    frames_to_user,
+    is_paused,
+    name_of,
+    pause_recording,
+    push_recorder,
+)
 from elementgrad._cleanup import safe_context, scope
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
@@ -68,7 +77,7 @@ class Caller:
 def caller() -> Caller:
     """The nearest caller outside PyTorch and this library."""
     called = None
-    for frame in outwards(sys._getframe(1)):
+    for frame in frames_to_user(sys._getframe(1)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         called = verb_of(frame.f_code) or (_of_torch(file, name) if name in CALLED else None) or called
     return Caller(location_text(frame.f_code.co_filename, frame.f_lineno), called)
@@ -105,7 +114,7 @@ class LastRequest:
         self.backwards.append(step)
         self.target = step.inputs[0] if step.inputs else None
         before = self._held()
-        with aside():
+        with pause_recording():
             result = func(*args, **kwargs)
             after = self._held()
             if after is not None and (before is None or not torch.equal(before, after)):
@@ -142,7 +151,7 @@ def _install(replace: Replace) -> None:
     @wraps(original)
     def make_subclass(kind: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(kind, data, *args, **kwargs)
-        for watcher in watchers() if watching() else ():
+        for watcher in active_recorders() if not is_paused() else ():
             if hasattr(watcher, "remade"):
                 watcher.remade(data, made)
         return made
@@ -289,7 +298,7 @@ class TorchOpRecorder:
             add_hook(_global_forward_hooks, leave)
             seen.enter()
             enter_mode(_CallMode(self))
-            watch(self)
+            push_recorder(self)
             yield self
 
     def _enter(self, module: Any, args: Any) -> None:
@@ -354,7 +363,7 @@ class TorchOpRecorder:
         self._root = self.source(torch.empty(0) if x is None else x)
         return self._root
 
-    def stand_in(self, x: Any) -> Any:
+    def substitute(self, x: Any) -> Any:
         """Note that a tensor goes where nobody can follow: into a transform of `torch.func`. It goes as it is."""
         self._close("torch.func", [x] if isinstance(x, Tensor) else [])
         return x
@@ -379,7 +388,7 @@ class TorchOpRecorder:
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and note what it did."""
         name = name_of(func)
-        if not watching():
+        if is_paused():
             return func(*args, **kwargs)
         if name == "grad.__get__":
             return self.asking.read(func, args[0], self.path)
@@ -433,7 +442,7 @@ class TorchOpRecorder:
         except Exception as error:
             self.failed = self.failed or error
             return func(*args, **kwargs)
-        with aside():
+        with pause_recording():
             result = func(*args, **kwargs)
         try:
             notes.send(result)
@@ -462,9 +471,9 @@ class TorchOpRecorder:
             pair for pair in zip(taken, numbers, strict=True) if meter and (meter.all or pair[1] in self._reached)
         ]
         measured = [x for x, _ in looked]
-        with aside():
+        with pause_recording():
             before = meter.before(measured, writes) if meter and measured else None
-        grad, start = torch.is_grad_enabled(), clock()
+        grad, start = torch.is_grad_enabled(), sequence_number()
         made = _tensors((yield args, kwargs))
         written = [x for x, version in zip(taken, versions, strict=True) if version_of(x) != version]
         if name == "data.__set__":
@@ -492,7 +501,7 @@ class TorchOpRecorder:
         step = Op(word, by.where, self.path, numbers, given, stops, note, own, from_python=not taken, hidden=quiet)
         if not self._reached.isdisjoint(numbers):
             self._reached.update(given)
-        with aside():
+        with pause_recording():
             ran = TorchCall(name, func, args, kwargs, measured, changed, start, [n for _, n in looked], news)
             self._add(step, meter.after(ran, before) if meter and measured else None)
         self._used.update(numbers)
@@ -537,7 +546,7 @@ class TorchOpRecorder:
     def _leaving(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         taken = _tensors((args, kwargs))
         numbers = tuple([self.number(x) for x in taken])
-        with aside():
+        with pause_recording():
             result = func(*plain(args), **kwargs)
         step = Op(
             explain_ops.word(func),

@@ -1,10 +1,10 @@
-"""Reverse sweeps through the graph that a recording saw: from elements as they were last written to earlier ones.
+"""Reverse sweeps through the graph of a recording, from the versions of target elements to those of source elements.
 
-A derivative split over the uses of its source: what flows back through each argument slot that the source feeds.
+`RecordedLinearization` gives whole derivatives. `split_by_use` splits one over the slots that the source feeds.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -16,66 +16,76 @@ from torch.autograd.graph import GradientEdge
 from elementgrad._backends.autodiff import Linearization, Use
 from elementgrad._backends.torch.autodiff import Sweep, TorchLinearization, largest
 from elementgrad._backends.torch.isolate import isolated, plainly, removed_later
-from elementgrad._backends.torch.record.calls import WHERE, aside
-from elementgrad._backends.torch.record.history import Region, TensorVersion, TrackedTensor, named, same
+from elementgrad._backends.torch.record.history import (
+    Region,
+    TensorVersion,
+    TrackedTensor,
+    Write,
+    operation_name,
+    same_edge,
+)
+from elementgrad._backends.torch.record.intercept import LINE_KEY, pause_recording
 from elementgrad._read.recorder import ElementRequest, UseFlow
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
+Request = tuple[ElementRequest, TrackedTensor]
+"""Named elements, and the history of the tensor that they are of."""
 GONE = {
     "modified by an inplace operation": "a tensor that this derivative needs was saved before the recording and "
     "changed in place since; record from before it was made",
     "backward through the graph a second time": "backward() freed the graph that this derivative needs; call it with "
     "retain_graph=True, or record again",
 }
-BACKWARDS = "a recording has no function to run again"
+"""Texts of PyTorch's errors about a graph that cannot be swept, and what to say instead."""
+RETURN_USE = Use("return", None)
+"""The use of a source that is the target itself."""
 
 
 @dataclass(frozen=True)
 class ElementPick:
-    """From the derivative that arrives at an edge to that of some elements of a tensor."""
+    """Some elements of a source, and where their derivatives arrive."""
 
     edge: GradientEdge
     elements: Tensor | None
-    """Positions in the tensor that was asked about; None for all, as they arrive."""
-    arrive: Tensor | None
+    """Positions in the tensor of the request; None for all, in its shape."""
+    positions: Tensor | None
+    """Positions in the derivative that arrives at the edge."""
 
 
 @dataclass(frozen=True)
 class VersionPath:
-    """Target elements that share a version, and for each input the versions of its elements that came before them."""
+    """Target elements that share a version, and for each input the versions of its elements that came before."""
 
     edge: GradientEdge
     region: Region
-    """What a seed for the edge looks like."""
+    """Region of the version, whose shape a seed for the edge has."""
     elements: Tensor | None
-    """The target elements, by their position in the tensor asked about; None for all."""
-    lands: Tensor | None
-    """Where they are in the seed; None if it has the shape of the tensor asked about."""
+    """Positions of the target elements in the tensor of the request; None for all."""
+    positions: Tensor | None
+    """Their positions in the seed; None if it has the shape of the tensor of the request."""
     picks: Sequence[Sequence[ElementPick]]
 
 
 class RecordedLinearization(TorchLinearization):
-    """A graph with its outputs and inputs, each made of one or several versions of a tensor."""
+    """The graph of a recording with its outputs and inputs, each made of one or several versions of a tensor."""
 
     gone = GONE
 
-    def __init__(
-        self, of: Sequence[tuple[ElementRequest, TrackedTensor]], wrt: Sequence[tuple[ElementRequest, TrackedTensor]]
-    ):
+    def __init__(self, of: Sequence[Request], wrt: Sequence[Request]):
         Linearization.__init__(self)
         self._of, self._wrt = of, wrt
-        self.outputs = [asked.tensor.detach() for asked, _ in of]
-        self.inputs = [asked.tensor.detach() for asked, _ in wrt]
+        self.outputs = [request.tensor.detach() for request, _ in of]
+        self.inputs = [request.tensor.detach() for request, _ in wrt]
         self._create_graph = False
-        self._attention = True  # which is evaluated again elsewhere, and cannot be here
+        self._attention = True  # elsewhere attention is evaluated again, which a recording cannot do
         self._alone = {}
-        self._ways: dict[Any, list[VersionPath]] = {}
+        self._paths: dict[Any, list[VersionPath]] = {}
         for output in range(len(of)):
-            self.without[output]["forward"] = BACKWARDS
+            self.without[output]["forward"] = "a recording has no function to run again"
 
     def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        with aside():
+        with pause_recording():
             return super().vjp(output, inputs, seeds)
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinearization":
@@ -92,123 +102,117 @@ class RecordedLinearization(TorchLinearization):
 
     def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         sizes = [0]
-        for way in self.ways(source, targets):
-            ends = {pick.edge.node for picks in way.picks for pick in picks}
-            sizes.append(largest(way.edge.node, ends))
+        for path in self.paths(source, targets):
+            ends = {pick.edge.node for picks in path.picks for pick in picks}
+            sizes.append(largest(path.edge.node, ends))
         return max(sizes)
 
     def _starts(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
-        return [way.edge.node for way in self.ways(output, inputs)]
+        return [path.edge.node for path in self.paths(output, inputs)]
 
     def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
-        ways = self.ways(output, inputs)
-        if not ways:
+        paths = self.paths(output, inputs)
+        if not paths:
             return None
         likes = [self.inputs[i] for i in inputs]
 
         def sweep(seed: Tensor) -> list[Tensor | None]:
             total: list[Tensor | None] = [None] * len(likes)
-            for way in ways:
-                for i, part in enumerate(_swept(way, seed, likes)):
+            for path in paths:
+                for i, part in enumerate(_sweep_path(path, seed, likes)):
                     before = total[i]
                     total[i] = part if before is None else before if part is None else before + part
             return total
 
         return sweep
 
-    def ways(self, output: int, inputs: Sequence[int]) -> list[VersionPath]:
-        """How to sweep from an output to some inputs: one way where no writes set its elements apart."""
+    def paths(self, output: int, inputs: Sequence[int]) -> list[VersionPath]:
+        """Return the sweeps from an output to some inputs: a single one where no writes set its elements apart."""
         key = output, *inputs
-        if key not in self._ways:
-            self._ways[key] = list(self._find_ways(*self._of[output], [self._wrt[i] for i in inputs]))
-        return self._ways[key]
-
-    def _find_ways(
-        self, asked: ElementRequest, found: TrackedTensor, wrt: Sequence[tuple[ElementRequest, TrackedTensor]]
-    ) -> Any:
-        positions = asked.positions.reshape(-1)
-        written = any(len(source.track.versions) > 1 for _, source in wrt)
-        numbers = found.versions(positions, asked.write) if written or asked.write is not None else None
-        last = len(found.track.versions) - 1
-        ends = np.full(positions.shape, last) if numbers is None or asked.write is None else numbers
-        counts = [np.ones(positions.shape, np.int64) for _ in wrt]
-        if numbers is not None and written:
-            counts = [source.track.before(found.track, numbers) for _, source in wrt]
-        groups, member = _grouped([ends, *counts])
-        for group in range(groups.shape[1]):
-            version = found.track.versions[groups[0, group]]
-            if version.edge is None:
-                continue
-            elements = positions[member == group] if groups.shape[1] > 1 else positions
-            device = asked.tensor.device
-            lands = None
-            if version.region != found.region:
-                lands = _index(version.region.locate(found.addresses(elements)), device)
-            whole = lands is None and groups.shape[1] == 1
-            picks = [
-                _picks(one, source, int(count), asked.tensor)
-                for (one, source), count in zip(wrt, groups[1:, group], strict=True)
-            ]
-            yield VersionPath(version.edge, version.region, None if whole else _index(elements, device), lands, picks)
+        if key not in self._paths:
+            self._paths[key] = list(_find_paths(*self._of[output], [self._wrt[i] for i in inputs]))
+        return self._paths[key]
 
 
-def _grouped(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct columns, and for each column which of them it is. Sorting numbers is faster than sorting columns."""
-    member = np.zeros(rows[0].shape, np.int64)
-    first = member[:1]
-    for row in rows:
-        _, there = np.unique(row, return_inverse=True)
-        _, first, member = np.unique(member * (len(row) + 1) + there, return_index=True, return_inverse=True)
-    return np.stack(rows)[:, first], member.reshape(-1)
-
-
-def _picks(asked: ElementRequest, found: TrackedTensor, count: int, like: Tensor) -> list[ElementPick]:
-    """Where the derivatives of a source's elements arrive: each at its own version."""
-    positions = asked.positions.reshape(-1)
-    numbers = found.versions(positions, asked.write, count)
-    chosen = np.unique(numbers)
-    picks = []
-    for number in chosen:
-        version: TensorVersion = found.track.versions[number]
+def _find_paths(request: ElementRequest, target: TrackedTensor, wrt: Sequence[Request]) -> Iterator[VersionPath]:
+    positions, device = request.positions.reshape(-1), request.tensor.device
+    is_written = any(len(source.history.versions) > 1 for _, source in wrt)
+    indices = None
+    if is_written or request.write is not None:
+        indices = target.version_indices(positions, request.write)
+    # Without a chosen write the seed goes to the last version, through which all earlier ones are reached.
+    last = len(target.history.versions) - 1
+    ends = np.full(positions.shape, last) if indices is None or request.write is None else indices
+    counts = [np.ones(positions.shape, np.int64) for _ in wrt]
+    if indices is not None and is_written:
+        counts = [source.history.count_before(target.history, indices) for _, source in wrt]
+    groups, membership = _distinct_columns([ends, *counts])
+    for group in range(groups.shape[1]):
+        version = target.history.versions[groups[0, group]]
         if version.edge is None:
             continue
-        if len(chosen) == 1 and version.region == found.region:
+        elements = positions[membership == group] if groups.shape[1] > 1 else positions
+        in_seed = None
+        if version.region != target.region:
+            in_seed = _index(version.region.locate(target.addresses(elements)), device)
+        is_whole = in_seed is None and groups.shape[1] == 1
+        picks = [_find_picks(*source, int(count)) for source, count in zip(wrt, groups[1:, group], strict=True)]
+        yield VersionPath(version.edge, version.region, None if is_whole else _index(elements, device), in_seed, picks)
+
+
+def _distinct_columns(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct columns, and for each column which of them it is.
+
+    Rows are folded into one key after another, since sorting integers is faster than sorting columns.
+    """
+    membership = np.zeros(rows[0].shape, np.int64)
+    first = membership[:1]
+    for row in rows:
+        _, values = np.unique(row, return_inverse=True)
+        _, first, membership = np.unique(membership * (len(row) + 1) + values, return_index=True, return_inverse=True)
+    return np.stack(rows)[:, first], membership.reshape(-1)
+
+
+def _find_picks(request: ElementRequest, source: TrackedTensor, count: int) -> list[ElementPick]:
+    """Return where the derivatives of a source's elements arrive, each at its version among the first `count`."""
+    positions, device = request.positions.reshape(-1), request.tensor.device
+    indices = source.version_indices(positions, request.write, count)
+    distinct = np.unique(indices)
+    picks = []
+    for index in distinct:
+        version = source.history.versions[index]
+        if version.edge is None:
+            continue
+        if len(distinct) == 1 and version.region == source.region:
             return [ElementPick(version.edge, None, None)]
-        elements = positions[numbers == number]
-        arrive = version.region.locate(found.addresses(elements))
-        device = asked.tensor.device
-        picks.append(ElementPick(version.edge, _index(elements, device), _index(arrive, device)))
+        elements = positions[indices == index]
+        arriving = version.region.locate(source.addresses(elements))
+        picks.append(ElementPick(version.edge, _index(elements, device), _index(arriving, device)))
     return picks
 
 
-def _swept(way: VersionPath, seed: Tensor, likes: Sequence[Tensor]) -> list[Tensor | None]:
-    if way.elements is not None:
-        values = seed.reshape(-1)[way.elements]
-        lands, shape = (way.elements, seed.shape) if way.lands is None else (way.lands, way.region.size)
-        seed = seed.new_zeros(int(np.prod(shape))).index_put((lands,), values, accumulate=True).reshape(shape)
-    edges: list[GradientEdge] = []
-    numbers: dict[tuple[Any, int], int] = {}
-    for picks in way.picks:
-        for pick in picks:
-            key = pick.edge.node, pick.edge.output_nr
-            if key not in numbers:
-                numbers[key] = len(edges)
-                edges.append(pick.edge)
+def _sweep_path(path: VersionPath, seed: Tensor, likes: Sequence[Tensor]) -> list[Tensor | None]:
+    if path.elements is not None:
+        values = seed.reshape(-1)[path.elements]
+        in_seed, shape = (path.elements, seed.shape) if path.positions is None else (path.positions, path.region.size)
+        seed = seed.new_zeros(int(np.prod(shape))).index_put((in_seed,), values, accumulate=True).reshape(shape)
+    edges = {(pick.edge.node, pick.edge.output_nr): pick.edge for picks in path.picks for pick in picks}
     if not edges:
         return [None] * len(likes)
-    arrived = torch.autograd.grad([way.edge], edges, [seed], retain_graph=True, allow_unused=True)
+    swept = torch.autograd.grad([path.edge], list(edges.values()), [seed], retain_graph=True, allow_unused=True)
+    derivatives = dict(zip(edges, swept, strict=True))
     parts: list[Tensor | None] = []
-    for picks, like in zip(way.picks, likes, strict=True):
+    for picks, like in zip(path.picks, likes, strict=True):
         part = None
         for pick in picks:
-            derivative = arrived[numbers[pick.edge.node, pick.edge.output_nr]]
+            derivative = derivatives[pick.edge.node, pick.edge.output_nr]
             if derivative is None:
                 continue
-            if pick.elements is None or pick.arrive is None:
+            if pick.elements is None or pick.positions is None:
                 part = derivative
                 continue
-            room = like.new_zeros(like.numel()) if part is None else part.reshape(-1)
-            part = room.index_put((pick.elements,), derivative.reshape(-1)[pick.arrive])
+            flat = like.new_zeros(like.numel()) if part is None else part.reshape(-1)
+            part = flat.index_put((pick.elements,), derivative.reshape(-1)[pick.positions])
         parts.append(None if part is None else part.reshape(like.shape))
     return parts
 
@@ -218,59 +222,55 @@ def _index(positions: np.ndarray, device: torch.device) -> Tensor:
 
 
 Slot = tuple[Any, int, int, Tensor]
-"""A node, one of its slots, the number of the source that feeds it, and the derivative that flows back there."""
-
-RETURN = Use("return", None)
-"""Where the target is the source itself."""
+"""A graph node, one of its slots, the index of the source that feeds it, and the derivative that flows back there."""
 
 
-def feeds(output: GradientEdge, sources: Sequence[GradientEdge]) -> dict[Any, list[tuple[int, int]]]:
-    """For each node before an output that takes some of the sources, its slots and the number of the source in each."""
-    found: dict[Any, list[tuple[int, int]]] = {}
-    ends = {(source.node, source.output_nr): number for number, source in enumerate(sources)}
-    seen, ahead = {output.node}, [output.node]
-    while ahead:
-        node = ahead.pop()
-        for slot, following in enumerate(node.next_functions):
-            if following in ends:
-                found.setdefault(node, []).append((slot, ends[following]))
-            if following[0] is not None and following[0] not in seen:
-                seen.add(following[0])
-                ahead.append(following[0])
-    return found
+def find_slots(output: GradientEdge, sources: Sequence[GradientEdge]) -> dict[Any, list[tuple[int, int]]]:
+    """Return for each node before `output` that takes a source its slots, each with the index of the source."""
+    slots: dict[Any, list[tuple[int, int]]] = {}
+    indices = {(source.node, source.output_nr): index for index, source in enumerate(sources)}
+    seen, stack = {output.node}, [output.node]
+    while stack:
+        node = stack.pop()
+        for slot, parent in enumerate(node.next_functions):
+            if parent in indices:
+                slots.setdefault(node, []).append((slot, indices[parent]))
+            if parent[0] is not None and parent[0] not in seen:
+                seen.add(parent[0])
+                stack.append(parent[0])
+    return slots
 
 
-def flows(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -> list[Slot]:
-    """What flows back from an output to each of some sources, by the slots that take it, in order of computation.
+def sweep_slots(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEdge]) -> list[Slot]:
+    """Return what one sweep sends back to each source, by the slots that take it, in order of computation.
 
-    One sweep. The sum over the slots of a source is its derivative, of which the seed is a part where the output is
-    the source itself. A slot that the sweep does not reach is left out.
+    The sum over the slots of a source is its derivative, of which the seed is a part where the output is the source
+    itself. A slot that the sweep does not reach is left out.
     """
-    taken = feeds(output, sources)
-    found: list[Slot] = []
+    slots = find_slots(output, sources)
+    flows: list[Slot] = []
 
-    def note(node: Any, inward: Sequence[Tensor | None], _: Any) -> None:
-        for slot, source in taken[node]:
-            derivative = inward[slot]
+    def collect(node: Any, derivatives: Sequence[Tensor | None], _: Any) -> None:
+        for slot, source in slots[node]:
+            derivative = derivatives[slot]
             if derivative is not None:
-                found.append((node, slot, source, _fitted(derivative, sources[source])))
+                flows.append((node, slot, source, _fit_to_source(derivative, sources[source])))
 
     with isolated(None), plainly():
         handles = removed_later()
-        for node in taken:
-            handles.extend(map(node.register_hook, [partial(note, node)]))
-        arrived = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
-        for number, source in enumerate(sources):
-            parts = [derivative for _, _, other, derivative in found if other == number]
-            parts += [seed] if same(output, source) else []
-            whole = arrived[number]
+        for node in slots:
+            handles.extend(map(node.register_hook, [partial(collect, node)]))
+        swept = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)
+        for index, (source, whole) in enumerate(zip(sources, swept, strict=True)):
+            parts = [derivative for _, _, other, derivative in flows if other == index]
+            parts += [seed] if same_edge(output, source) else []
             if whole is not None and parts:
-                _require_sum(parts, _fitted(whole, source))
-    return sorted(found, key=lambda flow: (flow[0]._sequence_nr(), flow[1]))
+                _require_sum(parts, _fit_to_source(whole, source))
+    return sorted(flows, key=lambda flow: (flow[0]._sequence_nr(), flow[1]))
 
 
 def _require_sum(parts: Sequence[Tensor], whole: Tensor) -> None:
-    """What flowed through the slots of a source is what arrived there, but for rounding."""
+    """Raise unless the parts add up to the whole, but for rounding."""
     total, size = sum(parts[1:], parts[0]), sum([part.abs() for part in parts[1:]], parts[0].abs())
     near = (total - whole).abs() <= 4 * len(parts) * torch.finfo(whole.dtype).eps * size
     finite = total.isfinite()
@@ -281,98 +281,106 @@ def _require_sum(parts: Sequence[Tensor], whole: Tensor) -> None:
         )
 
 
-def _fitted(derivative: Tensor, source: GradientEdge) -> Tensor:
-    """In the shape and dtype of the source, which has strides."""
+def _fit_to_source(derivative: Tensor, source: GradientEdge) -> Tensor:
+    """Return a strided copy in the shape and dtype of the source."""
     derivative = derivative if derivative.layout is torch.strided else derivative.to_dense()
-    made = source.node._input_metadata[source.output_nr]  # type: ignore[attr-defined]
-    return derivative.sum_to_size(tuple(made.shape)).to(made.dtype).clone()
+    metadata = source.node._input_metadata[source.output_nr]  # type: ignore[attr-defined]
+    return derivative.sum_to_size(tuple(metadata.shape)).to(metadata.dtype).clone()
 
 
-def split(
-    of: tuple[ElementRequest, TrackedTensor], position: int, wrt: tuple[ElementRequest, TrackedTensor]
-) -> list[UseFlow] | None:
-    """The derivative of one element with respect to others, by their uses; None if no path leads there.
+@dataclass(frozen=True)
+class _LiveElements:
+    """Source elements, each with the range of versions in which it has the value that is asked about."""
 
-    An element of a tensor that is written to in place elsewhere lives on in later versions: their slots are uses too,
-    up to the next write of the element. What only carries it on from version to version is none.
+    addresses: np.ndarray
+    itemsize: int
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+def split_by_use(of: Request, position: int, wrt: Request) -> list[UseFlow] | None:
+    """Return the derivative of one element with respect to others, by their uses; None if no path leads there.
+
+    A source element stays alive in later versions, which are made by writes to other elements: their slots are uses
+    too, up to the next write of the element. What only carries it on from version to version is none.
     """
-    (asked, target), (named_source, source) = of, wrt
-    where = np.array([position])
-    (number,) = target.versions(where, asked.write)
-    last = int(number) if asked.write is not None else len(target.track.versions) - 1
-    end = target.track.versions[last]
-    (count,) = source.track.before(target.track, np.array([number]))
-    elements = named_source.positions.reshape(-1)
+    (request, target), (source_request, source) = of, wrt
+    target_position = np.array([position])
+    (written,) = target.version_indices(target_position, request.write)
+    last = int(written) if request.write is not None else len(target.history.versions) - 1
+    end = target.history.versions[last]
+    (count,) = source.history.count_before(target.history, np.array([written]))
+    elements = source_request.positions.reshape(-1)
     if not elements.size:
         return []
     addresses, itemsize = source.addresses(elements), source.region.itemsize
-    starts = source.versions(elements, named_source.write, int(count))
-    stops = source.track.after(starts, addresses, itemsize)
-    versions = source.track.versions
+    starts = source.version_indices(elements, source_request.write, int(count))
+    stops = source.history.next_write(starts, addresses, itemsize)
+    live = _LiveElements(addresses, itemsize, starts, stops)
+    versions = source.history.versions
     alive = [n for n in range(int(starts.min()), int(stops.max())) if versions[n].edge is not None]
-    edges = [n for i, n in enumerate(alive) if i == 0 or not same(versions[n].edge, versions[alive[i - 1]].edge)]
-    if end.edge is None or not edges:
+    distinct = [
+        n for i, n in enumerate(alive) if i == 0 or not same_edge(versions[n].edge, versions[alive[i - 1]].edge)
+    ]
+    if end.edge is None or not distinct:
         return None
-    seed = _seed(end, target, position, asked.tensor)
-    shares: list[UseFlow] = []
-    sources: Any = [versions[n].edge for n in edges]
-    swept = flows(end.edge, seed, sources)
-    if source.track is target.track and last in range(int(starts.min()), int(stops.max())):
-        here = (addresses == target.addresses(where)[0]) & (starts <= last) & (last < stops)
-        if here.any():
-            value = torch.from_numpy(here).to(seed.device, seed.dtype)
-            value = value.reshape(named_source.positions.shape)
-            shares.append(UseFlow(RETURN, value, (sys.maxsize, 0)))
-    reached = bool(swept) or any(same(end.edge, edge) for edge in sources)
-    for node, slot, number, derivative in swept:
-        taken = _taken(derivative, versions, edges[number], node, slot, (addresses, itemsize, starts, stops))
-        if taken is not None:
-            operation = named(node, _write_of(node, versions))
-            taken = taken.reshape(named_source.positions.shape)
-            use = Use(operation, node.metadata.get(WHERE))
-            shares.append(UseFlow(use, taken, (node._sequence_nr(), slot)))
-    return shares if reached else None
+    seed = _make_seed(end, target, position, request.tensor)
+    shape = source_request.positions.shape
+    uses: list[UseFlow] = []
+    edges: Any = [versions[n].edge for n in distinct]
+    flows = sweep_slots(end.edge, seed, edges)
+    if source.history is target.history and last in range(int(starts.min()), int(stops.max())):
+        is_target = (addresses == target.addresses(target_position)[0]) & (starts <= last) & (last < stops)
+        if is_target.any():
+            ones = torch.from_numpy(is_target).to(seed.device, seed.dtype)
+            uses.append(UseFlow(RETURN_USE, ones.reshape(shape), (sys.maxsize, 0)))
+    for node, slot, index, derivative in flows:
+        value = _use_value(derivative, versions, distinct[index], node, slot, live)
+        if value is not None:
+            use = Use(operation_name(node, _write_of(node, versions)), node.metadata.get(LINE_KEY))
+            uses.append(UseFlow(use, value.reshape(shape), (node._sequence_nr(), slot)))
+    is_reached = bool(flows) or any(same_edge(end.edge, edge) for edge in edges)
+    return uses if is_reached else None
 
 
-def _seed(end: TensorVersion, target: TrackedTensor, position: int, like: Tensor) -> Tensor:
-    (lands,) = end.region.locate(target.addresses(np.array([position])))
+def _make_seed(end: TensorVersion, target: TrackedTensor, position: int, like: Tensor) -> Tensor:
+    (in_seed,) = end.region.locate(target.addresses(np.array([position])))
     seed = torch.zeros(end.region.size, dtype=like.dtype, device=like.device)
-    seed.view(-1)[int(lands)] = 1
+    seed.view(-1)[int(in_seed)] = 1
     return seed
 
 
-def _taken(
-    derivative: Tensor, versions: Sequence[TensorVersion], number: int, node: Any, slot: int, elements: Any
+def _use_value(
+    derivative: Tensor, versions: Sequence[TensorVersion], index: int, node: Any, slot: int, live: _LiveElements
 ) -> Tensor | None:
-    """Of what flows into a version the part for the named elements that live in it; None if that is no use of any."""
-    addresses, itemsize, starts, stops = elements
-    group = [n for n in range(number, len(versions)) if same(versions[n].edge, versions[number].edge)]
-    counted = (starts <= group[-1]) & (group[0] < stops)
-    following = [version for version in versions[group[-1] + 1 :] if node in version.chain]
-    if slot == 0 and following:  # it makes a later version: a use for what it computes from the old values alone
-        used = np.zeros(counted.shape, bool)
-        for version in following:
+    """Return of what flows into a version the part for the elements alive in it; None if that is a use of none."""
+    group = [n for n in range(index, len(versions)) if same_edge(versions[n].edge, versions[index].edge)]
+    is_used = (live.starts <= group[-1]) & (group[0] < live.stops)
+    later = [version for version in versions[group[-1] + 1 :] if node in version.chain]
+    if slot == 0 and later:  # the node makes a later version, and uses only the old values that it computes with
+        is_read = np.zeros(is_used.shape, bool)
+        for version in later:
             if version.write is not None and not version.write.overwrites:
-                used |= version.write.hits(addresses, itemsize)
-        counted &= used
-    arrive = versions[number].region.locate(addresses)
-    counted &= _handed_on(node, versions[number].region.size)[np.maximum(arrive, 0)]
-    if not counted.any():
+                is_read |= version.write.element_mask(live.addresses, live.itemsize)
+        is_used &= is_read
+    positions = np.maximum(versions[index].region.locate(live.addresses), 0)
+    is_used &= _read_mask(node, versions[index].region.size)[positions]
+    if not is_used.any():
         return None
-    value = derivative.reshape(-1)[torch.from_numpy(np.maximum(arrive, 0)).to(derivative.device)]
-    return torch.where(torch.from_numpy(counted).to(value.device), value, torch.zeros_like(value))
+    value = derivative.reshape(-1)[torch.from_numpy(positions).to(derivative.device)]
+    return torch.where(torch.from_numpy(is_used).to(value.device), value, torch.zeros_like(value))
 
 
-def _handed_on(node: Any, size: tuple[int, ...]) -> np.ndarray:
-    """Which elements of its argument an operation looks at, as far as it is one that picks some of them."""
+def _read_mask(node: Any, size: tuple[int, ...]) -> np.ndarray:
+    """Return which elements of its argument a node's op reads: some for select, slice and index, else all."""
     marks = torch.zeros(size, dtype=torch.bool)
     name = node.name()
     if name.startswith("SelectBackward"):
-        marks.select(node._saved_dim, _signed(node._saved_index)).fill_(True)
+        marks.select(node._saved_dim, _to_signed(node._saved_index)).fill_(True)
     elif name.startswith("SliceBackward"):
-        length = size[node._saved_dim]
-        start, stop = _signed(node._saved_start or 0), _signed(length if node._saved_end is None else node._saved_end)
-        marks.transpose(0, node._saved_dim)[slice(start, stop, node._saved_step)] = True
+        end = size[node._saved_dim] if node._saved_end is None else node._saved_end
+        where = slice(_to_signed(node._saved_start or 0), _to_signed(end), node._saved_step)
+        marks.transpose(0, node._saved_dim)[where] = True
     elif name.startswith("IndexBackward"):
         marks[tuple([slice(None) if part is None else part.cpu() for part in node._saved_indices])] = True
     else:
@@ -380,12 +388,12 @@ def _handed_on(node: Any, size: tuple[int, ...]) -> np.ndarray:
     return marks.reshape(-1).numpy()
 
 
-def _signed(number: int) -> int:
-    """PyTorch shows what it saved of an int as one without a sign."""
-    return number - 2**64 if number >= 2**63 else number
+def _to_signed(value: int) -> int:
+    """Return an int that PyTorch saved, which it shows as one of 64 bits without a sign."""
+    return value - 2**64 if value >= 2**63 else value
 
 
-def _write_of(node: Any, versions: Sequence[TensorVersion]) -> Any:
+def _write_of(node: Any, versions: Sequence[TensorVersion]) -> Write | None:
     for version in versions:
         if node in version.chain and version.write is not None:
             return version.write
