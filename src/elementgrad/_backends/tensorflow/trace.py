@@ -427,9 +427,6 @@ def _tensors(values: Any) -> list[Tensor]:
     return [x for x in flat if isinstance(x, _EagerTensorBase)]
 
 
-_patches = AttributePatch(_install_recorder)
-
-
 RESLICES = ("indexing", "gather", "slice", "reshape", "read", "identity")
 """Operations that make another tensor of a part of one."""
 
@@ -652,9 +649,17 @@ def _current() -> TapeLog | None:
     return None if seen is None else seen.tapes
 
 
+def _install(replace: Replace) -> None:
+    _install_recorder(replace)
+    _install_tapes(replace)
+
+
+_patches = AttributePatch(_install)
+
+
 @contextmanager
 def watching(seen: TensorflowOpRecorder) -> Iterator[TapeLog]:
     """Watch this thread, its tapes too."""
     seen.tapes = TapeLog(seen)
-    with _patches.on(), seen.on():
+    with seen.on():
         yield seen.tapes
