@@ -227,41 +227,34 @@ class TensorflowExplain(ExplainBackend):
     def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
         return TensorflowTrace(run, source, probe)
 
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        return report_step(function, wrt)
-
     def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
         with undisturbed():
             return run(*tensors)
 
+    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+        # What counts is the first gradient that is None, or else the last one for `wrt`.
+        _require_eager()
+        recorder = TensorflowOpRecorder(function, TensorflowExplain.report_step.__code__)
+        try:
+            with unstaged(), recorder.recording():
+                function()
+        except Exception as error:
+            report = _report_error(recorder, error, wrt)
+            if report is None:
+                raise
+            return report
+        requests = _requests_for(recorder, wrt)
+        missing = [request for request in requests if request.result is None]
+        if recorder.error is not None:
+            return _report_unfollowed("unconnected" if missing else "flows", recorder.error)
+        if wrt is not None and not requests:
+            return LiveReport("unconnected", None, Hint("unused", "no tape was asked for it"), wrt="the tensor")
+        if missing:
+            return _report_request(missing[0])
+        return LiveReport("flows") if wrt is None else _report_request(requests[-1])
+
 
 implementation = TensorflowExplain()
-
-
-def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-    """Run a training step as it is, and explain the gradient that its tapes gave: of `wrt`, or the first that is None.
-
-    Errors of the step that are not about gradients pass through.
-    """
-    _require_eager()
-    recorder = TensorflowOpRecorder(function, report_step.__code__)
-    try:
-        with unstaged(), recorder.recording():
-            function()
-    except Exception as error:
-        report = _report_error(recorder, error, wrt)
-        if report is None:
-            raise
-        return report
-    requests = _requests_for(recorder, wrt)
-    missing = [request for request in requests if request.result is None]
-    if recorder.error is not None:
-        return _report_unfollowed("unconnected" if missing else "flows", recorder.error)
-    if wrt is not None and not requests:
-        return LiveReport("unconnected", None, Hint("unused", "no tape was asked for it"), wrt="the tensor")
-    return (
-        _report_request(missing[0] if missing else requests[-1]) if missing or wrt is not None else LiveReport("flows")
-    )
 
 
 def _require_eager() -> None:
