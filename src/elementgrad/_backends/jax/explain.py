@@ -19,16 +19,16 @@ from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
 from elementgrad._backends.jax.explain_rules import (
     RANDOM_OPS,
     JaxOp,
+    cause_of_cut,
+    cause_of_zero_tangent,
     is_bound,
     is_differentiable,
     max_abs,
     max_or_nan,
     to_float64,
     user_line_of,
-    why_cut,
-    why_no_tangent,
 )
-from elementgrad._backends.jax.trace import JaxOpRecorder, concrete
+from elementgrad._backends.jax.trace import JaxOpRecorder, value_of
 from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.trace import (
     CotangentSizes,
@@ -58,9 +58,9 @@ class JaxTrace(Trace):
         self._run = run
         self._argument = source
         recorder = JaxOpRecorder(run.others)
-        with plain_errors(), recorder.recording():
+        with plain_errors(), recorder.record_thread():
             (target,) = run(recorder.trace_source if source is None else recorder.trace_source(source))
-        self.source, self.target = recorder.source.value, concrete(target)
+        self.source, self.target = recorder.source.value, value_of(target)
         self._source_id, self._target_id = recorder.source.value_id, recorder.value_id(target)
         self._ops = merge_calls(recorder.ops, self._target_id)
         is_random = any(not RANDOM_OPS.isdisjoint({op.op_type, *op.inner}) for op in recorder.ops)
@@ -103,8 +103,8 @@ class JaxTrace(Trace):
         sizes = push_tangents(self._ops, self.graph.connected, tangents)
         if sizes is None:
             return None
-        reached = tangents.get(self._target_id)
-        return sizes, np.zeros(self.target.shape) if reached is None else np.asarray(reached, np.float64)
+        tangent = tangents.get(self._target_id)
+        return sizes, np.zeros(self.target.shape) if tangent is None else np.asarray(tangent, np.float64)
 
     def cotangent_sizes(
         self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
@@ -155,18 +155,18 @@ def merge_calls(ops: Sequence[JaxOp], target: int) -> list[JaxOp]:
 
 def _merge(call: Sequence[JaxOp], index: int, last_use: Mapping[int, int]) -> JaxOp:
     made = {value: x for op in call for value, x in zip(op.outputs, op.results, strict=True)}
-    read = {v: x for op in call for v, x in zip(op.inputs, op.operands, strict=True) if v not in made}
-    kept = {value: x for value, x in made.items() if last_use.get(value, -1) > index}
+    operands = {v: x for op in call for v, x in zip(op.inputs, op.operands, strict=True) if v not in made}
+    results = {value: x for value, x in made.items() if last_use.get(value, -1) > index}
 
-    def function(*operands: Array) -> list[Array]:
-        values = dict(zip(read, operands, strict=True))
+    def function(*xs: Array) -> list[Array]:
+        values = dict(zip(operands, xs, strict=True))
         for op in call:
             values.update(zip(op.outputs, op.function(*[values[v] for v in op.inputs]), strict=True))
-        return [values[v] for v in kept]
+        return [values[v] for v in results]
 
     first = call[0]
-    whole = JaxOp("call", first.operation, first.where, function, list(read), list(read.values()), module=first.module)
-    whole.outputs, whole.results = list(kept), list(kept.values())
+    whole = JaxOp("call", first.operation, first.where, function, list(operands), list(operands.values()))
+    whole.outputs, whole.results, whole.module = list(results), list(results.values()), first.module
     whole.inner = frozenset(name for op in call for name in op.inner)
     whole.unsafe = any(op.unsafe for op in call)
     whole.discrete_values = [x for op in call for x in op.results if not is_differentiable(x)]
@@ -197,7 +197,7 @@ def op_graph(ops: Sequence[JaxOp], source: int, target: int, is_random: bool) ->
         results = op.connected_results(active)
         connected.update([op.outputs[n] for n in results])
         if not results:
-            op.cut_cause, note = why_cut(op)
+            op.cut_cause, note = cause_of_cut(op)
             op.note = op.note or note
         elif not op.note and op.op_type not in LOOPS and not all(map(is_differentiable, op.results)):
             op.cut_cause = "discrete"  # for the other results, such as the indices beside the largest
@@ -242,7 +242,7 @@ def push_tangents(
                 return None
         at_outputs = max_or_nan(map(max_abs, leaving.values()))
         tangents.update({op.outputs[n]: tangent for n, tangent in leaving.items()})
-        cause = why_no_tangent(op, arriving) if at_inputs > 0 and (at_outputs == 0 or is_bound(op)) else None
+        cause = cause_of_zero_tangent(op, arriving) if at_inputs > 0 and (at_outputs == 0 or is_bound(op)) else None
         sizes.append(TangentSizes(at_inputs, at_outputs, cause))
     return sizes
 

@@ -51,7 +51,7 @@ WORDS = {
     "eq": "equal",
     "ne": "not_equal",
 }
-"""What users write, for primitives whose name does not say it."""
+"""The user's words for primitives whose name is another."""
 UPDATES = ("set", "add", "subtract", "multiply", "divide", "power", "min", "max", "apply", "get", "mul")
 """The methods of `x.at[index]`."""
 RANDOM_OPS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
@@ -78,7 +78,7 @@ CHOICE_WORDS = CHOICES | frozenset(
     segment_max segment_min .at[].max .at[].min
     """.split()  # noqa: SIM905
 )
-"""What users call them. A softmax has a maximum inside as well, but is not a choice."""
+"""The user's words for them. A softmax has a maximum inside as well, but is not a choice."""
 BOUNDS = {"maximum", "minimum", "fmax", "fmin"}
 SOFTMAXES = {"softmax", "log_softmax"}
 ROUNDING = 64.0
@@ -299,13 +299,13 @@ def primitives(params: Mapping[str, Any]) -> Iterator[str]:
 def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any]) -> str:
     """Return a note on indices of a lookup or write that lie outside of the array; empty if there are none."""
     if op_type == "gather":
-        axes, what, mode = params["dimension_numbers"].start_index_map, "read", str(params["mode"])
+        axes, access, mode = params["dimension_numbers"].start_index_map, "read", str(params["mode"])
         indices, sizes = operands[1], [params["slice_sizes"][axis] for axis in axes]
     elif op_type.startswith("scatter"):
-        axes, what, mode = params["dimension_numbers"].scatter_dims_to_operand_dims, "write", str(params["mode"])
+        axes, access, mode = params["dimension_numbers"].scatter_dims_to_operand_dims, "write", str(params["mode"])
         indices, sizes = operands[1], [1] * len(axes)
     elif op_type == "dynamic_slice":
-        axes, what, mode = range(len(operands[0].shape)), "read", "clip"
+        axes, access, mode = range(len(operands[0].shape)), "read", "clip"
         indices, sizes = [np.asarray(start) for start in operands[1:]], params["slice_sizes"]
     else:
         return ""
@@ -315,19 +315,19 @@ def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any
         wrong = [int(i) for i in columns[:, column] if not 0 <= i <= shape[axis] - size]
         if wrong:
             head = f"index {wrong[0]} is out of range for axis {axis} of size {shape[axis]}"
-            return f"{head}, and JAX {_behaviour(mode.lower(), what)}"
+            return f"{head}, and JAX {_behaviour(mode.lower(), access)}"
     return ""
 
 
-def _behaviour(mode: str, what: str) -> str:
+def _behaviour(mode: str, access: str) -> str:
     if "clip" in mode or mode.endswith("1"):
-        return "takes the nearest one instead" if what == "read" else "writes to the nearest one instead"
+        return "takes the nearest one instead" if access == "read" else "writes to the nearest one instead"
     if "fill" in mode or "drop" in mode:
-        return "gives NaN there" if what == "read" else "drops what is written there"
-    return "reads the nearest one and drops its gradient" if what == "read" else "does what it likes"
+        return "gives NaN there" if access == "read" else "drops what is written there"
+    return "reads the nearest one and drops its gradient" if access == "read" else "does what it likes"
 
 
-def why_cut(op: JaxOp) -> tuple[str | None, str]:
+def cause_of_cut(op: JaxOp) -> tuple[str | None, str]:
     """Return why no result of an operation is connected although an operand is: a cause, and an observation."""
     inner = op.inner | {op.op_type}
     for callback, cause in CALLBACKS.items():
@@ -355,14 +355,14 @@ def _dtype_note(values: Sequence[Array]) -> str:
     return f"{dtypes[0]} comes out" if dtypes else ""
 
 
-def why_no_tangent(op: JaxOp, tangents: Mapping[int, Array]) -> str | None:
+def cause_of_zero_tangent(op: JaxOp, tangents: Mapping[int, Array]) -> str | None:
     """Return why no tangent leaves an operation, where its numbers say more than its name."""
     moving = {n: to_float64(t) for n, t in tangents.items() if max_abs(t) > 0}
     if not moving or (op.cut_cause is not None and not any(map(is_differentiable, op.results))):
         return None
     first, tangent = next(iter(moving.items()))
     x, moved = to_float64(op.operands[first]), tangent != 0
-    still = [to_float64(y) for n, y in enumerate(op.operands) if n not in moving and _is_number(y)]
+    constants = [to_float64(y) for n, y in enumerate(op.operands) if n not in moving and _is_number(y)]
     names = {op.op_type, op.operation}
     if _underflows(op, tangents):
         return "underflow"
@@ -374,14 +374,14 @@ def why_no_tangent(op: JaxOp, tangents: Mapping[int, Array]) -> str | None:
     if op.op_type == "select_n" and op.operation == "select":  # for other primitives that word is a slice
         return "masked"
     if is_bound(op):
-        return None if not still else cause_of_bound("max" in op.inner, still[0])
+        return None if not constants else cause_of_bound("max" in op.inner, constants[0])
     if op.inner & CHOICES and names & CHOICE_WORDS:
         masks = [None if n not in moving else moving[n] != 0 for n in range(len(op.operands))]
         return "tie" if op.is_tied(masks) else "not-selected"
     if names & PRODUCTS:
         if len(moving) > 1:
             return "cancelled" if bool(x[moved].any()) else "stationary"
-        return "underflow" if still and bool((still[0] != 0).all()) else "masked"
+        return "underflow" if constants and bool((constants[0] != 0).all()) else "masked"
     if names & POWERS:
         return "underflow" if bool((to_float64(op.operands[0]) != 0).all()) else "stationary"
     if "relu6" in names and bool((x[moved] > 0).all()):
@@ -391,7 +391,9 @@ def why_no_tangent(op: JaxOp, tangents: Mapping[int, Array]) -> str | None:
     if names & SOFTMAXES and not _moves_at_zero(op, tangents):
         return "cancelled"
     if op.inner == {"dot_general"}:
-        return "cancelled" if len(moving) > 1 or not still or _meets_factors(op, first, tangents[first]) else "masked"
+        return (
+            "cancelled" if len(moving) > 1 or not constants or _meets_factors(op, first, tangents[first]) else "masked"
+        )
     return None
 
 

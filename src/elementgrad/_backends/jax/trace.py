@@ -99,7 +99,7 @@ class TracedValue(core.Tracer):
 
 
 class JaxOpRecorder(core.Trace):
-    """Records the operations of the code that runs inside `recording()`."""
+    """Records the operations of the code that runs inside `record_thread()`."""
 
     def __init__(self, others: Sequence[Any] = ()) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class JaxOpRecorder(core.Trace):
         self._ids: dict[int, tuple[int, Any]] = {}  # of other arrays, which are kept so that no other gets their id
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record_thread(self) -> Iterator[None]:
         with core.set_current_trace(self):
             yield
 
     def trace_source(self, x: Array) -> TracedValue:
         """Return the value that stands for the source in the user's function."""
         self._source_array = None if any(x is other for other in self._others) else x
-        self.source = TracedValue(self, concrete(x), self._new_id())
+        self.source = TracedValue(self, value_of(x), self._new_id())
         return self.source
 
     def _new_id(self) -> int:
@@ -203,7 +203,7 @@ class JaxOpRecorder(core.Trace):
         site = call_site(current().traceback)
         try:
             with core.eval_context():
-                program = jax.make_jaxpr(stage)(*map(concrete, tracers))
+                program = jax.make_jaxpr(stage)(*map(value_of, tracers))
         except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
             with core.set_current_trace(self):
                 return functions[0].call_wrapped(*tracers)
@@ -243,8 +243,8 @@ class JaxOpRecorder(core.Trace):
     def _run_branch(self, params: Mapping[str, Any], operands: Sequence[Any], site: CallSite) -> list[Any]:
         index, *rest = operands
         branches = params["branches"]
-        taken = min(max(int(concrete(index)), 0), len(branches) - 1)
-        results = self._run_program(branches[taken], rest, site, True)
+        branch = branches[min(max(int(value_of(index)), 0), len(branches) - 1)]
+        results = self._run_program(branch, rest, site, True)
         return self._run_hidden("cond", lambda _, *xs: list(xs), [index, *results], site)
 
     def _run_loop(self, params: Mapping[str, Any], operands: Sequence[Any], site: CallSite) -> list[Any]:
@@ -273,13 +273,13 @@ class JaxOpRecorder(core.Trace):
     def _run_hidden(self, word: str, function: Any, operands: Sequence[Any], site: CallSite) -> list[Any]:
         """Run an operation of ours that moves values around."""
         inputs = [self.value_id(x) for x in operands]
-        op = JaxOp(word, word, site.where, function, inputs, [*map(concrete, operands)], hidden=True)
+        op = JaxOp(word, word, site.where, function, inputs, [*map(value_of, operands)], hidden=True)
         return self._add(op, site, any(isinstance(x, TracedValue) for x in operands))
 
     def _run_primitive(
         self, name: str, params: Mapping[str, Any], function: Any, operands: Sequence[Any], site: CallSite
     ) -> list[Any]:
-        values = [concrete(x) for x in operands]
+        values = [value_of(x) for x in operands]
         custom = name in CUSTOM_JVP or name in CUSTOM_VJP
         word = function_name(params) if custom else site.word
         op = JaxOp(
@@ -312,5 +312,5 @@ class JaxOpRecorder(core.Trace):
         return list(op.results)
 
 
-def concrete(x: Any) -> Any:
+def value_of(x: Any) -> Any:
     return x.value if isinstance(x, TracedValue) else x

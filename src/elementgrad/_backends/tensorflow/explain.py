@@ -20,13 +20,13 @@ from elementgrad._backends.tensorflow._compat import is_about_gradients, is_tape
 from elementgrad._backends.tensorflow.autodiff import again, passed_by, unstaged
 from elementgrad._backends.tensorflow.explain_rules import (
     TensorflowOp,
+    cause_at_bound,
+    cause_of_cut,
+    cause_of_zero_tangent,
     is_differentiable,
     is_random,
     max_abs,
     out_of_range,
-    why_bounded,
-    why_cut,
-    why_no_tangent,
     zeros_like,
 )
 from elementgrad._backends.tensorflow.isolate import silenced, undisturbed
@@ -80,9 +80,8 @@ class TensorflowTrace(Trace):
             if not passed_by(error):
                 raise
             recorder = self._record(nullcontext())
-        self._ops: Sequence[TensorflowOp] = recorder.ops
         self._target_id = recorder.value_id(self.target)
-        self._ops = [*recorder.ops, *self._unrecorded_paths(recorder, probe)]
+        self._ops: Sequence[TensorflowOp] = [*recorder.ops, *self._unrecorded_paths(recorder, probe)]
         handle = getattr(self.source, "handle", None)
         self._later_ids = () if handle is None else recorder.variable_values[handle._id]
         self.graph = op_graph(
@@ -110,7 +109,7 @@ class TensorflowTrace(Trace):
         with undisturbed():
             enter(self._tape)
             source: Any = start if self._argument is None else start(self._argument)
-            with stage, recorder.recording():
+            with stage, recorder.record_thread():
                 (target,) = self._run(None if self._holds_source else source)  # it reads its own variable itself
                 self.target = tf.convert_to_tensor(target)
         if recorder.error is not None:
@@ -130,13 +129,13 @@ class TensorflowTrace(Trace):
     def _unrecorded_paths(self, recorder: TensorflowOpRecorder, probe: bool) -> list[TensorflowOp]:
         """Return operations for ways from the source that none shows: through NumPy, or around the function."""
         dependent, leading = {self._source_id}, {self._target_id}
-        for op in self._ops:
+        for op in recorder.ops:
             if not dependent.isdisjoint(op.inputs):
                 dependent.update(op.outputs)
-        exits = [op for op in self._ops if op.cut_cause is not None and not op.branches]
+        exits = [op for op in recorder.ops if op.cut_cause is not None and not op.branches]
         if self._target_id in dependent or any(not dependent.isdisjoint(op.inputs) for op in exits):
             return []
-        for op in reversed(self._ops):
+        for op in reversed(recorder.ops):
             if not leading.isdisjoint(op.outputs):
                 leading.update(op.inputs)
         outside = [leaf for leaf in recorder.outside_tensors() if leaf[0] in leading and self._is_source(leaf[1])]
@@ -145,7 +144,7 @@ class TensorflowTrace(Trace):
         imported = [leaf for leaf in recorder.imported_tensors() if probe and leaf[0] in leading]
         return [
             TensorflowOp("", "numpy", where, "", (self._source_id,), (value,), cut_cause="left-framework")
-            for value, _, where in (self._depending_on_source(imported) if imported else ())
+            for value, _, where in (self._filter_dependent(imported) if imported else ())
         ]
 
     def _is_source(self, x: Tensor) -> bool:
@@ -159,7 +158,7 @@ class TensorflowTrace(Trace):
             return False
         return bool(np.isin(x.numpy(), source.numpy()).all())
 
-    def _depending_on_source(self, imported: Sequence[Leaf]) -> list[Leaf]:
+    def _filter_dependent(self, imported: Sequence[Leaf]) -> list[Leaf]:
         """Return the tensors made of plain numbers that change in a run with a slightly different source."""
         try:
             with scope():
@@ -190,15 +189,15 @@ class TensorflowTrace(Trace):
         return Hint("no-rule", str(error).strip("'\""), op)
 
     def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        tangent = _values_at(self.source, wrt, uneven_weights(len(wrt)))
-        tangents = dict.fromkeys([self._source_id, *self._later_ids], tangent)
+        seed = _values_at(self.source, wrt, uneven_weights(len(wrt)))
+        tangents = dict.fromkeys([self._source_id, *self._later_ids], seed)
         try:
             with undisturbed(), silenced():
                 sizes = push_tangents(self._ops, self.graph.connected, tangents)
         except (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError):
             return None  # a gradient function has no derivative of its own
-        reached = tangents.get(self._target_id)
-        return sizes, np.zeros(tuple(self.target.shape)) if reached is None else tf.cast(reached, tf.float64).numpy()
+        tangent = tangents.get(self._target_id)
+        return sizes, np.zeros(tuple(self.target.shape)) if tangent is None else tf.cast(tangent, tf.float64).numpy()
 
     def cotangent_sizes(
         self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
@@ -211,8 +210,7 @@ class TensorflowTrace(Trace):
         cotangents = {self._target_id: _values_at(self.target, of, weights)}
         with undisturbed(), silenced():
             pull_cotangents(self._ops, self.graph.connected, cotangents)
-            mask = _mask_at(self.source, wrt)
-            masks = dict.fromkeys([self._source_id, *self._later_ids], mask)
+            masks = dict.fromkeys([self._source_id, *self._later_ids], _mask_at(self.source, wrt))
             spread_masks(self._ops, masks)
         alive = {n for n, mask in masks.items() if n in cotangents and cotangents[n].numpy()[mask].any()}
         return ReachOverlap(set(masks), alive)
@@ -232,11 +230,11 @@ class TensorflowExplain(ExplainBackend):
             return run(*tensors)
 
     def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        # What counts is the first gradient that is None, or else the last one for `wrt`.
+        # It reports on the first gradient that is None, or else the last one for `wrt`.
         _require_eager()
         recorder = TensorflowOpRecorder(function, TensorflowExplain.report_step.__code__)
         try:
-            with unstaged(), recorder.recording():
+            with unstaged(), recorder.record_thread():
                 function()
         except Exception as error:
             report = _report_error(recorder, error, wrt)
@@ -345,9 +343,9 @@ def _source_hint(request: TapeRequest) -> Hint | None:
     tracked = _tracked_values(request)
     if request.source_id in tracked:
         return None
-    made = next((op for op in request.ops if request.source_id in op.outputs), None)
-    if made is not None and made.operation in SLICING and made.inputs[0] in tracked:
-        return Hint("resliced", "", Op(made.operation, made.where, made.module))
+    maker = next((op for op in request.ops if request.source_id in op.outputs), None)
+    if maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked:
+        return Hint("resliced", "", Op(maker.operation, maker.where, maker.module))
     if any(request.source_id in op.inputs for op in request.ops):
         return Hint("not-tracked", "the tape does not watch it")
     if request.is_slice:
@@ -370,8 +368,10 @@ def _tracked_values(request: TapeRequest) -> set[int]:
 def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if not isinstance(source, tf.Variable):
         return []
-    held = KerasModel(run.function)._variables() if run.held[0] else ()
-    frozen = [(kind, variable) for _, kind, variable in held if variable._value is source and not variable.trainable]
+    variables = KerasModel(run.function)._variables() if run.held[0] else ()
+    frozen = [
+        (kind, variable) for _, kind, variable in variables if variable._value is source and not variable.trainable
+    ]
     if not frozen and source.trainable:
         return []
     is_statistic = any(kind == "buffer" for kind, _ in frozen)  # unfreezing a layer does not train it
@@ -430,7 +430,7 @@ def _connect(index: int, op: TensorflowOp, connected: set[int], gap_cause: GapCa
     if any(value in connected and passes for value, passes in zip(op.inputs, passing, strict=False)):
         connected.update([n for n, y in zip(op.outputs, op.results, strict=True) if is_differentiable(y)])
     if not any(value in connected for value in op.outputs):
-        return why_cut(op)
+        return cause_of_cut(op)
     discrete = [y for y in op.results if not is_differentiable(y)]  # such as the indices beside the largest
     return ("discrete", f"{discrete[0].dtype.name} comes out") if discrete else (None, "")
 
@@ -454,7 +454,7 @@ def push_tangents(
             leaving = op.jvp(arriving)
         tangents.update({n: t for n, t in zip(op.outputs, leaving, strict=False) if t is not None})
         at_outputs = max([max_abs(t) for t in leaving if t is not None], default=0.0)
-        cause = why_no_tangent(op, arriving) if at_outputs == 0 else why_bounded(op, arriving)
+        cause = cause_of_zero_tangent(op, arriving) if at_outputs == 0 else cause_at_bound(op, arriving)
         sizes.append(TangentSizes(at_inputs, at_outputs, cause))
     return sizes
 

@@ -58,7 +58,7 @@ _WORDS = {
     "ReadVariableOp": "read",
     "swish_impl": "silu",
 }
-"""What users write, for op types whose name does not say it."""
+"""The user's words for op types whose name is another."""
 _COMPOSITES = frozenset(
     """
     boolean_mask clip_by_value divide_no_nan dropout embedding_lookup hard_sigmoid hard_tanh norm numpy_function
@@ -72,7 +72,7 @@ _ALIASES = {
     "general_dropout": "dropout",
     "stateless_dropout": "dropout",
 }
-"""What users write, for functions that they do not call themselves."""
+"""The user's words for functions of libraries whose name is another."""
 EXITS = {
     "__array__": "numpy",
     "__bool__": "bool",
@@ -198,7 +198,7 @@ class TensorflowOp:
 
     @cached_property
     def differentiable_operands(self) -> list[bool]:
-        """Tell for each operand if it gets a derivative: the gradient function itself knows best."""
+        """A flag for each operand: True if it gets a derivative, which the gradient function knows best."""
         if not any(map(is_differentiable, self.results)):
             return [False] * len(self.inputs)
         seeds = [tf.ones_like(y) if is_differentiable(y) else zeros_like(y) for y in self.results]
@@ -258,7 +258,7 @@ def is_random(op: TensorflowOp) -> bool:
     return any("Random" in op_type or op_type in RANDOM_OPS for op_type in (op.op_type, *op.inner))
 
 
-def why_cut(op: TensorflowOp) -> tuple[str | None, str]:
+def cause_of_cut(op: TensorflowOp) -> tuple[str | None, str]:
     """Return why no result of an operation is connected although an operand is: a cause, and an observation."""
     if op.op_type == "StopGradient":
         return "detached", ""
@@ -275,11 +275,11 @@ def why_cut(op: TensorflowOp) -> tuple[str | None, str]:
     if op.custom_gradient:
         return "custom-rule", "its gradient function gives None"
     if op.op_type.startswith(COMPILED):
-        return _why_compiled_cut(op), "it is a compiled function"
+        return _cause_in_compiled(op), "it is a compiled function"
     return "no-rule", "TensorFlow has no derivative for it"
 
 
-def _why_compiled_cut(op: TensorflowOp) -> str | None:
+def _cause_in_compiled(op: TensorflowOp) -> str | None:
     """Return why a compiled function stops derivatives, if only one thing in it could."""
     causes = [cause for cause, op_types in COMPILED_CAUSES.items() if not op_types.isdisjoint(op.inner)]
     return causes[0] if len(causes) == 1 else None
@@ -300,12 +300,12 @@ def _is_of_no_segment(op: TensorflowOp) -> np.ndarray:
     return np.asarray((ids < 0) | (ids >= int(op.operands[2])))
 
 
-def why_no_tangent(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
+def cause_of_zero_tangent(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
     """Return why no tangent leaves an operation, where its numbers say more than its name."""
-    carrying = [(x, t) for x, t in zip(op.operands, tangents, strict=False) if t is not None and max_abs(t) > 0]
-    x, tangent = carrying[0]
+    moving = [(x, t) for x, t in zip(op.operands, tangents, strict=False) if t is not None and max_abs(t) > 0]
+    x, tangent = moving[0]
     if op.inner:
-        return _why_compiled_cut(op)
+        return _cause_in_compiled(op)
     moved = np.abs(tangent.numpy()) > 0
     if _underflows(op, tangents):
         return "underflow"
@@ -320,28 +320,28 @@ def why_no_tangent(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str |
     if op.op_type in CHOICES and op.operation not in ("clip_by_value", "relu6", "hard_sigmoid"):
         if op.is_tied([None if t is None else np.abs(t.numpy()) > 0 for t in tangents]):
             return "tie"
-        return why_bounded(op, tangents) or "not-selected"
+        return cause_at_bound(op, tangents) or "not-selected"
     if op.op_type in LOOKUPS and op.operation not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
         axis = int(op.operands[2]) if op.op_type == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None
     if op.op_type in (*PRODUCTS, *MATRIX_PRODUCTS) and op.operation not in ("dropout", "norm"):
-        if len(carrying) > 1:
+        if len(moving) > 1:
             return "stationary" if not np.asarray(x)[moved].any() else "cancelled"
-        still = _operands_at_rest(op, tangents)
-        if still and is_differentiable(still[0]) and bool((still[0].numpy() != 0).all()):
-            return "underflow" if op.op_type in PRODUCTS else _why_sum_vanishes(op, tangents)
-    return _why_sum_vanishes(op, tangents) if op.op_type in SUMS else None
+        constants = _constant_operands(op, tangents)
+        if constants and is_differentiable(constants[0]) and bool((constants[0].numpy() != 0).all()):
+            return "underflow" if op.op_type in PRODUCTS else _cause_of_zero_sum(op, tangents)
+    return _cause_of_zero_sum(op, tangents) if op.op_type in SUMS else None
 
 
-def why_bounded(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
+def cause_at_bound(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
     """Return the cause for elements that lose against the constant of a maximum or minimum."""
-    still = _operands_at_rest(op, tangents)
-    if op.op_type not in BOUNDS or op.operation == "clip_by_value" or len(still) != 1:
+    constants = _constant_operands(op, tangents)
+    if op.op_type not in BOUNDS or op.operation == "clip_by_value" or len(constants) != 1:
         return None
-    return cause_of_bound(op.op_type == "Maximum", still[0].numpy())
+    return cause_of_bound(op.op_type == "Maximum", constants[0].numpy())
 
 
-def _operands_at_rest(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> list[Tensor]:
+def _constant_operands(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> list[Tensor]:
     return [y for y, t in zip(op.operands, tangents, strict=False) if t is None or max_abs(t) == 0]
 
 
@@ -357,7 +357,7 @@ def _underflows(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
     return _moves(op, [None if t is None else scale(t) for t in tangents])
 
 
-def _why_sum_vanishes(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str:
+def _cause_of_zero_sum(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str:
     # Terms that cancel do not cancel any more in other amounts; terms that were multiplied by zero stay zero.
     def uneven(t: Tensor, factor: int) -> Tensor:
         amounts = factor * (uneven_weights(math.prod(t.shape)) + 0.5)

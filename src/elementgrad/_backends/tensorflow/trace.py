@@ -73,7 +73,7 @@ def _keep_error(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TensorflowOpRecorder:
-    """Records the operations of `function` inside `recording()`; the search for the user's line ends at `entry`."""
+    """Records the operations of `function` inside `record_thread()`; the search for the user's line ends at `entry`."""
 
     def __init__(self, function: Any, entry: CodeType):
         self.ops: list[TensorflowOp] = []
@@ -91,7 +91,7 @@ class TensorflowOpRecorder:
         self._first_uid = uid()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record_thread(self) -> Iterator[None]:
         with scope():
             _patches.enter()
             enter(names.track_layer_calls())
@@ -298,14 +298,14 @@ class TapeLog:
         recorder, tape, source, source_id = self._recorder, request.tape, request.source, request.source_id
         if any(source_id in op.inputs for op in recorder.ops):
             return
-        with _not_recording():
-            numbers = np.asarray(source)
+        with _pause_recording():
+            values = np.asarray(source)
             if not hasattr(source, "handle"):
                 watched = [x for n, (x, _) in recorder.leaves.items() if n in tape.watched and n != source_id]
                 watched = [x for x in watched if is_differentiable(x)] + list(tape.tape.watched_variables())
-                request.is_slice = any(_is_part(numbers, np.asarray(x)) for x in watched)
+                request.is_slice = any(_is_part(values, np.asarray(x)) for x in watched)
             others = [leaf for leaf in recorder.outside_tensors() if leaf[0] not in (source_id, *tape.watched)]
-            request.slices = [(n, where) for n, x, where in others if _is_part(np.asarray(x), numbers)]
+            request.slices = [(n, where) for n, x, where in others if _is_part(np.asarray(x), values)]
 
 
 def _is_part(part: np.ndarray, whole: np.ndarray) -> bool:
@@ -314,7 +314,7 @@ def _is_part(part: np.ndarray, whole: np.ndarray) -> bool:
 
 
 @contextmanager
-def _not_recording() -> Iterator[None]:
+def _pause_recording() -> Iterator[None]:
     with scope():
         assign(_local, "recorder", None)
         yield
@@ -340,9 +340,9 @@ def _install(replace: Replace) -> None:
     _wrap(replace, script_ops, "py_func_common", _py_func_common)
     _wrap(replace, script_ops, "_internal_py_func", _internal_py_func)
     _wrap(replace, pywrap_tfe, "TFE_Py_FastPathExecute", _fast_path_execute)
-    _wrap(replace, tf.GradientTape, "_push_tape", _then(TapeLog.start))
-    _wrap(replace, tf.GradientTape, "_pop_tape", _then(TapeLog.stop))
-    _wrap(replace, tf.GradientTape, "watch", _then(TapeLog.watch))
+    _wrap_tape_method(replace, "_push_tape", TapeLog.start)
+    _wrap_tape_method(replace, "_pop_tape", TapeLog.stop)
+    _wrap_tape_method(replace, "watch", TapeLog.watch)
     _wrap(replace, tf.GradientTape, "gradient", _gradient)
     for name, original in [pair for pair in vars(np).items() if isinstance(pair[1], np.ufunc)]:
         replace(np, name, _Ufunc(original))
@@ -432,15 +432,13 @@ def _tensors(values: Any) -> list[Tensor]:
     return [x for x in flat if isinstance(x, _EagerTensorBase)]
 
 
-def _then(note: Callable[..., None]) -> Callable[..., Any]:
-    """Return a method of a tape that runs the original, and notes the call after it."""
-
-    def method(recorder: TensorflowOpRecorder, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(tape, *args, **kwargs)
-        note(recorder.tapes, tape, *args, **kwargs)
+def _wrap_tape_method(replace: Replace, name: str, note: Callable[..., None]) -> None:
+    def run(recorder: TensorflowOpRecorder, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        note(recorder.tapes, *args, **kwargs)
         return result
 
-    return method
+    _wrap(replace, tf.GradientTape, name, run)
 
 
 def _gradient(
