@@ -140,21 +140,12 @@ class JaxOpRecorder(core.Trace):
         """Return the id of the source's own array, which the code uses although it got a traced value for it."""
         if self._closure_id is None:
             self._closure_id = self._new_id()
-            self.ops.append(
-                JaxOp(
-                    "closure",
-                    "the array used here",
-                    call_site(current().traceback).where,
-                    lambda x: [x],
-                    [self.source.value_id],
-                    [self._source_array],
-                    [self._closure_id],
-                    [self._source_array],
-                    hidden=True,  # it is the cause where nothing else is
-                    cut_cause="outside-tape",
-                    note="the code takes the array itself from outside, not its argument",
-                )
-            )
+            where, x = call_site(current().traceback).where, self._source_array
+            op = JaxOp("closure", "the array used here", where, lambda x: [x], [self.source.value_id], [x])
+            op.outputs, op.results = [self._closure_id], [x]
+            op.cut_cause, op.hidden = "outside-tape", True  # hidden, since it is the cause only if nothing else is
+            op.note = "the code takes the array itself from outside, not its argument"
+            self.ops.append(op)
         return self._closure_id
 
     def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:

@@ -262,7 +262,7 @@ def _require_eager() -> None:
 
 def _report_error(recorder: TensorflowOpRecorder, error: Exception, wrt: Tensor | None) -> LiveReport | None:
     if is_tape_used_up(error):
-        return LiveReport("unconnected", None, Hint("freed-graph", "", Op("tape.gradient", _user_line(error))))
+        return LiveReport("unconnected", None, Hint("freed-graph", "", Op("tape.gradient", _user_line_of(error))))
     op_type = op_type_without_gradient(error)
     if op_type is not None:
         ops = [Op(op.operation, op.where, op.module) for op in recorder.ops if op.op_type == op_type]
@@ -299,7 +299,7 @@ def _report_request(request: TapeRequest) -> LiveReport:
     return LiveReport(verdict, graph, None, value=value, cotangents=sizes, wrt=wrt)
 
 
-def _user_line(error: Exception) -> str | None:
+def _user_line_of(error: Exception) -> str | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     return location_text(frames[-1].filename, frames[-1].lineno or 0) if frames else None
 
