@@ -15,7 +15,7 @@ from tests.support.operations import OPS
 
 INTERNALS = {
     "torch": (torch_watch, "version_of"),
-    "tensorflow": (tensorflow_words, "word"),
+    "tensorflow": (tensorflow_words, "op_word"),
     "jax": (JaxWatch, "process_primitive"),
 }
 SAYS = "the run could not be followed"
@@ -94,7 +94,7 @@ def test_live_tensors_whose_graph_cannot_be_followed_have_a_verdict(monkeypatch)
 def test_a_run_that_cannot_be_followed_again_keeps_its_verdict(monkeypatch):
     from elementgrad._backends.jax import explain as witness
 
-    monkeypatch.setattr(witness, "largest", gone)
+    monkeypatch.setattr(witness, "max_abs", gone)
     found = eg.explain(lambda x: jnp.maximum(x, 0.0).sum(), jnp.array([1.0, -1.0]), wrt="x[1]")
     assert found.verdict == "zero"
     assert any(fact.startswith(SAYS) for fact in found.evidence)

@@ -8,3 +8,7 @@ from jax._src.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 from jax._src.source_info_util import current as current
 from jax._src.source_info_util import current_name_stack as current_name_stack
 from jax._src.source_info_util import user_context as user_context
+
+# A recorder has tracers of its own. `get_aval` became `typeof`, and tracers compute what they once stored in a slot.
+typeof = getattr(core, "typeof" if hasattr(core, "typeof") else "get_aval")
+TRACERS_STORE_AVAL = "aval" in core.Tracer.__slots__

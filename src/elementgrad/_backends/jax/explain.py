@@ -1,9 +1,11 @@
-"""One call of a function of JAX's as one step, though it runs as several operations.
+"""Explanations on JAX: a run of a function on its numbers, which can be followed again.
 
-A run of a JAX function, watched, and followed again by the numbers that it left.
+The records of one call of a public function, such as `jax.nn.softmax`, are merged into one. JAX's own rules tell which
+results have a derivative. Sweeps over the same records follow tangents, cotangents and masks of elements, one operation
+at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -13,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad._backends.autodiff import TensorFunction, reason
-from elementgrad._backends.jax import explain_rules
 from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
 from elementgrad._backends.jax.explain_rules import (
+    RANDOM_OPS,
     JaxOp,
-    connect,
-    ended,
-    finite,
+    cause_of_cut,
+    cause_of_zero_tangent,
     is_bound,
-    largest,
-    plain,
-    smooth,
-    worst,
+    is_differentiable,
+    max_abs,
+    max_or_nan,
+    to_float64,
+    user_line_of,
 )
-from elementgrad._backends.jax.trace import JaxOpRecorder
+from elementgrad._backends.jax.trace import JaxOpRecorder, value_of
 from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.trace import (
     CotangentSizes,
@@ -43,241 +45,84 @@ from elementgrad._explain.trace import (
 from elementgrad.errors import TracedError
 
 Array = Any
-
-
-def merged(steps: Sequence[JaxOp], target: int) -> list[JaxOp]:
-    """The steps, with those that follow each other in one call made one.
-
-    So what such a function does inside of itself is its own business: a softmax subtracts its largest element, cut off
-    from derivatives, and is differentiable all the same.
-    """
-    runs = [list(run) for _, run in groupby(steps, key=_call)]
-    last = {value: number for number, run in enumerate(runs) for step in run for value in step.takes}
-    last[target] = len(runs)
-    return [run[0] if len(run) == 1 else _one(run, number, last) for number, run in enumerate(runs)]
-
-
-def _call(step: JaxOp) -> Any:
-    return step.group if step.group is not None else id(step)
-
-
-def _one(run: Sequence[JaxOp], number: int, last: Mapping[int, int]) -> JaxOp:
-    made = {value for step in run for value in step.gives}
-    taken = {v: x for step in run for v, x in zip(step.takes, step.operands, strict=True) if v not in made}
-    given = {v: x for step in run for v, x in zip(step.gives, step.results, strict=True) if last.get(v, -1) > number}
-    takes, gives = list(taken), list(given)
-
-    def function(*operands: Array) -> list[Array]:
-        values = dict(zip(takes, operands, strict=True))
-        for step in run:
-            values.update(zip(step.gives, step.function(*[values[v] for v in step.takes]), strict=True))
-        return [values[v] for v in gives]
-
-    first = run[0]
-    whole = JaxOp("call", {}, function, list(taken.values()), takes, first.where, first.word, path=first.path)
-    whole.inner = frozenset(name for step in run for name in step.inner)
-    whole.unsafe = any(step.unsafe for step in run)
-    whole.results, whole.gives = list(given.values()), gives
-    whole.passing = [x for step in run for x in step.results if not smooth(x)]
-    whole.arrays = _written(run)
-    whole.quiet = all(step.quiet for step in run)
-    whole.note = next(_notes(run), "")
-    return whole
-
-
-def _written(run: Sequence[JaxOp]) -> frozenset[int]:
-    """The values that lead to the array that one of the steps writes into."""
-    found: set[int] = set()
-    for step in reversed(run):
-        found |= step.arrays
-        if not found.isdisjoint(step.gives) and not step.arrays:
-            found.update(step.takes)
-    return frozenset(found)
-
-
-def _notes(run: Sequence[JaxOp]) -> Iterator[str]:
-    return (step.note for step in run if step.note)
+LOOPS = {"while", "scan"}
+"""Loops count their iterations in integers, which says nothing about their other results."""
 
 
 class JaxTrace(Trace):
-    """Runs a function on its numbers under a trace that sees every operation, and keeps all of them."""
+    """A function that ran on its numbers; the records serve all sweeps."""
 
     def __init__(self, run: TensorFunction, source: Array | None):
         if any(isinstance(x, jax.core.Tracer) for x in (source, *run.others)):
             raise TracedError("explain looks at numbers, and code that is traced has none; call it outside of jax.jit")
         self._run = run
-        self._given = source
-        watch = JaxOpRecorder(run.others)
-        with plain_errors(), watch.on():
-            (target,) = run(watch.source if source is None else watch.source(source))
-        self._first = watch.first
-        self._last = watch.number(target)
-        self._steps = merged(watch.steps, self._last)
-        self.source = watch.first.value
-        self.target = watch.value(target)
-        connected = connect(self._steps, watch.first.number)
-        told = [_told(step) for step in self._steps]
-        remarks = [
-            Hint("custom-rule", "", step) for step in told if step.custom_gradient and connected & set(step.outputs)
-        ]
-        remarks += [Hint("out-of-range", step.note, step) for step in told if step.note and step.cut_cause is None]
-        draws = any(not explain_rules.DRAWS.isdisjoint({step.name, *step.inner}) for step in watch.steps)
-        self.graph = OpGraph(told, watch.first.number, self._last, connected, remarks, draws)
+        self._argument = source
+        recorder = JaxOpRecorder(run.others)
+        with plain_errors(), recorder.record_thread():
+            (target,) = run(recorder.trace_source if source is None else recorder.trace_source(source))
+        self.source, self.target = recorder.source.value, value_of(target)
+        self._source_id, self._target_id = recorder.source.value_id, recorder.value_id(target)
+        self._ops = merge_calls(recorder.ops, self._target_id)
+        is_random = any(not RANDOM_OPS.isdisjoint({op.op_type, *op.inner}) for op in recorder.ops)
+        self.graph = op_graph(self._ops, self._source_id, self._target_id, is_random)
 
     @cached_property
-    def _linear(self) -> JaxLinearization:
-        return JaxLinearization.of(self._run, [self._given])
+    def _linearization(self) -> JaxLinearization:
+        return JaxLinearization.of(self._run, [self._argument])
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Array | None:
-        seed = np.zeros(self.target.size)
-        seed[of] = weights
-        cotangent = jnp.asarray(seed.reshape(1, *self.target.shape), self.target.dtype)
-        (pulled,) = self._linear.vjp(0, [0], cotangent)
-        return None if pulled is None else pulled[0]
+        (gradient,) = self._linearization.vjp(0, [0], _values_at(self.target, of, weights)[None])
+        return None if gradient is None else gradient[0]
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         why = f"jax refuses to differentiate it: {reason(error)}"
-        exits = [step for step in self.graph.ops if step.cut_cause == "left-framework" and not step.branches]
+        exits = [op for op in self.graph.ops if op.cut_cause == "left-framework" and not op.branches]
         if isinstance(error, jax.errors.JAXTypeError) and exits:
             return Hint("left-framework", why, exits[0])
-        for taken, step in zip(self._steps, self.graph.ops, strict=True):
-            missing = self._refused(taken)
+        for op, graph_op in zip(self._ops, self.graph.ops, strict=True):
+            missing = self._vjp_error(op)
             if missing is not None:
-                return Hint(step.cut_cause or "no-rule", reason(missing), step)
-        where = explain_rules.raised(error)  # the function ran as it is, so that it was the tracing
-        return Hint(None, why, Op("a transformation of jax", where))
+                return Hint(graph_op.cut_cause or "no-rule", reason(missing), graph_op)
+        # The function itself ran without an error, so that this one comes from tracing it.
+        return Hint(None, why, Op("a transformation of jax", user_line_of(error)))
 
-    def _refused(self, step: JaxOp) -> Exception | None:
-        """Why a step cannot be differentiated in reverse, if it cannot."""
-        active, able = self._active(step), [n for n, x in enumerate(step.gives) if x in self.graph.connected]
-        if step.refused is not None or not active or not able:
-            return step.refused
+    def _vjp_error(self, op: JaxOp) -> Exception | None:
+        """Return why an operation cannot be differentiated in reverse, if it cannot."""
+        active = _active_operands(op, self.graph.connected)
+        results = [n for n, value in enumerate(op.outputs) if value in self.graph.connected]
+        if op.error is not None or not active or not results:
+            return op.error
         try:
-            step.vjp({number: jnp.zeros_like(step.results[number]) for number in able}, active)
+            op.vjp({n: jnp.zeros_like(op.results[n]) for n in results}, active)
         except Exception as error:
             return error
         return None
 
-    def _active(self, step: JaxOp) -> list[int]:
-        connected = self.graph.connected
-        return [n for n, x in enumerate(step.takes) if x in connected and smooth(step.operands[n])]
-
     def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        seed = np.zeros(self.source.size)
-        seed[wrt] = uneven_weights(len(wrt))
-        tangents = {self._first.number: jnp.asarray(seed.reshape(self.source.shape), self.source.dtype)}
-        pushed: list[TangentSizes | None] = []
-        for step in self._steps:
-            came = {n: tangents[x] for n, x in enumerate(step.takes) if x in tangents and smooth(step.operands[n])}
-            if not came:
-                pushed.append(TangentSizes(0.0, 0.0))
-                continue
-            arrives = worst(map(largest, came.values()))
-            went: dict[int, Array] = {}
-            if arrives and any(value in self.graph.connected for value in step.gives):
-                try:
-                    went = step.jvp(came)
-                except Exception:  # a rule is missing on the way
-                    return None
-            leaves = worst(map(largest, went.values()))
-            tangents.update({step.gives[n]: tangent for n, tangent in went.items()})
-            cause = ended(step, came) if arrives > 0 and (leaves == 0 or is_bound(step)) else None
-            pushed.append(TangentSizes(arrives, leaves, cause))
-        reached = tangents.get(self._last)
-        return pushed, np.zeros(self.target.shape) if reached is None else np.asarray(reached, np.float64)
+        tangents = {self._source_id: _values_at(self.source, wrt, uneven_weights(len(wrt)))}
+        sizes = push_tangents(self._ops, self.graph.connected, tangents)
+        if sizes is None:
+            return None
+        tangent = tangents.get(self._target_id)
+        return sizes, np.zeros(self.target.shape) if tangent is None else np.asarray(tangent, np.float64)
 
     def cotangent_sizes(
         self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
     ) -> Sequence[CotangentSizes | None] | None:
-        swept = self._swept(of, weights, wrt)
-        return None if swept is None else swept[0]
+        cotangents = {self._target_id: _values_at(self.target, of, weights)}
+        return pull_cotangents(self._ops, self.graph.connected, cotangents, (self._source_id, wrt))
 
     def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        swept = self._swept(of, weights, wrt)
-        if swept is None:
+        cotangents = {self._target_id: _values_at(self.target, of, weights)}
+        if pull_cotangents(self._ops, self.graph.connected, cotangents) is None:
             return None
-        mask = np.zeros(self.source.size, bool)
-        mask[wrt] = True
-        masks = {self._first.number: mask.reshape(self.source.shape)}
-        for step in self._steps:
-            if any(value in masks for value in step.takes):
-                found = step.touched([masks.get(value) for value in step.takes])
-                masks.update({value: mask for value, mask in zip(step.gives, found, strict=True) if mask.any()})
-        gradients = swept[1]
-        alive = {value for value, mask in masks.items() if value in gradients and plain(gradients[value])[mask].any()}
+        masks = {self._source_id: _mask_at(self.source, wrt)}
+        spread_masks(self._ops, masks)
+        alive = {n for n, mask in masks.items() if n in cotangents and to_float64(cotangents[n])[mask].any()}
         return ReachOverlap(set(masks), alive)
 
-    def _swept(
-        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
-    ) -> tuple[list[CotangentSizes | None], dict[int, Array]] | None:
-        """What comes back by each step, and the gradient of each value."""
-        seed = np.zeros(self.target.size)
-        seed[of] = weights
-        gradients = {self._last: jnp.asarray(seed.reshape(self.target.shape), self.target.dtype)}
-        pulled: list[CotangentSizes | None] = [None] * len(self._steps)
-        for place in range(len(self._steps))[::-1]:
-            step = self._steps[place]
-            came = {n: gradients[x] for n, x in enumerate(step.gives) if x in gradients}
-            active = self._active(step)
-            if not came or not active:
-                continue
-            try:
-                went = step.vjp(came, active)
-            except Exception:  # a rule is missing on the way
-                return None
-            asked = {n: self._asked(step.takes[n], gradient, wrt) for n, gradient in went.items()}
-            arrives, leaves = worst(map(largest, came.values())), worst(map(largest, asked.values()))
-            pulled[place] = CotangentSizes(arrives, leaves, _there(came, asked, arrives), arrives == 0)
-            for n, gradient in went.items():
-                number = step.takes[n]
-                gradients[number] = gradients[number] + gradient if number in gradients else gradient
-        return pulled, gradients
-
-    def _asked(self, number: int, gradient: Array, wrt: np.ndarray) -> Array:
-        """A gradient, of the source at the elements asked for alone."""
-        if number != self._first.number:
-            return gradient
-        mask = np.zeros(gradient.size, bool)
-        mask[wrt] = True
-        return np.where(mask.reshape(gradient.shape), plain(gradient), 0)
-
     def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
-        return [_seen(step) for step in self._steps]
-
-
-def _told(step: JaxOp) -> Op:
-    return Op(
-        step.word,
-        step.where,
-        step.path,
-        tuple(step.takes),
-        tuple(step.gives),
-        step.stops,
-        step.note,
-        step.own,
-        step.decides,
-        hidden=step.quiet,
-    )
-
-
-def _seen(step: JaxOp) -> FiniteFlags:
-    takes = [plain(x) for x in step.operands if smooth(x)]
-    grows = all(x.all() for x in takes) and not any(np.isnan(plain(x)).any() for x in step.results if smooth(x))
-    return FiniteFlags(all(map(finite, step.operands)), all(map(finite, step.results)), bool(grows))
-
-
-def _there(came: dict[int, Array], went: dict[int, Array], arrives: float) -> float:
-    """The largest gradient that arrives where what leaves is not finite."""
-    found = None
-    for gradient in went.values():
-        bad = ~np.isfinite(plain(gradient))
-        if not bad.any():
-            continue
-        there = [size for each in came.values() if (size := largest_where(plain(each), bad)) is not None]
-        if not there:
-            return arrives
-        found = max(found or 0.0, worst(there))
-    return arrives if found is None else found
+        return [_finite_flags(op) for op in self._ops]
 
 
 class JaxExplain(ExplainBackend):
@@ -294,3 +139,189 @@ class JaxExplain(ExplainBackend):
 
 
 implementation = JaxExplain()
+
+
+def merge_calls(ops: Sequence[JaxOp], target: int) -> list[JaxOp]:
+    """Make one operation of those that follow each other in one call.
+
+    What such a function does inside is then its own business: a softmax subtracts its largest element without a
+    derivative, and is differentiable all the same.
+    """
+    calls = [list(call) for _, call in groupby(ops, key=lambda op: id(op) if op.call is None else op.call)]
+    last_use = {value: index for index, call in enumerate(calls) for op in call for value in op.inputs}
+    last_use[target] = len(calls)
+    return [call[0] if len(call) == 1 else _merge(call, index, last_use) for index, call in enumerate(calls)]
+
+
+def _merge(call: Sequence[JaxOp], index: int, last_use: Mapping[int, int]) -> JaxOp:
+    made = {value: x for op in call for value, x in zip(op.outputs, op.results, strict=True)}
+    operands = {v: x for op in call for v, x in zip(op.inputs, op.operands, strict=True) if v not in made}
+    results = {value: x for value, x in made.items() if last_use.get(value, -1) > index}
+
+    def function(*xs: Array) -> list[Array]:
+        values = dict(zip(operands, xs, strict=True))
+        for op in call:
+            values.update(zip(op.outputs, op.function(*[values[v] for v in op.inputs]), strict=True))
+        return [values[v] for v in results]
+
+    first = call[0]
+    whole = JaxOp("call", first.operation, first.where, function, list(operands), list(operands.values()))
+    whole.outputs, whole.results, whole.module = list(results), list(results.values()), first.module
+    whole.inner = frozenset(name for op in call for name in op.inner)
+    whole.unsafe = any(op.unsafe for op in call)
+    whole.discrete_values = [x for op in call for x in op.results if not is_differentiable(x)]
+    whole.written = _written_values(call)
+    whole.hidden = all(op.hidden for op in call)
+    whole.note = next((op.note for op in call if op.note), "")
+    return whole
+
+
+def _written_values(call: Sequence[JaxOp]) -> frozenset[int]:
+    """Return the ids of the values that lead to an array that one of the operations writes into."""
+    written: set[int] = set()
+    for op in reversed(call):
+        written |= op.written
+        if not written.isdisjoint(op.outputs) and not op.written:
+            written.update(op.inputs)
+    return frozenset(written)
+
+
+def op_graph(ops: Sequence[JaxOp], source: int, target: int, is_random: bool) -> OpGraph:
+    """Connect the values that lead from the source by JAX's derivative, and note why the others do not."""
+    # This waits until the run is over: it calls rules that the user wrote, which may expect to be called once in a run.
+    connected = {source}
+    for op in ops:
+        active = [n for n, value in enumerate(op.inputs) if value in connected]
+        if not active or op.cut_cause is not None:
+            continue
+        results = op.connected_results(active)
+        connected.update([op.outputs[n] for n in results])
+        if not results:
+            op.cut_cause, note = cause_of_cut(op)
+            op.note = op.note or note
+        elif not op.note and op.op_type not in LOOPS and not all(map(is_differentiable, op.results)):
+            op.cut_cause = "discrete"  # for the other results, such as the indices beside the largest
+    graph_ops = [_graph_op(op) for op in ops]
+    hints = [Hint("custom-rule", "", op) for op in graph_ops if op.custom_gradient and connected & set(op.outputs)]
+    hints += [Hint("out-of-range", op.note, op) for op in graph_ops if op.note and op.cut_cause is None]
+    return OpGraph(graph_ops, source, target, frozenset(connected), hints, is_random)
+
+
+def _graph_op(op: JaxOp) -> Op:
+    return Op(
+        op.operation,
+        op.where,
+        op.module,
+        tuple(op.inputs),
+        tuple(op.outputs),
+        op.cut_cause,
+        op.note,
+        op.custom_gradient,
+        op.branches,
+        hidden=op.hidden,
+    )
+
+
+def push_tangents(
+    ops: Sequence[JaxOp], connected: Collection[int], tangents: dict[int, Array]
+) -> list[TangentSizes | None] | None:
+    """Push tangents through the operations, adding those of other values; return their sizes at each operation.
+
+    None if an operation on the way has no rule.
+    """
+    sizes: list[TangentSizes | None] = []
+    for op in ops:
+        values = enumerate(op.inputs)
+        arriving = {n: tangents[x] for n, x in values if x in tangents and is_differentiable(op.operands[n])}
+        at_inputs = max_or_nan(map(max_abs, arriving.values()))
+        leaving: dict[int, Array] = {}
+        if at_inputs and any(value in connected for value in op.outputs):
+            try:
+                leaving = op.jvp(arriving)
+            except Exception:
+                return None
+        at_outputs = max_or_nan(map(max_abs, leaving.values()))
+        tangents.update({op.outputs[n]: tangent for n, tangent in leaving.items()})
+        cause = cause_of_zero_tangent(op, arriving) if at_inputs > 0 and (at_outputs == 0 or is_bound(op)) else None
+        sizes.append(TangentSizes(at_inputs, at_outputs, cause))
+    return sizes
+
+
+def pull_cotangents(
+    ops: Sequence[JaxOp],
+    connected: Collection[int],
+    cotangents: dict[int, Array],
+    chosen: tuple[int, np.ndarray] | None = None,
+) -> list[CotangentSizes | None] | None:
+    """Pull cotangents back through the operations, adding those of other values; return their sizes at each operation.
+
+    With `chosen`, a value and flat positions, only those elements of the value count. None if an operation on the way
+    has no rule.
+    """
+    sizes: list[CotangentSizes | None] = [None] * len(ops)
+    for index, op in reversed(list(enumerate(ops))):
+        arriving = {n: cotangents[value] for n, value in enumerate(op.outputs) if value in cotangents}
+        active = _active_operands(op, connected)
+        if not arriving or not active:
+            continue
+        try:
+            leaving = op.vjp(arriving, active)
+        except Exception:
+            return None
+        counted: list[Array] = []
+        for n, g in leaving.items():
+            value = op.inputs[n]
+            cotangents[value] = cotangents[value] + g if value in cotangents else g
+            if chosen is not None and chosen[0] == value:
+                g = np.where(_mask_at(g, chosen[1]), to_float64(g), 0)
+            counted.append(g)
+        at_outputs, at_inputs = max_or_nan(map(max_abs, arriving.values())), max_or_nan(map(max_abs, counted))
+        where_nonfinite = _size_where_nonfinite(list(arriving.values()), counted, at_outputs)
+        sizes[index] = CotangentSizes(at_outputs, at_inputs, where_nonfinite, at_outputs == 0)
+    return sizes
+
+
+def _active_operands(op: JaxOp, connected: Collection[int]) -> list[int]:
+    return [n for n, value in enumerate(op.inputs) if value in connected and is_differentiable(op.operands[n])]
+
+
+def _size_where_nonfinite(arriving: Sequence[Array], leaving: Sequence[Array], at_outputs: float) -> float:
+    """Return the largest cotangent that arrives where what leaves is not finite."""
+    largest = None
+    for bad in [~np.isfinite(to_float64(g)) for g in leaving]:
+        if not bad.any():
+            continue
+        sizes = [size for g in arriving if (size := largest_where(to_float64(g), bad)) is not None]
+        if not sizes:
+            return at_outputs
+        largest = max(largest or 0.0, max_or_nan(sizes))
+    return at_outputs if largest is None else largest
+
+
+def spread_masks(ops: Sequence[JaxOp], masks: dict[int, np.ndarray]) -> None:
+    """Add masks of the elements of other values that can move with those in `masks`, at some numbers."""
+    for op in ops:
+        if any(value in masks for value in op.inputs):
+            dependent = op.dependent_outputs([masks.get(value) for value in op.inputs])
+            masks.update({n: mask for n, mask in zip(op.outputs, dependent, strict=True) if mask.any()})
+
+
+def _finite_flags(op: JaxOp) -> FiniteFlags:
+    operands = [to_float64(x) for x in op.operands if is_differentiable(x)]
+    results = [to_float64(x) for x in op.results if is_differentiable(x)]
+    overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
+    inputs, outputs = [all(np.isfinite(x).all() for x in values) for values in (operands, results)]
+    return FiniteFlags(inputs, outputs, bool(overflows))
+
+
+def _values_at(like: Array, positions: np.ndarray, values: np.ndarray) -> Array:
+    """Return values at flat positions of an array like another, and zeros elsewhere."""
+    flat = np.zeros(like.size)
+    flat[positions] = values
+    return jnp.asarray(flat.reshape(like.shape), like.dtype)
+
+
+def _mask_at(like: Array, positions: np.ndarray) -> np.ndarray:
+    mask = np.zeros(like.size, bool)
+    mask[positions] = True
+    return mask.reshape(like.shape)

@@ -1,15 +1,13 @@
-"""Operations of JAX in the words of the user, and the lines on which they wrote them.
+"""Rules by which runs of JAX are explained: what users call its operations, and what these do to derivatives.
 
-One operation of a run, with its numbers: what it is linked to, and how derivatives go through it both ways.
-
-What numbers of a step tell: how large they are, and why none leave.
+`JaxOp` is one operation of a run, with its arrays; JAX gives its jvp and vjp. The functions below it name the function
+that the user called, and say why an operation lets no derivative through.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -24,29 +22,14 @@ from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import cause_of_bound, is_masked_score
 
+Array = Any
 PACKAGES = (*JAX_PACKAGES, "optax", "equinox", "chex", "haiku", "jaxtyping", "numpy", "scipy")
-"""Whose lines of code are not the user's."""
-DRAWS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
-"""Primitives behind random numbers."""
-PUBLIC: tuple[ModuleType, ...] = (
-    jnp,
-    jnp.linalg,
-    jnp.fft,
-    jax.nn,
-    jax.lax,
-    jax.random,
-    jax.scipy.special,
-    jax.ops,
-    jax,
-)
-"""Where functions live that users call by name."""
+"""Packages whose lines are not the user's."""
+PUBLIC = (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax, jax.random, jax.scipy.special, jax.ops, jax)
+"""Modules with the functions that users call by name."""
 WORDS = {
     "select_n": "where",
     "logistic": "sigmoid",
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
     "max": "maximum",
     "min": "minimum",
     "integer_pow": "pow",
@@ -68,310 +51,18 @@ WORDS = {
     "eq": "equal",
     "ne": "not_equal",
 }
-"""Names that no user writes, and what they write instead."""
+"""The user's words for primitives whose name is another."""
 UPDATES = ("set", "add", "subtract", "multiply", "divide", "power", "min", "max", "apply", "get", "mul")
 """The methods of `x.at[index]`."""
-
-
-class CallFrame(NamedTuple):
-    """One call on the way to an operation."""
-
-    file: str
-    name: str
-    line: int
-
-
-class CallSite(NamedTuple):
-    """The user's line, and the function of JAX that they call on it, if it has a name."""
-
-    where: str | None
-    word: str | None
-
-
-def place(traceback: Any) -> CallSite:
-    """Where an operation comes from."""
-    inside: list[CallFrame] = []
-    for frame in () if traceback is None else traceback.frames:
-        if mine(frame.file_name):
-            return CallSite(location_text(frame.file_name, frame.line_num), _called(inside))
-        inside.append(CallFrame(frame.file_name, frame.function_name.rpartition(".")[2], frame.line_num))
-    return CallSite(None, _called(inside))
-
-
-def raised(error: BaseException) -> str | None:
-    """The innermost line of the user's on which an error was raised."""
-    found, frame = None, error.__traceback__
-    while frame is not None:
-        if mine(frame.tb_frame.f_code.co_filename):
-            found = location_text(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
-        frame = frame.tb_next
-    return found
-
-
-@lru_cache(1024)
-def mine(file: str) -> bool:
-    """Whether a file is the user's."""
-    return is_user_code(file, PACKAGES)
-
-
-def _called(inside: list[CallFrame]) -> str | None:
-    """The outermost function with a name that users know, among those between their line and an operation."""
-    for frame in reversed(inside):
-        if "/jax/" not in frame.file:
-            if frame.name == "__call__" and frame.file.endswith("stochastic.py"):
-                return "dropout"
-            continue
-        if frame.name in ("_getitem", "__getitem__"):
-            return "indexing"
-        if frame.file.endswith("array_methods.py") and frame.name in UPDATES:
-            return f".at[].{frame.name}"
-        if not frame.name.startswith("_") and any(hasattr(module, frame.name) for module in PUBLIC):
-            return frame.name
-    return None
-
-
-def of_primitive(name: str) -> str:
-    """What the user calls a primitive or a function of JAX's own that is compiled."""
-    plain = name.lstrip("_")
-    return WORDS.get(plain, plain.removeprefix("reduce_"))
-
-
-def is_own(params: Mapping[str, Any]) -> bool:
-    """Whether what a call runs was written by the user, and not by those who wrote JAX."""
-    return mine(_home(params)[1])
-
-
-def title(params: Mapping[str, Any]) -> str:
-    """The name of the function that a call runs."""
-    return _home(params)[0]
-
-
-def _home(params: Mapping[str, Any]) -> tuple[str, str]:
-    inner = next(iter(jaxprs_in_params(dict(params))), None)
-    told = str(getattr(getattr(inner, "debug_info", None), "func_src_info", None) or "")
-    name, _, source = told.partition(" at ")
-    if not told and inner is not None and inner.eqns:
-        return _outermost(inner.eqns[0])
-    return name.rpartition(".")[2], source.rpartition(":")[0]
-
-
-def _outermost(equation: Any) -> tuple[str, str]:
-    """The name and file of the function that a program was traced from, by the calls to its first equation."""
-    found = str(equation.params.get("name", "")), ""
-    traceback = equation.source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
-            break
-        name = frame.function_name.rpartition(".")[2]
-        found = name if mine(frame.file_name) or not found[0] else found[0], frame.file_name
-    return found
-
-
-def primitives(params: Mapping[str, Any]) -> Iterator[str]:
-    """The names of all primitives in the programs that a call runs."""
-    for inner in jaxprs_in_params(dict(params)):
-        for equation in inner.eqns:
-            yield equation.primitive.name
-            yield from primitives(equation.params)
-
-
-Array = Any
-STEPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
+RANDOM_OPS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+STEP_OPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
 CALLBACKS = {"pure_callback": "no-rule", "io_callback": "left-framework"}
-UNSAFE = {*CALLBACKS, "while", "debug_callback"}
-"""What is not run on other numbers: they call the user's Python code, or may never end."""
+NOT_RERUN = {*CALLBACKS, "while", "debug_callback"}
+"""Primitives that are not run on other numbers, because they call the user's code or may never end."""
 CUSTOM_JVP = {"custom_jvp_call"}
 CUSTOM_VJP = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
-LOOPS = {"while", "scan"}
-"""Count their turns, which are whole numbers."""
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "is_finite"}
-
-
-@dataclass(eq=False)
-class JaxOp:
-    """One operation that was run."""
-
-    name: str
-    """The primitive."""
-    params: Mapping[str, Any]
-    function: Callable[..., Sequence[Array]]
-    """From all operands to all results."""
-    operands: Sequence[Array]
-    takes: Sequence[int]
-    where: str | None
-    word: str
-    own: bool = False
-    """Whether the user wrote its derivative."""
-    quiet: bool = False
-    path: str = ""
-    results: Sequence[Array] = ()
-    gives: Sequence[int] = ()
-    note: str = ""
-    stops: str | None = None
-    decides: bool = False
-    group: tuple[str | None, str] | None = None
-    """The call of a function of JAX's that it is a part of."""
-    refused: Exception | None = field(default=None, repr=False)
-    """Why it has no derivative, if it has none."""
-    inner: frozenset[str] = frozenset()
-    """The primitives that it is made of."""
-    unsafe: bool = False
-    """Whether it is not run on other numbers."""
-    passing: Sequence[Array] = ()
-    """Whole numbers and truths that it makes on the way, if it is one call of several operations."""
-
-    arrays: frozenset[int] = frozenset()
-    """The values that it writes into, if it writes."""
-
-    def __post_init__(self) -> None:
-        self.arrays = frozenset(self.takes[:1] if self.name.startswith("scatter") else ())
-        inner = {name for name in primitives(self.params) if not name.endswith("jit")}
-        self.inner = frozenset(inner or {self.name})
-        self.unsafe = not UNSAFE.isdisjoint({self.name, *inner})
-
-    def run(self) -> None:
-        """Compute the results."""
-        self.results = [x if hasattr(x, "shape") else jnp.asarray(x) for x in self.function(*self.operands)]
-
-    def linked(self, active: Sequence[int]) -> set[int]:
-        """The results whose derivative is computed from those of some operands, by JAX's own rules."""
-        able = [number for number, result in enumerate(self.results) if smooth(result)]
-        active = [number for number in active if smooth(self.operands[number])]
-        if not able or not active:
-            return set()
-        if self.name in CUSTOM_VJP:
-            return set(able)
-        try:
-            program = jax.make_jaxpr(lambda *tangents: self._jvp(active, tangents, able))(
-                *[self.operands[number] for number in active]
-            )
-        except Exception as error:  # there is no rule
-            self.refused = error
-            return set()
-        jaxpr = program.jaxpr
-        leads = [any(dce_jaxpr(jaxpr, [o == n for o in range(len(able))])[1]) for n in range(len(able))]
-        return {number for number, led in zip(able, leads, strict=True) if led}
-
-    def _of(self, active: Sequence[int], results: Sequence[int]) -> Callable[..., tuple[Array, ...]]:
-        """The operation as a function of some of its operands."""
-
-        def function(*xs: Array) -> tuple[Array, ...]:
-            operands = list(self.operands)
-            for number, x in zip(active, xs, strict=True):
-                operands[number] = x
-            given = self.function(*operands)
-            return tuple([given[number] for number in results])
-
-        return function
-
-    def _jvp(self, active: Sequence[int], tangents: Sequence[Array], results: Sequence[int]) -> tuple[Array, ...]:
-        primals = tuple([self.operands[number] for number in active])
-        return jax.jvp(self._of(active, results), primals, tuple(tangents))[1]
-
-    def jvp(self, tangents: Mapping[int, Array]) -> dict[int, Array]:
-        """The derivatives of the results, by number, for those of some operands."""
-        able = [number for number, result in enumerate(self.results) if smooth(result)]
-        if not able:
-            return {}
-        active = list(tangents)
-        if self.name in CUSTOM_VJP:
-            primals = [self.operands[number] for number in active]
-            results, back = jax.vjp(self._of(active, able), *primals)
-            (pushed,) = jax.linear_transpose(lambda cotangents: back(cotangents), results)(
-                tuple([tangents[number] for number in active])
-            )
-        else:
-            pushed = self._jvp(active, [tangents[number] for number in active], able)
-        return dict(zip(able, pushed, strict=True))
-
-    def vjp(self, cotangents: Mapping[int, Array], active: Sequence[int]) -> dict[int, Array]:
-        """The gradients of some operands, by number, for those of some results."""
-        results = list(cotangents)
-        _, back = jax.vjp(self._of(active, results), *[self.operands[number] for number in active])
-        return dict(zip(active, back(tuple([cotangents[number] for number in results])), strict=True))
-
-    def touched(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
-        """Which elements of the results can move with some of the operands."""
-        shapes = [tuple(x.shape) for x in self.results]
-        if not self._repeatable():
-            return guess_dependent_outputs(masks, shapes)
-        return dependent_outputs(self._again, [_wide(x) for x in self.operands], masks, shapes)
-
-    def ties(self, masks: Sequence[np.ndarray | None]) -> bool:
-        """Whether elements of what a choice takes are level with those that it took."""
-        coarse = [jnp.result_type(x) == jnp.bfloat16 for x in self.operands]
-        return self._repeatable() and is_tied(self._again, [_wide(x) for x in self.operands], masks, coarse)
-
-    def _repeatable(self) -> bool:
-        """Whether it can be run on other numbers."""
-        return not self.unsafe and not any(
-            jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands
-        )
-
-    def _again(self, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-        kinds = [jnp.result_type(x) for x in self.operands]
-        given = self.function(*[jnp.asarray(x, kind) for x, kind in zip(operands, kinds, strict=True)])
-        return [_wide(x) for x in given]
-
-    def why_stopped(self) -> tuple[str | None, str]:
-        """Why it gives nothing that is linked though it takes something: a cause, and what was seen."""
-        inner = self.inner | {self.name}
-        for callback, cause in CALLBACKS.items():
-            if callback in inner:
-                return cause, "it hands the numbers to Python code, of which jax knows no derivative"
-        if self.name == "stop_gradient":
-            return "detached", ""
-        if self.own:
-            return "custom-rule", "its rule gives a derivative that does not depend on what comes in"
-        if not any(map(smooth, self.results)):
-            return "discrete", _kind_of(self.results)
-        if self.refused is not None:
-            return "no-rule", ""
-        if inner & STEPS:
-            return "step-function", ""
-        if "stop_gradient" in inner:
-            return "detached", "it calls stop_gradient inside"
-        if inner & COMPARISONS or self.passing:
-            return "discrete", _kind_of(self.passing)
-        return None, ""
-
-
-def connect(steps: Sequence[JaxOp], source: int) -> frozenset[int]:
-    """The values that JAX's derivative leads back from to the source; the steps that end it are told why.
-
-    Only after the run: a rule that somebody wrote may run once in it.
-    """
-    connected = {source}
-    for step in steps:
-        active = [number for number, value in enumerate(step.takes) if value in connected]
-        if not active or step.stops is not None:
-            continue
-        linked = step.linked(active)
-        connected.update([step.gives[number] for number in linked])
-        if linked and not step.note and step.name not in LOOPS and not all(map(smooth, step.results)):
-            step.stops = "discrete"  # of the rest, such as the indices beside the largest
-        if not linked:
-            cause, seen = step.why_stopped()
-            step.stops, step.note = cause, step.note or seen
-    return frozenset(connected)
-
-
-def _kind_of(values: Sequence[Array]) -> str:
-    kinds = [str(x.dtype) for x in values if hasattr(x, "dtype")][:1]
-    return f"{kinds[0]} comes out" if kinds else ""
-
-
-def smooth(x: Array) -> bool:
-    """Whether a value can have derivatives."""
-    return bool(jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact))
-
-
-def _wide(x: Array) -> np.ndarray:
-    """Numbers in a precision that NumPy knows."""
-    values = np.asarray(x)
-    return values.astype(np.float32) if values.dtype.kind == "V" or values.dtype.name == "bfloat16" else values
-
-
+LOOKUPS = {"gather", "indexing", "take", "take_along_axis", ".at[].get"}
 PRODUCTS = {"mul", "multiply", "div", "true_divide", "divide"}
 POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
 CHOICES = frozenset(
@@ -381,120 +72,395 @@ CHOICES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Primitives that take some elements and leave others."""
-CHOOSERS = CHOICES | frozenset(
+CHOICE_WORDS = CHOICES | frozenset(
     """
     max min amax amin nanmax nanmin ptp partition lexsort median quantile percentile reduce_window max_pool min_pool
     segment_max segment_min .at[].max .at[].min
     """.split()  # noqa: SIM905
 )
-"""What users call them. A softmax has a maximum inside, too, and is none of them."""
+"""The user's words for them. A softmax has a maximum inside as well, but is not a choice."""
 BOUNDS = {"maximum", "minimum", "fmax", "fmin"}
-SHARES = {"softmax", "log_softmax"}
-"""Functions of differences between elements alone."""
+SOFTMAXES = {"softmax", "log_softmax"}
 ROUNDING = 64.0
-LOOKUPS = {"gather", "indexing", "take", "take_along_axis", ".at[].get"}
+"""Tangents of so many units of rounding count as zero."""
 
 
-def largest(x: Array) -> float:
-    """The largest in size; NaN if there is one."""
-    return float(np.abs(plain(x)).max()) if x.size else 0.0
+@dataclass(eq=False)
+class JaxOp:
+    """One operation that ran, or several that are one call of the user's."""
+
+    op_type: str
+    """The name of the primitive."""
+    operation: str
+    """The user's word for it."""
+    where: str | None
+    function: Callable[..., Sequence[Array]]
+    """Computes all results from all operands."""
+    inputs: Sequence[int]
+    """Ids of the values that it reads, one for each operand."""
+    operands: Sequence[Array]
+    outputs: Sequence[int] = ()
+    results: Sequence[Array] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+    custom_gradient: bool = False
+    """True if the user wrote its derivative."""
+    branches: bool = False
+    hidden: bool = False
+    cut_cause: str | None = None
+    note: str = ""
+    call: tuple[str | None, str] | None = None
+    """The line and name of the function of JAX that it is a part of."""
+    error: Exception | None = field(default=None, repr=False)
+    """Why JAX cannot differentiate it, if it cannot."""
+    inner: frozenset[str] = frozenset()
+    """The primitives that it is made of."""
+    unsafe: bool = False
+    """True if it is not run on other numbers."""
+    discrete_values: Sequence[Array] = ()
+    """The integers and booleans that are made inside, if it is one call of several operations."""
+    written: frozenset[int] = frozenset()
+    """Ids of the values that it writes into, if it writes."""
+
+    def __post_init__(self) -> None:
+        self.written = frozenset(self.inputs[:1] if self.op_type.startswith("scatter") else ())
+        inner = {name for name in primitives(self.params) if not name.endswith("jit")}
+        self.inner = frozenset(inner or {self.op_type})
+        self.unsafe = not NOT_RERUN.isdisjoint({self.op_type, *inner})
+
+    def run(self) -> None:
+        self.results = [x if hasattr(x, "shape") else jnp.asarray(x) for x in self.function(*self.operands)]
+
+    def connected_results(self, active: Sequence[int]) -> set[int]:
+        """Return the indices of the results whose derivative, by JAX's own rules, uses that of an active operand."""
+        differentiable = self._differentiable_results()
+        active = [index for index in active if is_differentiable(self.operands[index])]
+        if not differentiable or not active:
+            return set()
+        if self.op_type in CUSTOM_VJP:
+            return set(differentiable)
+        try:
+            primals = [self.operands[index] for index in active]
+            jaxpr = jax.make_jaxpr(lambda *ts: self._jvp(active, ts, differentiable))(*primals).jaxpr
+        except Exception as error:  # there is no rule
+            self.error = error
+            return set()
+        count = len(differentiable)
+        uses_input = [any(dce_jaxpr(jaxpr, [other == n for other in range(count)])[1]) for n in range(count)]
+        return {index for index, used in zip(differentiable, uses_input, strict=True) if used}
+
+    def jvp(self, tangents: Mapping[int, Array]) -> dict[int, Array]:
+        """Return the tangents of the results, by index, for those of some operands."""
+        differentiable = self._differentiable_results()
+        if not differentiable:
+            return {}
+        active, values = list(tangents), tuple(tangents.values())
+        if self.op_type in CUSTOM_VJP:  # it has no jvp, but its vjp is linear in the cotangents
+            results, pull = jax.vjp(self._partial(active, differentiable), *[self.operands[index] for index in active])
+            (pushed,) = jax.linear_transpose(lambda cotangents: pull(cotangents), results)(values)
+        else:
+            pushed = self._jvp(active, values, differentiable)
+        return dict(zip(differentiable, pushed, strict=True))
+
+    def vjp(self, cotangents: Mapping[int, Array], active: Sequence[int]) -> dict[int, Array]:
+        """Return the cotangents of the active operands, by index, for those of some results."""
+        _, pull = jax.vjp(self._partial(active, list(cotangents)), *[self.operands[index] for index in active])
+        return dict(zip(active, pull(tuple(cotangents.values())), strict=True))
+
+    def _differentiable_results(self) -> list[int]:
+        return [index for index, result in enumerate(self.results) if is_differentiable(result)]
+
+    def _jvp(self, active: Sequence[int], tangents: Sequence[Array], results: Sequence[int]) -> tuple[Array, ...]:
+        primals = tuple([self.operands[index] for index in active])
+        return jax.jvp(self._partial(active, results), primals, tuple(tangents))[1]
+
+    def _partial(self, active: Sequence[int], results: Sequence[int]) -> Callable[..., tuple[Array, ...]]:
+        """Return the operation as a function from some operands to some results."""
+
+        def function(*xs: Array) -> tuple[Array, ...]:
+            operands = list(self.operands)
+            for index, x in zip(active, xs, strict=True):
+                operands[index] = x
+            outputs = self.function(*operands)
+            return tuple([outputs[index] for index in results])
+
+        return function
+
+    def dependent_outputs(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """Return masks of the elements of the results that can move with those of the operands."""
+        shapes = [tuple(x.shape) for x in self.results]
+        if not self._can_rerun():
+            return guess_dependent_outputs(masks, shapes)
+        return dependent_outputs(self._rerun, [_to_numpy(x) for x in self.operands], masks, shapes)
+
+    def is_tied(self, masks: Sequence[np.ndarray | None]) -> bool:
+        """Return True if elements that a choice passed over are equal to those that it took."""
+        coarse = [jnp.result_type(x) == jnp.bfloat16 for x in self.operands]
+        return self._can_rerun() and is_tied(self._rerun, [_to_numpy(x) for x in self.operands], masks, coarse)
+
+    def _can_rerun(self) -> bool:
+        keys = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands]
+        return not self.unsafe and not any(keys)
+
+    def _rerun(self, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+        arrays = [jnp.asarray(x, jnp.result_type(y)) for x, y in zip(operands, self.operands, strict=True)]
+        return [_to_numpy(x) for x in self.function(*arrays)]
 
 
-def plain(x: Array) -> np.ndarray:
-    """Numbers for NumPy to look at, which compiles nothing, in a precision that it knows."""
+class CallSite(NamedTuple):
+    """The user's line, and the function of JAX that they call there, if it has a public name."""
+
+    where: str | None
+    word: str | None
+
+
+def call_site(traceback: Any) -> CallSite:
+    inside: list[Any] = []
+    for frame in () if traceback is None else traceback.frames:
+        if is_user_file(frame.file_name):
+            return CallSite(location_text(frame.file_name, frame.line_num), _public_function(inside))
+        inside.append(frame)
+    return CallSite(None, _public_function(inside))
+
+
+def _public_function(frames: Sequence[Any]) -> str | None:
+    """Return the outermost function that users know, of the frames from an operation to the user's line."""
+    for frame in reversed(frames):
+        file, name = frame.file_name, frame.function_name.rpartition(".")[2]
+        if "/jax/" not in file:
+            if name == "__call__" and file.endswith("stochastic.py"):
+                return "dropout"
+            continue
+        if name in ("_getitem", "__getitem__"):
+            return "indexing"
+        if file.endswith("array_methods.py") and name in UPDATES:
+            return f".at[].{name}"
+        if not name.startswith("_") and any(hasattr(module, name) for module in PUBLIC):
+            return str(name)
+    return None
+
+
+def user_line_of(error: BaseException) -> str | None:
+    """Return the innermost line of the user's on which an error was raised."""
+    line, frame = None, error.__traceback__
+    while frame is not None:
+        if is_user_file(frame.tb_frame.f_code.co_filename):
+            line = location_text(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+        frame = frame.tb_next
+    return line
+
+
+@lru_cache(1024)
+def is_user_file(filename: str) -> bool:
+    return is_user_code(filename, PACKAGES)
+
+
+def op_word(name: str) -> str:
+    """Return what the user calls a primitive, or a compiled function of JAX's own."""
+    bare = name.lstrip("_")
+    return WORDS.get(bare, bare.removeprefix("reduce_"))
+
+
+def is_user_function(params: Mapping[str, Any]) -> bool:
+    return is_user_file(_called_function(params)[1])
+
+
+def function_name(params: Mapping[str, Any]) -> str:
+    return _called_function(params)[0]
+
+
+def _called_function(params: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name and the file of the function that a call runs."""
+    inner = next(iter(jaxprs_in_params(dict(params))), None)
+    info = str(getattr(getattr(inner, "debug_info", None), "func_src_info", None) or "")
+    if info or inner is None or not inner.eqns:
+        name, _, source = info.partition(" at ")
+        return name.rpartition(".")[2], source.rpartition(":")[0]
+    # Without debug info it is the outermost function on the way to the first equation that is not of JAX's tracing.
+    function, file = str(inner.eqns[0].params.get("name", "")), ""
+    traceback: Any = inner.eqns[0].source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
+            break
+        if is_user_file(frame.file_name) or not function:
+            function = frame.function_name.rpartition(".")[2]
+        file = frame.file_name
+    return function, file
+
+
+def primitives(params: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of all primitives in the programs that a call runs."""
+    for inner in jaxprs_in_params(dict(params)):
+        for equation in inner.eqns:
+            yield equation.primitive.name
+            yield from primitives(equation.params)
+
+
+def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any]) -> str:
+    """Return a note on indices of a lookup or write that lie outside of the array; empty if there are none."""
+    if op_type == "gather":
+        axes, access, mode = params["dimension_numbers"].start_index_map, "read", str(params["mode"])
+        indices, sizes = operands[1], [params["slice_sizes"][axis] for axis in axes]
+    elif op_type.startswith("scatter"):
+        axes, access, mode = params["dimension_numbers"].scatter_dims_to_operand_dims, "write", str(params["mode"])
+        indices, sizes = operands[1], [1] * len(axes)
+    elif op_type == "dynamic_slice":
+        axes, access, mode = range(len(operands[0].shape)), "read", "clip"
+        indices, sizes = [np.asarray(start) for start in operands[1:]], params["slice_sizes"]
+    else:
+        return ""
+    shape = operands[0].shape
+    columns = np.asarray(indices).reshape(-1, len(axes)) if len(axes) else np.zeros((0, 0), int)
+    for column, (axis, size) in enumerate(zip(axes, sizes, strict=True)):
+        wrong = [int(i) for i in columns[:, column] if not 0 <= i <= shape[axis] - size]
+        if wrong:
+            head = f"index {wrong[0]} is out of range for axis {axis} of size {shape[axis]}"
+            return f"{head}, and JAX {_behaviour(mode.lower(), access)}"
+    return ""
+
+
+def _behaviour(mode: str, access: str) -> str:
+    if "clip" in mode or mode.endswith("1"):
+        return "takes the nearest one instead" if access == "read" else "writes to the nearest one instead"
+    if "fill" in mode or "drop" in mode:
+        return "gives NaN there" if access == "read" else "drops what is written there"
+    return "reads the nearest one and drops its gradient" if access == "read" else "does what it likes"
+
+
+def cause_of_cut(op: JaxOp) -> tuple[str | None, str]:
+    """Return why no result of an operation is connected although an operand is: a cause, and an observation."""
+    inner = op.inner | {op.op_type}
+    for callback, cause in CALLBACKS.items():
+        if callback in inner:
+            return cause, "it hands the numbers to Python code, of which jax knows no derivative"
+    if op.op_type == "stop_gradient":
+        return "detached", ""
+    if op.custom_gradient:
+        return "custom-rule", "its rule gives a derivative that does not depend on what comes in"
+    if not any(map(is_differentiable, op.results)):
+        return "discrete", _dtype_note(op.results)
+    if op.error is not None:
+        return "no-rule", ""
+    if inner & STEP_OPS:
+        return "step-function", ""
+    if "stop_gradient" in inner:
+        return "detached", "it calls stop_gradient inside"
+    if inner & COMPARISONS or op.discrete_values:
+        return "discrete", _dtype_note(op.discrete_values)
+    return None, ""
+
+
+def _dtype_note(values: Sequence[Array]) -> str:
+    dtypes = [str(x.dtype) for x in values if hasattr(x, "dtype")][:1]
+    return f"{dtypes[0]} comes out" if dtypes else ""
+
+
+def cause_of_zero_tangent(op: JaxOp, tangents: Mapping[int, Array]) -> str | None:
+    """Return why no tangent leaves an operation, where its numbers say more than its name."""
+    moving = {n: to_float64(t) for n, t in tangents.items() if max_abs(t) > 0}
+    if not moving or (op.cut_cause is not None and not any(map(is_differentiable, op.results))):
+        return None
+    first, tangent = next(iter(moving.items()))
+    x, moved = to_float64(op.operands[first]), tangent != 0
+    constants = [to_float64(y) for n, y in enumerate(op.operands) if n not in moving and _is_number(y)]
+    names = {op.op_type, op.operation}
+    if _underflows(op, tangents):
+        return "underflow"
+    if op.note and "gather" not in op.inner and _is_dropped(op, first, moved):
+        return "out-of-range"
+    if "gather" in op.inner and names & LOOKUPS:
+        every = {first: jnp.ones_like(tangents[first])}
+        return "out-of-range" if op.note and not _size(op.jvp(every)) else "row-not-used"
+    if op.op_type == "select_n" and op.operation == "select":  # for other primitives that word is a slice
+        return "masked"
+    if is_bound(op):
+        return None if not constants else cause_of_bound("max" in op.inner, constants[0])
+    if op.inner & CHOICES and names & CHOICE_WORDS:
+        masks = [None if n not in moving else moving[n] != 0 for n in range(len(op.operands))]
+        return "tie" if op.is_tied(masks) else "not-selected"
+    if names & PRODUCTS:
+        if len(moving) > 1:
+            return "cancelled" if bool(x[moved].any()) else "stationary"
+        return "underflow" if constants and bool((constants[0] != 0).all()) else "masked"
+    if names & POWERS:
+        return "underflow" if bool((to_float64(op.operands[0]) != 0).all()) else "stationary"
+    if "relu6" in names and bool((x[moved] > 0).all()):
+        return "clamped"
+    if names & SOFTMAXES and is_masked_score(x, moved):
+        return "masked"
+    if names & SOFTMAXES and not _moves_at_zero(op, tangents):
+        return "cancelled"
+    if op.inner == {"dot_general"}:
+        return (
+            "cancelled" if len(moving) > 1 or not constants or _meets_factors(op, first, tangents[first]) else "masked"
+        )
+    return None
+
+
+def is_bound(op: JaxOp) -> bool:
+    """Return True if an operation takes the larger or the smaller of two operands."""
+    return op.operation in BOUNDS or op.op_type in BOUNDS or op.op_type in ("max", "min")
+
+
+def _underflows(op: JaxOp, tangents: Mapping[int, Array]) -> bool:
+    size = _size(tangents)
+    if not size < 1:
+        return False
+    factor = 2.0 ** -math.frexp(size)[1]  # a power of two, so that nothing is rounded differently
+    return _size(op.jvp({n: jnp.asarray(to_float64(t) * factor, t.dtype) for n, t in tangents.items()})) > 0
+
+
+def _is_dropped(op: JaxOp, operand: int, moved: np.ndarray) -> bool:
+    """Return True if what is written reaches no result. An array that is written into never counts."""
+    if op.inputs[operand] in op.written:
+        return False
+    masks = [moved if n == operand else None for n in range(len(op.operands))]
+    return not any(mask.any() for mask in op.dependent_outputs(masks))
+
+
+def _moves_at_zero(op: JaxOp, tangents: Mapping[int, Array]) -> bool:
+    # At zero no element of a softmax is far below the others. If nothing moves even there, the parts always cancel.
+    operands = [jnp.zeros_like(x) if n in tangents else x for n, x in enumerate(op.operands)]
+    epsilon = max(float(jnp.finfo(t.dtype).eps) for t in tangents.values())
+    return not _size(replace(op, operands=operands).jvp(tangents)) <= ROUNDING * epsilon * _size(tangents)
+
+
+def _meets_factors(op: JaxOp, operand: int, tangent: Array) -> bool:
+    """Return True if a tangent is multiplied by something other than zero in a product of matrices."""
+    operands = [jnp.abs(x) for x in op.operands]
+    operands[operand] = jnp.abs(tangent).astype(operands[operand].dtype)
+    return bool(jnp.asarray(op.function(*operands)[0]).any())
+
+
+def is_differentiable(x: Array) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact))
+
+
+def _is_number(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype if hasattr(x, "dtype") else type(x), jnp.number))
+
+
+def _size(arrays: Mapping[int, Array]) -> float:
+    return max_or_nan(map(max_abs, arrays.values()))
+
+
+def max_abs(x: Array) -> float:
+    """Return the largest absolute value; NaN if there is one."""
+    return float(np.abs(to_float64(x)).max()) if x.size else 0.0
+
+
+def max_or_nan(sizes: Iterable[float]) -> float:
+    values = list(sizes)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
+
+
+def to_float64(x: Array) -> np.ndarray:
+    """Convert to a dtype that NumPy has; NumPy compiles nothing."""
     values = np.asarray(x)
     return values.astype(np.float64) if values.dtype.kind in "fV" else values
 
 
-def worst(sizes: Iterable[float]) -> float:
-    """The largest of several, NaN counting most."""
-    known = list(sizes)
-    return math.nan if any(map(math.isnan, known)) else max(known, default=0.0)
-
-
-def finite(x: Array) -> bool:
-    """Whether all numbers are finite."""
-    return not smooth(x) or bool(np.isfinite(plain(x)).all())
-
-
-def ended(step: JaxOp, came: Mapping[int, Array]) -> str | None:
-    """Why a step gives no derivative, where its numbers say more than its name."""
-    moving = {n: plain(t) for n, t in came.items() if largest(t) > 0}
-    if not moving or (step.stops is not None and not any(map(smooth, step.results))):
-        return None
-    first, tangent = next(iter(moving.items()))
-    x = plain(step.operands[first])
-    still = [plain(y) for n, y in enumerate(step.operands) if n not in moving and jnp.issubdtype(_kind(y), jnp.number)]
-    named = {step.name, step.word}
-    if _is_too_small(step, came):
-        return "underflow"
-    if step.note and "gather" not in step.inner and _goes_nowhere(step, first, tangent):
-        return "out-of-range"
-    if "gather" in step.inner and named & LOOKUPS:
-        every = {first: jnp.ones_like(came[first])}
-        return "out-of-range" if step.note and not worst(map(largest, step.jvp(every).values())) else "row-not-used"
-    if step.name == "select_n" and step.word == "select":  # elsewhere it is a slice that is called so
-        return "masked"
-    bound = is_bound(step)
-    if step.inner & CHOICES and named & CHOOSERS and not bound:
-        masks = [None if n not in moving else moving[n] != 0 for n in range(len(step.operands))]
-        return "tie" if step.ties(masks) else "not-selected"
-    if bound:
-        return None if not still else cause_of_bound("max" in step.inner, still[0])
-    if named & PRODUCTS:
-        if len(moving) > 1:
-            return "cancelled" if bool(x[tangent != 0].any()) else "stationary"
-        return "underflow" if still and bool((still[0] != 0).all()) else "masked"
-    if named & POWERS:
-        return "underflow" if bool((plain(step.operands[0]) != 0).all()) else "stationary"
-    if "relu6" in named and bool((x[tangent != 0] > 0).all()):
-        return "clamped"
-    if named & SHARES and is_masked_score(x, tangent != 0):
-        return "masked"
-    if named & SHARES and not _moves_at_zero(step, came):
-        return "cancelled"
-    if step.inner == {"dot_general"}:
-        return "cancelled" if len(moving) > 1 or not still or _meets(step, first, came[first]) else "masked"
-    return None
-
-
-def _goes_nowhere(step: JaxOp, number: int, tangent: np.ndarray) -> bool:
-    """Whether what is written moves nothing, whatever it is. What is written over moves nothing either."""
-    if step.takes[number] in step.arrays:
-        return False
-    masks = [tangent != 0 if n == number else None for n in range(len(step.operands))]
-    return not any(mask.any() for mask in step.touched(masks))
-
-
-def is_bound(step: JaxOp) -> bool:
-    """Whether a step takes the larger or the smaller of two."""
-    return step.word in BOUNDS or step.name in BOUNDS or step.name in ("max", "min")
-
-
-def _is_too_small(step: JaxOp, came: Mapping[int, Array]) -> bool:
-    """Whether something leaves if more comes in: a power of two, so that nothing is rounded in another way."""
-    size = worst(map(largest, came.values()))
-    if not size < 1:
-        return False
-    factor = 2.0 ** -math.frexp(size)[1]
-    more = {n: jnp.asarray(plain(t) * factor, t.dtype) for n, t in came.items()}
-    return worst(map(largest, step.jvp(more).values())) > 0
-
-
-def _moves_at_zero(step: JaxOp, came: Mapping[int, Array]) -> bool:
-    """Whether there is a slope where nothing is far out; if there is none, its parts cancel everywhere."""
-    operands = [jnp.zeros_like(x) if n in came else x for n, x in enumerate(step.operands)]
-    moves = worst(map(largest, replace(step, operands=operands).jvp(came).values()))
-    finest = max(float(jnp.finfo(t.dtype).eps) for t in came.values())
-    return not moves <= ROUNDING * finest * worst(map(largest, came.values()))
-
-
-def _kind(x: Array) -> Any:
-    return x.dtype if hasattr(x, "dtype") else type(x)
-
-
-def _meets(step: JaxOp, number: int, tangent: Array) -> bool:
-    """Whether a derivative meets factors other than zero in a product of matrices, and cancels with others there."""
-    operands = [jnp.abs(x) for x in step.operands]
-    operands[number] = jnp.abs(tangent).astype(operands[number].dtype)
-    return bool(jnp.asarray(step.function(*operands)[0]).any())
+def _to_numpy(x: Array) -> np.ndarray:
+    """Convert to a dtype that NumPy has, and no finer one than necessary."""
+    values = np.asarray(x)
+    return values.astype(np.float32) if values.dtype.kind == "V" or values.dtype.name == "bfloat16" else values

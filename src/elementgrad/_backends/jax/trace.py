@@ -1,16 +1,12 @@
-"""A value that stands for its plain number in the user's code, and knows when it is looked at.
+"""Recording JAX code as it runs on its numbers: every operation, its arrays, and the user's line.
 
-Branches and loops of JAX: the branch that is taken, and every turn of a loop, operation by operation.
-
-Indices that lie outside of an array: JAX raises nothing, so that somebody must say so.
-
-Watching JAX code run on its plain numbers: every operation, what it takes and gives, and the user's line.
-
-JAX hands each operation to the trace that is current. This one runs it at once, so that code which looks at values
-works as it does outside of any transformation, and keeps what it did.
+JAX hands each operation to the current trace. `JaxOpRecorder` is a trace that runs the operation at once and records
+it, so that code which looks at values works as it does outside of any transformation. `TracedValue` stands for the
+arrays that were computed from the source, and records when Python or NumPy reads one. Compiled functions of the user's,
+branches and short loops are recorded operation by operation.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,63 +14,72 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad._backends.jax import explain_rules
-from elementgrad._backends.jax._compat import core, current, current_name_stack
-from elementgrad._backends.jax.explain_rules import CUSTOM_JVP, CUSTOM_VJP, JaxOp
+from elementgrad._backends.jax._compat import TRACERS_STORE_AVAL, core, current, current_name_stack, typeof
+from elementgrad._backends.jax.explain_rules import (
+    CUSTOM_JVP,
+    CUSTOM_VJP,
+    CallSite,
+    JaxOp,
+    call_site,
+    function_name,
+    is_user_function,
+    op_word,
+    out_of_range,
+    primitives,
+)
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate
 
 Array = Any
-typeof: Callable[[Any], Any] = getattr(core, "typeof" if hasattr(core, "typeof") else "get_aval")
-SLOT = "aval" in core.Tracer.__slots__
-"""Whether tracers keep their type, or are asked for it."""
+UNROLLED = 4000
+"""A loop of at most so many operations is recorded in every iteration; a longer one is one operation."""
+INDEXED_OPS = {"gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice", "dynamic_update_slice"}
+COPIES = ("add_any", "broadcast_in_dim", "copy", "copy_p", "name", "pvary", "reshape", "squeeze", "transpose")
+"""Primitives that compute nothing; lists of operations leave them out."""
 
 
 class TracedValue(core.Tracer):
-    """A value that was computed from the source, with its number."""
+    """An array that was computed from the source, with its value id."""
 
-    __slots__ = ("number", "value")
+    __slots__ = ("value", "value_id")
 
-    def __init__(self, trace: Any, value: Array, number: int):
-        super().__init__(*((trace, typeof(value)) if SLOT else (trace,)))
+    def __init__(self, trace: Any, value: Array, value_id: int):
+        super().__init__(*((trace, typeof(value)) if TRACERS_STORE_AVAL else (trace,)))
         self.value = value
-        self.number = number
+        self.value_id = value_id
 
-    if not SLOT:
+    if not TRACERS_STORE_AVAL:
         aval = property(lambda self: typeof(self.value))
 
     def to_concrete_value(self) -> Array:
-        """The number itself."""
         return self.value
 
-    def _left(self, word: str, decides: bool = False) -> Array:
-        self._trace.leave(self, word, decides)
+    def _leave(self, word: str, branches: bool = False) -> Array:
+        self._trace.record_exit(self, word, branches)
         return self.value
 
     def __bool__(self) -> bool:
-        return bool(self._left("bool", decides=True))
+        return bool(self._leave("bool", branches=True))
 
     def __int__(self) -> int:
-        return int(self._left("int"))
+        return int(self._leave("int"))
 
     def __index__(self) -> int:
-        return int(self._left("int").__index__())
+        return int(self._leave("int").__index__())
 
     def __float__(self) -> float:
-        return float(self._left("float"))
+        return float(self._leave("float"))
 
     def __complex__(self) -> complex:
-        return complex(self._left("complex"))
+        return complex(self._leave("complex"))
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        return np.asarray(self._left("numpy")).__array__(*args, **kwargs)
+        return np.asarray(self._leave("numpy")).__array__(*args, **kwargs)
 
     def item(self, *args: Any) -> Any:
-        """A plain number."""
-        return self._left("item").item(*args)
+        return self._leave("item").item(*args)
 
     def tolist(self) -> Any:
-        """Plain numbers."""
-        return self._left("tolist").tolist()
+        return self._leave("tolist").tolist()
 
     def __format__(self, spec: str) -> str:
         return format(self.value, spec)
@@ -83,325 +88,220 @@ class TracedValue(core.Tracer):
         return repr(self.value)
 
     def block_until_ready(self) -> "TracedValue":
-        """It is ready."""
         return self
 
     def devices(self) -> Any:
-        """Where it lives."""
         return self.value.devices()
 
-    @property
-    def sharding(self) -> Any:
-        """How it is spread out."""
-        return self.value.sharding
-
-    @property
-    def device(self) -> Any:
-        """Where it lives."""
-        return self.value.device
-
-    @property
-    def committed(self) -> Any:
-        """Whether it stays there."""
-        return self.value.committed
-
-
-UNROLLED = 4000
-"""A loop of so many operations is followed in every turn; a longer one is one step."""
-
-
-def short(params: Mapping[str, Any]) -> bool:
-    """Whether a loop is followed."""
-    return bool(params["length"] * len(params["jaxpr"].jaxpr.eqns) <= UNROLLED)
-
-
-def _joined(watch: Any, word: str, function: Any, operands: Sequence[Any], here: explain_rules.CallSite) -> list[Any]:
-    """A step of ours that moves values around."""
-    values = [watch.value(x) for x in operands]
-    takes = [watch.number(x) for x in operands]
-    step = JaxOp(word, {}, function, values, takes, here.where, word, quiet=True)
-    step.run()
-    return watch.keep(step, here, any(isinstance(x, TracedValue) for x in operands))
-
-
-def branch(watch: Any, params: Mapping[str, Any], operands: Sequence[Any], here: explain_rules.CallSite) -> list[Any]:
-    """The branch that is taken."""
-    index, *rest = operands
-    branches = params["branches"]
-    chosen = min(max(int(watch.value(index)), 0), len(branches) - 1)
-    results = watch.follow(branches[chosen], rest, here, True)
-    return _joined(watch, "cond", lambda _, *xs: list(xs), [index, *results], here)
-
-
-def unrolled(watch: Any, params: Mapping[str, Any], operands: Sequence[Any], here: explain_rules.CallSite) -> list[Any]:
-    """Every turn of a loop."""
-    length, body = params["length"], params["jaxpr"]
-    consts, carry = params["num_consts"], params["num_carry"]
-    fixed, carried = list(operands[:consts]), list(operands[consts : consts + carry])
-    rows = [
-        _joined(watch, "scan", lambda x: [x[turn] for turn in range(length)], [x], here)
-        for x in operands[consts + carry :]
-    ]
-    turns = range(length)[::-1] if params["reverse"] else range(length)
-    stacked: list[list[Any]] = [[None] * length for _ in body.jaxpr.outvars[carry:]]
-    for turn in turns:
-        results = watch.follow(body, [*fixed, *carried, *[row[turn] for row in rows]], here, True)
-        carried = list(results[:carry])
-        for column, result in zip(stacked, results[carry:], strict=True):
-            column[turn] = result
-    outputs = zip(body.jaxpr.outvars[carry:], stacked, strict=True)
-    return carried + [result for variable, column in outputs for result in _stacked(watch, variable, column, here)]
-
-
-def _stacked(watch: Any, variable: Any, column: Sequence[Any], here: explain_rules.CallSite) -> list[Any]:
-    aval = variable.aval
-    if not column:
-        return [jnp.zeros((0, *aval.shape), aval.dtype)]
-    return _joined(watch, "scan", lambda *xs: [jnp.stack(xs)], list(column), here)
-
-
-LOOKUPS = {"gather", "scatter", "scatter-add", "scatter_add", "dynamic_slice", "dynamic_update_slice"}
-"""Primitives that look up places by numbers."""
-
-
-def out_of_range(name: str, params: Mapping[str, Any], operands: Sequence[Any]) -> str:
-    """What is to be said of the indices of a lookup or write, if some lie outside."""
-    if name == "gather":
-        numbers = params["dimension_numbers"]
-        sizes = [params["slice_sizes"][axis] for axis in numbers.start_index_map]
-        return _told(operands[0].shape, operands[1], numbers.start_index_map, sizes, str(params["mode"]), "read")
-    if name.startswith("scatter"):
-        numbers = params["dimension_numbers"]
-        axes = numbers.scatter_dims_to_operand_dims
-        return _told(operands[0].shape, operands[1], axes, [1] * len(axes), str(params["mode"]), "write")
-    if name == "dynamic_slice":
-        shape, sizes = operands[0].shape, params["slice_sizes"]
-        starts = np.stack([np.asarray(start) for start in operands[1:]]) if len(operands) > 1 else np.zeros(0, int)
-        return _told(shape, starts, range(len(shape)), sizes, "clip", "read")
-    return ""
-
-
-def _told(shape: Sequence[int], indices: Any, axes: Sequence[int], sizes: Sequence[int], mode: str, what: str) -> str:
-    columns = np.asarray(indices).reshape(-1, len(axes)) if len(axes) else np.zeros((0, 0), int)
-    for column, (axis, size) in enumerate(zip(axes, sizes, strict=True)):
-        wrong = [int(i) for i in columns[:, column] if not 0 <= i <= shape[axis] - size]
-        if wrong:
-            head = f"index {wrong[0]} is out of range for axis {axis} of size {shape[axis]}"
-            return f"{head}, and JAX {_instead(mode.lower(), what)}"
-    return ""
-
-
-def _instead(mode: str, what: str) -> str:
-    if "clip" in mode or mode.endswith("1"):
-        return "takes the nearest one instead" if what == "read" else "writes to the nearest one instead"
-    if "fill" in mode or "drop" in mode:
-        return "gives NaN there" if what == "read" else "drops what is written there"
-    return "reads the nearest one and drops its gradient" if what == "read" else "does what it likes"
-
-
-PLAIN = ("add_any", "broadcast_in_dim", "copy", "copy_p", "name", "pvary", "reshape", "squeeze", "transpose")
-"""Primitives that compute nothing, and are left out where steps are shown."""
+    sharding = property(lambda self: self.value.sharding)
+    device = property(lambda self: self.value.device)
+    committed = property(lambda self: self.value.committed)
 
 
 class JaxOpRecorder(core.Trace):
-    """Keeps the steps of the code that runs inside of it."""
+    """Records the operations of the code that runs inside `record_thread()`."""
 
     def __init__(self, others: Sequence[Any] = ()) -> None:
         super().__init__()
-        self._others = others
-        self.steps: list[JaxOp] = []
+        self.ops: list[JaxOp] = []
+        self.source: TracedValue
+        self._others = others  # arrays that the function gets as well: if the source is one, its use is no closure
+        self._source_array: Any = None
+        self._closure_id: int | None = None
         self._count = 0
-        self._numbers: dict[int, tuple[int, Any]] = {}  # of plain arrays, which are kept so that no other gets their id
-        self._source: Any = None
-        self.first: TracedValue
-        self._borrowed: int | None = None
+        self._ids: dict[int, tuple[int, Any]] = {}  # of other arrays, which are kept so that no other gets their id
 
     @contextmanager
-    def on(self) -> Iterator["JaxOpRecorder"]:
-        """Watch this thread."""
+    def record_thread(self) -> Iterator[None]:
         with core.set_current_trace(self):
-            yield self
+            yield
 
-    def source(self, x: Array) -> TracedValue:
-        """A value from which derivatives start."""
-        self._source = None if any(x is other for other in self._others) else x
-        self.first = TracedValue(self, self.value(x), self._new())
-        return self.first
+    def trace_source(self, x: Array) -> TracedValue:
+        """Return the value that stands for the source in the user's function."""
+        self._source_array = None if any(x is other for other in self._others) else x
+        self.source = TracedValue(self, value_of(x), self._new_id())
+        return self.source
 
-    def _new(self) -> int:
+    def _new_id(self) -> int:
         self._count += 1
         return self._count
 
-    def number(self, x: Any) -> int:
-        """The number of a value; one that was not computed from the source has one of its own."""
+    def value_id(self, x: Any) -> int:
         if isinstance(x, TracedValue):
-            return x.number
-        if x is self._source and x is not None:
-            return self._outside()
-        known = self._numbers.get(id(x))
+            return x.value_id
+        if x is self._source_array and x is not None:
+            return self._source_closure_id()
+        known = self._ids.get(id(x))
         if known is None:
-            known = self._numbers[id(x)] = self._new(), x
+            known = self._ids[id(x)] = self._new_id(), x
         return known[0]
 
-    def _outside(self) -> int:
-        """The number of the source's own array, where the code takes it from elsewhere than from its argument."""
-        if self._borrowed is None:
-            self._borrowed = self._new()
-            step = JaxOp("closure", {}, lambda x: [x], [self._source], [self.first.number], None, "the array used here")
-            step.where = explain_rules.place(current().traceback).where
-            step.results, step.gives = [self._source], [self._borrowed]
-            step.quiet = True  # it is to blame where nothing else is
-            step.stops, step.note = "outside-tape", "the code takes the array itself from outside, not its argument"
-            self.steps.append(step)
-        return self._borrowed
+    def _source_closure_id(self) -> int:
+        """Return the id of the source's own array, which the code uses although it got a traced value for it."""
+        if self._closure_id is None:
+            self._closure_id = self._new_id()
+            where, x = call_site(current().traceback).where, self._source_array
+            op = JaxOp("closure", "the array used here", where, lambda x: [x], [self.source.value_id], [x])
+            op.outputs, op.results = [self._closure_id], [x]
+            op.cut_cause, op.hidden = "outside-tape", True  # hidden, since it is the cause only if nothing else is
+            op.note = "the code takes the array itself from outside, not its argument"
+            self.ops.append(op)
+        return self._closure_id
 
-    def value(self, x: Any) -> Any:
-        """The number itself."""
-        return x.value if isinstance(x, TracedValue) else x
-
-    def leave(self, x: TracedValue, word: str, decides: bool) -> None:
-        """Note that the numbers of a value go to Python."""
-        where = explain_rules.place(current().traceback).where
-        step = JaxOp(word, {}, lambda x: [], [x.value], [x.number], where, word)
-        step.stops, step.decides = "left-framework", decides
-        step.note = "plain numbers have no derivatives"
-        self.steps.append(step)
+    def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:
+        """Record that the numbers of a value go to Python."""
+        op = JaxOp(word, word, call_site(current().traceback).where, lambda x: [], [x.value_id], [x.value])
+        op.cut_cause, op.note, op.branches = "left-framework", "plain numbers have no derivatives", branches
+        self.ops.append(op)
 
     def stage_value(self, val: Any) -> Any:
-        """A number as an array."""
         with core.eval_context():
-            return val if isinstance(val, TracedValue) else jax.numpy.asarray(val)
+            return val if isinstance(val, TracedValue) else jnp.asarray(val)
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: Mapping[str, Any], /) -> Any:
-        """An operation that the user's code comes to."""
-
         def function(*operands: Any) -> Sequence[Any]:
             results = primitive.bind(*operands, **params)
             return results if primitive.multiple_results else [results]
 
-        here = explain_rules.place(current().traceback)
-        results = self.operation(primitive.name, params, function, tracers, here)
+        results = self._run(primitive.name, params, function, tracers, call_site(current().traceback))
         return results if primitive.multiple_results else results[0]
 
     def process_call(self, primitive: Any, f: Any, tracers: Sequence[Any], params: Any, /) -> Any:
-        """A call that means what its function means."""
         with core.set_current_trace(self):
             return f.call_wrapped(*tracers)
 
     def process_custom_jvp_call(
         self, primitive: Any, fun: Any, jvp: Any, tracers: Sequence[Any], /, *, symbolic_zeros: bool
     ) -> Any:
-        """A function with a forward rule of its own."""
         params = {"symbolic_zeros": symbolic_zeros}
-        return self._custom("process_custom_jvp_call", primitive, (fun, jvp), tracers, params)
+        return self._run_custom("process_custom_jvp_call", primitive, (fun, jvp), tracers, params)
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Sequence[Any], /, *, out_trees: Any, **params: Any
     ) -> Any:
-        """A function with a reverse rule of its own."""
         params["out_trees"] = out_trees
-        return self._custom("process_custom_vjp_call", primitive, (fun, fwd, bwd), tracers, params)
+        return self._run_custom("process_custom_vjp_call", primitive, (fun, fwd, bwd), tracers, params)
 
-    def _custom(
+    def _run_custom(
         self, process: str, primitive: Any, functions: Sequence[Any], tracers: Sequence[Any], params: Any
     ) -> Any:
-        """A function with a rule of its own: staged first, since it can be called only once."""
+        """Run a function with a derivative of its own: staged first, since it can be called only once."""
 
-        def staged(*xs: Any) -> Any:
-            with core.take_current_trace() as staging:
-                return getattr(staging, process)(primitive, *functions, xs, **params)
+        def stage(*xs: Any) -> Any:
+            with core.take_current_trace() as trace:
+                return getattr(trace, process)(primitive, *functions, xs, **params)
 
-        here = explain_rules.place(current().traceback)
-        values = [self.value(x) for x in tracers]
+        site = call_site(current().traceback)
         try:
             with core.eval_context():
-                program = jax.make_jaxpr(staged)(*values)
-        except jax.errors.JAXTypeError:  # it looks at its values: its steps are seen, and not its rule
+                program = jax.make_jaxpr(stage)(*map(value_of, tracers))
+        except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
             with core.set_current_trace(self):
                 return functions[0].call_wrapped(*tracers)
         with core.eval_context():
-            return self.follow(program, tracers, here, False)
+            return self._run_program(program, tracers, site, False)
 
-    def _step(self, call: explain_rules.CallSite) -> Callable[[Any, list[Any]], Sequence[Any]]:
+    def _run_program(self, program: Any, operands: Sequence[Any], site: CallSite, users: bool) -> list[Any]:
+        """Run a program one operation at a time; those of a function of JAX's own all belong to its call site."""
+
         def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
-            own = explain_rules.place(equation.source_info.traceback)
-            here = explain_rules.CallSite(own.where or call.where, own.word if own.where else call.word)
-            function = _binding(equation)
-            return self.operation(equation.primitive.name, equation.params, function, operands, here)
+            here = site
+            if users:
+                inner = call_site(equation.source_info.traceback)
+                here = CallSite(inner.where or site.where, inner.word if inner.where else site.word)
+            name, params = equation.primitive.name, equation.params
+            return self._run(name, params, lambda *xs: bind(equation, xs), operands, here)
 
-        return step
+        return evaluate(getattr(program, "jaxpr", program), getattr(program, "consts", ()), list(operands), step)
 
-    def follow(self, program: Any, operands: Sequence[Any], call: explain_rules.CallSite, own: bool) -> list[Any]:
-        """Run an inner program step by step; those of a function of JAX's own are all where that was called."""
-        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        step = self._step(call)
-        if not own:
-
-            def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
-                return self.operation(equation.primitive.name, equation.params, _binding(equation), operands, call)
-
-        return evaluate(jaxpr, consts, list(operands), step)
-
-    def operation(
-        self,
-        name: str,
-        params: Mapping[str, Any],
-        function: Callable[..., Sequence[Any]],
-        operands: Sequence[Any],
-        here: explain_rules.CallSite,
+    def _run(
+        self, name: str, params: Mapping[str, Any], function: Any, operands: Sequence[Any], site: CallSite
     ) -> list[Any]:
-        """Run one operation, or the operations that it is made of."""
+        """Run and record one operation, or the operations that it is made of."""
         with core.eval_context():
             if name in FOLLOWED:
-                own = explain_rules.is_own(params) or not name.endswith("jit")
-                if own or LOOKUPS & set(explain_rules.primitives(params)):
-                    call = (
-                        here
-                        if own
-                        else explain_rules.CallSite(here.where, here.word or explain_rules.of_primitive(params["name"]))
-                    )
-                    return self.follow(params[FOLLOWED[name]], operands, call, own)
+                users = is_user_function(params) or not name.endswith("jit")
+                if users or INDEXED_OPS & set(primitives(params)):
+                    if not users:
+                        site = CallSite(site.where, site.word or op_word(params["name"]))
+                    return self._run_program(params[FOLLOWED[name]], operands, site, users)
             if name == "cond":
-                return branch(self, params, operands, here)
-            if name == "scan" and short(params):
-                return unrolled(self, params, operands, here)
-            return self._taken(name, params, function, operands, here)
+                return self._run_branch(params, operands, site)
+            if name == "scan" and params["length"] * len(params["jaxpr"].jaxpr.eqns) <= UNROLLED:
+                return self._run_loop(params, operands, site)
+            return self._run_primitive(name, params, function, operands, site)
 
-    def _taken(
-        self, name: str, params: Mapping[str, Any], function: Any, operands: Sequence[Any], here: explain_rules.CallSite
+    def _run_branch(self, params: Mapping[str, Any], operands: Sequence[Any], site: CallSite) -> list[Any]:
+        index, *rest = operands
+        branches = params["branches"]
+        branch = branches[min(max(int(value_of(index)), 0), len(branches) - 1)]
+        results = self._run_program(branch, rest, site, True)
+        return self._run_hidden("cond", lambda _, *xs: list(xs), [index, *results], site)
+
+    def _run_loop(self, params: Mapping[str, Any], operands: Sequence[Any], site: CallSite) -> list[Any]:
+        length, body = params["length"], params["jaxpr"]
+        consts, carry = params["num_consts"], params["num_carry"]
+        fixed, carried = list(operands[:consts]), list(operands[consts : consts + carry])
+
+        def unstack(x: Any) -> list[Any]:
+            return self._run_hidden("scan", lambda x: [x[turn] for turn in range(length)], [x], site)
+
+        def stack(rows: list[Any], aval: Any) -> Any:
+            if not rows:
+                return jnp.zeros((0, *aval.shape), aval.dtype)
+            return self._run_hidden("scan", lambda *xs: [jnp.stack(xs)], rows, site)[0]
+
+        columns = [unstack(x) for x in operands[consts + carry :]]
+        stacks: list[list[Any]] = [[None] * length for _ in body.jaxpr.outvars[carry:]]
+        for turn in range(length)[::-1] if params["reverse"] else range(length):
+            results = self._run_program(body, [*fixed, *carried, *[rows[turn] for rows in columns]], site, True)
+            carried = list(results[:carry])
+            for rows, result in zip(stacks, results[carry:], strict=True):
+                rows[turn] = result
+        outputs = zip(stacks, body.jaxpr.outvars[carry:], strict=True)
+        return carried + [stack(rows, variable.aval) for rows, variable in outputs]
+
+    def _run_hidden(self, word: str, function: Any, operands: Sequence[Any], site: CallSite) -> list[Any]:
+        """Run an operation of ours that moves values around."""
+        inputs = [self.value_id(x) for x in operands]
+        op = JaxOp(word, word, site.where, function, inputs, [*map(value_of, operands)], hidden=True)
+        return self._add(op, site, any(isinstance(x, TracedValue) for x in operands))
+
+    def _run_primitive(
+        self, name: str, params: Mapping[str, Any], function: Any, operands: Sequence[Any], site: CallSite
     ) -> list[Any]:
-        values = [self.value(x) for x in operands]
+        values = [value_of(x) for x in operands]
         custom = name in CUSTOM_JVP or name in CUSTOM_VJP
-        own = custom and explain_rules.is_own(params)
-        word = explain_rules.title(params) if custom else here.word
-        word = word or explain_rules.of_primitive(str(params.get("name", name)) if name.endswith("jit") else name)
-        takes = [self.number(x) for x in operands]
-        step = JaxOp(name, params, function, values, takes, here.where, word, own)
-        step.path = str(current_name_stack()).replace("/", ".")
-        step.run()
-        step.quiet = name in PLAIN or (
-            name == "convert_element_type" and step.results[0].dtype == jax.numpy.result_type(values[0])
+        word = function_name(params) if custom else site.word
+        op = JaxOp(
+            name,
+            word or op_word(str(params.get("name", name)) if name.endswith("jit") else name),
+            site.where,
+            function,
+            [self.value_id(x) for x in operands],
+            values,
+            params=params,
+            module=str(current_name_stack()).replace("/", "."),
+            custom_gradient=custom and is_user_function(params),
+            note=out_of_range(name, params, values),
         )
-        step.note = out_of_range(name, params, values)
-        return self.keep(step, here, any(isinstance(x, TracedValue) for x in operands) or self._borrowed in takes)
+        traced = any(isinstance(x, TracedValue) for x in operands) or self._closure_id in op.inputs
+        results = self._add(op, site, traced)
+        is_cast = name == "convert_element_type"
+        op.hidden = name in COPIES or (is_cast and op.results[0].dtype == jnp.result_type(values[0]))
+        return results
 
-    def keep(self, step: JaxOp, here: explain_rules.CallSite, reached: bool) -> list[Any]:
-        """Add a step that was run to the account."""
-        step.group = (here.where, here.word) if here.word is not None and not step.own else None
-        given: list[Any] = []
-        gives = []
-        for result in step.results:
-            value = self._new()
-            gives.append(value)
-            if reached:
-                given.append(TracedValue(self, result, value))
-            else:
-                self._numbers[id(result)] = value, result
-                given.append(result)
-        step.gives = gives
-        self.steps.append(step)
-        return given
+    def _add(self, op: JaxOp, site: CallSite, traced: bool) -> list[Any]:
+        """Run an operation and record it; its results are traced if an operand is."""
+        op.run()
+        op.call = (site.where, site.word) if site.word is not None and not op.custom_gradient else None
+        op.outputs = [self._new_id() for _ in op.results]
+        self.ops.append(op)
+        if traced:
+            return [TracedValue(self, x, value_id) for x, value_id in zip(op.results, op.outputs, strict=True)]
+        self._ids.update({id(x): (value_id, x) for x, value_id in zip(op.results, op.outputs, strict=True)})
+        return list(op.results)
 
 
-def _binding(equation: Any) -> Callable[..., Sequence[Any]]:
-    return lambda *operands: bind(equation, operands)
+def value_of(x: Any) -> Any:
+    return x.value if isinstance(x, TracedValue) else x

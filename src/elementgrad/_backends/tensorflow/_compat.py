@@ -60,3 +60,19 @@ def in_symbolic_scope() -> bool:
     """Return True if Keras runs layers only to find out shapes."""
     scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
     return scopes is not None and bool(scopes.in_symbolic_scope())
+
+
+def is_tape_used_up(error: Exception) -> bool:
+    """Return True if a tape that is not persistent was asked for a second gradient."""
+    return "non-persistent" in str(error)
+
+
+def op_type_without_gradient(error: Exception) -> str | None:
+    """Return the op type that has no registered gradient, if the error says so."""
+    text = str(error)
+    return text.rpartition(":")[2].strip(" '\"") if "gradient registry has no entry for" in text else None
+
+
+def is_about_gradients(error: Exception) -> bool:
+    """Return True if an error may come from a gradient that is None, as those of optimizers do."""
+    return any(word in str(error) for word in ("None", "gradients"))

@@ -1,62 +1,39 @@
-"""Operations of TensorFlow's in the words of the user, and what each does to a derivative.
+"""Rules by which runs of TensorFlow are explained: what users call its operations, and what these do to derivatives.
 
-Operations as they ran, and their derivatives one by one: the rules are TensorFlow's, and those that users write.
-
-What passes by each operation of a run: derivatives going forward, gradients coming back, numbers.
-
-The account of a run, from what was recorded of it: which values a tape connects with the source.
+`TensorflowOp` is one operation of a run, with its tensors. TensorFlow's own gradient rule, or the one that the user
+wrote, gives its vjp and, transposed, its jvp. The functions below it say why an operation lets no derivative through.
 """
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow import string
 
 from elementgrad._backends.tensorflow._compat import _gradient_function, context, execute, indexed_slices
-from elementgrad._backends.tensorflow.isolate import silenced
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
-from elementgrad._explain.trace import (
-    CotangentSizes,
-    FiniteFlags,
-    Hint,
-    Op,
-    OpGraph,
-    TangentSizes,
-    cause_of_bound,
-    is_masked_score,
-    largest_where,
-    uneven_weights,
-)
+from elementgrad._explain.trace import cause_of_bound, is_masked_score, uneven_weights
 
 Tensor = Any
 
 _WORDS = {
     "AddN": "add",
-    "AddV2": "add",
     "ArgMax": "argmax",
     "ArgMin": "argmin",
     "All": "reduce_all",
     "Any": "reduce_any",
     "BatchMatMul": "matmul",
-    "BiasAdd": "bias_add",
-    "Conv2D": "conv2d",
-    "Conv3D": "conv3d",
-    "Einsum": "einsum",
     "FusedBatchNorm": "batch_norm",
-    "GatherV2": "gather",
     "Inv": "reciprocal",
-    "L2Loss": "l2_loss",
     "LRN": "local_response_normalization",
     "MatMul": "matmul",
     "Max": "reduce_max",
     "MaxPool": "max_pool2d",
-    "MaxPool3D": "max_pool3d",
     "Mean": "reduce_mean",
     "Min": "reduce_min",
     "Mul": "multiply",
@@ -69,44 +46,34 @@ _WORDS = {
     "ResourceGatherNd": "gather_nd",
     "Rint": "round",
     "Select": "where",
-    "SparseSoftmaxCrossEntropyWithLogits": "sparse_softmax_cross_entropy_with_logits",
     "StridedSlice": "indexing",
     "TensorScatterAdd": "tensor_scatter_nd_add",
     "TensorScatterUpdate": "tensor_scatter_nd_update",
     "Sub": "subtract",
     "Sum": "reduce_sum",
-    "TopK": "top_k",
     "Unpack": "unstack",
-    "Where": "where",
     "AssignVariableOp": "assign",
     "AssignAddVariableOp": "assign_add",
     "AssignSubVariableOp": "assign_sub",
     "ReadVariableOp": "read",
     "swish_impl": "silu",
 }
-"""Types of operations that no user writes, and what they write instead."""
-_COMPOSITES = {
+"""The user's words for op types whose name is another."""
+_COMPOSITES = frozenset(
+    """
+    boolean_mask clip_by_value divide_no_nan dropout embedding_lookup hard_sigmoid hard_tanh norm numpy_function
+    vectorized_map
+    """.split()  # noqa: SIM905
+)
+"""Functions of TensorFlow and Keras that users call, and that run several operations."""
+_ALIASES = {
     "_init_from_args": "tf.Variable",
-    "boolean_mask": "boolean_mask",
-    "boolean_mask_v2": "boolean_mask",
-    "clip_by_value": "clip_by_value",
-    "divide_no_nan": "divide_no_nan",
-    "dropout": "dropout",
-    "dropout_v2": "dropout",
-    "embedding_lookup_v2": "embedding_lookup",
-    "embedding_lookup": "embedding_lookup",
-    "general_dropout": "dropout",
-    "hard_sigmoid": "hard_sigmoid",
-    "hard_tanh": "hard_tanh",
-    "norm": "norm",
-    "norm_v2": "norm",
-    "numpy_function": "numpy_function",
     "eager_py_func": "py_function",
+    "general_dropout": "dropout",
     "stateless_dropout": "dropout",
-    "vectorized_map": "vectorized_map",
 }
-"""Functions of TensorFlow's and Keras's that the user knows, and that are made of several operations."""
-LEAVES = {
+"""The user's words for functions of libraries whose name is another."""
+EXITS = {
     "__array__": "numpy",
     "__bool__": "bool",
     "__complex__": "complex",
@@ -116,210 +83,40 @@ LEAVES = {
     "__dlpack__": "dlpack",
     "numpy": "numpy",
 }
-"""Methods by which the numbers of a tensor become Python's or NumPy's."""
-DECIDES = {"bool"}
-"""Those that give a truth to Python."""
-ENTERS = {"constant", "convert_to_tensor_v2_with_dispatch", "convert_to_tensor", "convert_to_tensor_v2"}
-"""Functions by which plain numbers become tensors."""
-ASIDE = frozenset(
+"""Methods that turn a tensor into numbers of Python or NumPy."""
+DECISIONS = {"bool"}
+"""Of these, the ones that Python branches on."""
+CONVERSIONS = {"constant", "convert_to_tensor_v2_with_dispatch", "convert_to_tensor", "convert_to_tensor_v2"}
+"""Functions that turn plain numbers into tensors."""
+SHAPE_OPS = frozenset(
     """
     BroadcastGradientArgs DestroyResourceOp OnesLike Rank Shape ShapeN Size VarHandleOp VarIsInitializedOp VariableShape
     ZerosLike
     """.split()  # noqa: SIM905
 )
-"""Operations that take a tensor and nothing of its numbers."""
-REPLACES = "AssignVariableOp"
-"""The operation that gives a variable a value, whatever it was before."""
-STEPS = frozenset({"Round", "Rint", "Floor", "Ceil", "FloorDiv", "Sign"})
-DRAWS = frozenset(
+"""Operations that do not read the numbers of a tensor."""
+OVERWRITE = "AssignVariableOp"
+"""The operation that gives a variable a value that does not depend on the one before."""
+STEP_OPS = frozenset({"Round", "Rint", "Floor", "Ceil", "FloorDiv", "Sign"})
+RANDOM_OPS = frozenset(
     """
     Multinomial RandomPoisson RandomPoissonV2 RandomBinomial StatelessMultinomial StatelessRandomBinomial
     StatelessRandomPoisson StatefulRandomBinomial StatelessParameterizedTruncatedNormal ParameterizedTruncatedNormal
     """.split()  # noqa: SIM905
 )
-DISCRETE = frozenset({"ArgMax", "ArgMin", "Multinomial", "StatelessMultinomial", "Bucketize"})
-"""Operations that give whole numbers, of those that are looked for in a compiled function; loops compare anyway."""
+COMPILED_CAUSES = {
+    "detached": {"StopGradient"},
+    "step-function": STEP_OPS,
+    "discrete": {"ArgMax", "ArgMin", "Multinomial", "StatelessMultinomial", "Bucketize"},
+    "left-framework": {"PyFunc", "PyFuncStateless"},
+}
+"""Op types inside a compiled function that can stop its derivative. Comparisons do not count: every loop has one."""
 COMPILED = ("__forward_", "__inference_")
-"""How the names of compiled functions begin."""
-_LEADING = re.compile(r"^__(forward|inference|backward)_|_\d+$")
-
-
-def word(kind: str, around: Iterable[str]) -> str:
-    """What the user calls an operation, by its type and the functions of libraries that it runs in, innermost first."""
-    composite = [_COMPOSITES.get(name, name) for name in around if name in _COMPOSITES or name.startswith("eg.")]
-    return composite[-1] if composite else spelled(kind)
-
-
-def written(name: str) -> str:
-    """What the user calls a function with a rule of its own."""
-    return "custom_gradient" if name == "<lambda>" else name
-
-
-def spelled(kind: str) -> str:
-    """The type of an operation in the user's words."""
-    if kind.startswith(COMPILED):
-        return _LEADING.sub("", _LEADING.sub("", kind)) or kind
-    bare = re.sub(r"V\d+$", "", kind)
-    known = _WORDS.get(kind) or _WORDS.get(bare)
-    return known or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", bare).lower()
-
-
-def is_random_op(kind: str) -> bool:
-    """Whether operations of a type give random numbers."""
-    return "Random" in kind or kind in DRAWS
-
-
-def why_stopped(
-    kind: str, own: bool, outputs: Sequence[Tensor], recorded: bool, inside: Collection[str]
-) -> tuple[str | None, str]:
-    """Why an operation that took a connected tensor gave none: a cause, and what was seen."""
-    if kind == "StopGradient":
-        return "detached", ""
-    if kind in STEPS:
-        return "step-function", "TensorFlow has no derivative for it"
-    if kind in DRAWS:
-        return "discrete", "it draws"
-    if outputs and all(y.dtype == string for y in outputs):
-        return "left-framework", "text comes out"
-    if not any(y.dtype.is_floating or y.dtype.is_complex for y in outputs):
-        return "discrete", f"{outputs[0].dtype.name} comes out" if outputs else ""
-    if not recorded:
-        return "outside-tape", "no tape records there"
-    if own:
-        return "custom-rule", "its gradient function gives None"
-    if kind.startswith(COMPILED):
-        return suspect(inside), "it is a compiled function"
-    return "no-rule", "TensorFlow has no derivative for it"
-
-
-def inside(kind: str) -> frozenset[str]:
-    """The types of the operations in a compiled function, and in those that it calls; none for an operation."""
-    found: set[str] = set()
-    ahead, seen = [kind] if kind.startswith(COMPILED) else [], {kind}
-    while ahead:
-        for node in context.context().get_function_def(ahead.pop()).node_def:
-            found.add(node.op)
-            called = {attribute.func.name for attribute in node.attr.values() if attribute.HasField("func")} - seen
-            seen |= called
-            ahead += called
-    return frozenset(found)
-
-
-def suspect(inside: Collection[str]) -> str | None:
-    """Why a compiled function stops derivatives, if only one thing in it could."""
-    causes = {
-        "detached": {"StopGradient"},
-        "step-function": STEPS,
-        "discrete": DISCRETE,
-        "left-framework": {"PyFunc", "PyFuncStateless"},
-    }
-    found = [cause for cause, kinds in causes.items() if not kinds.isdisjoint(inside)]
-    return found[0] if len(found) == 1 else None
-
-
-SKIPPED_RECORDS = {"", "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "EagerPyFunc", "PyFunc"}
-"""What is not run on other numbers: it calls code, or may never end."""
-
-
-@dataclass(eq=False)
-class TensorflowOp:
-    """One operation that ran eagerly; or a way by which numbers left TensorFlow, which has no type."""
-
-    kind: str
-    word: str
-    where: str | None
-    path: str
-    takes: tuple[int, ...] = ()
-    gives: tuple[int, ...] = ()
-    inputs: Sequence[Tensor] = ()
-    outputs: Sequence[Tensor] = ()
-    attributes: Sequence[Any] = ()
-    recorded: bool = True
-    """Whether tapes recorded when it ran."""
-    backward: Callable[..., Any] | None = None
-    """A rule that was recorded with it, in place of the one for its type."""
-    own: bool = False
-    """Whether the user wrote that rule."""
-    inside: Collection[str] = ()
-    """The types of the operations in it, if it is a compiled function."""
-    inner: bool = False
-    """Whether a tape of the user's did it, to compute a gradient."""
-    enters: bool = False
-    """Whether it makes a tensor of plain numbers, at the user's wish."""
-    stops: str | None = None
-    note: str = ""
-    passing: list[bool] = field(default_factory=list)
-    """Which of its inputs get a derivative."""
-
-    def vjp(self, seeds: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the inputs for those of the outputs."""
-        if self.backward is not None:
-            pulled = self.backward(*seeds)
-        else:
-            pulled = _gradient_function(
-                self.kind, self.attributes, len(self.inputs), list(self.inputs), list(self.outputs), list(seeds), (), ""
-            )
-        if isinstance(pulled, indexed_slices.IndexedSlices) or not isinstance(pulled, (list, tuple)):
-            pulled = [pulled]
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in pulled]
-        return [*dense, *[None] * (len(self.inputs) - len(dense))]
-
-    def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Derivatives of the outputs for those of the inputs: the rule transposed, which is linear in its seeds."""
-        seeds = [tf.zeros_like(y) if differentiable(y) else zeros(y) for y in self.outputs]
-        free = [seed for seed in seeds if seed is not None and differentiable(seed)]
-        with scope():
-            tape = tf.GradientTape(watch_accessed_variables=False)
-            enter(tape)
-            tape.watch(free)
-            pulled = self.vjp(seeds)
-        pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
-        if not pairs:
-            return [None] * len(self.outputs)
-        pushed = iter(tape.gradient([g for g, _ in pairs], free, [t for _, t in pairs]))
-        return [next(pushed) if differentiable(y) else None for y in self.outputs]
-
-    def touched(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
-        """Which elements of the outputs can move with some of the inputs; a write to a variable keeps its places."""
-        if not self.outputs:
-            return [mask for mask in masks if mask is not None][:1]
-        shapes = [tuple(y.shape) for y in self.outputs]
-        if not self._repeatable():
-            return guess_dependent_outputs(masks, shapes)
-        return dependent_outputs(self._again, [_widen_record(x) for x in self.inputs], masks, shapes)
-
-    def ties(self, masks: Sequence[np.ndarray | None]) -> bool:
-        """Whether elements of what a choice takes are level with those that it took."""
-        coarse = [x.dtype == tf.bfloat16 for x in self.inputs]
-        return self._repeatable() and is_tied(self._again, [_widen_record(x) for x in self.inputs], masks, coarse)
-
-    def _repeatable(self) -> bool:
-        """Whether it can be run on other numbers."""
-        foreign = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.inputs, *self.outputs)]
-        return self.backward is None and not self.inside and self.kind not in SKIPPED_RECORDS and not any(foreign)
-
-    def _again(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        tensors = [tf.constant(x, y.dtype) for x, y in zip(inputs, self.inputs, strict=True)]
-        given = execute.execute(self.kind, len(self.outputs), tensors, self.attributes, context.context())
-        return [_widen_record(y) for y in given]
-
-
-def _widen_record(x: Tensor) -> np.ndarray:
-    """Numbers in a precision that NumPy knows."""
-    return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
-
-
-def differentiable(x: Tensor) -> bool:
-    """Whether a tensor is of a dtype that has derivatives."""
-    return bool(x.dtype.is_floating or x.dtype.is_complex)
-
-
-def zeros(x: Tensor) -> Tensor | None:
-    """A gradient of zeros for a tensor, of whatever kind."""
-    return None if x.dtype in (tf.resource, tf.variant, tf.string) else tf.zeros_like(x)
-
-
-CHOOSES = frozenset(
+"""Prefixes of the names of compiled functions."""
+_AFFIXES = re.compile(r"^__(forward|inference|backward)_|_\d+$")
+NOT_RERUN = {"", "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "EagerPyFunc", "PyFunc"}
+"""Op types that are not run on other numbers, because they call other code or may never end."""
+CHOICES = frozenset(
     """
     Max Min TopK TopKV2 Maximum Minimum MaxPool MaxPoolV2 MaxPool3D MaxPoolWithArgmax Dilation2D FractionalMaxPool
     NthElement SegmentMax SegmentMin SegmentMaxV2 SegmentMinV2 UnsortedSegmentMax UnsortedSegmentMin
@@ -327,301 +124,268 @@ CHOOSES = frozenset(
     """.split()  # noqa: SIM905
 )
 BOUNDS = {"Maximum", "Minimum"}
-"""Of those, the ones that may take a constant."""
-SHARES = {"Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
+SOFTMAXES = {"Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
 PRODUCTS = {"Mul", "RealDiv"}
-MATRICES = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
-SUMS = {*MATRICES, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
-LOOKS_UP = {"GatherV2", "ResourceGather"}
+MATRIX_PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
+SUMS = {*MATRIX_PRODUCTS, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
+LOOKUPS = {"GatherV2", "ResourceGather"}
 SEGMENTS = {"UnsortedSegmentSum", "UnsortedSegmentProd", "UnsortedSegmentMax", "UnsortedSegmentMin"}
 
 
-def reached(records: Sequence[TensorflowOp], source: int) -> set[int]:
-    """The values computed from one."""
-    found = {source}
-    for each in records:
-        if not found.isdisjoint(each.takes):
-            found.update(each.gives)
-    return found
+@dataclass(eq=False)
+class TensorflowOp:
+    """One operation that ran eagerly; or a value that enters or leaves TensorFlow, which has no op type."""
+
+    op_type: str
+    operation: str
+    """The user's word for it."""
+    where: str | None
+    module: str = ""
+    inputs: tuple[int, ...] = ()
+    """Ids of the values that it reads: of `operands`, if it has any."""
+    outputs: tuple[int, ...] = ()
+    operands: Sequence[Tensor] = ()
+    results: Sequence[Tensor] = ()
+    """Empty for a write to a variable, although there is an id for the new value."""
+    params: Sequence[Any] = ()
+    recorded: bool = True
+    """True if tapes were recording when it ran."""
+    backward: Callable[..., Any] | None = None
+    """A gradient function that was recorded with it, in place of the one registered for its type."""
+    custom_gradient: bool = False
+    """True if the user wrote that function."""
+    inner: Collection[str] = ()
+    """The types of the operations in it, if it is a compiled function."""
+    in_gradient: bool = False
+    """True if one of the user's tapes ran it to compute a gradient."""
+    from_python: bool = False
+    """True if the user made a tensor of plain numbers with it."""
+    cut_cause: str | None = None
+
+    @property
+    def branches(self) -> bool:
+        return self.operation in DECISIONS
+
+    def vjp(self, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the cotangents of the operands for those of the results."""
+        if self.backward is not None:
+            pulled = self.backward(*cotangents)
+        else:
+            operands, results = list(self.operands), list(self.results)
+            pulled = _gradient_function(
+                self.op_type, self.params, len(operands), operands, results, list(cotangents), (), ""
+            )
+        if isinstance(pulled, indexed_slices.IndexedSlices) or not isinstance(pulled, (list, tuple)):
+            pulled = [pulled]
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in pulled]
+        return [*dense, *[None] * (len(self.operands) - len(dense))]
+
+    def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the tangents of the results for those of the operands."""
+        # The vjp is linear in the cotangents, so that its own vjp is the jvp.
+        cotangents = [zeros_like(y) for y in self.results]
+        free = [seed for seed in cotangents if seed is not None and is_differentiable(seed)]
+        with scope():
+            tape = tf.GradientTape(watch_accessed_variables=False)
+            enter(tape)
+            tape.watch(free)
+            pulled = self.vjp(cotangents)
+        pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
+        if not pairs:
+            return [None] * len(self.results)
+        pushed = iter(tape.gradient([g for g, _ in pairs], free, [t for _, t in pairs]))
+        return [next(pushed) if is_differentiable(y) else None for y in self.results]
+
+    @cached_property
+    def differentiable_operands(self) -> list[bool]:
+        """A flag for each operand: True if it gets a derivative, which the gradient function knows best."""
+        if not any(map(is_differentiable, self.results)):
+            return [False] * len(self.inputs)
+        seeds = [tf.ones_like(y) if is_differentiable(y) else zeros_like(y) for y in self.results]
+        return [g is not None for g in self.vjp(seeds)]
+
+    def dependent_outputs(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """Return masks of the elements of the results that can move with those of the operands."""
+        if not self.results:  # a write to a variable, whose elements stay in their places
+            return [mask for mask in masks if mask is not None][:1]
+        shapes = [tuple(y.shape) for y in self.results]
+        if not self._can_rerun():
+            return guess_dependent_outputs(masks, shapes)
+        return dependent_outputs(self._rerun, [_to_numpy(x) for x in self.operands], masks, shapes)
+
+    def is_tied(self, masks: Sequence[np.ndarray | None]) -> bool:
+        """Return True if elements that a choice passed over are equal to those that it took."""
+        coarse = [x.dtype == tf.bfloat16 for x in self.operands]
+        return self._can_rerun() and is_tied(self._rerun, [_to_numpy(x) for x in self.operands], masks, coarse)
+
+    def _can_rerun(self) -> bool:
+        handles = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.operands, *self.results)]
+        return self.backward is None and not self.inner and self.op_type not in NOT_RERUN and not any(handles)
+
+    def _rerun(self, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+        tensors = [tf.constant(x, y.dtype) for x, y in zip(operands, self.operands, strict=True)]
+        results = execute.execute(self.op_type, len(self.results), tensors, self.params, context.context())
+        return [_to_numpy(y) for y in results]
 
 
-def leading(records: Sequence[TensorflowOp], target: int) -> set[int]:
-    """The values that one is computed from."""
-    found = {target}
-    for each in reversed(records):
-        if not found.isdisjoint(each.gives):
-            found.update(each.takes)
-    return found
+def op_word(op_type: str, callers: Sequence[str]) -> str:
+    """Return what the user calls an operation, by its type and the library functions around it, innermost first."""
+    for name in reversed(callers):
+        known = _ALIASES.get(name, name.removesuffix("_v2"))
+        if name in _ALIASES or known in _COMPOSITES or name.startswith("eg."):
+            return known
+    if op_type.startswith(COMPILED):
+        return _AFFIXES.sub("", _AFFIXES.sub("", op_type)) or op_type
+    bare = re.sub(r"V\d+$", "", op_type)
+    word = _WORDS.get(op_type) or _WORDS.get(bare)
+    return word or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", bare).lower()
 
 
-def spread(like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
-    """Zeros, but for some flat positions."""
-    flat = np.zeros(math.prod(like.shape))
-    flat[positions] = values
-    return tf.cast(flat.reshape(tuple(like.shape)), like.dtype)
+def inner_op_types(op_type: str) -> frozenset[str]:
+    """Return the types of the operations in a compiled function, and in those that it calls; none for an operation."""
+    op_types: set[str] = set()
+    ahead, seen = [op_type] if op_type.startswith(COMPILED) else [], {op_type}
+    while ahead:
+        for node in context.context().get_function_def(ahead.pop()).node_def:
+            op_types.add(node.op)
+            called = {attribute.func.name for attribute in node.attr.values() if attribute.HasField("func")} - seen
+            seen |= called
+            ahead += called
+    return frozenset(op_types)
 
 
-def pushed(
-    records: Sequence[TensorflowOp], connected: Collection[int], start: Mapping[int, Tensor], target: int
-) -> tuple[list[TangentSizes | None], Tensor | None]:
-    """How far derivatives get that start somewhere, step by step; and what arrives at the target."""
-    tangents = dict(start)
-    found: list[TangentSizes | None] = []
-    for each in records:
-        taken = [tangents.get(value) for value in each.takes]
-        arrives = max([_size(t) for t in taken if t is not None], default=0.0)
-        if not each.inputs or arrives == 0:
-            found.append(TangentSizes(0.0, 0.0) if each.inputs else None)
-            continue
-        if not each.outputs:  # a write to a variable, which keeps numbers alone
-            found.append(TangentSizes(arrives, 0.0))
-            continue
-        given: list[Tensor | None] = [None] * len(each.outputs)
-        if not set(each.gives).isdisjoint(connected):
-            given = each.jvp(taken)
-        tangents.update({n: t for n, t in zip(each.gives, given, strict=False) if t is not None})
-        leaves = max([_size(t) for t in given if t is not None], default=0.0)
-        found.append(TangentSizes(arrives, leaves, _why_none(each, taken) if leaves == 0 else _bounded(each, taken)))
-    return found, tangents.get(target)
+def is_random(op: TensorflowOp) -> bool:
+    return any("Random" in op_type or op_type in RANDOM_OPS for op_type in (op.op_type, *op.inner))
 
 
-def pulled(
-    records: Sequence[TensorflowOp],
-    connected: Collection[int],
-    start: tuple[int, Tensor],
-    counts: tuple[int, np.ndarray] | None = None,
-    gradients: dict[int, Tensor] | None = None,
-) -> list[CotangentSizes | None]:
-    """What gradients come back to each step, and what it makes of them; of one value some elements alone may count.
-
-    The gradients of all values go into `gradients`, if it is given.
-    """
-    gradients = {} if gradients is None else gradients
-    gradients.update([start])
-    found: list[CotangentSizes | None] = []
-    for each in reversed(records):
-        came = [gradients.get(value) for value in each.gives]
-        if all(g is None for g in came) or set(each.takes).isdisjoint(connected) or not each.outputs or not each.inputs:
-            found.append(None)
-            continue
-        seeds = [zeros(y) if g is None else g for g, y in zip(came, each.outputs, strict=True)]
-        went = each.vjp(seeds) if not set(each.gives).isdisjoint(connected) else [None] * len(each.inputs)
-        arrives = _worst([_size(g) for g in came if g is not None])
-        leaves, there = 0.0, None
-        for value, g in zip(each.takes, went, strict=False):
-            if g is None or value not in connected:
-                continue
-            gradients[value] = gradients[value] + g if value in gradients else g
-            if counts is not None and counts[0] == value:
-                g = _only(g, counts[1])
-            leaves = _worst([leaves, _size(g)])
-            if not math.isfinite(_size(g)):
-                bad = ~np.isfinite(np.abs(g.numpy()))
-                size = None if came[0] is None else largest_where(np.abs(tf.cast(came[0], tf.float64).numpy()), bad)
-                there = max(there or 0.0, arrives if size is None else size)
-        found.append(CotangentSizes(arrives, leaves, arrives if there is None else there, arrives == 0))
-    return found[::-1]
+def cause_of_cut(op: TensorflowOp) -> tuple[str | None, str]:
+    """Return why no result of an operation is connected although an operand is: a cause, and an observation."""
+    if op.op_type == "StopGradient":
+        return "detached", ""
+    if op.op_type in STEP_OPS:
+        return "step-function", "TensorFlow has no derivative for it"
+    if op.op_type in RANDOM_OPS:
+        return "discrete", "it draws"
+    if op.results and all(y.dtype == tf.string for y in op.results):
+        return "left-framework", "text comes out"
+    if not any(map(is_differentiable, op.results)):
+        return "discrete", f"{op.results[0].dtype.name} comes out" if op.results else ""
+    if not op.recorded:
+        return "outside-tape", "no tape records there"
+    if op.custom_gradient:
+        return "custom-rule", "its gradient function gives None"
+    if op.op_type.startswith(COMPILED):
+        return _cause_in_compiled(op), "it is a compiled function"
+    return "no-rule", "TensorFlow has no derivative for it"
 
 
-def touching(records: Sequence[TensorflowOp], start: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Masks of the elements that can move with some that are given, at whatever numbers."""
-    masks = dict(start)
-    for each in records:
-        if any(value in masks for value in each.takes):
-            found = each.touched([masks.get(value) for value in each.takes])
-            masks.update({n: mask for n, mask in zip(each.gives, found, strict=False) if mask.any()})
-    return masks
+def _cause_in_compiled(op: TensorflowOp) -> str | None:
+    """Return why a compiled function stops derivatives, if only one thing in it could."""
+    causes = [cause for cause, op_types in COMPILED_CAUSES.items() if not op_types.isdisjoint(op.inner)]
+    return causes[0] if len(causes) == 1 else None
 
 
-def seen(each: TensorflowOp) -> FiniteFlags | None:
-    """Whether the numbers of a step are finite."""
-    if not each.inputs:
-        return None
-    takes, gives = [x for x in each.inputs if differentiable(x)], [y for y in each.outputs if differentiable(y)]
-    grows = all(np.all(x.numpy()) for x in takes) and not any(np.isnan(y.numpy()).any() for y in gives)
-    return FiniteFlags(all(map(_finite, takes)), all(map(_finite, gives)), grows)
-
-
-def out_of_range(each: TensorflowOp) -> str:
-    """What is to be said of the ids of segments, if some are of none: TensorFlow drops what bears them."""
-    if each.kind not in SEGMENTS:
+def out_of_range(op: TensorflowOp) -> str:
+    """Return a note on ids that belong to no segment, whose elements TensorFlow drops; empty if there are none."""
+    if op.op_type not in SEGMENTS:
         return ""
-    wrong = each.inputs[1].numpy()[_of_no_segment(each)]
+    wrong = op.operands[1].numpy()[_is_of_no_segment(op)]
     if not wrong.size:
         return ""
-    return f"id {wrong[0]} is out of range for {int(each.inputs[2])} segments, and TensorFlow drops what bears it"
+    return f"id {wrong[0]} is out of range for {int(op.operands[2])} segments, and TensorFlow drops what bears it"
 
 
-def _of_no_segment(each: TensorflowOp) -> np.ndarray:
-    ids = each.inputs[1].numpy()
-    return np.asarray((ids < 0) | (ids >= int(each.inputs[2])))
+def _is_of_no_segment(op: TensorflowOp) -> np.ndarray:
+    ids = op.operands[1].numpy()
+    return np.asarray((ids < 0) | (ids >= int(op.operands[2])))
 
 
-def _why_none(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
-    """Why a step gives no derivative, where its numbers say more than its name."""
-    carrying = [(x, t) for x, t in zip(each.inputs, tangents, strict=False) if t is not None and _size(t) > 0]
-    x, tangent = carrying[0]
-    if each.inside:
-        return suspect(each.inside)
+def cause_of_zero_tangent(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
+    """Return why no tangent leaves an operation, where its numbers say more than its name."""
+    moving = [(x, t) for x, t in zip(op.operands, tangents, strict=False) if t is not None and max_abs(t) > 0]
+    x, tangent = moving[0]
+    if op.inner:
+        return _cause_in_compiled(op)
     moved = np.abs(tangent.numpy()) > 0
-    if _is_too_small(each, tangents):
+    if _underflows(op, tangents):
         return "underflow"
-    if each.kind in SHARES and not np.ptp(tangent.numpy(), axis=-1).any():  # it takes differences alone
+    if op.op_type in SOFTMAXES and not np.ptp(tangent.numpy(), axis=-1).any():  # only differences count
         return "cancelled"
-    if each.kind in SHARES and is_masked_score(tf.cast(x, tf.float64).numpy(), moved):
+    if op.op_type in SOFTMAXES and is_masked_score(tf.cast(x, tf.float64).numpy(), moved):
         return "masked"
-    if each.kind == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
+    if op.op_type == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
         return "clamped"
-    if each.kind in SEGMENTS and bool(_of_no_segment(each)[np.nonzero(moved)[: each.inputs[1].ndim]].all()):
+    if op.op_type in SEGMENTS and bool(_is_of_no_segment(op)[np.nonzero(moved)[: op.operands[1].ndim]].all()):
         return "out-of-range"
-    if each.kind in CHOOSES and each.word not in ("clip_by_value", "relu6", "hard_sigmoid"):
-        if each.ties([None if t is None else np.abs(t.numpy()) > 0 for t in tangents]):
+    if op.op_type in CHOICES and op.operation not in ("clip_by_value", "relu6", "hard_sigmoid"):
+        if op.is_tied([None if t is None else np.abs(t.numpy()) > 0 for t in tangents]):
             return "tie"
-        return _bounded(each, tangents) or "not-selected"
-    if each.kind in LOOKS_UP and each.word not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
-        axis = int(each.inputs[2]) if each.kind == "GatherV2" else 0
+        return cause_at_bound(op, tangents) or "not-selected"
+    if op.op_type in LOOKUPS and op.operation not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
+        axis = int(op.operands[2]) if op.op_type == "GatherV2" else 0
         return "row-not-used" if axis == 0 else None
-    if each.kind in (*PRODUCTS, *MATRICES) and each.word not in ("dropout", "norm"):
-        if len(carrying) > 1:
-            return "stationary" if not np.asarray(x)[np.abs(tangent.numpy()) > 0].any() else "cancelled"
-        others = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
-        if others and differentiable(others[0]) and bool((others[0].numpy() != 0).all()):
-            return "underflow" if each.kind in PRODUCTS else _why_no_sum(each, tangents)
-    return _why_no_sum(each, tangents) if each.kind in SUMS else None
+    if op.op_type in (*PRODUCTS, *MATRIX_PRODUCTS) and op.operation not in ("dropout", "norm"):
+        if len(moving) > 1:
+            return "stationary" if not np.asarray(x)[moved].any() else "cancelled"
+        constants = _constant_operands(op, tangents)
+        if constants and is_differentiable(constants[0]) and bool((constants[0].numpy() != 0).all()):
+            return "underflow" if op.op_type in PRODUCTS else _cause_of_zero_sum(op, tangents)
+    return _cause_of_zero_sum(op, tangents) if op.op_type in SUMS else None
 
 
-def _bounded(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
-    """What a maximum or minimum with a bound is."""
-    still = [y for y, t in zip(each.inputs, tangents, strict=False) if t is None or _size(t) == 0]
-    if each.kind not in BOUNDS or each.word == "clip_by_value" or len(still) != 1:
+def cause_at_bound(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
+    """Return the cause for elements that lose against the constant of a maximum or minimum."""
+    constants = _constant_operands(op, tangents)
+    if op.op_type not in BOUNDS or op.operation == "clip_by_value" or len(constants) != 1:
         return None
-    return cause_of_bound(each.kind == "Maximum", still[0].numpy())
+    return cause_of_bound(op.op_type == "Maximum", constants[0].numpy())
 
 
-def _is_too_small(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
-    """Whether something leaves if more comes in: a power of two, so that nothing is rounded in another way."""
-    size = max([_size(t) for t in tangents if t is not None])
+def _constant_operands(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> list[Tensor]:
+    return [y for y, t in zip(op.operands, tangents, strict=False) if t is None or max_abs(t) == 0]
+
+
+def _underflows(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
+    size = max([max_abs(t) for t in tangents if t is not None])
     if not size < 1:
         return False
-    factor = 2.0 ** -math.frexp(size)[1]
-    more = [None if t is None else tf.cast(_wide(t) * factor, t.dtype) for t in tangents]
-    return any(t is not None and _size(t) > 0 for t in each.jvp(more))
+    factor = 2.0 ** -math.frexp(size)[1]  # a power of two, so that nothing is rounded differently
+
+    def scale(t: Tensor) -> Tensor:
+        return tf.cast(tf.cast(t, tf.complex128 if t.dtype.is_complex else tf.float64) * factor, t.dtype)
+
+    return _moves(op, [None if t is None else scale(t) for t in tangents])
 
 
-def _wide(x: Tensor) -> Tensor:
-    return tf.cast(x, tf.complex128 if x.dtype.is_complex else tf.float64)
+def _cause_of_zero_sum(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str:
+    # Terms that cancel do not cancel any more in other amounts; terms that were multiplied by zero stay zero.
+    def uneven(t: Tensor, factor: int) -> Tensor:
+        amounts = factor * (uneven_weights(math.prod(t.shape)) + 0.5)
+        return t * tf.cast(amounts.reshape(tuple(t.shape)), t.dtype)
+
+    terms = [None if t is None else uneven(t, factor) for factor, t in enumerate(tangents, 1)]
+    return "cancelled" if _moves(op, terms) else "masked"
 
 
-def _why_no_sum(each: TensorflowOp, tangents: Sequence[Tensor | None]) -> str:
-    """Whether parts had cancelled, which come in other amounts then; or each was multiplied by zero."""
-    parts = [None if t is None else t * _amounts(t, number) for number, t in enumerate(tangents, 1)]
-    return "cancelled" if any(t is not None and _size(t) > 0 for t in each.jvp(parts)) else "masked"
+def _moves(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and max_abs(t) > 0 for t in op.jvp(tangents))
 
 
-def _amounts(like: Tensor, number: int) -> Tensor:
-    return tf.cast(number * (uneven_weights(math.prod(like.shape)) + 0.5).reshape(tuple(like.shape)), like.dtype)
+def is_differentiable(x: Tensor) -> bool:
+    return bool(x.dtype.is_floating or x.dtype.is_complex)
 
 
-def _only(x: Tensor, positions: np.ndarray) -> Tensor:
-    """Zeros, but for some flat positions of a gradient."""
-    mask = np.zeros(math.prod(x.shape), bool)
-    mask[positions] = True
-    return tf.where(mask.reshape(tuple(x.shape)), x, tf.zeros_like(x))
+def zeros_like(x: Tensor) -> Tensor | None:
+    """Return a cotangent of zeros, or None for a handle."""
+    return None if x.dtype in (tf.resource, tf.variant, tf.string) else tf.zeros_like(x)
 
 
-def _size(x: Tensor) -> float:
-    """The largest in size; NaN if there is one."""
+def max_abs(x: Tensor) -> float:
+    """Return the largest absolute value; NaN if there is one."""
     x = tf.convert_to_tensor(x)
     return float(tf.reduce_max(tf.abs(x))) if math.prod(x.shape) else 0.0
 
 
-def _worst(sizes: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
-
-
-def _finite(x: Tensor) -> bool:
-    return not differentiable(x) or bool(tf.reduce_all(tf.math.is_finite(tf.abs(x))))
-
-
-Follows = Callable[[int, TensorflowOp], str | None]
-"""Why a tape does not follow what a record did, a cause; None where it does."""
-
-
-def account(
-    records: Sequence[TensorflowOp],
-    source: int,
-    target: int,
-    follows: Follows,
-    remarks: Sequence[Hint] = (),
-    again: Collection[int] = (),
-) -> OpGraph:
-    """Whatever leads from the source, and how it ends; a variable counts with whatever it holds later, too."""
-    connected = {source, *again}
-    with silenced():
-        steps = [_step(number, each, connected, follows) for number, each in enumerate(records)]
-    own = [
-        Hint("custom-rule", "", step)
-        for step in steps
-        if step.custom_gradient and not connected.isdisjoint(step.inputs) and not connected.isdisjoint(step.outputs)
-    ]
-    own += [
-        Hint("out-of-range", told, step)
-        for each, step in zip(records, steps, strict=True)
-        if not connected.isdisjoint(step.inputs) and (told := out_of_range(each))
-    ]
-    draws = any(is_random_op(kind) for each in records for kind in (each.kind, *each.inside))
-    return OpGraph(steps, source, target, frozenset(connected), [*remarks, *own], draws)
-
-
-def _step(number: int, each: TensorflowOp, connected: set[int], follows: Follows) -> Op:
-    stops, note = each.stops, each.note
-    if stops is None and not connected.isdisjoint(each.takes):
-        stops, note = _followed(number, each, connected, follows)
-    return Op(
-        "tape.gradient" if stops == "inner-gradient" else each.word,
-        each.where,
-        each.path,
-        tuple(sorted(each.takes, key=lambda value: value not in connected)),  # the way that derivatives take is shown
-        each.gives,
-        stops,
-        note,
-        each.own,
-        each.word in DECIDES,
-        each.enters,
-        each.kind == "Identity",
-    )
-
-
-def _followed(number: int, each: TensorflowOp, connected: set[int], follows: Follows) -> tuple[str | None, str]:
-    """Connect what a record gave with what it took, if there is a derivative; otherwise why there is none."""
-    if not each.outputs:
-        return "assigned-state", "a variable keeps numbers and not where they came from"
-    unfollowed = follows(number, each)
-    if unfollowed is not None and any(map(differentiable, each.outputs)):
-        return ("detached", "") if each.kind == "StopGradient" else (unfollowed, "")
-    try:
-        passes = _passes(each)
-    except (LookupError, NotImplementedError) as error:
-        return "no-rule", _first_line(error)
-    takes = [value in connected for value in each.takes]
-    if any(took and passed for took, passed in zip(takes, passes, strict=False)):
-        connected.update([n for n, y in zip(each.gives, each.outputs, strict=True) if differentiable(y)])
-    if any(value in connected for value in each.gives):
-        whole = [y for y in each.outputs if not differentiable(y)]  # such as the indices beside the largest
-        return ("discrete", f"{whole[0].dtype.name} comes out") if whole else (None, "")
-    return why_stopped(each.kind, each.own, each.outputs, each.recorded, each.inside)
-
-
-def _passes(each: TensorflowOp) -> list[bool]:
-    """Which of its inputs get a derivative from its outputs: the rule itself knows best."""
-    if not each.passing:
-        if any(map(differentiable, each.outputs)):
-            seeds = [tf.ones_like(y) if differentiable(y) else zeros(y) for y in each.outputs]
-            each.passing = [g is not None for g in each.vjp(seeds)]
-        else:
-            each.passing = [False] * len(each.takes)
-    return each.passing
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip("'\" ").splitlines() or [""])[0]
+def _to_numpy(x: Tensor) -> np.ndarray:
+    """Convert to a dtype that NumPy has."""
+    return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
