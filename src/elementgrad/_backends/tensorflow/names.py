@@ -288,7 +288,7 @@ _methods = AttributePatch(_install_method)
 
 
 class _UnboundMethod:
-    """Replaces a callable that does not take the layer, such as a static method, and knows on which layer it is called."""
+    """Replaces a callable that does not take the layer, such as a static method, and passes the layer on."""
 
     def __init__(self, original: Any, call: Callable[..., Result]):
         self._original = original
