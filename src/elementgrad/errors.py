@@ -179,7 +179,7 @@ class UnconnectedError(ElementgradError, ValueError):
     >>> import torch, elementgrad as eg
     >>> eg.grad(lambda x: x.detach().sum(), torch.ones(2))
     Traceback (most recent call last):
-    elementgrad.errors.UnconnectedError: output does not depend on x ...
+    elementgrad.UnconnectedError: output does not depend on x ...
     """
 
     __module__ = "elementgrad"

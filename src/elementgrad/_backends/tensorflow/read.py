@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.tensorflow import contributions
-from elementgrad._backends.tensorflow._compat import op_def_registry
+from elementgrad._backends.tensorflow._compat import function_options, op_def_registry
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
 from elementgrad._backends.tensorflow.isolate import seeded, silenced
 from elementgrad._backends.tensorflow.record import TensorflowRecorder
@@ -80,11 +80,7 @@ class TensorflowRead(ReadBackend):
         return seeded(state)
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-        def compiled(f: Any) -> tuple[Any, ...]:
-            options = f.input_signature, f._autograph, f._jit_compile, f._reduce_retracing
-            return tf.function, (f.python_function, *options)
-
-        return {type(tf.function(lambda: None)): compiled}
+        return {type(tf.function(lambda: None)): lambda compiled: (tf.function, function_options(compiled))}
 
 
 def _graph(read: Read, x: Tensor) -> Read | None:

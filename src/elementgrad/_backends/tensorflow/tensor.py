@@ -17,6 +17,7 @@ from elementgrad import _cleanup
 from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.tensorflow import isolate
+from elementgrad._backends.tensorflow._compat import TENSOR_TYPES
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
 from elementgrad._backends.tensorflow.names import TensorflowNames
 from elementgrad._edit.backend import EditBackend
@@ -179,7 +180,7 @@ class TensorflowBackend(Backend):
         super().__init__(TensorflowEdit(self), TensorflowNames())
 
     def owns(self, kind: type) -> bool:
-        return issubclass(kind, (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor))
+        return issubclass(kind, TENSOR_TYPES)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         if x.shape.rank is None:
