@@ -16,7 +16,7 @@ from elementgrad._backends.source_location import location_text
 from elementgrad._backends.tensorflow import explain_rules
 from elementgrad._backends.tensorflow.autodiff import again, passed_by, unstaged
 from elementgrad._backends.tensorflow.explain_rules import DECIDES, TensorflowOp, account
-from elementgrad._backends.tensorflow.isolate import silenced, undisturbed
+from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import TapeRequest, TensorflowOpRecorder, is_line_of_user, watching
 from elementgrad._cleanup import assign, enter, scope
@@ -163,7 +163,7 @@ class TensorflowTrace(Trace):
             self._source_number = watch.new(getattr(self.source, "handle", self.source))
             return self.source
 
-        with undisturbed():
+        with isolated():
             enter(self._tape)
             given: Any = start if self._given is None else start(self._given)
             with stage, watching(watch):
@@ -244,7 +244,7 @@ class TensorflowTrace(Trace):
     def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
         if self._tape is None:
             return None
-        with undisturbed():
+        with isolated():
             pulled = self._tape.gradient(self.target, self.source, output_gradients=self._seed(of, share))
         return None if pulled is None else tf.convert_to_tensor(pulled)
 
@@ -261,7 +261,7 @@ class TensorflowTrace(Trace):
         tangent = explain_rules.spread(self.source, wrt, uneven_weights(len(wrt)))
         start = dict.fromkeys([self._source_number, *self._later], tangent)
         try:
-            with undisturbed(), silenced():
+            with isolated(), without_log():
                 steps, reached = explain_rules.pushed(self._records, self.graph.connected, start, self._target_number)
         except (
             LookupError,
@@ -278,13 +278,13 @@ class TensorflowTrace(Trace):
         self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray
     ) -> Sequence[CotangentSizes | None] | None:
         start = self._target_number, self._seed(of, share)
-        with undisturbed(), silenced():
+        with isolated(), without_log():
             return explain_rules.pulled(self._records, self.graph.connected, start, (self._source_number, wrt))
 
     def reach_overlap(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
         start = self._target_number, self._seed(of, share)
         gradients: dict[int, Tensor] = {}
-        with undisturbed(), silenced():
+        with isolated(), without_log():
             explain_rules.pulled(self._records, self.graph.connected, start, None, gradients)
             mask = explain_rules.spread(self.source, wrt, np.ones(len(wrt))).numpy() != 0
             masks = explain_rules.touching(self._records, dict.fromkeys([self._source_number, *self._later], mask))
@@ -327,7 +327,7 @@ class TensorflowExplain(ExplainBackend):
         return TensorflowTrace(run, source, probe)
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        with undisturbed():
+        with isolated():
             return run(*tensors)
 
 

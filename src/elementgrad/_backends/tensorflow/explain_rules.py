@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow import string
 
 from elementgrad._backends.tensorflow._compat import _gradient_function, context, execute, indexed_slices
-from elementgrad._backends.tensorflow.isolate import silenced
+from elementgrad._backends.tensorflow.isolate import without_log
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import (
@@ -557,7 +557,7 @@ def account(
 ) -> OpGraph:
     """Whatever leads from the source, and how it ends; a variable counts with whatever it holds later, too."""
     connected = {source, *again}
-    with silenced():
+    with without_log():
         steps = [_step(number, each, connected, follows) for number, each in enumerate(records)]
     own = [
         Hint("custom-rule", "", step)

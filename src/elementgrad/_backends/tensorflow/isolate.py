@@ -83,19 +83,19 @@ _local = _IsolationState()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Restore variables afterwards, and let operations draw the seeds that they would have drawn."""
     with scope():
         saved = _SavedVariables()
         defer(snapshot())
         defer(saved.restore)
-        _watched.enter()
+        _writes.enter()
         push(_local, "saved", saved)
         yield
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def without_log() -> Iterator[None]:
     """Turn off TensorFlow's log for what is only tried."""
     with scope():
         assign(tf.get_logger(), "disabled", True)
@@ -109,7 +109,7 @@ def seeds() -> Seeds | None:
 
 
 @contextmanager
-def seeded(seeds: Seeds | None) -> Iterator[None]:
+def with_seeds(seeds: Seeds | None) -> Iterator[None]:
     """Draw seeds inside as another process did."""
     if seeds is None:
         yield
@@ -124,7 +124,7 @@ def seeded(seeds: Seeds | None) -> Iterator[None]:
         yield
 
 
-def _apart(seeds: random.Random) -> random.Random:
+def _derived_seeds(seeds: random.Random) -> random.Random:
     """Return another sequence of seeds: the user's operations must not share seeds with those of an isolated run."""
     ahead = random.Random()
     ahead.setstate(seeds.getstate())
@@ -143,7 +143,7 @@ def _install(replace: Replace) -> None:
         _wrap(replace, layer, name, lambda layer, *_, **__: _save_losses(layer))
     seeds = getattr(context.context(), "_rng", None)
     if seeds is not None:
-        replace(context.context(), "_rng", _apart(seeds))
+        replace(context.context(), "_rng", _derived_seeds(seeds))
 
 
 def _wrap(replace: Replace, owner: Any, name: str, before: Callable[..., None]) -> None:
@@ -156,7 +156,7 @@ def _wrap(replace: Replace, owner: Any, name: str, before: Callable[..., None]) 
     replace(owner, name, wrapper)
 
 
-_watched = AttributePatch(_install)
+_writes = AttributePatch(_install)
 
 
 def _save(handle: Any, dtype: Any) -> None:

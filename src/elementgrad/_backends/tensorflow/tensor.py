@@ -235,7 +235,7 @@ class TensorflowBackend(Backend):
         return tf.broadcast_to(x, shape)
 
     def isolated(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
-        return isolate.undisturbed()
+        return isolate.isolated()
 
     def linearize(self, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linearization:
         return TensorflowLinearization.of(run, inputs, create_graph, order)

@@ -242,7 +242,7 @@ def snapshot_ambient_state() -> Callable[[], None]:
     return partial(restore_ambient_state, now)
 
 
-def after_interrupt() -> Callable[[], None]:
+def restore_after_interrupt() -> Callable[[], None]:
     """Return a function that restores the modes and switches as they are now, if an interrupt ends a block of code."""
     return partial(_restore_after_interrupt, ambient_state())
 
@@ -432,7 +432,7 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def still(function: Any) -> bool:
+def leaves_no_trace(function: Any) -> bool:
     """Return True if a function is a module that leaves no trace, so that nothing has to be saved.
 
     It and all modules inside are PyTorch's own, without buffers and hooks, write to no input and draw no random
@@ -470,7 +470,7 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def state(function: Any = None) -> State:
     """Return the state that a function would run from now."""
-    return None if still(function) else generators(), _precision()
+    return None if leaves_no_trace(function) else generators(), _precision()
 
 
 def generators() -> RandomState:
@@ -556,7 +556,7 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
 
 
 @contextmanager
-def from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
+def run_from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
     """Run what is inside from an earlier state, of this process or another, and with its default dtype."""
     with scope():
         defer(_set_random, generators())
@@ -587,10 +587,10 @@ class Freezable(TorchFunctionMode):
     """Lets the user's function freeze its parameters, where computed tensors replace them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].detach_() if freezes(func, args, kwargs or {}) else func(*args, **(kwargs or {}))
+        return args[0].detach_() if is_freezing_call(func, args, kwargs or {}) else func(*args, **(kwargs or {}))
 
 
-def freezes(func: Any, args: Any, kwargs: Any) -> bool:
+def is_freezing_call(func: Any, args: Any, kwargs: Any) -> bool:
     """Return True if a call sets `requires_grad` to False on a tensor for which PyTorch would raise an error."""
     if func != torch.Tensor.requires_grad_ and func != SETTER:
         return False

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.torch.autodiff import call_plainly
-from elementgrad._backends.torch.isolate import after_interrupt, enter_mode, enter_modes
+from elementgrad._backends.torch.isolate import enter_mode, enter_modes, restore_after_interrupt
 from elementgrad._backends.torch.record import calls
 from elementgrad._backends.torch.record.calls import aside, clock, watch, watchers, watching
 from elementgrad._backends.torch.record.history import (
@@ -48,7 +48,9 @@ class TorchRecorder(Recorder):
 
     def start(self) -> None:
         outer = watchers()
-        defer(after_interrupt())  # code of ours that watches the user's enters modes by `with`, which can go wrong
+        defer(
+            restore_after_interrupt()
+        )  # code of ours that watches the user's enters modes by `with`, which can go wrong
         defer(self._close_window)
         enter_modes()
         call_plainly(True)
