@@ -28,12 +28,12 @@ context: Any = core.trace_ctx
 
 
 def snapshot() -> Callable[[], None]:
-    """Note the trace; the undo that is returned puts it back."""
+    """Return a function that restores the trace as it is now."""
     return partial(restore, context.trace, context.axis_env)
 
 
 def restore(trace: Any, axes: Any) -> None:
-    """Put back a trace and the axes that have names in it."""
+    """Restore a trace and its named axes."""
     if context.axis_env is not axes:
         context.set_axis_env(axes)
     if context.trace is not trace:
@@ -44,7 +44,7 @@ Array = jax.Array
 
 
 WIDE = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
-"""Where there is a float64."""
+"""A context manager that turns 64 bits on or off; older versions of JAX have it in `jax.experimental`."""
 
 
 class JaxEdit(EditBackend):
@@ -170,7 +170,7 @@ def _dtype_range(dtype: Any) -> DtypeRange | None:
 
 
 def _through(x: Array, keep: Callable[[Array], Array]) -> Array:
-    """x itself, at no cost, with its derivatives passed through a linear map."""
+    """Return x itself, with its derivatives passed through a linear map."""
 
     @jax.custom_jvp
     def same(x: Array) -> Array:
@@ -194,8 +194,7 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
 
 
 def _as_it_is(array: Any) -> Any:
-    """NumPy's index arrays stay NumPy's: under jit an array of JAX's own would be traced."""
-    return array
+    return array  # index arrays stay NumPy's: under jit an array of JAX would be traced
 
 
 def _flipped(value: Array, selection: Selection, flips: tuple[int, ...]) -> Array:
@@ -203,7 +202,7 @@ def _flipped(value: Array, selection: Selection, flips: tuple[int, ...]) -> Arra
 
 
 def _promises(selection: Selection) -> dict[str, Any]:
-    """What JAX may take for granted: concrete indices were checked, traced ones are left to its own rules."""
+    """Return what JAX may assume: concrete indices were checked, traced ones are left to its own rules."""
     return {} if selection.traced else {"mode": "promise_in_bounds", "unique_indices": selection.unique}
 
 

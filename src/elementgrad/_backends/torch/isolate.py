@@ -530,7 +530,7 @@ class isolated(scope):  # noqa: N801
 
 
 def enter_modes(again: State | None = None, attention: bool = False) -> None:
-    """Until the scope is left: turn gradients on, and inference mode and the compiler off."""
+    """Turn gradients on, and inference mode and the compiler off, until the innermost open scope is left."""
     if torch.is_inference_mode_enabled():
         enter(torch.inference_mode(False))
     if not torch.is_grad_enabled():
