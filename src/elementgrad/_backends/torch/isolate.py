@@ -20,35 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.torch._compat import (
-    _cur_sdpa_kernel_backends,
-    _enter_dual_level,
-    _exit_dual_level,
-    _get_dispatch_stack_at,
-    _get_function_stack_at,
-    _global_forward_hooks,
-    _global_forward_hooks_always_called,
-    _global_forward_pre_hooks,
-    _InferenceMode,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-    _pop_torch_dispatch_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_dispatch_stack,
-    _push_on_torch_function_stack,
-    _sdpa_kernel,
-    _set_grad_enabled,
-    autograd,
-    default_device,
-    device_module,
-    dispatch_flags,
-    dual_level,
-    eval_frame_module,
-    functorch,
-    set_dual_level,
-    set_is_in_mode_without_ignore_compile_internals,
-)
+from elementgrad._backends.torch import _compat
 from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -66,7 +38,7 @@ LEFT = "_elementgrad_left"
 
 
 def _device_context() -> Any:
-    return getattr(default_device, "device_context", None)
+    return getattr(_compat.default_device, "device_context", None)
 
 
 def _set_device_context(context: Any) -> None:
@@ -75,8 +47,8 @@ def _set_device_context(context: Any) -> None:
     Not by `torch.set_default_device`, which takes all modes off and puts them on again, one after the other.
     """
     call_atomically(
-        partial(setattr, default_device, "device_context", context),
-        partial(setattr, device_module, "CURRENT_DEVICE", None if context is None else context.device),
+        partial(setattr, _compat.default_device, "device_context", context),
+        partial(setattr, _compat.device_module, "CURRENT_DEVICE", None if context is None else context.device),
     )
 
 
@@ -103,7 +75,7 @@ def _set_autocast_nesting(depth: int) -> None:
 
 
 SWITCHES: list[Switch] = [
-    (torch.is_grad_enabled, _set_grad_enabled),
+    (torch.is_grad_enabled, _compat._set_grad_enabled),
     (_device_context, _set_device_context),
     *_autocast("cpu"),
     *_autocast("cuda"),
@@ -132,16 +104,16 @@ class Stack(NamedTuple):
 
 
 FUNCTIONS = Stack(
-    _len_torch_function_stack,
-    _get_function_stack_at,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
+    _compat._len_torch_function_stack,
+    _compat._get_function_stack_at,
+    _compat._pop_torch_function_stack,
+    _compat._push_on_torch_function_stack,
 )
 OPERATIONS = Stack(
-    _len_torch_dispatch_stack,
-    _get_dispatch_stack_at,
-    partial(_pop_torch_dispatch_stack, None),
-    _push_on_torch_dispatch_stack,
+    _compat._len_torch_dispatch_stack,
+    _compat._get_dispatch_stack_at,
+    partial(_compat._pop_torch_dispatch_stack, None),
+    _compat._push_on_torch_dispatch_stack,
 )
 
 
@@ -164,10 +136,10 @@ def ambient_state() -> AmbientState:
         torch.is_inference_mode_enabled(),
         FUNCTIONS.modes(),
         OPERATIONS.modes(),
-        functorch.get_dynamic_layer_stack_depth(),
-        dual_level(),
-        autograd._top_saved_tensors_default_hooks(False),
-        autograd._saved_tensors_hooks_get_disabled_error_message(),
+        _compat.functorch.get_dynamic_layer_stack_depth(),
+        _compat.dual_level(),
+        _compat.autograd._top_saved_tensors_default_hooks(False),
+        _compat.autograd._saved_tensors_hooks_get_disabled_error_message(),
         [read() for read, _ in SWITCHES],
     )
 
@@ -212,7 +184,7 @@ def _leave_mode(mode: Any, before: list[bool]) -> None:
 
 
 def _flags() -> list[bool]:
-    return [dispatch_flags[name] for name in FLAGS.values()]
+    return [_compat.dispatch_flags[name] for name in FLAGS.values()]
 
 
 def _saved_flags(mode: Any) -> list[bool]:
@@ -227,9 +199,10 @@ def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]"
         saved = [getattr(above[0], name, None) for name in FLAGS]
         return [partial(old.__setitem__, 0, flag) for old, flag in zip(saved, flags, strict=True) if old]
     set_all = [
-        partial(dispatch_flags.__setitem__, name, flag) for name, flag in zip(FLAGS.values(), flags, strict=True)
+        partial(_compat.dispatch_flags.__setitem__, name, flag)
+        for name, flag in zip(FLAGS.values(), flags, strict=True)
     ]
-    return [*set_all, partial(set_is_in_mode_without_ignore_compile_internals, flags[-1])]
+    return [*set_all, partial(_compat.set_is_in_mode_without_ignore_compile_internals, flags[-1])]
 
 
 def snapshot_ambient_state() -> Callable[[], None]:
@@ -277,19 +250,19 @@ def _close_dual_level(before: int) -> None:
 
     An interrupt between the opening of a level and its count leaves it open, and then no other can be opened.
     """
-    if before < 0 and dual_level() < 0:
+    if before < 0 and _compat.dual_level() < 0:
         try:
-            _exit_dual_level(level=_enter_dual_level())
+            _compat._exit_dual_level(level=_compat._enter_dual_level())
         except RuntimeError:
-            _exit_dual_level(level=0)
+            _compat._exit_dual_level(level=0)
 
 
 def _close_dual_levels(before: int) -> None:
     """Close levels of forward differentiation; PyTorch may have closed one and not have counted that yet."""
-    while (level := dual_level()) > before:
+    while (level := _compat.dual_level()) > before:
         with suppress(RuntimeError):
-            _exit_dual_level(level=level)
-        set_dual_level(level - 1)
+            _compat._exit_dual_level(level=level)
+        _compat.set_dual_level(level - 1)
 
 
 def restore_ambient_state(before: AmbientState) -> None:
@@ -303,14 +276,14 @@ def restore_ambient_state(before: AmbientState) -> None:
         return
     _set_modes(OPERATIONS, before.dispatch_modes)
     if now.transforms > before.transforms:
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
+        _compat.functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
     _close_dual_levels(before.dual_levels)
     if now.saving_refused != before.saving_refused and before.saving_refused is None:
-        autograd._saved_tensors_hooks_enable()
-    while autograd._top_saved_tensors_default_hooks(False) not in (None, before.saving):
-        autograd._pop_saved_tensors_default_hooks()
+        _compat.autograd._saved_tensors_hooks_enable()
+    while _compat.autograd._top_saved_tensors_default_hooks(False) not in (None, before.saving):
+        _compat.autograd._pop_saved_tensors_default_hooks()
     if now.inference != before.inference:
-        _guards.append(_InferenceMode(before.inference))
+        _guards.append(_compat._InferenceMode(before.inference))
         _guards[-1].__enter__()
     for (read, write), position in zip(SWITCHES, before.switches, strict=True):
         if read() != position:
@@ -350,7 +323,7 @@ class BufferCopies:
         first = getattr(self._function, "__self__", None)
         if isinstance(first, Module):
             self._enter(first, None)
-        _global_forward_pre_hooks[id(self)] = self._enter
+        _compat._global_forward_pre_hooks[id(self)] = self._enter
 
     def _enter(self, module: Module, _: Any) -> None:
         buffers = module._buffers
@@ -360,8 +333,8 @@ class BufferCopies:
             return  # its first call initializes it, which cannot be undone
         if self._leaving is None:  # only once a module has buffers, as hooks slow down every call of a module
             self._leaving = id(self._open)
-            _global_forward_hooks_always_called[self._leaving] = True
-            _global_forward_hooks[self._leaving] = self._leave
+            _compat._global_forward_hooks_always_called[self._leaving] = True
+            _compat._global_forward_hooks[self._leaving] = self._leave
         originals = dict(buffers)
         self._attributes.setdefault(id(module), (module, dict(module.__dict__)))
         # PyTorch does not call `_leave` after an interrupt. These buffers must then be restored before anything that
@@ -391,10 +364,10 @@ class BufferCopies:
         module._buffers.update(originals)
 
     def _end(self) -> None:
-        _global_forward_pre_hooks.pop(id(self), None)
+        _compat._global_forward_pre_hooks.pop(id(self), None)
         if self._leaving is not None:
-            _global_forward_hooks.pop(self._leaving, None)
-            _global_forward_hooks_always_called.pop(self._leaving, None)
+            _compat._global_forward_hooks.pop(self._leaving, None)
+            _compat._global_forward_hooks_always_called.pop(self._leaving, None)
         self._restore_from(0)
         for module, attributes in self._attributes.values():
             restore_attributes(module, attributes)
@@ -438,7 +411,7 @@ def leaves_no_trace(function: Any) -> bool:
     It and all modules inside are PyTorch's own, without buffers and hooks, write to no input and draw no random
     numbers.
     """
-    if not isinstance(function, Module) or _global_forward_hooks or _global_forward_pre_hooks:
+    if not isinstance(function, Module) or _compat._global_forward_hooks or _compat._global_forward_pre_hooks:
         return False
     modules: list[Any] = [function]
     for module in modules:
@@ -488,7 +461,7 @@ def _set_random(state: RandomState | None) -> None:
 
 
 def _precision() -> Precision:
-    if not _is_any_autocast_enabled():
+    if not _compat._is_any_autocast_enabled():
         return FULL
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
@@ -535,7 +508,7 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
         enter(torch.inference_mode(False))
     if not torch.is_grad_enabled():
         enter(torch.enable_grad())
-    frames = eval_frame_module()
+    frames = _compat.eval_frame_module()
     # Compiled code has no derivatives beyond the first, and hides its modules.
     if frames is not None and any(frames.cached_backends.values()):
         defer(frames._set_stance, frames._stance)  # `set_stance` sets it at once, and not on entering it
@@ -546,8 +519,8 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
     if attention:
         # Not by `sdpa_kernel`: an interrupt while it restores the kernels leaves some of them off.
-        defer(_sdpa_kernel, _cur_sdpa_kernel_backends())
-        _sdpa_kernel([SDPBackend.MATH])
+        defer(_compat._sdpa_kernel, _compat._cur_sdpa_kernel_backends())
+        _compat._sdpa_kernel([SDPBackend.MATH])
     if again is not None:
         _set_random(again[0])
         for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
@@ -573,7 +546,7 @@ class plainly(scope):  # noqa: N801
 
     def __enter__(self) -> None:
         super().__enter__()
-        if torch.is_inference_mode_enabled() or _is_any_autocast_enabled():
+        if torch.is_inference_mode_enabled() or _compat._is_any_autocast_enabled():
             enter(torch.inference_mode(False))
             for device in DEVICES:
                 if torch.is_autocast_enabled(device):
