@@ -52,7 +52,7 @@ class JaxEdit(EditBackend):
 
     def accumulate(self, x: Array, selection: Selection, value: Any, multiply: bool) -> Array:
         index, flips = selection.native(_as_it_is)
-        value = _flipped(self._backend.cast(value, x), selection, flips)
+        value = _flip(self._backend.cast(value, x), selection, flips)
         return x.at[index].multiply(value) if multiply else x.at[index].add(value)
 
     def only(self, x: Array, selection: Selection) -> Array:
@@ -124,7 +124,7 @@ class JaxBackend(Backend):
 
     def put(self, x: Array, selection: Selection, value: Any) -> Array:
         index, flips = selection.basic or selection.native(_as_it_is)
-        return x.at[index].set(_flipped(self.cast(value, x), selection, flips), **_promises(selection))
+        return x.at[index].set(_flip(self.cast(value, x), selection, flips), **_promises(selection))
 
     def where(self, mask: Any, x: Array, y: Array) -> Array:
         return jnp.where(mask, x, y)
@@ -197,7 +197,7 @@ def _as_it_is(array: Any) -> Any:
     return array  # index arrays stay NumPy's: under jit an array of JAX would be traced
 
 
-def _flipped(value: Array, selection: Selection, flips: tuple[int, ...]) -> Array:
+def _flip(value: Array, selection: Selection, flips: tuple[int, ...]) -> Array:
     return jnp.flip(jnp.broadcast_to(value, selection.shape), flips) if flips else value
 
 

@@ -1,6 +1,6 @@
 """PyTorch: operations on tensors, edits, and what `torch.compile` must know of our functions.
 
-Importing the compiler takes as long as PyTorch itself, so it is told about them when the user imports it.
+Importing the compiler takes as long as PyTorch itself, so they are registered with it when the user imports it.
 """
 
 import importlib.util
