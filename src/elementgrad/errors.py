@@ -56,8 +56,6 @@ class ElementgradError(Exception):
     [0, 812]: index 812 is out of range for axis 1 of size 768
     """
 
-    __module__ = "elementgrad"
-
     __init__ = Exception.__init__  # tf.function raises an error of the same type again if it has this very `__init__`
 
     def __str__(self) -> str:
@@ -78,8 +76,6 @@ class ElementgradWarning(UserWarning):
     ElementgradWarning 1.weight, 1.bias trained before
     """
 
-    __module__ = "elementgrad"
-
 
 def warn(message: str) -> None:
     """Warn at the user's line that called elementgrad."""
@@ -92,85 +88,57 @@ def warn(message: str) -> None:
 class SelectionError(ElementgradError, IndexError):
     """An index does not fit its tensor: out of range, too many axes, a mask of another shape, not an index at all."""
 
-    __module__ = "elementgrad"
-
 
 class DuplicateError(ElementgradError, ValueError):
     """An element is named twice where it may be named only once."""
-
-    __module__ = "elementgrad"
 
 
 class BroadcastError(ElementgradError, ValueError):
     """A value does not broadcast to the elements it is meant for."""
 
-    __module__ = "elementgrad"
-
 
 class DtypeError(ElementgradError, TypeError):
     """A dtype cannot do what was asked, such as an integer tensor where a gradient is needed."""
-
-    __module__ = "elementgrad"
 
 
 class FrameworkError(ElementgradError, TypeError):
     """Not a tensor of PyTorch, TensorFlow or JAX, or tensors of two of them mixed."""
 
-    __module__ = "elementgrad"
-
 
 class PlaceError(ElementgradError, ValueError):
     """A place cannot be used this way, such as editing one that has a name but no tensor."""
-
-    __module__ = "elementgrad"
 
 
 class ParseError(PlaceError):
     """The text of a place does not parse; the message marks the character."""
 
-    __module__ = "elementgrad"
-
 
 class TracedError(ElementgradError, TypeError):
     """The answer depends on values that are being traced and cannot be read."""
-
-    __module__ = "elementgrad"
 
 
 class BatchError(ElementgradError, ValueError):
     """A batch does not consist of independent examples, as `batch=True` says."""
 
-    __module__ = "elementgrad"
-
 
 class OptionError(ElementgradError, ValueError):
     """An option of a call has a value that it cannot have."""
-
-    __module__ = "elementgrad"
 
 
 class SizeError(ElementgradError, MemoryError):
     """The result would be larger than the memory that is free."""
 
-    __module__ = "elementgrad"
-
 
 class WorkerError(ElementgradError, RuntimeError):
     """A worker was lost repeatedly, or with its whole pool, before its work was done."""
-
-    __module__ = "elementgrad"
 
 
 class PatchError(ElementgradError, ValueError):
     """A patch or its file is damaged, of another kind, or inconsistent."""
 
-    __module__ = "elementgrad"
-
 
 class PatternError(ElementgradError, ValueError):
     """A sparsity pattern misses entries that are not zero, or none can be found that holds everywhere."""
-
-    __module__ = "elementgrad"
 
 
 class UnconnectedError(ElementgradError, ValueError):
@@ -179,10 +147,8 @@ class UnconnectedError(ElementgradError, ValueError):
     >>> import torch, elementgrad as eg
     >>> eg.grad(lambda x: x.detach().sum(), torch.ones(2))
     Traceback (most recent call last):
-    elementgrad.errors.UnconnectedError: output does not depend on x ...
+    elementgrad.UnconnectedError: output does not depend on x ...
     """
-
-    __module__ = "elementgrad"
 
     loss: Any = None
     """The loss without a gradient, where a training verb was given one."""
@@ -193,3 +159,8 @@ class UnconnectedError(ElementgradError, ValueError):
         """Set what the error is about, and return it. `__init__` cannot take it: see `ElementgradError`."""
         self.loss, self.leaf = loss, leaf
         return self
+
+
+# Users find these types in `elementgrad`, and messages and pickles name them so.
+for _public in [value for value in vars().values() if isinstance(value, type) and value.__module__ == __name__]:
+    _public.__module__ = "elementgrad"

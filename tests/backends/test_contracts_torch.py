@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.eval_frame import cached_backends
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elementgrad._backends.torch.isolate import DRAWING, STILL
+from elementgrad._backends.torch.isolate import DRAWING, STATELESS
 
 
 def test_pytorch_runs_an_allowed_function_in_the_graph_with_plain_python_inside():
@@ -396,8 +396,10 @@ def test_pytorch_has_an_engine_that_gives_gradients_and_keeps_none():
 
 
 def test_pytorch_draws_random_numbers_in_no_other_module_of_the_still_kinds():
-    kinds = [kind for name in STILL for kind in vars(importlib.import_module(name)).values() if inspect.isclass(kind)]
-    own = [kind for kind in kinds if kind.__module__ in STILL]
+    kinds = [
+        kind for name in STATELESS for kind in vars(importlib.import_module(name)).values() if inspect.isclass(kind)
+    ]
+    own = [kind for kind in kinds if kind.__module__ in STATELESS]
     signs = re.compile(r"dropout|self\.training|_random_samples|bernoulli|rrelu\(")
     assert {kind.__name__ for kind in own if signs.search(inspect.getsource(kind))} == DRAWING
 

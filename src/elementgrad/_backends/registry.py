@@ -64,7 +64,7 @@ def require_backend(value: Any) -> Backend:
 
 def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
     """Return one level of a container that a framework knows, or None."""
-    for backend in imported():
+    for backend in imported_backends():
         node = backend.names.flatten_node(value)
         if node is not None:
             return node
@@ -74,18 +74,18 @@ def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
 def backend_of_model(function: Any) -> Backend | None:
     """Return the backend whose model a function is, or None; raise an error for Keras on another backend."""
     require_keras_on_tensorflow(function)
-    return next((backend for backend in imported() if backend.names.is_model(function)), None)
+    return next((backend for backend in imported_backends() if backend.names.is_model(function)), None)
 
 
 def _compiler() -> Backend | None:
-    for backend in imported():
+    for backend in imported_backends():
         if backend.compiles_here():
             return backend
     return None
 
 
 def _search(kind: type) -> Backend | None:
-    for backend in imported():
+    for backend in imported_backends():
         if backend.owns(kind):
             if backend.caches_type(kind):
                 _backends[kind] = backend
@@ -93,7 +93,7 @@ def _search(kind: type) -> Backend | None:
     return None
 
 
-def imported() -> Iterator[Backend]:
+def imported_backends() -> Iterator[Backend]:
     """Yield the backends of the frameworks that are imported."""
     # By plain import statements: `torch.compile` can trace no others.
     if sys.modules.get("torch") is not None:

@@ -16,8 +16,8 @@ def topk_abs(
     This is `TopBackend.topk_abs` for a tensor that comes in pieces.
 
     >>> import numpy as np
-    >>> from elementgrad._backends.topk import largest
-    >>> largest(iter([np.array([1.0, -3.0]), np.array([2.0, 3.0])]), None, count=2, floor=0.0)
+    >>> from elementgrad._backends.topk import topk_abs
+    >>> topk_abs(iter([np.array([1.0, -3.0]), np.array([2.0, 3.0])]), None, count=2, floor=0.0)
     (array([3., 3.]), array([1, 3]))
     """
     start = 0
@@ -50,8 +50,8 @@ def _keep_largest(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np
 def group_by_size(sizes: Mapping[str, int]) -> list[list[str]]:
     """Group neighbours up to the size of the largest, which must fit in memory in any case.
 
-    >>> from elementgrad._backends.topk import grouped
-    >>> grouped({"embedding": 100, "weight": 60, "bias": 10, "head": 90})
+    >>> from elementgrad._backends.topk import group_by_size
+    >>> group_by_size({"embedding": 100, "weight": 60, "bias": 10, "head": 90})
     [['embedding'], ['weight', 'bias'], ['head']]
     """
     room = max(sizes.values())

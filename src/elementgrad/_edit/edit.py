@@ -200,10 +200,10 @@ def _array(value: Any) -> np.ndarray:
         raise FrameworkError(
             f"{type(value).__name__} is not a value to put into a tensor; give a number, array or tensor"
         )
-    return _narrowed(array) if array.dtype.char in "gG" else array
+    return _narrow(array) if array.dtype.char in "gG" else array
 
 
-def _narrowed(array: np.ndarray) -> np.ndarray:
+def _narrow(array: np.ndarray) -> np.ndarray:
     """Return an array of long doubles in the widest dtype that frameworks have."""
     with np.errstate(over="ignore"):
         narrow = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)

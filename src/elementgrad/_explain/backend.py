@@ -61,7 +61,7 @@ def backend_for_step(function: Any, wrt: Any = None) -> Backend:
         return registry.require_backend(wrt)
     able = [
         backend
-        for backend in registry.imported()
+        for backend in registry.imported_backends()
         if type(backend.load("explain")).report_step is not ExplainBackend.report_step
     ]
     if not able:

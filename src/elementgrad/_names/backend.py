@@ -11,7 +11,7 @@ box), the contents, and a function that rebuilds the container around other cont
 
 
 class CaptureLike(Protocol):
-    """What a backend sees of a `Capture`: the run to which it hands the results of layers and tags."""
+    """The part of a `Capture` that backends use: they hand it the results of layers and tags."""
 
     @property
     def everything(self) -> bool:

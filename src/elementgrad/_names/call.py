@@ -54,7 +54,7 @@ class TensorRef(pytree.Leaf):
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        """One tensor that a model holds under two names is one."""
+        # A tensor that a model holds under two names is one tensor.
         return ("held", id(self.tensor)) if self.in_model else (self.name, self.kind, self.index)
 
     @property

@@ -180,7 +180,7 @@ class Capture:
     @contextmanager
     def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
         """Capture what this thread tags, if `here(name)` is True; otherwise the tag is staged."""
-        with _opened(self, here):
+        with _open_capture(self, here):
             yield
 
     def capture(self, kind: str, base: str, value: Value) -> Value:
@@ -220,11 +220,11 @@ class Capture:
 
 def without_capture() -> AbstractContextManager[None]:
     """Run what is inside without a capture: tags in it are its own, and not those of a run around it."""
-    return _opened(None, lambda name: False) if _open_count else _no_capture
+    return _open_capture(None, lambda name: False) if _open_count else _no_capture
 
 
 @contextmanager
-def _opened(capture: Capture | None, here: Callable[[str], bool]) -> Iterator[None]:
+def _open_capture(capture: Capture | None, here: Callable[[str], bool]) -> Iterator[None]:
     with scope():
         entry = object()
         defer(_forget_entry, entry)

@@ -119,10 +119,10 @@ class Place(pytree.Leaf):
             raise PlaceError(f"{self} is indexed already; write one index with commas, as in eg.at(x)[1, 2]")
         backend = self._backend
         if backend is not None and backend.is_compiling():
-            return self._indexed(index, later=True)
-        return self._indexed(normalize(index, backend))
+            return self._with_index(index, later=True)
+        return self._with_index(normalize(index, backend))
 
-    def _indexed(self, index: Any, pointwise: bool = False, later: bool = False) -> "Place":
+    def _with_index(self, index: Any, pointwise: bool = False, later: bool = False) -> "Place":
         return Place(self._tensor, self._name, index, self._kind, self._backend, pointwise, later, self._write)
 
     def coords(self, rows: Any) -> "Place":
@@ -149,7 +149,7 @@ class Place(pytree.Leaf):
         place = self[tuple([table[:, axis] for axis in range(table.shape[1])])]
         if not place._later and any(isinstance(column, IndexArray) and column.boolean for column in place._index):
             raise SelectionError(COORDS)
-        return self._indexed(place._index, pointwise=True, later=place._later)
+        return self._with_index(place._index, pointwise=True, later=place._later)
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
         """Resolve the index against a shape.

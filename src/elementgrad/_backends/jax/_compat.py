@@ -1,10 +1,17 @@
 """Every private name of JAX that this backend relies on, so that an upgrade is one file."""
 
+# The trace that a thread is in, which verbs restore after an interrupt, and traces of our own for explanations.
 from jax._src import core as core
+
+# The named axes of `vmap`, `pmap` and `shard_map` around a function, and whether two lines run in the same trace.
 from jax._src.core import get_axis_env as get_axis_env
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
+
+# Programs: those inside an equation's parameters, and the parts of one that an output needs.
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
 from jax._src.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
+
+# The user's lines and names, kept when an equation is evaluated again.
 from jax._src.source_info_util import current as current
 from jax._src.source_info_util import current_name_stack as current_name_stack
 from jax._src.source_info_util import user_context as user_context

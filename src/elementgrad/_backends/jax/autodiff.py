@@ -19,7 +19,7 @@ from elementgrad._backends.autodiff import (
 )
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.program import communicating_axes, is_reverse_only, shift
-from elementgrad._backends.jax.sharding import axes_of, members, varying
+from elementgrad._backends.jax.sharding import make_varying, mapped_axes, varying_axes
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
 
@@ -69,7 +69,7 @@ class JaxLinearization(Linearization):
     def gradient(self, output: int, seed: Array) -> "JaxLinearization":
         def pulled(*xs: Array) -> tuple[Array, ...]:
             y, back = jax.vjp(lambda *xs: self._run(*xs)[output], *xs)
-            return back(varying(seed, axes_of(y)))
+            return back(make_varying(seed, varying_axes(y)))
 
         return JaxLinearization(pulled, self.inputs)
 
@@ -78,10 +78,10 @@ class JaxLinearization(Linearization):
         if not any(paths):
             return [None] * len(inputs)
 
-        xs, axes = self.inputs, axes_of(self.outputs[output])  # a sweep that held the object would keep it alive
+        xs, axes = self.inputs, varying_axes(self.outputs[output])  # a sweep that held the object would keep it alive
 
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(varying(seed, axes))
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(make_varying(seed, axes))
             return tuple([transposed[i] for i in inputs])
 
         swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
@@ -89,10 +89,10 @@ class JaxLinearization(Linearization):
 
     def sweeper(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
         """A compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
-        xs, axes = self.inputs, axes_of(self.outputs[output])
+        xs, axes = self.inputs, varying_axes(self.outputs[output])
 
         def sweep(program: Any, seed: Array) -> list[Array]:
-            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(varying(seed, axes))
+            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(make_varying(seed, axes))
             return [transposed[i] for i in inputs]
 
         return partial(jax.jit(sweep), self._program)
@@ -103,7 +103,9 @@ class JaxLinearization(Linearization):
         xs = self.inputs
 
         def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            tangents = [varying(seed if i == input else jnp.zeros_like(x), axes_of(x)) for i, x in enumerate(xs)]
+            tangents = [
+                make_varying(seed if i == input else jnp.zeros_like(x), varying_axes(x)) for i, x in enumerate(xs)
+            ]
             pushed = program(*tangents)
             return tuple([pushed[o] for o in outputs])
 
@@ -137,7 +139,7 @@ class JaxLinearization(Linearization):
         try:
             if local:
                 xs, program = self.inputs, self._program
-                zeros = [varying(jnp.zeros_like(x), axes_of(x)) for x in xs]
+                zeros = [make_varying(jnp.zeros_like(x), varying_axes(x)) for x in xs]
                 return sparsity.pattern_here(
                     lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input]
                 )
@@ -168,7 +170,7 @@ class JaxLinearization(Linearization):
         """
         if is_reverse_only(self._jaxpr.jaxpr):
             return ONE_WAY
-        axes = communicating_axes(self._jaxpr.jaxpr, members())
+        axes = communicating_axes(self._jaxpr.jaxpr, mapped_axes())
         return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
@@ -202,7 +204,7 @@ def _with_changes(run: TensorFunction, inputs: Sequence[Array | None]) -> list[A
             raise DtypeError(
                 f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array"
             )
-        found[number] = x.shape, x.dtype, axes_of(x)
+        found[number] = x.shape, x.dtype, varying_axes(x)
         return x
 
     def look(*given: Array) -> tuple[()]:
@@ -223,7 +225,7 @@ def _with_changes(run: TensorFunction, inputs: Sequence[Array | None]) -> list[A
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[Any]) -> Array:
-    return varying(jnp.zeros(shape, dtype), axes)
+    return make_varying(jnp.zeros(shape, dtype), axes)
 
 
 def _changed(change: Array, met: Array) -> Array:

@@ -11,7 +11,7 @@ from elementgrad._backends.autodiff import TensorFunction, Use, reason
 from elementgrad._backends.jax._compat import jaxprs_in_params
 from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
 from elementgrad._backends.jax.program import FOLLOWED, Step, bind, evaluate, follow, shift
-from elementgrad._backends.jax.sharding import axes_of, varying
+from elementgrad._backends.jax.sharding import make_varying, varying_axes
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad.errors import DtypeError, FrameworkError
 
@@ -76,7 +76,7 @@ class _WatchedProgram:
 
     def zeros(self, count: int) -> list[Array]:
         """So many changes that change nothing."""
-        return [varying(jnp.zeros(self._shape, self._dtype), self._axes) for _ in range(count)]
+        return [make_varying(jnp.zeros(self._shape, self._dtype), self._axes) for _ in range(count)]
 
     def _run(self, changes: Sequence[Array | None], found: list[Use]) -> list[Array]:
         def used(value: Any, operation: str, where: str | None) -> Any:
@@ -110,7 +110,7 @@ class _WatchedProgram:
             raise DtypeError(
                 f"what is named is of dtype {x.dtype}, which has no gradients; make it floating point first"
             )
-        self._shape, self._dtype, self._axes = x.shape, x.dtype, axes_of(x)
+        self._shape, self._dtype, self._axes = x.shape, x.dtype, varying_axes(x)
         return checkpoint_name(x, MARK)
 
 

@@ -1,4 +1,4 @@
-"""A function of the user's as the program that JAX traces it to, run step by step, so that tags in it are met."""
+"""The jaxpr of the user's function, evaluated equation by equation, so that tags in it can be captured."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +17,19 @@ from elementgrad._names.backend import CaptureLike
 from elementgrad.errors import PlaceError
 
 Step = Callable[[Any, list[Any]], Sequence[Any]]
-"""Takes an equation and its operands, gives its results."""
+"""Takes an equation and its operands, and returns its results."""
 PREFIX = "elementgrad:"
-"""What the names of our tags begin with, among those that others give for checkpoints."""
+"""The start of the names of our tags, among the names that users give to checkpoints."""
 FOLLOWED = {"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr", "closed_call": "call_jaxpr"}
-"""The calls that mean what their inner program means, and where that is: tags inside them are met."""
+"""The calls that are equivalent to their inner jaxpr, and the parameter that has it: tags inside them are captured."""
 LOOPS = {"scan": "a scan", "while": "a while loop"}
 _local = threading.local()
 
 
 def name_in_graph(x: Any, name: str) -> Any:
-    """A traced value with a name that stays in the program, and lowers to nothing; a concrete one as it is.
+    """Return a traced value with a name that stays in the jaxpr and lowers to nothing; a concrete value as it is.
 
-    Where a program is traced for the sake of that name, a concrete one becomes a part of the program as well.
+    While a program is traced to capture this name, a concrete value becomes a part of the program as well.
     """
     if isinstance(x, jax.core.Tracer) or name.partition(":")[0] in _local.__dict__.get("bases", ()):
         return checkpoint_name(x, PREFIX + name)
@@ -37,16 +37,16 @@ def name_in_graph(x: Any, name: str) -> Any:
 
 
 def capture_tags(function: Callable[..., Any], capture: CaptureLike) -> Callable[..., Any]:
-    """A function that is traced first and then run step by step, its tags passing by.
+    """Return a function that is traced to a jaxpr and then evaluated, with its tags captured.
 
-    What branches in Python on values cannot be traced: it runs as it stands, and meets the tags that Python itself
-    comes to.
+    A function that branches in Python on values cannot be traced. It runs as it is, with the tags captured that Python
+    itself executes.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             returned, program = _trace(lambda: function(*args, **kwargs), capture)
-        except Exception:  # if it was not the tracing, the same will come again
+        except Exception:  # if it is not about tracing, the function raises it again below
             program = None
         if program is None:
             with capture.open(_at_level(capture)):
@@ -58,28 +58,28 @@ def capture_tags(function: Callable[..., Any], capture: CaptureLike) -> Callable
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], step: Step) -> list[Any]:
-    """Run a program, one step per equation."""
+    """Evaluate a jaxpr, with `step` called for each equation."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
-    last = {variable: number for number, equation in enumerate(jaxpr.eqns) for variable in _variables(equation.invars)}
+    last = {variable: index for index, equation in enumerate(jaxpr.eqns) for variable in _variables(equation.invars)}
     for variable in _variables(jaxpr.outvars):
         last.pop(variable, None)
-    for number, equation in enumerate(jaxpr.eqns):
+    for index, equation in enumerate(jaxpr.eqns):
         results = step(equation, [_read(atom, values) for atom in equation.invars])
         for variable in set(_variables(equation.invars)):
-            if last.get(variable) == number:
-                del values[variable]  # what nobody needs any more is freed
+            if last.get(variable) == index:
+                del values[variable]  # its memory is freed after the last use
         values.update(zip(equation.outvars, results, strict=True))
     return [_read(atom, values) for atom in jaxpr.outvars]
 
 
 def follow(equation: Any, operands: Sequence[Any], step: Step) -> list[Any]:
-    """Run the inner program of a call, one step per equation."""
+    """Evaluate the inner jaxpr of a call, with `step` called for each equation."""
     inner = equation.params[FOLLOWED[equation.primitive.name]]
     return evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, step)
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Run an equation as it stands, with its derivative rule, sharding and line of code."""
+    """Evaluate an equation as it is, with its derivative rule, sharding and line of code."""
     parameters = equation.primitive.get_bind_params(equation.params)
     functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
     stack = current_name_stack() + equation.source_info.name_stack
@@ -90,7 +90,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 @jax.custom_jvp
 def shift(value: jax.Array, change: jax.Array) -> jax.Array:
-    """A value itself, down to the sign of a zero, with the derivatives of its sum with a change that is zero."""
+    """Return `value` to the bit (`-0.0 + 0.0` is `0.0`), with the derivatives of `value + change`."""
     return value
 
 
@@ -100,7 +100,7 @@ def _shift_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any
 
 
 def is_reverse_only(jaxpr: Any) -> bool:
-    """Whether a linear program holds a rule for reverse sweeps alone: it stands there as an operation of its own."""
+    """Return True if a linear jaxpr has a rule for reverse sweeps alone, which is an operation of its own there."""
     return any(
         equation.primitive.name == "custom_lin" or any(map(is_reverse_only, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns
@@ -108,24 +108,23 @@ def is_reverse_only(jaxpr: Any) -> bool:
 
 
 def communicating_axes(jaxpr: Any, names: frozenset[Any]) -> set[Any]:
-    """Those of some named axes along which a program sends numbers from one member to another."""
-    found: set[Any] = set()
+    """Return those of some named axes along which a program communicates."""
+    communicating: set[Any] = set()
     for equation in jaxpr.eqns:
         for key in ("axes", "axis_name"):
             axes = equation.params.get(key, ())
-            found |= {axis for axis in (axes if isinstance(axes, tuple | list) else [axes]) if axis in names}
+            communicating |= {axis for axis in (axes if isinstance(axes, tuple | list) else [axes]) if axis in names}
         for inner in jaxprs_in_params(equation.params):
-            found |= communicating_axes(inner, names)
-    return found
+            communicating |= communicating_axes(inner, names)
+    return communicating
 
 
 def is_array(x: Any) -> bool:
-    """Whether this is an array of JAX's own, traced or not."""
     return isinstance(x, (jax.Array, jax.core.Tracer))
 
 
 def _trace(function: Callable[[], Any], capture: CaptureLike) -> tuple[Any, Any]:
-    """What a function returned, and the program that computes the arrays in it."""
+    """Return what a function returned, and the jaxpr that computes the arrays in it."""
     returned: list[Any] = []
 
     def arrays() -> list[Any]:
@@ -145,7 +144,7 @@ def _stage_names(bases: set[str]) -> Iterator[None]:
 
 
 def _at_level(capture: CaptureLike) -> Callable[[str], bool]:
-    """Whether Python comes to a tag in the function itself, and not while something inside is traced."""
+    """Return a function that is True for a tag in the function itself, and False while something inside is traced."""
     level = get_opaque_trace_state(convention="elementgrad")
 
     def here(name: str) -> bool:
@@ -182,7 +181,6 @@ def _capturing_step(capture: CaptureLike) -> Step:
 
 
 def _tags_in(jaxpr: Any, known: dict[int, set[str]]) -> set[str]:
-    """The names of all tags in a program."""
     if id(jaxpr) not in known:
         known[id(jaxpr)] = set()
         for equation in jaxpr.eqns:

@@ -1,6 +1,6 @@
-"""A few elements of arrays, taken and put, whatever mesh these are spread over and however its axes are typed.
+"""Reads and writes a few elements of sharded arrays, without gathering them.
 
-Arrays that are spread over the devices of a mesh, and over processes: a few elements of them, nothing gathered.
+The arrays may be sharded over a mesh of devices and over processes, and the axes of the mesh may be explicit.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,177 +18,178 @@ from elementgrad.errors import FrameworkError
 Array = jax.Array
 IN_BOUNDS = "promise_in_bounds"
 BEYOND = np.iinfo(np.int32).max
-"""An index that no array has, at which nothing is written.
+"""An index that no array has, so that nothing is written there.
 
-It stands beside one that is alone wherever an array may be sharded. The compiler makes the writing of one element an
-update of a slice, takes that together with the slice of the array that a shard may be, and then devices that do not
-have the element write to another one.
+It is added to a single index where an array may be sharded. XLA turns the write of one element into an update of a
+slice, merges that with the slice that a shard is, and then devices that do not have the element write to another one.
 """
 
 
-def taken(array: Array, positions: np.ndarray) -> Array:
-    """Some elements in one row. By coordinates, since flat positions may be too large for 32 bits."""
+def take(array: Array, positions: np.ndarray) -> Array:
+    """Return the elements at some flat positions, in one row."""
     if not array.shape:
         return jnp.broadcast_to(array, positions.shape)
-    return picked(array, np.unravel_index(positions, array.shape))
+    # By coordinates, since flat positions may need more than 32 bits.
+    return take_at(array, np.unravel_index(positions, array.shape))
 
 
-def picked(array: Array, index: tuple[Any, ...]) -> Array:
-    """Elements by their coordinates; of a sharded array only they go from device to device."""
-    typed = explicit(array)
-    more: dict[str, Any] = {} if typed is None else {"out_sharding": NamedSharding(typed.mesh, PartitionSpec())}
-    return array.at[index].get(mode=IN_BOUNDS, unique_indices=True, **more)
+def take_at(array: Array, index: tuple[Any, ...]) -> Array:
+    """Return the elements at some coordinates; only they are sent from device to device."""
+    sharding = explicit_sharding(array)
+    options: dict[str, Any] = (
+        {} if sharding is None else {"out_sharding": NamedSharding(sharding.mesh, PartitionSpec())}
+    )
+    return array.at[index].get(mode=IN_BOUNDS, unique_indices=True, **options)
 
 
 def put(array: Array, positions: np.ndarray, values: Array) -> Array:
-    """An array with some elements replaced, on the devices that it was on: each device writes to its own shard."""
+    """Return an array with some elements replaced, sharded as before: each device writes to its own shard."""
     values = values.astype(array.dtype)
     if not array.shape:
         return values.reshape(()) if len(positions) else array
     index, mode = np.unravel_index(positions, array.shape), IN_BOUNDS
-    if len(positions) == 1 and _several_devices():
+    if len(positions) == 1 and _has_several_devices():
         index, mode = tuple([np.append(along, BEYOND) for along in index]), "drop"
         values = jnp.concatenate([values, jnp.zeros_like(values)])
-    typed = explicit(array)
+    typed = explicit_sharding(array)
     if typed is not None:
-        return _replaced(array, index, values, mode, out_sharding=typed)
+        return _set(array, index, values, mode, out_sharding=typed)
     traced = isinstance(array, jax.core.Tracer) or isinstance(values, jax.core.Tracer)
     if array.dtype.itemsize == 2 and not traced:
-        return _replaced_bits(array, index, values, mode, array.sharding if _constrained(array.sharding) else None)
-    if isinstance(array, jax.core.Tracer) or not _constrained(array.sharding):
-        return _replaced(array, index, values, mode)
-    return _replaced_there(array, index, values, mode, array.sharding)
+        return _set_bits(array, index, values, mode, array.sharding if _is_constrained(array.sharding) else None)
+    if isinstance(array, jax.core.Tracer) or not _is_constrained(array.sharding):
+        return _set(array, index, values, mode)
+    return _set_sharded(array, index, values, mode, array.sharding)
 
 
-def written(array: Array, axis: int, where: np.ndarray, values: Array, add: bool = False) -> Array:
-    """An array with values at some indices of an axis, each once, or with the values added there."""
+def write_along(array: Array, axis: int, where: np.ndarray, values: Array, add: bool = False) -> Array:
+    """Return an array with values set, or added, at some distinct indices of an axis."""
     mode = IN_BOUNDS
-    if len(where) == 1 and _several_devices():
+    if len(where) == 1 and _has_several_devices():
         where, mode = np.append(where, BEYOND), "drop"
         values = jnp.concatenate([values, jnp.zeros_like(values)], axis)
     at = array.at[(slice(None),) * axis + (where,)]
     return (at.add if add else at.set)(values, mode=mode, unique_indices=True)
 
 
-def settled(row: Array, like: Array) -> Array:
-    """A row of numbers on each device that another one is on."""
-    if not _constrained(like.sharding) or explicit(row) is not None:
+def constrain_like(row: Array, like: Array) -> Array:
+    """Return a row of numbers with the sharding of another."""
+    if not _is_constrained(like.sharding) or explicit_sharding(row) is not None:
         return row
     if not isinstance(row, jax.core.Tracer) and row.sharding.is_equivalent_to(like.sharding, row.ndim):
         return row
     return jax.lax.with_sharding_constraint(row, like.sharding)
 
 
-def automatic(function: Callable[..., Array], base: Array, *arrays: Array) -> Array:
-    """What a function makes of a base and other arrays, as an array of the type that the base is of.
+def with_auto_axes(function: Callable[..., Array], base: Array, *arrays: Array) -> Array:
+    """Call a function on a base and other arrays, with a result that is sharded like the base.
 
-    Where the axes of a mesh are explicit, the sharding of every result has to follow from those of the operands. That
-    of some elements of an array does not, and so the compiler finds it here, as it does for all other meshes.
+    On a mesh with explicit axes the sharding of every result must follow from those of the operands. That of some
+    elements of an array does not, so the compiler chooses it here, as it does on all other meshes.
     """
-    typed = explicit(base)
+    typed = explicit_sharding(base)
     if typed is None:
         return function(base, *arrays)
     return jax.sharding.auto_axes(function, axes=typed.mesh.explicit_axes, out_sharding=typed)(base, *arrays)
 
 
-def explicit(array: Any) -> Any:
-    """The sharding in the type of an array, where an axis of its mesh is explicit; None elsewhere."""
+def explicit_sharding(array: Any) -> Any:
+    """Return the sharding in the type of an array, if an axis of its mesh is explicit; else None."""
     typeof = getattr(jax, "typeof", None)
     sharding = None if typeof is None else getattr(typeof(array), "sharding", None)
     return sharding if getattr(getattr(sharding, "mesh", None), "explicit_axes", ()) else None
 
 
-def varying(x: Array, axes: frozenset[Any]) -> Array:
-    """An array that is typed to vary over some axes at least, as `axes_of` has them from another one.
+def make_varying(x: Array, axes: frozenset[Any]) -> Array:
+    """Return an array whose type varies at least over some axes, as `varying_axes` returns them of another array.
 
-    Derivatives must be of the type of what they are derivatives of, and numbers that are made anew vary over none.
+    A derivative must have the type of what it is a derivative of, and new constants vary over no axis.
     """
-    more = tuple(sorted(axes - axes_of(x)))
-    if not more:
+    missing = tuple(sorted(axes - varying_axes(x)))
+    if not missing:
         return x
-    cast: Any = getattr(jax.lax, "pcast", None)
-    older: Any = getattr(jax.lax, "pvary", None)  # until JAX 0.8
-    return older(x, more) if cast is None else cast(x, more, to="varying")
+    pcast: Any = getattr(jax.lax, "pcast", None)
+    pvary: Any = getattr(jax.lax, "pvary", None)  # until JAX 0.8
+    return pvary(x, missing) if pcast is None else pcast(x, missing, to="varying")
 
 
-def axes_of(array: Any) -> frozenset[Any]:
-    """The axes of a mesh over which an array may differ inside of a `shard_map`, which are a part of its type."""
+def varying_axes(array: Any) -> frozenset[Any]:
+    """Return the axes of a mesh over which an array may differ inside a `shard_map`; they are part of its type."""
     typeof = getattr(jax, "typeof", None)
     aval = None if typeof is None else typeof(array)
     kind = getattr(aval, "mat", None)  # where it is since JAX 0.10
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
-def members() -> frozenset[Any]:
-    """The names of the axes, of a `shard_map`, `pmap` or `vmap`, of which the running function is one member."""
+def mapped_axes() -> frozenset[Any]:
+    """Return the names of the axes of `shard_map`, `pmap` or `vmap` that the running function is mapped over."""
     return frozenset(get_axis_env().axis_sizes)
 
 
-def _constrained(sharding: Sharding) -> bool:
-    """Whether there is anything to say of devices: not for one, nor inside of a `shard_map`, which sees one each."""
-    return len(sharding.device_set) > 1 and not members()
+def _is_constrained(sharding: Sharding) -> bool:
+    """Return True if a sharding can be constrained: not on one device, nor inside a `shard_map`."""
+    return len(sharding.device_set) > 1 and not mapped_axes()
 
 
-def _replaced(array: Array, index: tuple[Any, ...], values: Array, mode: str, **more: Any) -> Array:
+def _set(array: Array, index: tuple[Any, ...], values: Array, mode: str, **more: Any) -> Array:
     return array.at[index].set(values, mode=mode, unique_indices=True, **more)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _replaced_there(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding) -> Array:
-    return jax.lax.with_sharding_constraint(_replaced(array, index, values, mode), sharding)
+def _set_sharded(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding) -> Array:
+    return jax.lax.with_sharding_constraint(_set(array, index, values, mode), sharding)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _replaced_bits(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding | None) -> Array:
-    """Write numbers of half precision as integers, since the compiler may take the floats through float32.
+def _set_bits(array: Array, index: tuple[Any, ...], values: Array, mode: str, sharding: Sharding | None) -> Array:
+    """Write half-precision numbers as integers, since XLA may compute with the floats in float32.
 
-    There a signalling NaN becomes a quiet one, also in elements that nobody writes to.
+    That would turn signalling NaNs into quiet ones, also in elements that are not written.
     """
     bits = [jax.lax.bitcast_convert_type(each, jnp.int16) for each in (array, values)]
-    new = jax.lax.bitcast_convert_type(_replaced(bits[0], index, bits[1], mode), array.dtype)
+    new = jax.lax.bitcast_convert_type(_set(bits[0], index, bits[1], mode), array.dtype)
     return new if sharding is None else jax.lax.with_sharding_constraint(new, sharding)
 
 
 @cache
-def _several_devices() -> bool:
-    """Whether a program can be one for several devices at all."""
+def _has_several_devices() -> bool:
     return jax.device_count() > 1 or jax.device_count("cpu") > 1
 
 
 def read(array: Array, positions: np.ndarray) -> np.ndarray:
-    """Some elements, by flat positions, on the host.
+    """Return the elements at some flat positions as a NumPy array, each from a shard that has it.
 
-    Each comes from a shard that holds it. Where processes hold different shards all of them must ask at once, as they
-    do in any computation, and only what is asked for goes from one to another.
+    If processes have different shards, all of them must call this at once, as in any computation. Only the elements
+    are sent from one to another.
     """
     if not array.shape:
         return np.asarray(array).reshape(1)[np.zeros(len(positions), np.int64)]
     index = np.unravel_index(positions, array.shape)
-    if not _within_reach(array):
-        return np.asarray(jax.jit(picked, out_shardings=everywhere(array))(array, index))
-    found = np.empty(len(positions), array.dtype)
-    left = np.ones(len(positions), bool)
+    if not _is_local(array):
+        return np.asarray(jax.jit(take_at, out_shardings=replicated_sharding(array))(array, index))
+    values = np.empty(len(positions), array.dtype)
+    missing = np.ones(len(positions), bool)
     for shard in array.addressable_shards:
-        if not left.any():
+        if not missing.any():
             break
-        inside, local = left.copy(), []
+        inside, local = missing.copy(), []
         for along, part, size in zip(index, shard.index, array.shape, strict=True):
             start, stop, _ = part.indices(size)
             inside &= (along >= start) & (along < stop)
             local.append(along - start)
         chosen = np.flatnonzero(inside)
         if len(chosen):
-            found[chosen] = _held(shard.data, [along[chosen] for along in local])
-            left[chosen] = False
-    if left.any():
+            values[chosen] = _read_shard(shard.data, [along[chosen] for along in local])
+            missing[chosen] = False
+    if missing.any():
         raise FrameworkError(
             f"an array of shape {array.shape} is on devices of another process alone; put it on a mesh of all processes"
         )
-    return found
+    return values
 
 
-def everywhere(array: Array) -> NamedSharding | None:
-    """The sharding of what each device of an array has whole; None for an array on one device."""
+def replicated_sharding(array: Array) -> NamedSharding | None:
+    """Return a sharding that is replicated over the devices of an array; None for an array on one device."""
     sharding = array.sharding
     if len(sharding.device_set) == 1:
         return None
@@ -197,55 +198,55 @@ def everywhere(array: Array) -> NamedSharding | None:
     return NamedSharding(Mesh(np.array(_devices(array)), ("devices",)), PartitionSpec())
 
 
-def given_to_all(numbers: np.ndarray, like: Array) -> Array:
-    """Numbers of the host on every device that an array is on, each process giving them to its own."""
-    sharding = everywhere(like)
+def replicate(numbers: np.ndarray, like: Array) -> Array:
+    """Return numbers of the host on every device of an array; each process provides those of its own devices."""
+    sharding = replicated_sharding(like)
     if sharding is None:
         return jnp.asarray(numbers)
     numbers = numbers.astype(jax.dtypes.canonicalize_dtype(numbers.dtype), copy=False)
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
 
-def copied(row: Array, like: Array) -> Array:
-    """A copy of a row of numbers, on every device that an array is on."""
-    sharding = everywhere(like)
+def copy_replicated(row: Array, like: Array) -> Array:
+    """Return a copy of a row of numbers on every device of an array."""
+    sharding = replicated_sharding(like)
     if sharding is None or row.sharding.is_equivalent_to(sharding, row.ndim):
         return jnp.array(row)
-    return given_to_all(read(row, np.arange(row.size)), like)
+    return replicate(read(row, np.arange(row.size)), like)
 
 
-def first(spread: Array) -> bool:
-    """Whether this process is the first of those that hold an array."""
+def is_first_process(spread: Array) -> bool:
+    """Return True if this process is the first of those that have a part of an array."""
     return bool(jax.process_index() == min([device.process_index for device in _devices(spread)]))
 
 
-def gathered(spread: Array, row: np.ndarray) -> np.ndarray:
-    """A row of numbers for each device that an array is on, from its process; all of these must ask at once."""
+def gather_rows(spread: Array, row: np.ndarray) -> np.ndarray:
+    """Return one row for each device of an array, from its process; all of these must call this at once."""
     devices = _devices(spread)
     mesh = Mesh(np.array(devices), ("devices",))
     each, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("devices",), ()))
-    told = jax.make_array_from_callback((len(devices), len(row)), each, lambda _: row[None])
-    return np.asarray(jax.jit(jnp.asarray, out_shardings=whole)(told))
+    rows = jax.make_array_from_callback((len(devices), len(row)), each, lambda _: row[None])
+    return np.asarray(jax.jit(jnp.asarray, out_shardings=whole)(rows))
 
 
-def _within_reach(array: Array) -> bool:
-    """Whether each process holds all of an array, in one shard or several: known without asking, and to all alike."""
+def _is_local(array: Array) -> bool:
+    """Return True if every process has all of an array. All of them know it, without communication."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return True
-    held: dict[int, set[Any]] = {}
+    shards: dict[int, set[Any]] = {}
     indices: dict[Any, Any] = dict(array.sharding.devices_indices_map(array.shape))
     for device, index in indices.items():
         bounds = tuple([part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)])
-        held.setdefault(device.process_index, set()).add(bounds)
-    return len({frozenset(each) for each in held.values()}) == 1
+        shards.setdefault(device.process_index, set()).add(bounds)
+    return len({frozenset(each) for each in shards.values()}) == 1
 
 
 def _devices(array: Array) -> list[Any]:
-    """In the order in which programs count them."""
+    # In the order of their numbers in a program.
     return list(array.sharding.devices_indices_map(array.shape))
 
 
-def _held(data: Array, index: Sequence[np.ndarray]) -> np.ndarray:
-    """Elements of a shard: where it is in the memory of the host nothing is computed for them."""
+def _read_shard(data: Array, index: Sequence[np.ndarray]) -> np.ndarray:
+    """Return elements of a shard; one in the memory of the host is read without a computation."""
     here = all(device.platform == "cpu" for device in data.devices())
     return np.asarray(data)[tuple(index)] if here else np.asarray(data[tuple(index)])

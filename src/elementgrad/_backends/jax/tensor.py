@@ -28,12 +28,12 @@ context: Any = core.trace_ctx
 
 
 def snapshot() -> Callable[[], None]:
-    """Note the trace; the undo that is returned puts it back."""
+    """Return a function that restores the trace as it is now."""
     return partial(restore, context.trace, context.axis_env)
 
 
 def restore(trace: Any, axes: Any) -> None:
-    """Put back a trace and the axes that have names in it."""
+    """Restore a trace and its named axes."""
     if context.axis_env is not axes:
         context.set_axis_env(axes)
     if context.trace is not trace:
@@ -44,7 +44,7 @@ Array = jax.Array
 
 
 WIDE = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
-"""Where there is a float64."""
+"""A context manager that turns 64 bits on or off; older versions of JAX have it in `jax.experimental`."""
 
 
 class JaxEdit(EditBackend):
@@ -52,7 +52,7 @@ class JaxEdit(EditBackend):
 
     def accumulate(self, x: Array, selection: Selection, value: Any, multiply: bool) -> Array:
         index, flips = selection.native(_as_it_is)
-        value = _flipped(self._backend.cast(value, x), selection, flips)
+        value = _flip(self._backend.cast(value, x), selection, flips)
         return x.at[index].multiply(value) if multiply else x.at[index].add(value)
 
     def only(self, x: Array, selection: Selection) -> Array:
@@ -124,7 +124,7 @@ class JaxBackend(Backend):
 
     def put(self, x: Array, selection: Selection, value: Any) -> Array:
         index, flips = selection.basic or selection.native(_as_it_is)
-        return x.at[index].set(_flipped(self.cast(value, x), selection, flips), **_promises(selection))
+        return x.at[index].set(_flip(self.cast(value, x), selection, flips), **_promises(selection))
 
     def where(self, mask: Any, x: Array, y: Array) -> Array:
         return jnp.where(mask, x, y)
@@ -170,7 +170,7 @@ def _dtype_range(dtype: Any) -> DtypeRange | None:
 
 
 def _through(x: Array, keep: Callable[[Array], Array]) -> Array:
-    """x itself, at no cost, with its derivatives passed through a linear map."""
+    """Return x itself, with its derivatives passed through a linear map."""
 
     @jax.custom_jvp
     def same(x: Array) -> Array:
@@ -194,16 +194,15 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
 
 
 def _as_it_is(array: Any) -> Any:
-    """NumPy's index arrays stay NumPy's: under jit an array of JAX's own would be traced."""
-    return array
+    return array  # index arrays stay NumPy's: under jit an array of JAX would be traced
 
 
-def _flipped(value: Array, selection: Selection, flips: tuple[int, ...]) -> Array:
+def _flip(value: Array, selection: Selection, flips: tuple[int, ...]) -> Array:
     return jnp.flip(jnp.broadcast_to(value, selection.shape), flips) if flips else value
 
 
 def _promises(selection: Selection) -> dict[str, Any]:
-    """What JAX may take for granted: concrete indices were checked, traced ones are left to its own rules."""
+    """Return what JAX may assume: concrete indices were checked, traced ones are left to its own rules."""
     return {} if selection.traced else {"mode": "promise_in_bounds", "unique_indices": selection.unique}
 
 

@@ -1,37 +1,95 @@
-"""Every private name of TensorFlow and Keras that this backend relies on, so that an upgrade is one file."""
+"""Every private name of TensorFlow and Keras that this backend relies on, so that an upgrade is one file.
 
+Names of Keras are looked up when they are needed: it may not be imported yet, or may run on another backend.
+"""
+
+# ruff: noqa: I001 (grouped by what they are for)
 import sys
 from typing import Any
 
+import tensorflow as tf
+
+# Eager execution: the context with its seed and kernels, and the two ways in which an operation is executed.
 from tensorflow.python import pywrap_tfe as pywrap_tfe
-from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as ControlStatusCtx
-from tensorflow.python.autograph.core.ag_ctx import Status as Status
 from tensorflow.python.eager import context as context
 from tensorflow.python.eager import execute as execute
+from tensorflow.python.eager.context import Context as Context
+
+# Tapes: whether one records now, and the gradient functions that they call.
 from tensorflow.python.eager import record as record
 from tensorflow.python.eager.backprop import _gradient_function as _gradient_function
-from tensorflow.python.eager.context import Context as Context
+from tensorflow.python.eager.record import could_possibly_record as could_possibly_record
+from tensorflow.python.eager.record import should_record_backprop as should_record_backprop
+from tensorflow.python.framework import indexed_slices as indexed_slices
+
+# `tf.function` and AutoGraph: the user's Python function inside, to be run as Python with its arguments bound.
+from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as ControlStatusCtx
+from tensorflow.python.autograph.core.ag_ctx import Status as Status
 from tensorflow.python.eager.polymorphic_function.function_type_utils import (
     bind_function_inputs as bind_function_inputs,
 )
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as Function
 from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget as TfMethodTarget
-from tensorflow.python.eager.record import could_possibly_record as could_possibly_record
-from tensorflow.python.eager.record import should_record_backprop as should_record_backprop
+from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies as AutomaticControlDependencies
+
+# Operations as they run: callbacks on each, their definitions, and values that leave TensorFlow or enter it.
 from tensorflow.python.framework import constant_op as constant_op
-from tensorflow.python.framework import indexed_slices as indexed_slices
 from tensorflow.python.framework import op_callbacks as op_callbacks
 from tensorflow.python.framework import op_def_registry as op_def_registry
-from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies as AutomaticControlDependencies
+from tensorflow.python.ops import script_ops as script_ops
+
+# Tensors and variables: their types, whose methods are replaced to see writes, and the counter that numbers tensors.
 from tensorflow.python.framework.ops import _EagerTensorBase as _EagerTensorBase
 from tensorflow.python.framework.ops import uid as uid
-from tensorflow.python.ops import script_ops as script_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as BaseResourceVariable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
 
+TENSOR_TYPES = (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor)
+"""The types of tensors; the last is the base of symbolic tensors and others that are no `tf.Tensor`."""
+
+
+def convert_by_autograph(function: Any) -> Any:
+    """Return a function as AutoGraph would call it from here."""
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
+def function_options(function: Any) -> tuple[Any, ...]:
+    """Return the arguments of `tf.function`, in order, that make the same compiled function again."""
+    return (
+        function.python_function,
+        function.input_signature,
+        function._autograph,
+        function._jit_compile,
+        function._reduce_retracing,
+    )
+
+
+def global_seed() -> Any:
+    """Return the seed that `tf.random.set_seed` set, or None."""
+    return getattr(context.context(), "_seed", None)
+
+
+def variable_dtype(handle: Any) -> Any:
+    """Return the dtype of the variable that a resource handle refers to, or None if it is not known to be one."""
+    data: Any = getattr(handle, "_handle_data", None)
+    known = data is not None and data.is_set and len(data.shape_and_type) == 1
+    return tf.as_dtype(data.shape_and_type[0].dtype) if known else None
+
+
+def keras_backend() -> Any:
+    """Return the module of Keras from which its layers take `rnn`; Keras must be imported."""
+    return sys.modules["keras.src.backend"]
+
+
+def in_symbolic_scope() -> bool:
+    """Return True if Keras runs layers only to find out shapes."""
+    scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
+    return scopes is not None and bool(scopes.in_symbolic_scope())
+
 
 def in_stateless_scope() -> bool:
-    """Return whether Keras keeps updates of variables apart, as in `stateless_call`."""
+    """Return True if Keras keeps updates of variables apart, as in `stateless_call`."""
     from keras.src.backend.common.stateless_scope import in_stateless_scope as inside
 
     return bool(inside())
@@ -49,17 +107,6 @@ def base_convolution() -> type:
     from keras.src.layers.convolutional.base_conv import BaseConv
 
     return BaseConv
-
-
-def keras_backend() -> Any:
-    """Return the module of Keras from which its layers take `rnn`; Keras must be imported."""
-    return sys.modules["keras.src.backend"]
-
-
-def in_symbolic_scope() -> bool:
-    """Return True if Keras runs layers only to find out shapes."""
-    scopes = sys.modules.get("keras.src.backend.common.symbolic_scope")
-    return scopes is not None and bool(scopes.in_symbolic_scope())
 
 
 def is_tape_used_up(error: Exception) -> bool:

@@ -25,7 +25,7 @@ from elementgrad._backends.tensorflow._compat import (
     bind_function_inputs,
     could_possibly_record,
 )
-from elementgrad._backends.tensorflow.isolate import Seeds, seeds, silenced, undisturbed
+from elementgrad._backends.tensorflow.isolate import Seeds, isolated, seeds, without_log
 from elementgrad._cleanup import assign, enter, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import ElementgradError, OptionError
@@ -81,7 +81,7 @@ class TensorflowLinearization(Linearization):
             for x, held in zip(inputs, run.held, strict=True)
         ]
         drawn = seeds()
-        with undisturbed():
+        with isolated():
             for tape in tapes:
                 enter(tape)
                 tape.watch([x for x in sources if not isinstance(x, _ActivationTap)])
@@ -98,7 +98,7 @@ class TensorflowLinearization(Linearization):
 
     def gradient(self, output: int, seed: Tensor) -> "TensorflowLinearization":
         *outer, inner = self._tapes
-        with undisturbed():
+        with isolated():
             for tape in outer:
                 enter(tape)
             zero = tf.UnconnectedGradients.ZERO
@@ -130,7 +130,7 @@ class TensorflowLinearization(Linearization):
         if program is not None and program.pure:
             swept = self._stacked(program, seeds)
         else:
-            with undisturbed():  # a rule may run parts of the function again
+            with isolated():  # a rule may run parts of the function again
                 swept = self._swept(key, sweep, seeds)
         if self._create_graph or (tf.executing_eagerly() and not could_possibly_record()):
             return swept
@@ -189,7 +189,7 @@ class TensorflowLinearization(Linearization):
         try:
             if local or anew is None:
                 return find_pattern(here, None, y, x)
-            with undisturbed():
+            with isolated():
                 return find_pattern(at, x, y, x)
         except ElementgradError:
             raise
@@ -277,7 +277,7 @@ class _Program:
     @classmethod
     def quietly(cls, sweep: Sweep, shape: Any, dtype: Any, count: int | None) -> "_Program":
         """Trace without TensorFlow's reports: what cannot be traced runs in another way."""
-        with silenced():
+        with without_log():
             return cls(sweep, shape, dtype, count)
 
     def __call__(self, seeds: Tensor) -> list[Tensor | None]:

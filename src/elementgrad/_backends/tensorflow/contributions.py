@@ -11,7 +11,7 @@ from elementgrad._backends.autodiff import TensorFunction, Use
 from elementgrad._backends.source_location import is_user_code, location_text, normal_path
 from elementgrad._backends.tensorflow._compat import AutomaticControlDependencies
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization, again, unstaged
-from elementgrad._backends.tensorflow.isolate import undisturbed
+from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -55,7 +55,7 @@ class _Changed:
 def of(run: TensorFunction, inputs: Sequence[Tensor], input: int) -> tuple[TensorflowLinearization, list[Use]]:
     """Evaluate a function as one of the uses that it makes of one of its inputs."""
     trace = _Trace(run, inputs, input)
-    with undisturbed():
+    with isolated():
         wrapped = tf.compat.v1.wrap_function(trace, [])
     changes = [tf.zeros(change.shape, change.dtype) for change in trace.changes]
     program = wrapped.prune(trace.changes, trace.outputs)

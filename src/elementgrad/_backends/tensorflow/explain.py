@@ -29,7 +29,7 @@ from elementgrad._backends.tensorflow.explain_rules import (
     out_of_range,
     zeros_like,
 )
-from elementgrad._backends.tensorflow.isolate import silenced, undisturbed
+from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import Leaf, TapeRequest, TensorflowOpRecorder, is_user_file
 from elementgrad._cleanup import assign, enter, scope
@@ -106,7 +106,7 @@ class TensorflowTrace(Trace):
             self._source_id = recorder.new_id(getattr(self.source, "handle", self.source))
             return self.source
 
-        with undisturbed():
+        with isolated():
             enter(self._tape)
             source: Any = start if self._argument is None else start(self._argument)
             with stage, recorder.record_thread():
@@ -177,7 +177,7 @@ class TensorflowTrace(Trace):
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         if self._tape is None:
             return None
-        with undisturbed():
+        with isolated():
             seed = _values_at(self.target, of, weights)
             gradient = self._tape.gradient(self.target, self.source, output_gradients=seed)
         return None if gradient is None else tf.convert_to_tensor(gradient)
@@ -192,7 +192,7 @@ class TensorflowTrace(Trace):
         seed = _values_at(self.source, wrt, uneven_weights(len(wrt)))
         tangents = dict.fromkeys([self._source_id, *self._later_ids], seed)
         try:
-            with undisturbed(), silenced():
+            with isolated(), without_log():
                 sizes = push_tangents(self._ops, self.graph.connected, tangents)
         except (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError):
             return None  # a gradient function has no derivative of its own
@@ -203,12 +203,12 @@ class TensorflowTrace(Trace):
         self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
     ) -> Sequence[CotangentSizes | None] | None:
         cotangents = {self._target_id: _values_at(self.target, of, weights)}
-        with undisturbed(), silenced():
+        with isolated(), without_log():
             return pull_cotangents(self._ops, self.graph.connected, cotangents, (self._source_id, wrt))
 
     def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
         cotangents = {self._target_id: _values_at(self.target, of, weights)}
-        with undisturbed(), silenced():
+        with isolated(), without_log():
             pull_cotangents(self._ops, self.graph.connected, cotangents)
             masks = dict.fromkeys([self._source_id, *self._later_ids], _mask_at(self.source, wrt))
             spread_masks(self._ops, masks)
@@ -226,7 +226,7 @@ class TensorflowExplain(ExplainBackend):
         return TensorflowTrace(run, source, probe)
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        with undisturbed():
+        with isolated():
             return run(*tensors)
 
     def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
@@ -388,7 +388,7 @@ def op_graph(
 ) -> OpGraph:
     """Connect the values that lead from the source, or from its `aliases`, and note why the others do not."""
     connected = {source, *aliases}
-    with silenced():
+    with without_log():
         graph_ops = [_graph_op(index, op, connected, gap_cause) for index, op in enumerate(ops)]
     reading = [(op, record) for op, record in zip(graph_ops, ops, strict=True) if not connected.isdisjoint(op.inputs)]
     custom = [op for op, _ in reading if op.custom_gradient and not connected.isdisjoint(op.outputs)]

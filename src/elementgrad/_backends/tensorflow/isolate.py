@@ -1,6 +1,6 @@
-"""The global seed of TensorFlow: every verb, and every run of a function in it, leaves it as it was.
+"""Runs the user's function without leaving a trace: variables, losses of layers and the global seed are restored.
 
-Running the user's function without leaving a trace: whatever it writes to variables is written back.
+While a function is isolated, the methods of variables that write are replaced by ones that first save the value.
 """
 
 import os
@@ -15,22 +15,29 @@ from typing import Any
 import tensorflow as tf
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.tensorflow._compat import BaseResourceVariable, Context, ResourceVariable, context
+from elementgrad._backends.tensorflow._compat import (
+    BaseResourceVariable,
+    Context,
+    ResourceVariable,
+    context,
+    global_seed,
+    variable_dtype,
+)
 from elementgrad._cleanup import assign, defer, push, scope
 
 
 def snapshot() -> Callable[[], None]:
-    """Note the seed; the undo that is returned puts it back."""
-    return partial(restore, getattr(context.context(), "_seed", None))
+    """Return a function that restores the global seed as it is now."""
+    return partial(_restore_seed, global_seed())
 
 
-def restore(seed: Any) -> None:
-    """Put the seed back, and not by `tf.random.set_seed`, which would begin its sequence anew."""
+def _restore_seed(seed: Any) -> None:
+    # Not by `tf.random.set_seed`, which would restart its sequence.
     context.context()._seed = seed
 
 
 WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
-"""How the methods of a variable that change it begin."""
+"""The start of the names of a variable's methods that write to it."""
 LOSSES = ("add_loss", "_clear_losses")
 """The methods of a Keras layer that change the losses of its last call."""
 Seeds = tuple[int, Any, Any]
@@ -64,7 +71,7 @@ class _SavedVariables:
             layer._loss_ids.update(ids)
 
     def _outside(self) -> Any:
-        """Where the caller stands: the function may itself have gone on into another graph."""
+        """Return the context of the caller's graph; the function itself may have entered another one."""
         return self.graph.as_default() if self.graph is not None else tf.init_scope()
 
 
@@ -76,49 +83,49 @@ _local = _IsolationState()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Afterwards variables hold what they held before, and operations draw the seeds that they would have drawn."""
+def isolated() -> Iterator[None]:
+    """Restore variables afterwards, and let operations draw the seeds that they would have drawn."""
     with scope():
         saved = _SavedVariables()
         defer(snapshot())
         defer(saved.restore)
-        _watched.enter()
+        _writes.enter()
         push(_local, "saved", saved)
         yield
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
-    """Without what TensorFlow logs: of what is only tried the user need not hear."""
+def without_log() -> Iterator[None]:
+    """Turn off TensorFlow's log for what is only tried."""
     with scope():
         assign(tf.get_logger(), "disabled", True)
         yield
 
 
 def seeds() -> Seeds | None:
-    """What operations draw their seeds from, where somebody has set one; nobody can draw the others again."""
-    seed = getattr(context.context(), "_seed", None)
+    """Return what operations draw their seeds from, if the user set a global seed; others cannot be drawn again."""
+    seed = global_seed()
     return None if seed is None else (os.getpid(), seed, context.context()._rng.getstate())
 
 
 @contextmanager
-def seeded(drawn: Seeds | None) -> Iterator[None]:
-    """Draw seeds as another process did."""
-    if drawn is None:
+def with_seeds(seeds: Seeds | None) -> Iterator[None]:
+    """Draw seeds inside as another process did."""
+    if seeds is None:
         yield
         return
-    here, (process, seed, state) = context.context(), drawn
+    here, (process, seed, state) = context.context(), seeds
     with scope():
         assign(here, "_seed", seed)
         assign(here, "_rng", random.Random())
         here._rng.setstate(state)
         if process != os.getpid():
-            here.clear_kernel_cache()  # those that have drawn before would go on from there
+            here.clear_kernel_cache()  # cached kernels would go on from the seeds that they have drawn
         yield
 
 
-def _apart(seeds: random.Random) -> random.Random:
-    """Other seeds that follow from these: an operation that got one of theirs would draw on from where we left it."""
+def _derived_seeds(seeds: random.Random) -> random.Random:
+    """Return another sequence of seeds: the user's operations must not share seeds with those of an isolated run."""
     ahead = random.Random()
     ahead.setstate(seeds.getstate())
     return random.Random(ahead.getrandbits(64) ^ 0x5EED)
@@ -136,20 +143,20 @@ def _install(replace: Replace) -> None:
         _wrap(replace, layer, name, lambda layer, *_, **__: _save_losses(layer))
     seeds = getattr(context.context(), "_rng", None)
     if seeds is not None:
-        replace(context.context(), "_rng", _apart(seeds))
+        replace(context.context(), "_rng", _derived_seeds(seeds))
 
 
 def _wrap(replace: Replace, owner: Any, name: str, before: Callable[..., None]) -> None:
     original = getattr(owner, name)
 
-    def watched(*arguments: Any, **options: Any) -> Any:
-        before(*arguments, **options)
-        return original(*arguments, **options)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    replace(owner, name, watched)
+    replace(owner, name, wrapper)
 
 
-_watched = AttributePatch(_install)
+_writes = AttributePatch(_install)
 
 
 def _save(handle: Any, dtype: Any) -> None:
@@ -163,9 +170,9 @@ def _save_losses(layer: Any) -> None:
 
 
 def _save_inputs(_: Any, name: Any, inputs: Any, *__: Any, **___: Any) -> None:
-    """A compiled function may write to any of the variables that it is given."""
+    # A compiled function may write to any of the variables that it takes.
     for handle in inputs if _local.saved else ():
         if handle.dtype == tf.resource:
-            data = getattr(handle, "_handle_data", None)
-            if data is not None and data.is_set and len(data.shape_and_type) == 1:
-                _save(handle, tf.as_dtype(data.shape_and_type[0].dtype))
+            dtype = variable_dtype(handle)
+            if dtype is not None:
+                _save(handle, dtype)

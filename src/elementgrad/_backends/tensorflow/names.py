@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
-from elementgrad._backends.tensorflow._compat import in_symbolic_scope, keras_backend
+from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_symbolic_scope, keras_backend
 from elementgrad._backends.tensorflow.autodiff import inside, unstaged, written
 from elementgrad._cleanup import assign, defer, enter, push, scope
 from elementgrad._names import pytree
@@ -45,10 +45,7 @@ class TensorflowNames(NamesBackend):
         return original.call if layer_of(function) is original else original
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if tf.executing_eagerly():
-            return function
-        autograph = tf.__internal__.autograph
-        return autograph.tf_convert(function, autograph.control_status_ctx())
+        return function if tf.executing_eagerly() else convert_by_autograph(function)
 
     def unwrap_parameter(self, x: Tensor) -> Tensor:
         value = getattr(x, "_value", None)
@@ -288,7 +285,7 @@ _methods = AttributePatch(_install_method)
 
 
 class _UnboundMethod:
-    """Replaces a callable that does not take the layer, such as a static method, and knows on which layer it is called."""
+    """Replaces a callable that does not take the layer, such as a static method, and passes the layer on."""
 
     def __init__(self, original: Any, call: Callable[..., Result]):
         self._original = original

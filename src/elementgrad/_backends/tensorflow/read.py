@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.tensorflow import contributions
-from elementgrad._backends.tensorflow._compat import op_def_registry
+from elementgrad._backends.tensorflow._compat import function_options, op_def_registry
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
-from elementgrad._backends.tensorflow.isolate import seeded, silenced
+from elementgrad._backends.tensorflow.isolate import with_seeds, without_log
 from elementgrad._backends.tensorflow.record import TensorflowRecorder
 from elementgrad._read.backend import Layout, Read, ReadBackend
 from elementgrad._read.recorder import Recorder
@@ -77,20 +77,16 @@ class TensorflowRead(ReadBackend):
         return linear.seeds if isinstance(linear, TensorflowLinearization) else None
 
     def restore_ambient_state(self, state: Any) -> AbstractContextManager[Any]:
-        return seeded(state)
+        return with_seeds(state)
 
     def reducers(self) -> Mapping[type, Callable[[Any], tuple[Any, ...]]]:
-        def compiled(f: Any) -> tuple[Any, ...]:
-            options = f.input_signature, f._autograph, f._jit_compile, f._reduce_retracing
-            return tf.function, (f.python_function, *options)
-
-        return {type(tf.function(lambda: None)): compiled}
+        return {type(tf.function(lambda: None)): lambda compiled: (tf.function, function_options(compiled))}
 
 
 def _graph(read: Read, x: Tensor) -> Read | None:
     """Trace a read into a graph; None if it cannot be, or would draw random numbers or write to variables."""
     try:
-        with silenced():
+        with without_log():
             function = tf.function(read, [tf.TensorSpec(x.shape, x.dtype)], autograph=False).get_concrete_function()
     except Exception:  # it runs as it stands
         return None

@@ -17,6 +17,7 @@ from elementgrad import _cleanup
 from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.tensorflow import isolate
+from elementgrad._backends.tensorflow._compat import TENSOR_TYPES
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
 from elementgrad._backends.tensorflow.names import TensorflowNames
 from elementgrad._edit.backend import EditBackend
@@ -26,63 +27,61 @@ from elementgrad.errors import TracedError
 
 Tensor = Any
 INT32 = 2**31
-"""Up to so many positions are int32: TensorFlow vectorises (pfor) a scatter only with those."""
+"""Positions are int32 up to here: TensorFlow vectorizes (pfor) a scatter only with those."""
 
 
 class RowIndexing:
-    """The selected elements as rows: trailing axes that are named whole stay blocks instead of becoming indices.
+    """The selected elements as rows of a reshaped tensor. Trailing axes that are named whole stay together as blocks.
 
-    Indices are a list of one list (axes 1, k, 1): with two axes a gradient is IndexedSlices, for which TensorFlow's
+    The indices have the shape (1, k, 1): with two axes the gradient would be IndexedSlices, for which TensorFlow's
     forward mode has no tangent.
     """
 
     def __init__(self, x: Tensor, selection: Selection):
         self.x = x
-        self.nothing = not selection.traced and selection.size == 0  # TensorFlow gathers nothing from nothing
+        self.is_empty = not selection.traced and selection.size == 0  # `gather_nd` fails on an empty tensor
         if selection.traced:
             positions = flat_positions(x, selection)
             self.shape, self.rows = tf.shape(positions), tf.reshape(x, [-1])
             self.indices = tf.reshape(positions, [1, -1, 1])
-            self.listed = tf.shape(self.indices)[:2]
+            self.rows_shape = tf.shape(self.indices)[:2]
         else:
             positions, block = selection.rows()
             count = math.prod(selection.of[: len(selection.of) - len(block)])
             self.shape, self.rows = selection.shape, _reshape(x, (count, *block))
             self.indices = tf.constant(positions.reshape(1, -1, 1), tf.int32 if count < INT32 else tf.int64)
-            self.listed = (1, positions.size, *block)
+            self.rows_shape = (1, positions.size, *block)
 
     def take(self) -> Tensor:
-        """The rows."""
-        if self.nothing:
+        if self.is_empty:
             return tf.reshape(tf.reshape(self.x, [-1])[:0], self.shape)
         return tf.reshape(tf.gather_nd(self.rows, self.indices), self.shape)
 
     def put(self, value: Tensor) -> Tensor:
-        """The tensor with its rows replaced."""
         return self._scatter(tf.tensor_scatter_nd_update, value)
 
     def add(self, value: Tensor) -> Tensor:
-        """The tensor with values added to its rows; repeated ones accumulate."""
+        """Return the tensor with values added to its rows; repeated ones accumulate."""
         return self._scatter(tf.tensor_scatter_nd_add, value)
 
     def multiply(self, value: Tensor) -> Tensor:
-        """The tensor with its rows multiplied; the factors of repeated ones are multiplied together first."""
+        """Return the tensor with its rows multiplied; the factors of repeated ones are multiplied first."""
         distinct, group = tf.unique(tf.reshape(self.indices, [-1]))
         factors = tf.reshape(tf.broadcast_to(value, self.shape), [-1])
         factors = tf.math.unsorted_segment_prod(factors, group, tf.size(distinct))
         self.indices, self.shape = tf.reshape(distinct, [1, -1, 1]), tf.shape(distinct)
-        self.listed = tf.shape(self.indices)[:2]
+        self.rows_shape = tf.shape(self.indices)[:2]
         return self.put(self.take() * factors)
 
     def _scatter(self, scatter: Any, value: Tensor) -> Tensor:
-        if self.nothing:
+        if self.is_empty:
             return tf.identity(self.x)
-        value = tf.reshape(_broadcast(value, self.shape), self.listed)
+        value = tf.reshape(_broadcast(value, self.shape), self.rows_shape)
         return _reshape(scatter(self.rows, self.indices, value), self.x)
 
 
 def _reshape(x: Tensor, like: Any) -> Tensor:
-    """x in a shape, or in that of a tensor. Eager operations are slow, so one that would do nothing is left out."""
+    """Return x in a shape, or in that of a tensor. Eager operations are slow: one without effect is left out."""
     shape = tf.TensorShape(like) if isinstance(like, tuple) else like.shape
     if shape.is_fully_defined():
         return x if x.shape == shape else tf.reshape(x, shape)
@@ -94,10 +93,10 @@ def _broadcast(value: Tensor, shape: Any) -> Tensor:
 
 
 def flat_positions(x: Tensor, selection: Selection) -> Tensor:
-    """Positions in the flattened x of elements whose indices, or the sizes they count in, are known only at run time.
+    """Return flat positions in x of elements whose indices, or the sizes of whose axes, are known only at run time.
 
-    An index out of range, or beyond int32, becomes -1, which TensorFlow refuses where it can; it never becomes another
-    element's position.
+    An index out of range, or beyond int32, becomes -1, for which TensorFlow raises an error where it can; it never
+    becomes the position of another element.
     """
     sizes = tf.unstack(tf.shape(x, out_type=tf.int64))
     lines = [_line(part, size) for part, size in zip(selection.parts, sizes, strict=True)]
@@ -112,7 +111,7 @@ def flat_positions(x: Tensor, selection: Selection) -> Tensor:
 
 
 def _line(part: Any, size: Tensor) -> Tensor:
-    """A range along one axis, with the bounds of a slice clamped to a size known only at run time."""
+    """Return a range along one axis, with the bounds of a slice clamped to a size known only at run time."""
     if isinstance(part, range):
         return tf.range(part.start, part.stop, part.step, dtype=tf.int64)
     if not isinstance(part, Span):
@@ -120,10 +119,10 @@ def _line(part: Any, size: Tensor) -> Tensor:
     step = 1 if part.step is None else part.step
     low, high = (0, size) if step > 0 else (-1, size - 1)
 
-    def bound(given: int | None, default: Any) -> Tensor:
-        if given is None:
+    def bound(value: int | None, default: Any) -> Tensor:
+        if value is None:
             return tf.cast(default, tf.int64)
-        return tf.clip_by_value(given + size if given < 0 else tf.constant(given, tf.int64), low, high)
+        return tf.clip_by_value(value + size if value < 0 else tf.constant(value, tf.int64), low, high)
 
     start, stop = bound(part.start, low if step > 0 else high), bound(part.stop, high if step > 0 else low)
     return tf.range(start, tf.maximum(start, stop) if step > 0 else tf.minimum(start, stop), step)
@@ -179,7 +178,7 @@ class TensorflowBackend(Backend):
         super().__init__(TensorflowEdit(self), TensorflowNames())
 
     def owns(self, kind: type) -> bool:
-        return issubclass(kind, (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor))
+        return issubclass(kind, TENSOR_TYPES)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         if x.shape.rank is None:
@@ -234,7 +233,7 @@ class TensorflowBackend(Backend):
         return tf.broadcast_to(x, shape)
 
     def isolated(self, function: Callable[..., Any]) -> AbstractContextManager[None]:
-        return isolate.undisturbed()
+        return isolate.isolated()
 
     def linearize(self, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool, order: int) -> Linearization:
         return TensorflowLinearization.of(run, inputs, create_graph, order)
@@ -263,8 +262,8 @@ def _dtype_range(dtype: tf.DType) -> DtypeRange | None:
 
 
 def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
-    """x itself, at no cost, with its derivatives passed through a linear map that is its own transpose."""
-    # The value is cut off first: forward mode would follow it beside the rule.
+    """Return x itself, with its derivatives passed through a linear map that is its own transpose."""
+    # The value is cut off first, as forward mode would follow it beside the rule.
     return tf.custom_gradient(lambda x: (tf.stop_gradient(x), keep))(tf.convert_to_tensor(x))
 
 
@@ -274,7 +273,7 @@ def _straight_through(value: Tensor, surrogate: Tensor) -> Any:
 
 
 def _strided_update_works(selection: Selection) -> bool:
-    """XLA, which may compile any graph later, updates only unit steps."""
+    # XLA, which may compile any graph later, updates only unit steps.
     return tf.executing_eagerly() or all(
         abs(forward(part).step) == 1 for part in selection.parts if isinstance(part, range)
     )

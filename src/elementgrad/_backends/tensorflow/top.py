@@ -14,7 +14,7 @@ import tensorflow as tf
 from elementgrad._backends import topk
 from elementgrad._backends.tensorflow._compat import context, op_callbacks, should_record_backprop
 from elementgrad._backends.tensorflow.autodiff import unstaged
-from elementgrad._backends.tensorflow.isolate import undisturbed
+from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.topk import group_by_size
 from elementgrad._cleanup import defer, enter, scope
@@ -102,7 +102,7 @@ def slopes(
     before: list[float] = []
     reached: set[int] = set()
     for number, group in enumerate(groups):
-        with undisturbed(), unstaged(), _LentVariables(model) as lent:
+        with isolated(), unstaged(), _LentVariables(model) as lent:
             first = lent.taped(group if number else parameters)
             with first, lent.turns:
                 found = losses()

@@ -1,1 +1,7 @@
-"""The PyTorch backend."""
+"""The PyTorch backend.
+
+A function is evaluated once, eagerly and isolated, and its autograd graph is kept for all reverse sweeps; a stack of
+seeds runs as one sweep under vmap. Forward sweeps are the transposes of reverse ones where these can be differentiated,
+and else evaluations with dual tensors. Named values are captured by hooks on modules, and parameters are replaced in
+the modules that hold them. Explanations and recordings watch the code run through function and dispatch modes.
+"""

@@ -1,30 +1,46 @@
 """Every private name of PyTorch that this backend relies on, so that an upgrade is one file."""
 
+# ruff: noqa: I001 (grouped by what they are for)
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
-from torch._C import _storage_Use_Count as _storage_Use_Count
+import torch.utils._device
+import torch.utils._python_dispatch
+from torch.autograd import forward_ad
+
+# The compiler. Its own modules are not imported here: that takes as long as importing PyTorch.
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._C._dynamo.guards import (
     set_is_in_mode_without_ignore_compile_internals as set_is_in_mode_without_ignore_compile_internals,
 )
+
+# vmap without its wrappers, to run one sweep for a stack of seeds: `torch.func.vmap` takes longer than a small sweep.
 from torch._C._functorch import _add_batch_dim as _add_batch_dim
 from torch._C._functorch import _remove_batch_dim as _remove_batch_dim
 from torch._C._functorch import _vmap_decrement_nesting as _vmap_decrement_nesting
 from torch._C._functorch import _vmap_increment_nesting as _vmap_increment_nesting
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
+
+# Sweeps through a graph: the engine without the checks of `torch.autograd.grad`, and who else uses a memory.
+from torch._C import _storage_Use_Count as _storage_Use_Count
 from torch.autograd.function import _SingleLevelFunction as _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward as _engine_run_backward
+
+# The tables of global hooks: an entry of its own is put in and taken out without a handle, which an interrupt could
+# lose, and in a tenth of the time.
 from torch.nn.modules.module import _global_forward_hooks as _global_forward_hooks
 from torch.nn.modules.module import _global_forward_hooks_always_called as _global_forward_hooks_always_called
 from torch.nn.modules.module import _global_forward_pre_hooks as _global_forward_pre_hooks
 from torch.nn.modules.module import _global_module_registration_hooks as _global_module_registration_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks as _global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_optimizer_pre_hooks
+
+# Modes that see every operation, and the pytrees that operations take. Documented, but in private modules.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
@@ -55,3 +71,48 @@ def decomposition_table() -> Any:
 def derivative_is_missing(error: Exception) -> bool:
     """Return True for the error about an op without a reverse or forward rule."""
     return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
+
+
+# The modes and switches of a thread, one by one and in C, so that no interrupt leaves some of them changed.
+from torch._C import _enter_dual_level as _enter_dual_level
+from torch._C import _exit_dual_level as _exit_dual_level
+from torch._C import _get_dispatch_stack_at as _get_dispatch_stack_at
+from torch._C import _get_function_stack_at as _get_function_stack_at
+from torch._C import _InferenceMode as _InferenceMode
+from torch._C import _is_any_autocast_enabled as _is_any_autocast_enabled
+from torch._C import _len_torch_dispatch_stack as _len_torch_dispatch_stack
+from torch._C import _len_torch_function_stack as _len_torch_function_stack
+from torch._C import _pop_torch_dispatch_stack as _pop_torch_dispatch_stack
+from torch._C import _pop_torch_function_stack as _pop_torch_function_stack
+from torch._C import _push_on_torch_dispatch_stack as _push_on_torch_dispatch_stack
+from torch._C import _push_on_torch_function_stack as _push_on_torch_function_stack
+from torch._C import _set_grad_enabled as _set_grad_enabled
+from torch.nn.attention import _cur_sdpa_kernel_backends as _cur_sdpa_kernel_backends
+from torch.nn.attention import _sdpa_kernel as _sdpa_kernel
+
+functorch: Any = torch._C._functorch
+"""Counts and leaves the transforms (`grad`, `vmap`, `jvp`) that a thread is in."""
+autograd: Any = torch._C._autograd
+"""Reads and leaves `saved_tensors_hooks`."""
+default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
+"""Has the mode that `torch.set_default_device` entered in this thread as `device_context`."""
+device_module: Any = torch.utils._device
+"""Has the default device as `CURRENT_DEVICE`."""
+dispatch_flags: dict[str, Any] = vars(torch.utils._python_dispatch)
+"""Has the flags by which PyTorch knows that a dispatch mode is on."""
+is_functional_tensor = torch._is_functional_tensor
+"""Tells the wrappers of functionalization, whose storage does not have their values."""
+
+
+def dual_level() -> int:
+    """Return the level of forward differentiation that PyTorch counts in Python, -1 for none."""
+    return forward_ad._current_level
+
+
+def set_dual_level(level: int) -> None:
+    forward_ad._current_level = level
+
+
+def eval_frame_module() -> Any:
+    """Return the module of the compiler that has its stance and its backends, or None if it is not imported."""
+    return sys.modules.get("torch._dynamo.eval_frame")

@@ -1,15 +1,11 @@
-"""The modes of PyTorch in a thread: every verb, and every run of a function in it, leaves them as they were.
+"""Runs the user's function without leaving a trace: modes, buffers, random states and compiled code.
 
-Modes are entered by `with` statements, of which an interrupt can skip the end, or set until they are set again, as by
-`torch.set_grad_enabled(False)` in the user's function. What is set for the whole process is left alone, since other
-threads may set it meanwhile.
+Modes of a thread are entered by `with` statements, of which an interrupt can skip the end, or set until they are set
+again, as by `torch.set_grad_enabled(False)` in the user's function. `ambient_state` reads them all, and
+`restore_ambient_state` restores them. What is set for the whole process is left alone, as other threads may set it.
 
-
-Modules that the user's function calls work on copies of their buffers, so that what they write to them is lost.
-
-Running the user's function without leaving a trace: modes, buffers, random numbers and compiled code.
-
-A function that freezes its own parameters, while computed tensors stand for them.
+Modules that the function calls work on copies of their buffers (`BufferCopies`), so that what they write to them is
+lost. `isolated` puts all of this together.
 """
 
 import sys
@@ -21,50 +17,38 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.attention as attention_kernels
-import torch.utils._device
-import torch.utils._python_dispatch
-from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.torch._compat import (
-    _global_forward_hooks,
-    _global_forward_hooks_always_called,
-    _global_forward_pre_hooks,
-    set_is_in_mode_without_ignore_compile_internals,
-)
+from elementgrad._backends.torch import _compat
 from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
 
-functorch: Any = torch._C._functorch
-autograd: Any = torch._C._autograd
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to read a switch, and how to set it."""
+"""A function that reads a switch, and one that sets it."""
 Modes = tuple[Any, ...]
-_guards: list[Any] = []  # of inference mode, which ends with the object that set it
-_dispatch: dict[str, Any] = vars(torch.utils._python_dispatch)
+_guards: list[Any] = []  # inference mode ends when the object that set it is freed
 FLAGS = {
     "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
     "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
     "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
 }
-"""By these PyTorch knows whether a mode that sees operations is on, and where each such mode notes what they were."""
+"""The flags that say whether a dispatch mode is on, by the attribute in which each such mode saves them."""
 LEFT = "_elementgrad_left"
-"""Marks a mode of ours that was left: PyTorch takes modes off for a moment, and may put one back later than that."""
+"""Marks a mode of ours that was left. PyTorch takes modes off for a moment, and may put it back after that."""
 
 
 def _device_context() -> Any:
-    """Return the mode that `torch.set_default_device` entered, and None where it entered none."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return getattr(_compat.default_device, "device_context", None)
 
 
 def _set_device_context(context: Any) -> None:
-    """Make a mode that of the default device; whether it is on is a matter of the modes.
+    """Set the mode of the default device; whether it is on is restored with the other modes.
 
     Not by `torch.set_default_device`, which takes all modes off and puts them on again, one after the other.
     """
     call_atomically(
-        partial(setattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", context),
-        partial(setattr, torch.utils._device, "CURRENT_DEVICE", None if context is None else context.device),
+        partial(setattr, _compat.default_device, "device_context", context),
+        partial(setattr, _compat.device_module, "CURRENT_DEVICE", None if context is None else context.device),
     )
 
 
@@ -79,19 +63,19 @@ _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_dec
 
 
 def _autocast_nesting() -> int:
-    """Return in how many blocks of autocast the thread is, of which the last to be left forgets the copies made."""
+    """Return the number of open autocast blocks; leaving the last one clears the cache of casts."""
     return call_atomically(*_NESTING)[1]
 
 
-def _set_autocast_nesting(number: int) -> None:
-    missing = number - _autocast_nesting()
+def _set_autocast_nesting(depth: int) -> None:
+    missing = depth - _autocast_nesting()
     call_atomically(*[_NESTING[missing < 0]] * abs(missing))
-    if number == 0:
+    if depth == 0:
         torch.clear_autocast_cache()
 
 
 SWITCHES: list[Switch] = [
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_grad_enabled, _compat._set_grad_enabled),
     (_device_context, _set_device_context),
     *_autocast("cpu"),
     *_autocast("cuda"),
@@ -100,7 +84,7 @@ SWITCHES: list[Switch] = [
 
 
 class Stack(NamedTuple):
-    """The modes of one kind that are on in a thread, the first to be entered first."""
+    """The modes of one kind that are on in a thread, the outermost first."""
 
     length: Callable[[], int]
     at: Callable[[int], Any]
@@ -108,9 +92,8 @@ class Stack(NamedTuple):
     push: Callable[[Any], None]
 
     def modes(self) -> Modes:
-        """Return the modes."""
         count = self.length()
-        return tuple([self.at(number) for number in range(count)]) if count else ()
+        return tuple([self.at(index) for index in range(count)]) if count else ()
 
     def change(self, before: Modes, after: Sequence[Any]) -> "list[partial[Any]]":
         """Return the steps from some modes to others."""
@@ -121,21 +104,21 @@ class Stack(NamedTuple):
 
 
 FUNCTIONS = Stack(
-    torch._C._len_torch_function_stack,
-    torch._C._get_function_stack_at,
-    torch._C._pop_torch_function_stack,
-    torch._C._push_on_torch_function_stack,
+    _compat._len_torch_function_stack,
+    _compat._get_function_stack_at,
+    _compat._pop_torch_function_stack,
+    _compat._push_on_torch_function_stack,
 )
 OPERATIONS = Stack(
-    torch._C._len_torch_dispatch_stack,
-    torch._C._get_dispatch_stack_at,
-    partial(torch._C._pop_torch_dispatch_stack, None),
-    torch._C._push_on_torch_dispatch_stack,
+    _compat._len_torch_dispatch_stack,
+    _compat._get_dispatch_stack_at,
+    partial(_compat._pop_torch_dispatch_stack, None),
+    _compat._push_on_torch_dispatch_stack,
 )
 
 
 class AmbientState(NamedTuple):
-    """What code of PyTorch's runs under: the modes of each kind, or how many there are, and how switches are set."""
+    """The modes and switches of a thread."""
 
     inference: bool
     function_modes: Modes
@@ -153,18 +136,18 @@ def ambient_state() -> AmbientState:
         torch.is_inference_mode_enabled(),
         FUNCTIONS.modes(),
         OPERATIONS.modes(),
-        functorch.get_dynamic_layer_stack_depth(),
-        forward_ad._current_level,
-        autograd._top_saved_tensors_default_hooks(False),
-        autograd._saved_tensors_hooks_get_disabled_error_message(),
+        _compat.functorch.get_dynamic_layer_stack_depth(),
+        _compat.dual_level(),
+        _compat.autograd._top_saved_tensors_default_hooks(False),
+        _compat.autograd._saved_tensors_hooks_get_disabled_error_message(),
         [read() for read, _ in SWITCHES],
     )
 
 
 def enter_mode(mode: Any) -> None:
-    """Enter a mode that sees functions or operations, until the innermost open scope is left.
+    """Enter a function or dispatch mode until the innermost open scope is left.
 
-    It is then left wherever it is by that time, since its scope may be left late, after others were entered. A `with`
+    It is removed from wherever it is in the stack by then, as modes that were entered later may still be on. A `with`
     on the mode itself would hide an interrupt behind an error: PyTorch takes modes off for a moment, an interrupt in
     that moment loses the mode, and its `__exit__` finds nothing to leave.
     """
@@ -174,7 +157,7 @@ def enter_mode(mode: Any) -> None:
 
 
 class in_mode(scope):  # noqa: N801
-    """Be in such a mode in a block of code."""
+    """A `with` block in a function or dispatch mode."""
 
     __slots__ = ("_mode",)
 
@@ -187,40 +170,43 @@ class in_mode(scope):  # noqa: N801
 
 
 def _leave_mode(mode: Any, before: list[bool]) -> None:
-    """Leave a mode, by none of PyTorch's `__exit__`: that cannot run again after an interrupt in the middle of it."""
+    """Leave a mode. Not by its `__exit__`, which cannot run again after an interrupt in the middle of it."""
     if hasattr(mode, LEFT):
         return
     functions = isinstance(mode, TorchFunctionMode)
     stack = FUNCTIONS if functions else OPERATIONS
     modes = stack.modes()
-    at = next((number for number, other in enumerate(modes) if other is mode), len(modes))
+    at = next((index for index, other in enumerate(modes) if other is mode), len(modes))
     steps = stack.change(modes, [*modes[:at], *modes[at + 1 :]])
     if not functions:
-        steps += _set_flags(_noted(mode) or before, modes[at + 1 :])
+        steps += _set_flags(_saved_flags(mode) or before, modes[at + 1 :])
     call_atomically(*steps, partial(setattr, mode, LEFT, True))
 
 
 def _flags() -> list[bool]:
-    return [_dispatch[name] for name in FLAGS.values()]
+    return [_compat.dispatch_flags[name] for name in FLAGS.values()]
 
 
-def _noted(mode: Any) -> list[bool]:
-    """Return the flags from before a mode was entered, if it came to note them all; it may be entered in itself."""
-    notes = [getattr(mode, name, None) for name in FLAGS]
-    return [note[0] for note in notes if note] if all(notes) else []
+def _saved_flags(mode: Any) -> list[bool]:
+    """Return the flags from before a mode was entered, if it got to save them all; it may be entered in itself."""
+    saved = [getattr(mode, name, None) for name in FLAGS]
+    return [flags[0] for flags in saved if flags] if all(saved) else []
 
 
 def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]":
-    """Return the steps that give flags their former values, now or when the next of the modes above is left."""
+    """Return the steps that restore flags, now or, with modes above, when the next of these is left."""
     if above:
-        notes = [getattr(above[0], name, None) for name in FLAGS]
-        return [partial(note.__setitem__, 0, flag) for note, flag in zip(notes, flags, strict=True) if note]
-    set_all = [partial(_dispatch.__setitem__, name, flag) for name, flag in zip(FLAGS.values(), flags, strict=True)]
-    return [*set_all, partial(set_is_in_mode_without_ignore_compile_internals, flags[-1])]
+        saved = [getattr(above[0], name, None) for name in FLAGS]
+        return [partial(old.__setitem__, 0, flag) for old, flag in zip(saved, flags, strict=True) if old]
+    set_all = [
+        partial(_compat.dispatch_flags.__setitem__, name, flag)
+        for name, flag in zip(FLAGS.values(), flags, strict=True)
+    ]
+    return [*set_all, partial(_compat.set_is_in_mode_without_ignore_compile_internals, flags[-1])]
 
 
 def snapshot_ambient_state() -> Callable[[], None]:
-    """Note the modes and switches; the undo that is returned puts them back."""
+    """Return a function that restores the modes and switches as they are now."""
     now = ambient_state()
     for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
         if any(hasattr(mode, LEFT) for mode in modes):
@@ -229,61 +215,60 @@ def snapshot_ambient_state() -> Callable[[], None]:
     return partial(restore_ambient_state, now)
 
 
-def after_interrupt() -> Callable[[], None]:
-    """Note the modes and switches; the undo that is returned puts them back if an interrupt ends a block of code."""
+def restore_after_interrupt() -> Callable[[], None]:
+    """Return a function that restores the modes and switches as they are now, if an interrupt ends a block of code."""
     return partial(_restore_after_interrupt, ambient_state())
 
 
 def _restore_after_interrupt(before: AmbientState) -> None:
-    # The end of a block is told by an exception that its generator gets, while that of the block is being handled.
+    # At the end of a block its generator gets a GeneratorExit, while the exception of the block is being handled.
     error = sys.exc_info()[1]
     end = error if isinstance(error, (GeneratorExit, type(None))) else error.__context__
-    if isinstance(end, GeneratorExit) and (error is not end or _stops(end.__context__)):
+    if isinstance(end, GeneratorExit) and (error is not end or _is_interrupt(end.__context__)):
         close_generators(end.__context__)
         restore_ambient_state(before)
 
 
-def _stops(error: BaseException | None) -> bool:
-    """Whether this is no error but an interrupt."""
+def _is_interrupt(error: BaseException | None) -> bool:
     return not isinstance(error, (Exception, type(None)))
 
 
-def _set_modes(stack: Stack, wanted: Modes) -> None:
-    """Have these modes on and no others, but for modes of ours that were left meanwhile."""
+def _set_modes(stack: Stack, modes: Modes) -> None:
+    """Turn on these modes and no others, except for modes of ours that were left meanwhile."""
     now = stack.modes()
-    after = [mode for mode in wanted if not hasattr(mode, LEFT)]
+    after = [mode for mode in modes if not hasattr(mode, LEFT)]
     steps = stack.change(now, after)
     if not steps:
         return
     gone = [mode for mode in now if all(mode is not other for other in after)]
-    flags = _noted(gone[0]) if gone else []
+    flags = _saved_flags(gone[0]) if gone else []
     call_atomically(*steps, *(_set_flags(flags) if flags else ()))
 
 
 def _close_dual_level(before: int) -> None:
-    """Close a level of forward differentiation of which PyTorch's own count does not know.
+    """Close a level of forward differentiation that is not in PyTorch's own count.
 
-    An interrupt between the opening of a level and the note of it leaves that behind, and no other can be opened then.
+    An interrupt between the opening of a level and its count leaves it open, and then no other can be opened.
     """
-    if before < 0 and forward_ad._current_level < 0:
+    if before < 0 and _compat.dual_level() < 0:
         try:
-            torch._C._exit_dual_level(level=torch._C._enter_dual_level())
+            _compat._exit_dual_level(level=_compat._enter_dual_level())
         except RuntimeError:
-            torch._C._exit_dual_level(level=0)
+            _compat._exit_dual_level(level=0)
 
 
 def _close_dual_levels(before: int) -> None:
-    """Close levels of forward differentiation; PyTorch may have closed one and not have come to the note of it."""
-    while (level := forward_ad._current_level) > before:
+    """Close levels of forward differentiation; PyTorch may have closed one and not have counted that yet."""
+    while (level := _compat.dual_level()) > before:
         with suppress(RuntimeError):
-            torch._C._exit_dual_level(level=level)
-        forward_ad._current_level = level - 1
+            _compat._exit_dual_level(level=level)
+        _compat.set_dual_level(level - 1)
 
 
 def restore_ambient_state(before: AmbientState) -> None:
-    """Leave the modes that were entered since, and set the switches that were turned."""
+    """Leave the modes that were entered since, and set the switches back."""
     error = sys.exc_info()[1]
-    if _stops(error):
+    if _is_interrupt(error):
         close_generators(error)
         _close_dual_level(before.dual_levels)
     now = ambient_state()
@@ -291,14 +276,14 @@ def restore_ambient_state(before: AmbientState) -> None:
         return
     _set_modes(OPERATIONS, before.dispatch_modes)
     if now.transforms > before.transforms:
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
+        _compat.functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
     _close_dual_levels(before.dual_levels)
     if now.saving_refused != before.saving_refused and before.saving_refused is None:
-        autograd._saved_tensors_hooks_enable()
-    while autograd._top_saved_tensors_default_hooks(False) not in (None, before.saving):
-        autograd._pop_saved_tensors_default_hooks()
+        _compat.autograd._saved_tensors_hooks_enable()
+    while _compat.autograd._top_saved_tensors_default_hooks(False) not in (None, before.saving):
+        _compat.autograd._pop_saved_tensors_default_hooks()
     if now.inference != before.inference:
-        _guards.append(torch._C._InferenceMode(before.inference))
+        _guards.append(_compat._InferenceMode(before.inference))
         _guards[-1].__enter__()
     for (read, write), position in zip(SWITCHES, before.switches, strict=True):
         if read() != position:
@@ -307,54 +292,56 @@ def restore_ambient_state(before: AmbientState) -> None:
 
 
 Module = torch.nn.Module
-STILL = frozenset(
+STATELESS = frozenset(
     f"torch.nn.modules.{kind}"
     for kind in ("activation", "container", "conv", "flatten", "fold", "linear", "normalization", "padding", "pooling")
 )
-"""Where PyTorch keeps modules that draw no random numbers, but for `DRAWING`."""
+"""The files of PyTorch's modules that draw no random numbers, except for `DRAWING`."""
 DRAWING = frozenset({"RReLU", "MultiheadAttention", "FractionalMaxPool2d", "FractionalMaxPool3d"})
 
 
 class BufferCopies:
-    """Lends copies of its buffers to every module that this thread calls, for the time of each call, until the end.
+    """Gives copies of its buffers to every module that this thread calls, during each call, until the end of a run.
 
-    Within one run a module finds what it wrote there in an earlier call. Its attributes are put back at the end, since
-    they may say something about its buffers. The first is one whose method is called without a call of the module.
+    Within one run a module finds what it wrote in an earlier call. Its attributes are restored at the end, since they
+    may depend on its buffers. If the function is a method of a module, that module is the first.
     """
 
     def __init__(self, function: Any):
         self._thread = threading.get_ident()
-        self._copies: dict[int, tuple[Any, Any]] = {}  # by the original, which is kept: a shared buffer stays shared
+        self._copies: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by the id of the original, which is kept alive: a shared buffer stays shared
         self._open: list[tuple[Module, dict[str, Any]]] = []
         self._attributes: dict[int, tuple[Module, dict[str, Any]]] = {}
         self._leaving: Any = None
         self._function = function
 
     def start(self) -> None:
-        """Begin to lend; the scope that is open now ends it."""
+        """Give copies until the innermost open scope is left."""
         defer(self._end)
         first = getattr(self._function, "__self__", None)
         if isinstance(first, Module):
             self._enter(first, None)
-        _global_forward_pre_hooks[id(self)] = self._enter  # as registering does, in a tenth of the time
+        _compat._global_forward_pre_hooks[id(self)] = self._enter
 
     def _enter(self, module: Module, _: Any) -> None:
         buffers = module._buffers
         if not buffers or threading.get_ident() != self._thread or isinstance(module, torch.jit.ScriptModule):
             return
         if any(isinstance(buffer, torch.nn.UninitializedBuffer) for buffer in buffers.values()):
-            return  # it becomes itself in its first call, which cannot be undone
-        if self._leaving is None:  # not before something is lent: each call of a module waits for its hooks
+            return  # its first call initializes it, which cannot be undone
+        if self._leaving is None:  # only once a module has buffers, as hooks slow down every call of a module
             self._leaving = id(self._open)
-            _global_forward_hooks_always_called[self._leaving] = True
-            _global_forward_hooks[self._leaving] = self._leave
-        kept = dict(buffers)
+            _compat._global_forward_hooks_always_called[self._leaving] = True
+            _compat._global_forward_hooks[self._leaving] = self._leave
+        originals = dict(buffers)
         self._attributes.setdefault(id(module), (module, dict(module.__dict__)))
-        # PyTorch does not call `_leave` after an interrupt. What has been lent must then come back before anything that
-        # was changed earlier does, as by the scope that put these very buffers there.
-        defer(self._take_back_from, len(self._open))
-        self._open.append((module, kept))
-        for name, buffer in kept.items():
+        # PyTorch does not call `_leave` after an interrupt. These buffers must then be restored before anything that
+        # was changed earlier, as by a scope that put these very buffers there.
+        defer(self._restore_from, len(self._open))
+        self._open.append((module, originals))
+        for name, buffer in originals.items():
             if buffer is not None:
                 if id(buffer) not in self._copies:
                     self._copies[id(buffer)] = buffer, buffer.clone()
@@ -362,27 +349,26 @@ class BufferCopies:
 
     def _leave(self, module: Module, _: Any, __: Any) -> None:
         if self._open and self._open[-1][0] is module and threading.get_ident() == self._thread:
-            self._take_back_from(len(self._open) - 1)
+            self._restore_from(len(self._open) - 1)
 
-    def _take_back_from(self, number: int) -> None:
-        while len(self._open) > number:
-            self._take_back(*self._open[-1])
+    def _restore_from(self, depth: int) -> None:
+        while len(self._open) > depth:
+            self._restore(*self._open[-1])
             self._open.pop()
 
-    def _take_back(self, module: Module, kept: dict[str, Any]) -> None:
-        for name, buffer in kept.items():
+    def _restore(self, module: Module, originals: dict[str, Any]) -> None:
+        for name, buffer in originals.items():
             if buffer is not None:
                 self._copies[id(buffer)] = buffer, module._buffers.get(name)  # it may have been replaced
         module._buffers.clear()
-        module._buffers.update(kept)
+        module._buffers.update(originals)
 
     def _end(self) -> None:
-        """Put back what is still lent, and what was kept."""
-        _global_forward_pre_hooks.pop(id(self), None)
+        _compat._global_forward_pre_hooks.pop(id(self), None)
         if self._leaving is not None:
-            _global_forward_hooks.pop(self._leaving, None)
-            _global_forward_hooks_always_called.pop(self._leaving, None)
-        self._take_back_from(0)
+            _compat._global_forward_hooks.pop(self._leaving, None)
+            _compat._global_forward_hooks_always_called.pop(self._leaving, None)
+        self._restore_from(0)
         for module, attributes in self._attributes.values():
             restore_attributes(module, attributes)
 
@@ -395,19 +381,19 @@ def restore_attributes(module: Module, before: Mapping[str, Any]) -> None:
 
 
 def add_hook(hooks: Any, hook: Any) -> None:
-    """Put a hook among those of a module, or of all, until the innermost open scope is left.
+    """Add a hook to those of a module, or of all modules, until the innermost open scope is left.
 
-    Registering it does the same, in Python: an interrupt there would leave the hook behind without a handle.
+    Not by registering it: that is written in Python, and an interrupt in it would leave the hook without a handle.
     """
     defer(hooks.pop, id(hook), None)
     hooks[id(hook)] = hook
 
 
 def removed_later() -> list[Any]:
-    """Return a list for handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
+    """Return a list for the handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
 
-    Have the list itself register hooks, as by `handles.extend(map(node.register_hook, [hook]))`: that runs in C, and no
-    interrupt comes between the hook and the note of it.
+    Register hooks through the list, as in `handles.extend(map(node.register_hook, [hook]))`: that runs in C, so no
+    interrupt comes between the hook and its handle.
     """
     handles: list[Any] = []
     defer(_remove, handles)
@@ -419,21 +405,26 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def still(function: Any) -> bool:
-    """Whether a function is a module that leaves no trace: it and all inside are PyTorch's own, without buffers and
-    hooks, write to no input and draw no random numbers. Then nothing needs to be kept, and every call is faster."""
-    if not isinstance(function, Module) or _global_forward_hooks or _global_forward_pre_hooks:
+def leaves_no_trace(function: Any) -> bool:
+    """Return True if a function is a module that leaves no trace, so that nothing has to be saved.
+
+    It and all modules inside are PyTorch's own, without buffers and hooks, write to no input and draw no random
+    numbers.
+    """
+    if not isinstance(function, Module) or _compat._global_forward_hooks or _compat._global_forward_pre_hooks:
         return False
-    inside: list[Any] = [function]
-    for part in inside:
-        if part is None:
+    modules: list[Any] = [function]
+    for module in modules:
+        if module is None:
             continue
-        kept, kind = part.__dict__, type(part)
-        if "forward" in kept or kept["_buffers"] or kept["_forward_pre_hooks"] or kept["_forward_hooks"]:
+        attributes, kind = module.__dict__, type(module)
+        if "forward" in attributes or attributes["_buffers"]:
             return False
-        if kept.get("inplace") or kind.__module__ not in STILL or kind.__name__ in DRAWING:
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             return False
-        inside += kept["_modules"].values()
+        if attributes.get("inplace") or kind.__module__ not in STATELESS or kind.__name__ in DRAWING:
+            return False
+        modules += attributes["_modules"].values()
     return True
 
 
@@ -442,7 +433,7 @@ CUDA = torch.backends.cuda.is_built()
 RandomState = tuple[torch.Tensor, list[torch.Tensor]]
 Precision = tuple[tuple[bool, torch.dtype | None], ...]
 State = tuple[RandomState | None, Precision]
-"""What a function runs from: the generators, unless it leaves no trace, and the autocast of each device."""
+"""The state that a function runs from: the generators, unless it leaves no trace, and the autocast of each device."""
 
 
 FULL: Precision = tuple([(False, None) for _ in DEVICES])
@@ -451,12 +442,12 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def state(function: Any = None) -> State:
-    """What a function would run from now."""
-    return None if still(function) else generators(), _precision()
+    """Return the state that a function would run from now."""
+    return None if leaves_no_trace(function) else generators(), _precision()
 
 
 def generators() -> RandomState:
-    """The state of the generators of random numbers."""
+    """Return the state of the generators of random numbers."""
     devices = torch.cuda.get_rng_state_all() if CUDA and torch.cuda.is_initialized() else []
     return torch.default_generator.get_state(), devices
 
@@ -470,17 +461,21 @@ def _set_random(state: RandomState | None) -> None:
 
 
 def _precision() -> Precision:
-    if not torch._C._is_any_autocast_enabled():
+    if not _compat._is_any_autocast_enabled():
         return FULL
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
 class isolated(scope):  # noqa: N801
-    """Run a function with gradients on, maybe from an earlier state; then buffers, generators and modes are as before.
+    """A `with` block for a run of a function with gradients on; then buffers, generators and modes are as before.
 
-    With `attention`, attention is computed by the kernels that have derivatives of every order and direction. Whoever
-    has just asked for the state may pass it as `now`; of what leaves no trace nothing is kept. On entering it says
-    whether anything may happen: code that PyTorch did not write, or writes to the input.
+    Args:
+        function: the function that runs in the block.
+        again: an earlier state to run from.
+        attention: True to compute attention by the kernels that have derivatives of every order and direction.
+        now: the state now, if it was just read.
+
+    The value of the block is False if the function leaves no trace, and True if it may do anything.
     """
 
     __slots__ = ("_again", "_attention", "_function", "_now")
@@ -508,24 +503,24 @@ class isolated(scope):  # noqa: N801
 
 
 def enter_modes(again: State | None = None, attention: bool = False) -> None:
-    """Until the scope is left: gradients on, out of inference mode, and no compiler, which hides what it runs."""
+    """Turn gradients on, and inference mode and the compiler off, until the innermost open scope is left."""
     if torch.is_inference_mode_enabled():
         enter(torch.inference_mode(False))
     if not torch.is_grad_enabled():
         enter(torch.enable_grad())
-    frames = sys.modules.get("torch._dynamo.eval_frame")
+    frames = _compat.eval_frame_module()
     # Compiled code has no derivatives beyond the first, and hides its modules.
     if frames is not None and any(frames.cached_backends.values()):
-        defer(frames._set_stance, frames._stance)  # a stance is taken as soon as it is named, and not on entering it
+        defer(frames._set_stance, frames._stance)  # `set_stance` sets it at once, and not on entering it
         torch.compiler.set_stance("force_eager")
-        # PyTorch warns of hooks on modules that see compiled ones twice: they are ours. Not by a context that opens
-        # a scope of its own: that would stay open as long as a recording, and take what is registered after it.
+        # PyTorch warns of global hooks, which are ours, on compiled modules. `safe_context` would open a scope of its
+        # own, which would stay open as long as a recording, and take what is registered after it.
         enter(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
     if attention:
-        # Not by `sdpa_kernel`: an interrupt while that puts the kernels back leaves some of them off.
-        defer(attention_kernels._sdpa_kernel, attention_kernels._cur_sdpa_kernel_backends())
-        attention_kernels._sdpa_kernel([attention_kernels.SDPBackend.MATH])
+        # Not by `sdpa_kernel`: an interrupt while it restores the kernels leaves some of them off.
+        defer(_compat._sdpa_kernel, _compat._cur_sdpa_kernel_backends())
+        _compat._sdpa_kernel([SDPBackend.MATH])
     if again is not None:
         _set_random(again[0])
         for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
@@ -534,8 +529,8 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
 
 
 @contextmanager
-def from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
-    """Run from an earlier state, of this process or another, and with its default dtype."""
+def run_from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
+    """Run what is inside from an earlier state, of this process or another, and with its default dtype."""
     with scope():
         defer(_set_random, generators())
         defer(torch.set_default_dtype, torch.get_default_dtype())
@@ -545,13 +540,13 @@ def from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
 
 
 class plainly(scope):  # noqa: N801
-    """For sweeps: out of inference mode, and in the precision of the evaluation where the caller has autocast on."""
+    """A `with` block for sweeps, without inference mode and autocast: they run in the precision of the evaluation."""
 
     __slots__ = ()
 
     def __enter__(self) -> None:
         super().__enter__()
-        if torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled():
+        if torch.is_inference_mode_enabled() or _compat._is_any_autocast_enabled():
             enter(torch.inference_mode(False))
             for device in DEVICES:
                 if torch.is_autocast_enabled(device):
@@ -562,14 +557,14 @@ SETTER = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class Freezable(TorchFunctionMode):
-    """Tensors that stand for the user's parameters may be frozen as those may."""
+    """Lets the user's function freeze its parameters, where computed tensors replace them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].detach_() if freezes(func, args, kwargs or {}) else func(*args, **(kwargs or {}))
+        return args[0].detach_() if is_freezing_call(func, args, kwargs or {}) else func(*args, **(kwargs or {}))
 
 
-def freezes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call sets `requires_grad` to False on a tensor that PyTorch would refuse that for."""
+def is_freezing_call(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if a call sets `requires_grad` to False on a tensor for which PyTorch would raise an error."""
     if func != torch.Tensor.requires_grad_ and func != SETTER:
         return False
     flag = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)

@@ -10,7 +10,7 @@ import torch
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.torch import autodiff, contributions
-from elementgrad._backends.torch.isolate import from_state, plainly
+from elementgrad._backends.torch.isolate import plainly, run_from_state
 from elementgrad._cleanup import safe_context
 from elementgrad._read.backend import Layout, ReadBackend
 from elementgrad._read.recorder import Recorder
@@ -75,7 +75,7 @@ class TorchRead(ReadBackend):
         return cast(autodiff.TorchLinearization, linear).state, torch.get_default_dtype()
 
     def restore_ambient_state(self, state: Any) -> AbstractContextManager[Any]:
-        return from_state(*state)
+        return run_from_state(*state)
 
 
 implementation = TorchRead()

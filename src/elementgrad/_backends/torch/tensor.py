@@ -1,6 +1,6 @@
 """PyTorch: operations on tensors, edits, and what `torch.compile` must know of our functions.
 
-Importing the compiler takes as long as PyTorch itself, so it is told about them when the user imports it.
+Importing the compiler takes as long as PyTorch itself, so they are registered with it when the user imports it.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.torch import isolate
-from elementgrad._backends.torch._compat import get_eval_frame_callback
+from elementgrad._backends.torch._compat import get_eval_frame_callback, is_functional_tensor
 from elementgrad._backends.torch.autodiff import TorchLinearization
 from elementgrad._backends.torch.names import TorchNames
 from elementgrad._edit.backend import EditBackend
@@ -33,31 +33,31 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _waiting: list[Callable[[], object]] = []
 
 
-def once_imported(tell: Callable[[], object]) -> None:
-    """Call something as soon as the compiler is there, which may be now."""
+def once_imported(callback: Callable[[], object]) -> None:
+    """Call a function as soon as the compiler is imported, which may be now."""
     if COMPILER in sys.modules:
-        tell()
+        callback()
         return
-    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watcher())
-    _waiting.append(tell)
+    if not any(isinstance(finder, _CompilerFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _CompilerFinder())
+    _waiting.append(callback)
 
 
 def in_graph(function: Function) -> Function:
-    """Have the compiler keep a function as one step, instead of tracing through it."""
+    """Have the compiler keep a function as one node of its graph, instead of tracing through it."""
     once_imported(lambda: torch.compiler.allow_in_graph(function))
     return function
 
 
-class _Watcher(MetaPathFinder):
-    """Sees the compiler being imported, and then goes away; a look whether there is one changes nothing."""
+class _CompilerFinder(MetaPathFinder):
+    """Calls the waiting callbacks when the compiler is imported, and then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != COMPILER:
             return None
-        sys.meta_path.remove(self)  # or else it would be asked again
+        sys.meta_path.remove(self)  # or else it would be called again
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -79,17 +79,17 @@ class _Watcher(MetaPathFinder):
 Tensor = torch.Tensor
 
 
-NUMBERS: dict[type, Kind] = {torch.SymInt: "i", torch.SymFloat: "f", torch.SymBool: "b"}
-"""What the compiler makes of numbers that change from call to call."""
-PLAIN: dict[Kind, type] = {"b": np.bool_, "i": np.int64, "f": np.float64, "c": np.complex128}
-"""What NumPy calls the numbers of `Tensor.tolist`."""
+SYMBOLIC: dict[type, Kind] = {torch.SymInt: "i", torch.SymFloat: "f", torch.SymBool: "b"}
+"""The types by which the compiler replaces numbers that change from call to call."""
+NUMPY_DTYPES: dict[Kind, type] = {"b": np.bool_, "i": np.int64, "f": np.float64, "c": np.complex128}
+"""The dtypes of the numbers of `Tensor.tolist`."""
 
 
 class TorchEdit(EditBackend):
     """Edits and choices of `torch.Tensor`."""
 
     def number_kind(self, value: Any) -> Kind | None:
-        return NUMBERS.get(type(value))
+        return SYMBOLIC.get(type(value))
 
     def accumulate(self, x: Tensor, selection: Selection, value: Any, multiply: bool) -> Tensor:
         if multiply:
@@ -125,7 +125,7 @@ class TorchBackend(Backend):
         return issubclass(kind, Tensor)
 
     def caches_type(self, kind: type) -> bool:
-        return not kind.__module__.startswith("torch._")  # stand-ins of the compiler, which cannot guard on them
+        return not kind.__module__.startswith("torch._")  # types of the compiler, which cannot guard on them
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         return x.shape
@@ -137,7 +137,7 @@ class TorchBackend(Backend):
         return "c" if dtype.is_complex else "b" if dtype is torch.bool else "i"
 
     def read(self, x: Tensor) -> np.ndarray | None:
-        if torch._is_functional_tensor(x):  # a shell, and what lies in it is not its values
+        if is_functional_tensor(x):
             return None
         try:
             return x.numpy(force=True)
@@ -146,7 +146,7 @@ class TorchBackend(Backend):
                 return None
         if x.is_floating_point() and x.element_size() < 4:
             return self.read(x.float())
-        return _read_wrapped(x, PLAIN[self.kind(x)])
+        return _read_wrapped(x, NUMPY_DTYPES[self.kind(x)])
 
     def require_concrete(self, traced: Tensor, why: str) -> NoReturn:
         if torch.compiler.is_compiling():
@@ -275,7 +275,7 @@ def _dtype_range(dtype: torch.dtype) -> DtypeRange | None:
 
 
 def _read_wrapped(x: Tensor, dtype: type) -> np.ndarray | None:
-    """What `torch.func.grad` and `jvp` wrap has values, though no storage; what vmap maps over has none to give."""
+    """Read a tensor inside `torch.func.grad` or `jvp`, which has values though no storage; None inside vmap."""
     try:
         return np.array(x.tolist(), dtype=dtype).reshape(x.shape)
     except (RuntimeError, OverflowError):
@@ -283,15 +283,15 @@ def _read_wrapped(x: Tensor, dtype: type) -> np.ndarray | None:
 
 
 def _place_on(device: torch.device, array: Any) -> Tensor:
-    """An index array as a tensor on a device; traced ones are tensors already."""
+    """Return an index array as a tensor on a device; traced ones are tensors already."""
     if not isinstance(array, np.ndarray):
         return array
-    return torch.from_numpy(array.copy()).to(device)  # a copy: PyTorch warns of memory that is read-only, as ours is
+    return torch.from_numpy(array.copy()).to(device)  # a copy, as PyTorch warns of read-only memory
 
 
 def _mesh(x: Tensor, selection: Selection) -> tuple[Tensor, ...]:
     parts = [_place_on(x.device, np.asarray(part) if isinstance(part, int) else part) for part in selection.mesh()]
-    # Beside others an index of no axes gets one: the compiler takes the result for a scalar otherwise.
+    # Beside others an index without axes gets one: otherwise the compiler takes the result for a scalar.
     return tuple([part.reshape(1) if not part.ndim and selection.shape else part for part in parts])
 
 

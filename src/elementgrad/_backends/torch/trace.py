@@ -36,7 +36,7 @@ from elementgrad._backends.torch._compat import (
 )
 from elementgrad._backends.torch.contributions import kept
 from elementgrad._backends.torch.explain_ops import COPIES, Meter, Overwrite, TorchCall
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, freezes
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_freezing_call
 from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.record.intercept import (
     EXPORTS,
@@ -167,7 +167,7 @@ class LenientMode(TorchFunctionMode):
     """Lets them out, and be frozen."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if freezes(func, args, kwargs or {}):
+        if is_freezing_call(func, args, kwargs or {}):
             return args[0].detach_()
         name = name_of(func)
         if name in EXPORTS:

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
-from elementgrad._backends.jax.sharding import IN_BOUNDS, automatic, put, taken, written
+from elementgrad._backends.jax.sharding import IN_BOUNDS, put, take, with_auto_axes, write_along
 
 Array = jax.Array
 
@@ -84,7 +84,7 @@ class PatchedArray:
 
     def moved_at_all(self) -> Array:
         """For each element whether its value differs from what the array holds."""
-        return self.values != taken(self.array, self.positions)
+        return self.values != take(self.array, self.positions)
 
     def moved(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "PatchedArray":
         """The same elements, or some of them, elsewhere in an array that was made by moving elements."""
@@ -189,7 +189,7 @@ def gathered(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         rows = block.replaced(jnp.transpose(found, order), values, given, clipped)
         return jnp.transpose(rows, [order.index(axis) for axis in range(found.ndim)])
 
-    return [automatic(replaced, found, block.values(), jnp.asarray(indices))]
+    return [with_auto_axes(replaced, found, block.values(), jnp.asarray(indices))]
 
 
 def sliced(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -207,7 +207,7 @@ def sliced(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     def replaced(found: Array, values: Array, *given: Array) -> Array:
         return block.replaced(found, values, given, clipped=True)
 
-    return [automatic(replaced, found, block.values(), *[jnp.asarray(starts[axis]) for axis in axes])]
+    return [with_auto_axes(replaced, found, block.values(), *[jnp.asarray(starts[axis]) for axis in axes])]
 
 
 class _Block:
@@ -254,7 +254,7 @@ class _Block:
             flat = jnp.where(hit[..., None], new, flat)
         else:
             held = flat[..., self.columns]
-            flat = written(flat, flat.ndim - 1, self.columns, jnp.where(hit[..., None], new, held))
+            flat = write_along(flat, flat.ndim - 1, self.columns, jnp.where(hit[..., None], new, held))
         return flat.reshape(found.shape)
 
     def values(self) -> Array:
@@ -269,7 +269,7 @@ class _Block:
         widths = [self._table.shape[axis] for axis in self._others]
         for axis, along in zip(self._others, np.unravel_index(self.columns[columns], widths or (1,)), strict=False):
             coords[axis] = along
-        held = taken(self._table.array, np.ravel_multi_index(tuple(coords), self._table.shape)).reshape(shape)
+        held = take(self._table.array, np.ravel_multi_index(tuple(coords), self._table.shape)).reshape(shape)
         return held.at[self._row, self._column].set(self._table.values)
 
 
@@ -370,14 +370,14 @@ def _patched_product(
     met = x
     if by_rows in cuts:
         inside = met_by(by_rows)
-        met = automatic(lambda x, moved: _without(x, moved.any(), inside), x, moved)
+        met = with_auto_axes(lambda x, moved: _without(x, moved.any(), inside), x, moved)
 
     def computed(base: Array, x: Array, array: Array, values: Array, moved: Array) -> Array:
         for cut in cuts:
             base = ways[cut is by_rows](cut, base, x, cut.part(array, values), moved)
         return base
 
-    return [automatic(computed, plain(met, w.array), x, w.array, w.values, moved)]
+    return [with_auto_axes(computed, plain(met, w.array), x, w.array, w.values, moved)]
 
 
 def _bound(equation: Any, side: int, x: Array, w: Array) -> Array:
@@ -438,7 +438,7 @@ def _replaced(base: Array, new: Array, touched: Array, where: np.ndarray, axis: 
             return jnp.where(touched, new, base)
         if len(where) <= FEW:
             held = jnp.take(base, where, axis=axis, mode="clip")
-            return written(base, axis, where, jnp.where(touched, new, held))
+            return write_along(base, axis, where, jnp.where(touched, new, held))
         # One pass that reads, as scattering goes from index to index on a CPU.
         spread = np.zeros(base.shape[axis], np.int32)
         spread[where] = np.arange(len(where))
@@ -449,7 +449,7 @@ def _replaced(base: Array, new: Array, touched: Array, where: np.ndarray, axis: 
     def replaced_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
         base, new, _ = tangents
         if len(where) < base.shape[axis]:  # the gradient of this only reads
-            new = written(jnp.where(inside, 0, base), axis, where, new, add=True)
+            new = write_along(jnp.where(inside, 0, base), axis, where, new, add=True)
         return replaced(*primals), new
 
     return replaced(base, new, touched)

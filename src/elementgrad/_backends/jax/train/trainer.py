@@ -18,7 +18,7 @@ from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax._compat import dce_jaxpr
 from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
-from elementgrad._backends.jax.sharding import put, settled
+from elementgrad._backends.jax.sharding import constrain_like, put
 from elementgrad._backends.jax.train.rules import MOVES, PatchedArray, correlation, gathered, product, sliced, split
 from elementgrad._names import pytree
 from elementgrad._place import grammar
@@ -343,7 +343,7 @@ class JaxTrainer(FunctionalTrainer):
                 f"the patch keeps values of {tensor.name} in {kept}; give dtype=jnp.float32, or allow 64 bits by "
                 'jax.config.update("jax_enable_x64", True)'
             )
-        rows = [sharding.given_to_all(numbers, tensor.array) for numbers in (cast_array(now, kept), held)]
+        rows = [sharding.replicate(numbers, tensor.array) for numbers in (cast_array(now, kept), held)]
         return JaxElementGroup(tensor, positions, *rows)
 
     def restore(self, part: Any) -> None:
@@ -364,7 +364,7 @@ class JaxTrainer(FunctionalTrainer):
             raise FrameworkError(
                 f"the value for {place} is being traced; return it from the jitted function and assign it outside"
             )
-        return sharding.copied(value, part.tensor.array)
+        return sharding.copy_replicated(value, part.tensor.array)
 
     def value(self, part: Any) -> Array:
         return jnp.array(part.leaf)  # a copy, which may be donated
@@ -378,7 +378,7 @@ class JaxTrainer(FunctionalTrainer):
                 f"give {part.leaf.dtype} of shape {tuple(part.leaf.shape)}, as elements.values has"
             )
         here = not isinstance(value, jax.core.Tracer | jax.Array)  # as from a file
-        return sharding.given_to_all(np.asarray(value), part.tensor.array) if here else value
+        return sharding.replicate(np.asarray(value), part.tensor.array) if here else value
 
     def merged(self, parts: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
         params, arrays = self._given(parts, params)
@@ -402,7 +402,7 @@ class JaxTrainer(FunctionalTrainer):
     ) -> tuple[Any, list[Array | None]]:
         returned, found = self._loss(loss, parts, params, has_aux).gradient(values, wanted)
         every = zip(wanted, found, strict=True)
-        return returned, [None if each is None else settled(each, parts[number].leaf) for number, each in every]
+        return returned, [None if each is None else constrain_like(each, parts[number].leaf) for number, each in every]
 
     @property
     def is_distributed(self) -> bool:
@@ -410,10 +410,10 @@ class JaxTrainer(FunctionalTrainer):
 
     @property
     def is_rank_zero(self) -> bool:
-        return sharding.first(self._shared[0])
+        return sharding.is_first_process(self._shared[0])
 
     def gathered(self, row: np.ndarray) -> np.ndarray:
-        return sharding.gathered(self._shared[0], row)
+        return sharding.gather_rows(self._shared[0], row)
 
     @property
     def _shared(self) -> list[Array]:
@@ -478,7 +478,7 @@ def _cast(values: Array, dtype: Any, like: Array) -> Array:
     """Cast values to the bit: on the host, as compilers lose NaNs and small numbers. Traced ones are left to them."""
     if isinstance(values, jax.core.Tracer) or values.dtype == dtype:
         return values
-    return sharding.given_to_all(cast_array(np.asarray(values), dtype), like)
+    return sharding.replicate(cast_array(np.asarray(values), dtype), like)
 
 
 def _of_bits(numbers: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.torch._compat import TorchDispatchMode, sequence_number
 from elementgrad._backends.torch.autodiff import call_plainly
-from elementgrad._backends.torch.isolate import after_interrupt, enter_mode, enter_modes
+from elementgrad._backends.torch.isolate import enter_mode, enter_modes, restore_after_interrupt
 from elementgrad._backends.torch.record import intercept
 from elementgrad._backends.torch.record.history import (
     Region,
@@ -65,7 +65,8 @@ class TorchRecorder(Recorder):
 
     def start(self) -> None:
         outer = active_recorders()
-        defer(after_interrupt())  # the recorder's own code enters modes by `with`, which an interrupt may leave open
+        # The recorder's own code enters modes by `with`, which an interrupt may leave open.
+        defer(restore_after_interrupt())
         defer(self._close_window)
         enter_modes()
         call_plainly(True)
