@@ -10,7 +10,7 @@ from torch import nn
 
 import elementgrad as eg
 from elementgrad._backends.torch.train.parameter import cast
-from elementgrad._train.api import reversal
+from elementgrad._train.api import reverse_patch
 from elementgrad._train.numbers import BitArray, cast_array
 from elementgrad._train.weights import FileTensor, Weights
 from tests.support.frameworks import JAX, TENSORFLOW, TORCH
@@ -93,7 +93,7 @@ def test_what_nobody_moved_is_as_it_was(fw, name, dtype, tmp_path):
     patch = eg.inspect(tmp_path / "patch.safetensors")
     eg.apply(weights, patch)
     assert weights.tensors["w"].bits.tobytes() == values.tobytes()
-    eg.apply(weights, reversal(weights, [patch]), overwrite=True)
+    eg.apply(weights, reverse_patch(weights, [patch]), overwrite=True)
     assert weights.tensors["w"].bits.tobytes() == values.tobytes()
 
 

@@ -32,7 +32,7 @@ from elementgrad._names.call import BoundCall
 from elementgrad._optional import require
 from elementgrad._read.budget import parse
 from elementgrad._tour.runner import Tour
-from elementgrad._train.api import reversal
+from elementgrad._train.api import reverse_patch
 from elementgrad._train.entries import trainer_of
 from elementgrad._train.patch_file import replace_file, writable
 from elementgrad._train.trainer import FunctionalTrainer, Trainer
@@ -209,7 +209,7 @@ def put(*, target: str, patch: list[str], out: str, json: bool) -> None:
 def take_back(*, target: str, patch: list[str], out: str, json: bool) -> None:
     """Write weights as they were before patches."""
     read = [eg.inspect(path) for path in patch]
-    _changed("undo", target, out, json, lambda model: _all_applied(model, [reversal(model, read)]))
+    _changed("undo", target, out, json, lambda model: _all_applied(model, [reverse_patch(model, read)]))
 
 
 def _changed(action: str, target: str, out: str, json: bool, change: Callable[[Any], tuple[Any, list[str]]]) -> None:
@@ -263,7 +263,7 @@ def _save(model: Any, out: str) -> None:
 
 
 def _held(trainer: Trainer, tensor: Any) -> FileTensor:
-    dtype, bits = trainer.bits(tensor)
+    dtype, bits = trainer.read_bits(tensor)
     return FileTensor(dtype, tensor.shape, bits)
 
 

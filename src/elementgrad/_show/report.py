@@ -42,7 +42,7 @@ from elementgrad._show.page import (
 from elementgrad._show.plot import READ
 from elementgrad._show.values import Scale, floats
 from elementgrad._train.elements import Elements, patch_of
-from elementgrad._train.patch import Patch, shortened
+from elementgrad._train.patch import Patch, shorten
 from elementgrad._train.patch_file import writable
 from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError
 
@@ -108,7 +108,7 @@ class ReportItem:
     def names(self) -> tuple[str, str]:
         """The texts of both places."""
         if self.diagnosis is not None:
-            return shortened(self.diagnosis.of), shortened(self.diagnosis.wrt)
+            return shorten(self.diagnosis.of), shorten(self.diagnosis.wrt)
         assert self.jacobian is not None
         places = parsed_target(self.question.of), parsed(self.question.wrt)
         of, wrt = [_text(side.name, place) for side, place in zip(sides(self.jacobian), places, strict=True)]
@@ -203,7 +203,7 @@ def _summary(values: np.ndarray) -> list[tuple[str, str]]:
 
 def _text(name: str, place: Place) -> str:
     index = Place(None, name, place.index, None, pointwise=place.pointwise)
-    return shortened(str(index) if place.index else name)
+    return shorten(str(index) if place.index else name)
 
 
 def _require_small(made: Jacobian) -> None:

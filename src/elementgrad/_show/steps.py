@@ -9,7 +9,7 @@ import numpy as np
 from elementgrad._read.contributions import Shares
 from elementgrad._show.style import SMALL, Picture, Theme, counted, legend
 from elementgrad._show.values import floats, require_some
-from elementgrad._train.entries import element
+from elementgrad._train.entries import element_text
 from elementgrad._train.patch import Patch
 from elementgrad.errors import OptionError, SelectionError
 
@@ -149,7 +149,7 @@ def elements(patch: Patch) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Every element of a patch by name, what it was and what it is."""
     names, before, after = [], [np.zeros(0)], [np.zeros(0)]
     for entry in patch.entries:
-        names += [element(entry.name, entry.shape, position) for position in entry.indices]
+        names += [element_text(entry.name, entry.shape, position) for position in entry.indices]
         before.append(floats(entry.originals.floats()))
         after.append(floats(entry.values.floats()))
     return names, np.concatenate(before), np.concatenate(after)

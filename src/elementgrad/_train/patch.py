@@ -18,7 +18,7 @@ from elementgrad._html import Rows, Tabular
 from elementgrad._place.grammar import nearest
 from elementgrad._place.index import Index, IndexArray, Span
 from elementgrad._place.place import Place
-from elementgrad._train.entries import repeated, require_apart
+from elementgrad._train.entries import check_no_overlap, first_repeated
 from elementgrad._train.fingerprint import require_fingerprint
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad._train.patch_file import StoredTensor, pack, replace_file, unpack
@@ -87,7 +87,7 @@ class Entry:
         for position in indices[(indices < 0) | (indices >= size)][:1]:
             raise PatchError(f"{self.place}: position {position} is out of range for {size} elements")
         indices = np.array(indices, np.int64)
-        if (twice := repeated(indices)) is not None:
+        if (twice := first_repeated(indices)) is not None:
             raise DuplicateError(f"{self.place}: position {twice} stands twice among the indices")
         self._check_place(indices)
         indices.setflags(write=False)
@@ -207,14 +207,14 @@ class Patch(Tabular):
     def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype", "largest change")]
         for entry in self.entries:
-            place = shortened(entry.place)
+            place = shorten(entry.place)
             change = "-" if entry.largest_change is None else f"{entry.largest_change:.4g}"
             shape = "x".join(map(str, entry.shape)) or "()"
             rows.append((place, str(len(entry.indices)), shape, entry.dtype, change))
         return rows
 
 
-def shortened(place: str) -> str:
+def shorten(place: str) -> str:
     """The text of a place in a table."""
     place = "".join(sign if sign.isprintable() else " " for sign in place)  # whatever a file holds
     return place if len(place) <= SHOWN else f"{place[: SHOWN - 4]} ..."
@@ -256,7 +256,7 @@ def _check_apart(entries: list[Entry]) -> None:
         alike = entry.fingerprint.partition(":")[0] == first.fingerprint.partition(":")[0]
         if alike and entry.fingerprint != first.fingerprint:
             raise PatchError(f"{entry.place} and {first.place} are of two tensors that were called {entry.name}")
-    require_apart(first.name, first.shape, [(entry.place, entry.indices) for entry in entries])
+    check_no_overlap(first.name, first.shape, [(entry.place, entry.indices) for entry in entries])
 
 
 def _stored(numbers: BitArray) -> StoredTensor:
@@ -334,29 +334,29 @@ class MappedEntry:
     """Which axis of the source each axis of the model's tensor is."""
 
     @property
-    def turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """Whether the axes stand in another order."""
         return self.axes != tuple(range(len(self.axes)))
 
-    def here(self, positions: np.ndarray) -> np.ndarray:
+    def to_model(self, positions: np.ndarray) -> np.ndarray:
         """Where elements of the flattened source are in the model's tensor."""
         return _permuted(positions, self.source.shape, self.axes)
 
-    def there(self, positions: np.ndarray) -> np.ndarray:
+    def to_source(self, positions: np.ndarray) -> np.ndarray:
         """Where elements of the model's flattened tensor are in the source."""
         return _permuted(positions, self.entry.shape, tuple(np.argsort(self.axes).tolist()))
 
 
-def mapped(patch: Patch, names: Names | None) -> list[MappedEntry]:
+def map_entries(patch: Patch, names: Names | None) -> list[MappedEntry]:
     """The entries of a patch in the words of a model; what is not in the map is called the same.
 
     >>> import numpy as np
-    >>> from elementgrad._train.patch import mapped
+    >>> from elementgrad._train.patch import map_entries
     >>> from elementgrad._train.numbers import BitArray
     >>> from elementgrad._train.patch import Entry, Patch
     >>> row = BitArray.of(np.float32([1.0, 2.0]))
     >>> patch = Patch((Entry("fc.weight[1]", "fc.weight", (3, 2), "float32", np.array([2, 3]), row, row, ""),))
-    >>> (one,) = mapped(patch, {"fc.weight": ("dense/kernel", (1, 0))})
+    >>> (one,) = map_entries(patch, {"fc.weight": ("dense/kernel", (1, 0))})
     >>> one.entry.place, one.entry.shape, one.entry.indices.tolist()
     ('dense/kernel[:, 1]', (2, 3), [1, 4])
     """

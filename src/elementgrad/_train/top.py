@@ -22,7 +22,7 @@ from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
 from elementgrad._read.api import parsed
 from elementgrad._read.jacobian import Reason
-from elementgrad._train.routing import why_apart
+from elementgrad._train.routing import explain_unconnected
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
 
 Tensor = Any
@@ -186,8 +186,8 @@ def top(
         def losses(given: Any = model) -> Iterable[Tensor]:
             return _losses(loss_fn(given), backend)
 
-        backend.load("top").parameter_gradients(held, parameters, losses, by == "fisher", ranking.offer)
-        ranking.require_reached(partial(why_apart, loss_fn, model))
+        backend.parameter_gradients(held, parameters, losses, by == "fisher", ranking.offer)
+        ranking.require_reached(partial(explain_unconnected, loss_fn, model))
     if since is not None and not ranking.best.highest:
         raise OptionError(
             "no element has moved since then; give a copy made before, as a state dict shares the memory of its model"

@@ -15,7 +15,7 @@ from elementgrad import _npz
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad._train.patch_file import StoredTensor, joined, replace_file
-from elementgrad._train.trainer import ElementGroup, Trainer
+from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
 
 ENDINGS = (".safetensors", ".npz")
@@ -103,80 +103,55 @@ class Weights:
         replace_file(path, content)
 
 
-class FileElementGroup(ElementGroup):
-    """Elements of a tensor in a file."""
-
-    def __init__(
-        self, tensor: FileTensor, positions: np.ndarray, values: BitArray, originals: BitArray, found: BitArray
-    ):
-        self.tensor, self.positions, self.leaf = tensor, positions, values
-        self.originals, self.found = originals, found
-
-
 class WeightsTrainer(Trainer):
-    """How a patch comes into weights and out of them; training needs a model."""
+    """Puts patches into weights of a file and takes them back; training needs a model."""
 
-    elsewhere: Mapping[str, str] = {}
     freezes = False
 
     def __init__(self, weights: Weights):
         self._tensors = weights.tensors
 
     def names(self) -> Iterator[str]:
-        """All of them."""
         return iter(self._tensors)
 
     def parameter(self, name: str) -> FileTensor:
-        """The tensor of that name."""
         if name not in self._tensors:
             raise PlaceError(f"no tensor named {name!r}; {nearest(name, list(self._tensors))}")
         return self._tensors[name]
 
-    def named(self, *_: Any) -> NoReturn:
-        """Tensors are not at hand."""
+    def name_of(self, *_: Any) -> NoReturn:
         raise PlaceError(f"weights in a file are named by texts; there are: {listed(list(self._tensors))}")
 
-    lone = named
+    only_parameter = name_of
 
-    def training(self, tensor: FileTensor) -> Sequence[ElementGroup]:
-        """None does."""
-        return ()
-
-    def check(self, tensor: FileTensor, name: str) -> None:
-        """Refuse what is never patched."""
+    def check_parameter(self, tensor: FileTensor, name: str) -> None:
         if not is_floating(tensor.dtype):
             raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched; name a tensor of floats")
 
-    def dtype(self, given: Any) -> Any:
-        """As it is."""
-        return given
-
-    def part(
-        self, tensor: FileTensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
-    ) -> ElementGroup:
-        """The elements with their values from a patch."""
-        held = BitArray(tensor.dtype, tensor.bits[positions])
-        return FileElementGroup(tensor, positions, held if values is None else values, originals or held, held)
-
-    def write(self, part: ElementGroup) -> None:
-        """Put the values in, rounded to the dtype of the tensor."""
-        part.tensor.bits[part.positions] = part.leaf.rounded(part.tensor.dtype).bits
-
-    def restore(self, part: ElementGroup) -> None:
-        """Put the originals in."""
-        part.tensor.bits[part.positions] = part.originals.bits
-
-    def cancel(self, parts: Sequence[ElementGroup]) -> None:
-        """Put in what was there when the parts were made."""
-        for part in parts:
-            part.tensor.bits[part.positions] = part.found.bits
-
-    def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        """The bytes of some elements."""
+    def read_bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         return tensor.dtype, tensor.bits if positions is None else tensor.bits[positions]
 
+    def parse_dtype(self, dtype: Any) -> Any:
+        return dtype
+
+    def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
+        initial = BitArray(target.tensor.dtype, target.tensor.bits[target.positions])
+        return ElementGroup(target, initial if values is None else values, originals or initial, initial)
+
+    def groups_of(self, tensor: FileTensor) -> Sequence[ElementGroup]:
+        return ()
+
+    def write_to_parameter(self, group: ElementGroup) -> None:
+        group.tensor.bits[group.positions] = group.leaf.rounded(group.tensor.dtype).bits
+
+    def restore(self, group: ElementGroup) -> None:
+        group.tensor.bits[group.positions] = group.originals.bits
+
+    def cancel(self, groups: Sequence[ElementGroup]) -> None:
+        for group in groups:
+            group.tensor.bits[group.positions] = group.initial.bits
+
     def start(self, *_: Any, **__: Any) -> NoReturn:
-        """Nothing trains here."""
         raise FrameworkError("weights in a file do not train; load them into a model")
 
     stop = check_loss = gradients = start

@@ -24,7 +24,7 @@ from elementgrad._names import pytree
 from elementgrad._place import grammar
 from elementgrad._train.backend import TrainBackend
 from elementgrad._train.numbers import cast_array
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
 
 Array = jax.Array
@@ -256,9 +256,9 @@ class JaxElementGroup(ElementGroup):
 
     tensor: PytreeLeaf
 
-    def __init__(self, leaf: PytreeLeaf, positions: np.ndarray, values: Array, originals: Array):
-        self.tensor, self.positions, self.leaf, self.originals = leaf, positions, values, originals
-        self.largest = _largest(originals) if leaf.finite else np.inf
+    def __init__(self, target: ResolvedPlace, leaf: Array, originals: Array):
+        super().__init__(target, leaf, originals, originals)
+        self.largest = _largest(originals) if self.tensor.finite else np.inf
 
 
 class JaxTrainer(FunctionalTrainer):
@@ -279,7 +279,7 @@ class JaxTrainer(FunctionalTrainer):
     def names(self) -> Iterator[str]:
         return iter(self._leaves)
 
-    def spelled(self) -> Iterator[tuple[str, PytreeLeaf]]:
+    def named_parameters(self) -> Iterator[tuple[str, PytreeLeaf]]:
         return ((leaf.name, leaf) for leaves in self._leaves.values() for leaf in leaves)
 
     def parameter(self, name: str) -> PytreeLeaf:
@@ -302,7 +302,7 @@ class JaxTrainer(FunctionalTrainer):
             raise FrameworkError(f"{name!r} is a NumPy array, which carries no gradients; give jnp.asarray({name})")
         raise PlaceError(f"no parameter named {name!r}; {grammar.nearest(name, names)}")
 
-    def named(self, tensor: Any) -> str:
+    def name_of(self, tensor: Any) -> str:
         found = [leaf.name for leaves in self._leaves.values() for leaf in leaves if leaf.array is tensor]
         if len(found) == 1:
             return found[0]
@@ -310,32 +310,33 @@ class JaxTrainer(FunctionalTrainer):
             raise PlaceError(f"the array is {grammar.listed(found)}; name the one that is meant")
         raise self.not_a_parameter_error(tensor)
 
-    def check(self, tensor: PytreeLeaf, name: str) -> None:
+    def check_parameter(self, tensor: PytreeLeaf, name: str) -> None:
         if not jnp.issubdtype(tensor.dtype, jnp.inexact):
             raise DtypeError(f"{name} is {tensor.dtype}, and only floats train")
 
-    def dtype(self, given: Any) -> Any:
-        if given is None:
+    def parse_dtype(self, dtype: Any) -> Any:
+        if dtype is None:
             return None
         try:
-            found = jnp.dtype(given)
+            found = jnp.dtype(dtype)
         except TypeError:
             found = jnp.dtype(bool)
         if not jnp.issubdtype(found, jnp.inexact):
-            raise OptionError(f"dtype={given!r} is no floating dtype; give jnp.float32 or jnp.float64, or None")
+            raise OptionError(f"dtype={dtype!r} is no floating dtype; give jnp.float32 or jnp.float64, or None")
         if jax.dtypes.canonicalize_dtype(found) != found:
-            raise OptionError(f'dtype={given!r} needs 64 bits; jax.config.update("jax_enable_x64", True) allows them')
+            raise OptionError(f'dtype={dtype!r} needs 64 bits; jax.config.update("jax_enable_x64", True) allows them')
         return found
 
-    def part(
-        self, tensor: PytreeLeaf, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    def make_group(
+        self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None
     ) -> JaxElementGroup:
+        tensor = target.tensor
         if isinstance(tensor.array, jax.core.Tracer):
             raise FrameworkError(
                 f"{tensor.name} is being traced; call this outside of jax.jit, and in there give elements.grad and "
                 "elements.merge the traced parameters as params="
             )
-        held = sharding.read(tensor.array, positions)
+        held = sharding.read(tensor.array, target.positions)
         now = held if values is None else _of_bits(values)
         kept = dtype or (_master(tensor.dtype) if values is None else now.dtype)
         if jax.dtypes.canonicalize_dtype(kept) != kept:
@@ -344,65 +345,65 @@ class JaxTrainer(FunctionalTrainer):
                 'jax.config.update("jax_enable_x64", True)'
             )
         rows = [sharding.given_to_all(numbers, tensor.array) for numbers in (cast_array(now, kept), held)]
-        return JaxElementGroup(tensor, positions, *rows)
+        return JaxElementGroup(target, *rows)
 
-    def restore(self, part: Any) -> None:
-        part.leaf = _cast(part.originals, part.leaf.dtype, part.tensor.array)
+    def restore(self, group: Any) -> None:
+        group.leaf = _cast(group.originals, group.leaf.dtype, group.tensor.array)
 
-    def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+    def read_bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         array = tensor.array if isinstance(tensor, PytreeLeaf) else tensor
         values = sharding.read(array, np.arange(array.size) if positions is None else positions)
         return array.dtype.name, np.frombuffer(values.tobytes(), np.uint8).reshape(-1, array.dtype.itemsize)
 
-    def lasting(self, tensor: PytreeLeaf) -> Array:
-        return tensor.array
+    def history_key(self, tensor: Any) -> Array:
+        return tensor.array if isinstance(tensor, PytreeLeaf) else tensor
 
-    def keepable(self, part: Any, value: Array, place: str) -> Array:
-        if value.dtype != part.leaf.dtype:
-            raise OptionError(f"the value for {place} is {value.dtype} and would be rounded; give {part.leaf.dtype}")
+    def new_leaf(self, group: Any, value: Array, place: str) -> Array:
+        if value.dtype != group.leaf.dtype:
+            raise OptionError(f"the value for {place} is {value.dtype} and would be rounded; give {group.leaf.dtype}")
         if isinstance(value, jax.core.Tracer):
             raise FrameworkError(
                 f"the value for {place} is being traced; return it from the jitted function and assign it outside"
             )
-        return sharding.copied(value, part.tensor.array)
+        return sharding.copied(value, group.tensor.array)
 
-    def value(self, part: Any) -> Array:
-        return jnp.array(part.leaf)  # a copy, which may be donated
+    def copy_value(self, group: Any) -> Array:
+        return jnp.array(group.leaf)  # a copy, which may be donated
 
-    def fitting(self, part: Any, value: Any, place: str) -> Array:
+    def check_value(self, group: Any, value: Any, place: str) -> Array:
         if not is_array(value) and not isinstance(value, np.ndarray):
             raise FrameworkError(f"the value for {place} is {type(value).__name__}; give an array of jax")
-        if value.shape != part.leaf.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
+        if value.shape != group.leaf.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
             raise OptionError(
                 f"the value for {place} is {value.dtype} of shape {tuple(value.shape)}; "
-                f"give {part.leaf.dtype} of shape {tuple(part.leaf.shape)}, as elements.values has"
+                f"give {group.leaf.dtype} of shape {tuple(group.leaf.shape)}, as elements.values has"
             )
         here = not isinstance(value, jax.core.Tracer | jax.Array)  # as from a file
-        return sharding.given_to_all(np.asarray(value), part.tensor.array) if here else value
+        return sharding.given_to_all(np.asarray(value), group.tensor.array) if here else value
 
-    def merged(self, parts: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
-        params, arrays = self._given(parts, params)
+    def merge(self, groups: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
+        params, arrays = self._given(groups, params)
         new = dict(arrays)
-        for part, value in zip(parts, values, strict=True):
-            array = new[part.tensor.name]
-            new[part.tensor.name] = put(array, part.positions, _cast(value, array.dtype, part.tensor.array))
-        made = {number: new[part.tensor.name] for number, part in enumerate(parts)}
-        return copy_with(params, new), {
+        for group, value in zip(groups, values, strict=True):
+            array = new[group.tensor.name]
+            new[group.tensor.name] = put(array, group.positions, _cast(value, array.dtype, group.tensor.array))
+        made = {number: new[group.tensor.name] for number, group in enumerate(groups)}
+        return copied(params, new), {
             number: array for number, array in made.items() if not isinstance(array, jax.core.Tracer)
         }
 
-    def gradient(
+    def value_and_grad(
         self,
         loss: Callable[[Any], Any],
-        parts: Sequence[Any],
+        groups: Sequence[Any],
         values: Sequence[Array],
         params: Any,
         wanted: Sequence[int],
         has_aux: bool,
     ) -> tuple[Any, list[Array | None]]:
-        returned, found = self._loss(loss, parts, params, has_aux).gradient(values, wanted)
+        returned, found = self._loss(loss, groups, params, has_aux).gradient(values, wanted)
         every = zip(wanted, found, strict=True)
-        return returned, [None if each is None else settled(each, parts[number].leaf) for number, each in every]
+        return returned, [None if each is None else settled(each, groups[number].leaf) for number, each in every]
 
     @property
     def is_distributed(self) -> bool:
@@ -412,7 +413,7 @@ class JaxTrainer(FunctionalTrainer):
     def is_rank_zero(self) -> bool:
         return sharding.first(self._shared[0])
 
-    def gathered(self, row: np.ndarray) -> np.ndarray:
+    def allgather(self, row: np.ndarray) -> np.ndarray:
         return sharding.gathered(self._shared[0], row)
 
     @property
@@ -421,41 +422,43 @@ class JaxTrainer(FunctionalTrainer):
         arrays = [leaf.array for leaves in self._leaves.values() for leaf in leaves]
         return [each for each in arrays if not isinstance(each, jax.core.Tracer) and not each.is_fully_addressable]
 
-    def zeros(self, like: Array) -> Array:
-        return jnp.zeros_like(like)
+    def zeros_like(self, value: Array) -> Array:
+        return jnp.zeros_like(value)
 
-    def joined(self, total: Array, gradient: Array, chosen: np.ndarray) -> Array:
-        return total.at[chosen].add(gradient[chosen], mode="promise_in_bounds", unique_indices=True)
+    def add_gradient(self, total: Array, gradient: Array, elements: np.ndarray) -> Array:
+        return total.at[elements].add(gradient[elements], mode="promise_in_bounds", unique_indices=True)
 
-    def uses(self, loss: Callable[[Any], Any], parts: Sequence[Any], values: Sequence[Array]) -> list[ParameterUse]:
-        return self._loss(loss, parts, None, False).uses(values)
+    def parameter_uses(
+        self, loss: Callable[[Any], Any], groups: Sequence[Any], values: Sequence[Array]
+    ) -> list[ParameterUse]:
+        return self._loss(loss, groups, None, False).uses(values)
 
-    def _loss(self, loss: Callable[[Any], Any], parts: Sequence[Any], params: Any, has_aux: bool) -> TracedLoss:
-        self.check_function(loss, grammar.listed([part.tensor.name for part in parts]))
-        params, arrays = self._given(parts, params)
+    def _loss(self, loss: Callable[[Any], Any], groups: Sequence[Any], params: Any, has_aux: bool) -> TracedLoss:
+        self.check_function(loss, grammar.listed([group.tensor.name for group in groups]))
+        params, arrays = self._given(groups, params)
 
         def patched(values: Sequence[Array]) -> list[PatchedArray]:
-            return [self._patched(name, array, parts, values) for name, array in arrays.items()]
+            return [self._patched(name, array, groups, values) for name, array in arrays.items()]
 
         def call(*new: Array) -> Any:
             return loss(copy_with(params, dict(zip(arrays, new, strict=True))))
 
-        homes = [list(arrays).index(part.tensor.name) for part in parts]
+        homes = [list(arrays).index(group.tensor.name) for group in groups]
         return TracedLoss(call, list(arrays.values()), homes, patched, has_aux)
 
-    def _patched(self, name: str, array: Array, parts: Sequence[Any], values: Sequence[Array]) -> PatchedArray:
-        mine = [(part, value) for part, value in zip(parts, values, strict=True) if part.tensor.name == name]
-        positions = np.concatenate([part.positions for part, _ in mine])
+    def _patched(self, name: str, array: Array, groups: Sequence[Any], values: Sequence[Array]) -> PatchedArray:
+        mine = [(group, value) for group, value in zip(groups, values, strict=True) if group.tensor.name == name]
+        positions = np.concatenate([group.positions for group, _ in mine])
         together = jnp.concatenate([value.astype(array.dtype) for _, value in mine])
         if array is mine[0][0].tensor.array or isinstance(array, jax.core.Tracer):
-            largest = float(np.max([part.largest for part, _ in mine]))
+            largest = float(np.max([group.largest for group, _ in mine]))
         else:
             largest = _largest(sharding.read(array, positions)) if _finite(array) else np.inf
         return PatchedArray(array, together, positions, name, largest)
 
-    def _given(self, parts: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
+    def _given(self, groups: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
         """The parameters to patch: those that were given at first, or others of the same names and shapes."""
-        names = dict.fromkeys(part.tensor.name for part in parts)
+        names = dict.fromkeys(group.tensor.name for group in groups)
         if params is None:
             return self._params, {name: self._leaves[name][0].array for name in names}
         other = JaxTrainer(params)

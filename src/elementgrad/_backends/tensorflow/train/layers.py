@@ -21,9 +21,8 @@ from elementgrad._backends.tensorflow.train.parameter import (
     KerasLookup,
     KerasPartialParameter,
     KerasProduct,
-    ask,
     coordinates,
-    frozen,
+    freezer,
     weight_of,
 )
 from elementgrad._cleanup import assign, close_scopes_after
@@ -76,7 +75,7 @@ class KerasConvGrid:
 class KerasCorrelation:
     """Entries of the kernel's gradient, given by their coordinates (offset..., in, out).
 
-    One offset of the kernel pairs every output with one input, so its part of the gradient is the product of the two
+    One offset of the kernel pairs every output with one input, so its group of the gradient is the product of the two
     over all pairs, of which `Product` finds the entries.
     """
 
@@ -132,7 +131,7 @@ class FrozenLayer:
         if name == "trainable":
             # The layer is trainable already, though its variables are not, and Keras would leave it at that.
             type(self).trainable.__set__(self, value)
-            ask(self.weights, bool(value))
+            freezer.request(self.weights, bool(value))
         else:
             super().__setattr__(name, value)
 
@@ -226,7 +225,7 @@ def dress(layer: Layer) -> None:
     if any(weight_of(variable) is not None for variable in layer.weights):
         known, use = _role(layer)
         roles: tuple[type, ...] = (TrainedLayer,) if known is None else (known, TrainedLayer)
-    elif any(frozen(variable) for variable in layer.weights):
+    elif any(freezer.get_claim(variable) is not None for variable in layer.weights):
         roles, use = (FrozenLayer,), KerasLayerKernel()
     else:
         return
@@ -237,7 +236,7 @@ def dress(layer: Layer) -> None:
 
 def _leaves(layer: Layer) -> list[Any]:
     weights = [weight_of(variable) for variable in layer.weights] if layer.trainable else []
-    return [part.leaf for weight in weights if weight is not None for part in weight.parts]
+    return [group.leaf for weight in weights if weight is not None for group in weight.groups]
 
 
 def _role(layer: Layer) -> tuple[type | None, KerasLayerKernel]:

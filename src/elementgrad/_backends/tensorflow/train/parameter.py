@@ -12,7 +12,6 @@ Variables that keep each other current: whoever writes to a leaf or to the varia
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from types import new_class
 from typing import Any
@@ -22,78 +21,42 @@ import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_stateless_scope
 from elementgrad._backends.tensorflow.distributed import copies, inside
-from elementgrad._cleanup import assign, close_scopes_after, defer, scope
-from elementgrad._train import trainer
+from elementgrad._cleanup import assign, contained, scope
+from elementgrad._train.freeze import FreezeClaim, Freezer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
-from elementgrad._train.trainer import TrainingState
+from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
 
 Variable = Any
 CLAIM = "_elementgrad_claim"
 
 
-@dataclass
-class _TrainableClaim:
-    before: bool
-    owners: set[object] = field(default_factory=set)
-    """One for each call that froze the variable."""
-    keepers: set[object] = field(default_factory=set)
-    """Those of them that were told to keep it as it was."""
+class KerasFreezer(Freezer):
+    """Freezes variables one by one. `layer.trainable` would have BatchNormalization compute something else."""
+
+    def get_claim(self, parameter: Variable) -> FreezeClaim | None:
+        return parameter.__dict__.get(CLAIM)
+
+    def set_claim(self, parameter: Variable, claim: FreezeClaim | None) -> None:
+        if claim is None:
+            del parameter.__dict__[CLAIM]
+        else:
+            parameter.__dict__[CLAIM] = claim
+
+    def is_trainable(self, parameter: Variable) -> bool:
+        return parameter._trainable
+
+    def set_trainable(self, parameter: Variable, trainable: bool) -> None:
+        parameter._trainable = trainable
+
+    def request(self, variables: Iterable[Variable], trainable: bool) -> None:
+        """Remember what the user sets `trainable` to while variables are frozen: it counts after the last release."""
+        for variable in variables:
+            claim = self.get_claim(variable)
+            if claim is not None:
+                claim.trainable = trainable
 
 
-def claim(variables: Iterable[Variable], owner: object, kept: Iterable[Variable] = ()) -> None:
-    """Freeze variables that nobody froze yet, but for those that are kept; what the user has let train since stays so.
-
-    One by one, and not by `layer.trainable`, which would have BatchNormalization compute something else.
-    """
-    spared = {id(variable) for variable in kept}
-    for variable in variables:
-        held = variable.__dict__.get(CLAIM)
-        if held is None:
-            keep = id(variable) in spared
-            held = variable.__dict__[CLAIM] = _TrainableClaim(variable._trainable, {owner}, {owner} if keep else set())
-            variable._trainable = held.before and keep
-            continue
-        held.owners.add(owner)
-        if id(variable) in spared:
-            defer(setattr, variable, "_trainable", variable._trainable)
-            held.keepers.add(owner)
-            variable._trainable = held.before or variable._trainable
-
-
-def standing(variable: Variable) -> TrainingState:
-    """Return whether a variable trains as a whole."""
-    held = variable.__dict__.get(CLAIM)
-    return (
-        TrainingState(variable._trainable)
-        if held is None
-        else TrainingState(held.before, claimed=True, kept=bool(held.keepers))
-    )
-
-
-def frozen(variable: Variable) -> bool:
-    """Whether somebody claims it."""
-    return CLAIM in variable.__dict__
-
-
-def ask(variables: Iterable[Variable], trainable: bool) -> None:
-    """What somebody has asked for meanwhile counts in the end."""
-    for variable in variables:
-        held = variable.__dict__.get(CLAIM)
-        if held is not None:
-            held.before = trainable
-
-
-def leave(variables: Iterable[Variable], owner: object) -> None:
-    """Give up the claims of an owner; after the last, what was frozen may train again."""
-    for variable in variables:
-        held = variable.__dict__.get(CLAIM)
-        if held is None or owner not in held.owners:
-            continue
-        if len(held.owners) == 1:
-            variable._trainable = held.before or variable._trainable
-            del variable.__dict__[CLAIM]
-        held.keepers.discard(owner)
-        held.owners.discard(owner)
+freezer = KerasFreezer()
 
 
 Tensor = Any
@@ -250,17 +213,12 @@ class _ParameterState(threading.local):
 _local = _ParameterState()
 
 
-class KerasElementGroup(trainer.ElementGroup):
+class KerasElementGroup(ElementGroup):
     """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
 
-    def __init__(self, tensor: Tensor, positions: np.ndarray, originals: np.ndarray, leaf: Tensor):
-        self.tensor = tensor
-        self.positions = positions
-        self.originals = originals
-        self.found = originals
-        self.leaf = leaf
-        self.mark = None
-        self.weight: KerasPartialParameter | None = None
+    def __init__(self, target: ResolvedPlace, leaf: Tensor, originals: np.ndarray, initial: np.ndarray):
+        super().__init__(target, leaf, originals, initial)
+        tensor, positions = target.tensor, target.positions
         self.copies = tuple(zip(copies(leaf._value), copies(tensor), strict=True))
         """The leaf and the variable on each replica."""
         shape = tuple(tensor.shape)
@@ -290,18 +248,17 @@ class KerasElementGroup(trainer.ElementGroup):
     def rebase(self) -> None:
         """Take the values there are for those that there were: another model has been loaded."""
         self.originals = take(self.tensor, self.positions)
-        if self.mark is not None:
-            self.mark.bits = bits(self.originals)[1]
+        self.change.bits = bits(self.originals)[1]
 
 
-class KerasPartialParameter:
+class KerasPartialParameter(PartialParameter):
     """A variable and the parts of it that train."""
 
     def __init__(self, variable: Any):
         self.variable = variable
         """Keras's own, around the tensor."""
         self.tensor = variable._value
-        self.parts: list[KerasElementGroup] = []
+        self.groups: list[KerasElementGroup] = []
         self.layers: dict[int, Any] = {}
         """The layers that know about it."""
         self.roots: dict[int, Any] = {}
@@ -309,13 +266,13 @@ class KerasPartialParameter:
 
     def arrange(self) -> None:
         """Make ready for the parts there are."""
-        self.sizes = [len(part.positions) for part in self.parts]
-        self.positions = np.concatenate([np.zeros(0, np.int64), *[part.positions for part in self.parts]])
+        self.sizes = [len(group.positions) for group in self.groups]
+        self.positions = np.concatenate([np.zeros(0, np.int64), *[group.positions for group in self.groups]])
         self._lookup: KerasLookup | None = None
         regularizer = self.variable.regularizer
-        for number, part in enumerate(self.parts):
+        for number, group in enumerate(self.groups):
             # Once, for the variable as a whole. Setting it the open way takes Keras's own only.
-            part.leaf._regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
+            group.leaf._regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
 
     @property
     def bare(self) -> bool:
@@ -335,11 +292,11 @@ class KerasPartialParameter:
 
     def lent(self, value: Tensor, scope: Any) -> Tensor:
         """A value that stands for the variable, with those that stand for its leaves, as in `model.stateless_call`."""
-        for part in self.parts:
-            leaf = scope.get_current_value(part.leaf)
+        for group in self.groups:
+            leaf = scope.get_current_value(group.leaf)
             if leaf is not None:
                 leaf = tf.cast(leaf, value.dtype)
-                value = tf.tensor_scatter_nd_update(value, part.index, leaf) if value.shape.rank else leaf[0]
+                value = tf.tensor_scatter_nd_update(value, group.index, leaf) if value.shape.rank else leaf[0]
         return value
 
     def tapped(self, value: Tensor, entries: Callable[[Any], Tensor]) -> Tensor:
@@ -351,7 +308,7 @@ class KerasPartialParameter:
 
             return tf.identity(value), back
 
-        leaves = [tf.convert_to_tensor(part.leaf._value) for part in self.parts]
+        leaves = [tf.convert_to_tensor(group.leaf._value) for group in self.groups]
         return tf.custom_gradient(forward)(value, *leaves)
 
     def paired(self, value: Tensor, other: Tensor, entries: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -375,9 +332,9 @@ class KerasPartialParameter:
 
     def read_from_parameter(self, written: Tensor) -> None:
         """Read the leaves' values from a copy of the variable, where it holds others than theirs."""
-        for part in self.parts:
-            leaf = next(leaf for leaf, tensor in part.copies if tensor is written)
-            found = _taken(written, part.index)
+        for group in self.groups:
+            leaf = next(leaf for leaf, tensor in group.copies if tensor is written)
+            found = _taken(written, group.index)
             now = _read_entries(leaf)
             new = tf.where(same(cast(now, found.dtype), found), now, cast(found, now.dtype))
             tf.raw_ops.AssignVariableOp(resource=leaf.handle, value=new)
@@ -470,10 +427,10 @@ def tie(weight: KerasPartialParameter) -> None:
     for copy in copies(weight.tensor):
         _change(copy, _written(_plain(copy), _after_weight), weight)
     _change(weight.variable, _read_variable(_plain(weight.variable)), weight)
-    for part in weight.parts:
-        part.weight = weight
-        for copy in copies(part.leaf._value):
-            _change(copy, _written(_plain(copy), _after_leaf), part)
+    for group in weight.groups:
+        group.parameter = weight
+        for copy in copies(group.leaf._value):
+            _change(copy, _written(_plain(copy), _after_leaf), group)
 
 
 def untie(*variables: Variable) -> None:
@@ -496,9 +453,9 @@ def _change(variable: Variable, kind: type, note: KerasElementGroup | KerasParti
 
 
 def _after_leaf(leaf: Variable, before: Any) -> None:
-    part: KerasElementGroup = leaf.__dict__[NOTE]
-    if part.weight is not None:
-        part.write_to_parameter(leaf)
+    group: KerasElementGroup = leaf.__dict__[NOTE]
+    if group.parameter is not None:
+        group.write_to_parameter(leaf)
 
 
 def _after_weight(tensor: Variable, before: Any) -> None:
@@ -506,8 +463,8 @@ def _after_weight(tensor: Variable, before: Any) -> None:
     weight.read_from_parameter(tensor)
     if before is not None and weight.differs(tensor, before):
         # Another model altogether: what its elements were is what was written.
-        for part in weight.parts:
-            part.rebase()
+        for group in weight.groups:
+            group.rebase()
 
 
 @cache
@@ -558,7 +515,7 @@ class TrainedVariable:
     @trainable.setter
     def trainable(self: Any, value: bool) -> None:
         self._trainable = bool(value)
-        ask([self], bool(value))
+        freezer.request([self], bool(value))
 
 
 @cache
