@@ -28,13 +28,13 @@ from elementgrad._cli.load import CommandTarget, is_reference, load, require_pla
 from elementgrad._cli.output import FINDING, InputError, say, their_traceback, typed
 from elementgrad._cli.parser import parser
 from elementgrad._cli.results import ARRAYS, PICTURES, GradientResult, plain, require_writable, show, text_of, write
+from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
 from elementgrad._optional import require
 from elementgrad._read.budget import parse
 from elementgrad._tour.runner import Tour
 from elementgrad._train.api import reverse_patch
-from elementgrad._train.entries import trainer_of
-from elementgrad._train.patch_file import replace_file, writable
+from elementgrad._train.resolve import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer, Trainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from elementgrad._backends.base import Backend
 from elementgrad._cli.output import InputError, is_unicode
-from elementgrad._train.patch_file import replace_file, writable
+from elementgrad._files import replace_file, writable
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
 
 FORMAT = 1

@@ -16,6 +16,7 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._explain.api import explain
 from elementgrad._explain.diagnosis import Diagnosis
+from elementgrad._files import writable
 from elementgrad._html import rows_of
 from elementgrad._names import pytree
 from elementgrad._names.call import BoundCall, Operand
@@ -43,7 +44,6 @@ from elementgrad._show.plot import READ
 from elementgrad._show.values import Scale, floats
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch, shorten
-from elementgrad._train.patch_file import writable
 from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError
 
 TONES: dict[str, Tone] = {"flows": "good", "zero": "odd", "unconnected": "bad", "nonfinite": "bad", "mismatch": "bad"}

@@ -16,11 +16,12 @@ from elementgrad._cleanup import defer, with_rollback
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad._train.elements import Elements
-from elementgrad._train.entries import check_disjoint, element_text, resolve, resolve_all, trainer_of
+from elementgrad._train.entries import Entry, MappedEntry, Names, element_text, map_entries
 from elementgrad._train.fingerprint import fingerprint, fits
 from elementgrad._train.history import ElementChange
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, MappedEntry, Names, Patch, map_entries
+from elementgrad._train.patch import Patch
+from elementgrad._train.resolve import check_disjoint, resolve, resolve_all, trainer_of
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ResolvedPlace, Trainer
 from elementgrad.errors import DuplicateError, ElementgradError, OptionError, PatchError, PlaceError, warn
 
@@ -169,7 +170,7 @@ def _match_patch(
     trainer: Trainer, patch: Patch, names: Names | None, overwrite: bool = False, resume: bool = False
 ) -> list[tuple[ResolvedPlace, Entry]]:
     """Find the elements that a patch is for, and check that all of it fits before anything is changed."""
-    entries = map_entries(patch, names)
+    entries = map_entries(patch.entries, names)
     # Before any parameter is read: reading a sharded one needs all processes.
     trainer.check_same_on_all_ranks((one.entry.name, one.entry.indices, one.entry.values.bits) for one in entries)
     matches = [(_match_entry(trainer, one, overwrite, resume), one.entry) for one in entries]

@@ -16,11 +16,12 @@ from elementgrad._cleanup import defer, with_cleanup
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.entries import resolve
+from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.history import ElementChange, TensorHistory
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, Patch, shorten
+from elementgrad._train.patch import Patch, shorten
+from elementgrad._train.resolve import resolve
 from elementgrad._train.routing import differentiate, explain_unconnected, route_losses, unconnected_error
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, Trainer
 from elementgrad.errors import ElementgradError, FrameworkError, OptionError, PatchError, PlaceError

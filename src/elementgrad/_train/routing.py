@@ -10,7 +10,7 @@ from elementgrad._names.call import BoundCall
 from elementgrad._place.grammar import listed
 from elementgrad._place.place import Place
 from elementgrad._read.jacobian import Reason, explain_missing_path
-from elementgrad._train.entries import check_disjoint, resolve
+from elementgrad._train.resolve import check_disjoint, resolve
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
 from elementgrad.errors import PlaceError, UnconnectedError
 

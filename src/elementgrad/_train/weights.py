@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elementgrad import _npz
+from elementgrad._files import replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
-from elementgrad._train.patch_file import StoredTensor, joined, replace_file
+from elementgrad._train.patch_file import StoredTensor, pack_safetensors
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
 
@@ -211,6 +212,6 @@ def _pack(tensors: Mapping[str, FileTensor]) -> bytes:
     for name, held in tensors.items():
         if held.dtype not in names:
             raise PatchError(f"{held.dtype} of {name} has no place in .safetensors; write .npz")
-    return joined(
+    return pack_safetensors(
         {name: StoredTensor(names[held.dtype], held.shape, held.bits.tobytes()) for name, held in tensors.items()}
     )
