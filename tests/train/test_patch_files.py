@@ -413,7 +413,7 @@ def test_a_file_that_another_program_has_open_is_tried_again_and_then_said(tmp_p
     some().write(path)
     assert (len(tries), Patch.read(path)) == (3, some())
     monkeypatch.setattr(os, "replace", partial(refuse, times=10**6))
-    monkeypatch.setattr("elementgrad._train.patch_file.PATIENCE", 0.1)
+    monkeypatch.setattr("elementgrad._files.PATIENCE", 0.1)
     with pytest.raises(PermissionError, match="another program has it open") as raised:
         Patch((entry(),)).write(path)
     assert raised.value.filename == str(path)

@@ -180,8 +180,8 @@ def test_mapped_places_name_the_same_elements(data):
     assert one.entry.shape == x.transpose(axes).shape
     assert turned[one.entry.indices].tolist() == one.entry.values.floats().tolist()
     assert sorted(turned[one.entry.indices]) == sorted(indices)
-    np.testing.assert_array_equal(turned[one.here(np.arange(x.size))], np.arange(x.size))
-    np.testing.assert_array_equal(one.there(np.arange(x.size)), turned)
+    np.testing.assert_array_equal(turned[one.to_model(np.arange(x.size))], np.arange(x.size))
+    np.testing.assert_array_equal(one.to_source(np.arange(x.size)), turned)
     (again,) = map_entries([one.entry], {"b": ("a", tuple(np.argsort(axes)))})
     assert sorted(again.entry.indices) == sorted(indices)
     assert again.entry.values.floats().tolist() == again.entry.indices.tolist()

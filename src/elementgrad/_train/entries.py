@@ -160,7 +160,7 @@ def check_no_overlap(name: str, shape: tuple[int, ...], places: Sequence[tuple[s
     >>> from elementgrad._train.entries import check_no_overlap
     >>> check_no_overlap("fc.bias", (4,), [("fc.bias[:2]", np.array([0, 1])), ("fc.bias[1]", np.array([1]))])
     Traceback (most recent call last):
-    elementgrad.errors.DuplicateError: fc.bias[1] is named by fc.bias[:2] and by fc.bias[1]; name each element once
+    elementgrad.DuplicateError: fc.bias[1] is named by fc.bias[:2] and by fc.bias[1]; name each element once
     """
     twice = _first_repeated(np.concatenate([np.zeros(0, np.int64), *[positions for _, positions in places]]))
     if twice is not None:

@@ -1,4 +1,4 @@
-"""Weights in a file, by their bytes: what a patch can be put into where no model and no framework is at hand."""
+"""Weights in a .safetensors or .npz file: patches go into them without a model and without a framework."""
 
 import json
 import math
@@ -31,11 +31,11 @@ DTYPES = {
     "C64": "complex64",
     "BOOL": "bool",
 }
-"""The names of dtypes in safetensors, and ours."""
+"""The names of dtypes in safetensors to ours."""
 
 
 class FileTensor:
-    """One tensor by its bytes, which may be written to."""
+    """One tensor by its bytes, which can be written to."""
 
     def __init__(self, dtype: str, shape: Sequence[int], bits: np.ndarray):
         self.dtype = dtype
@@ -45,7 +45,7 @@ class FileTensor:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "FileTensor":
-        """A NumPy array, copied."""
+        """Return a copy of a NumPy array."""
         numbers = BitArray.of(array)
         return cls(numbers.dtype, array.shape, np.array(numbers.bits))
 
@@ -67,11 +67,11 @@ class Weights:
     def __init__(self, tensors: Mapping[str, FileTensor], packed: bytearray | None = None):
         self.tensors = dict(tensors)
         self._packed = packed
-        """The file as it was read, in which the bytes of the tensors are written to."""
+        """The file as it was read; the bytes of the tensors are views of it."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Weights":
-        """The tensors of a .safetensors or .npz file."""
+        """Read the tensors of a .safetensors or .npz file."""
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
@@ -80,7 +80,7 @@ class Weights:
                 raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
             packed = bytearray(file.read())
-        return cls(dict(_unpacked(path, packed)), packed)
+        return cls(dict(_unpack(path, packed)), packed)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all tensors to a file, as a whole or not at all; in the format they came in nothing else changes."""
@@ -88,14 +88,14 @@ class Weights:
         if path.endswith(".safetensors"):
             replace_file(path, bytes(self._packed) if self._packed is not None else _pack(self.tensors))
             return
-        unknown = [name for name, held in self.tensors.items() if held.dtype == "bfloat16" or held.dtype not in VIEWS]
+        unknown = [name for name, x in self.tensors.items() if x.dtype == "bfloat16" or x.dtype not in VIEWS]
         if unknown:
             raise PatchError(
                 f"{self.tensors[unknown[0]].dtype} of {unknown[0]} has no place in .npz; write .safetensors"
             )
         arrays = {
-            name: np.frombuffer(held.bits.tobytes(), VIEWS[held.dtype]).reshape(held.shape)
-            for name, held in self.tensors.items()
+            name: np.frombuffer(tensor.bits.tobytes(), VIEWS[tensor.dtype]).reshape(tensor.shape)
+            for name, tensor in self.tensors.items()
         }
         try:
             content = _npz.pack(arrays)
@@ -158,19 +158,19 @@ class WeightsTrainer(Trainer):
     stop = check_loss = gradients = start
 
 
-def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
-    """The tensors of a safetensors file, whose bytes are those of the file."""
+def _unpack(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
+    """Yield the tensors of a safetensors file, as views of its bytes."""
     try:
         end = 8 + struct.unpack("<Q", packed[:8])[0]
-        header = json.loads(packed[8:end], object_pairs_hook=_each_once)
-        described = [(name, *_described(one)) for name, one in header.items() if name != "__metadata__"]
+        header = json.loads(packed[8:end], object_pairs_hook=_unique_names)
+        described = [(name, *_describe(of)) for name, of in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        twice = f", since it names {error} twice" if isinstance(error, _TwiceError) else ""
+        twice = f", since it names {error} twice" if isinstance(error, _RepeatedNameError) else ""
         raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
-        held = DTYPES.get(dtype, dtype)
-        width = np.dtype(VIEWS[held]).itemsize if held in VIEWS else (last - first) // max(1, size)
+        known = DTYPES.get(dtype, dtype)
+        width = np.dtype(VIEWS[known]).itemsize if known in VIEWS else (last - first) // max(1, size)
         if min(shape, default=0) < 0 or not 0 <= first <= last <= len(packed) - end or last - first != width * size:
             raise PatchError(f"{path} is damaged: {name} does not fit into it")
     filled = sorted((first, last, name) for name, _, _, first, last in described if first < last)
@@ -186,32 +186,32 @@ def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
         yield name, FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
 
 
-class _TwiceError(ValueError):
-    """A name that stands twice in one object of JSON, of which most parsers take the last."""
+class _RepeatedNameError(ValueError):
+    """A name occurs twice in one JSON object, of which most parsers take the last."""
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
-            raise _TwiceError(repr(name))
-        found[name] = value
-    return found
+        if name in unique:
+            raise _RepeatedNameError(repr(name))
+        unique[name] = value
+    return unique
 
 
-def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
-    """What a header says of a tensor: dtype, shape, and where its bytes begin and end."""
-    first, last = map(index, one["data_offsets"])
-    return str(one["dtype"]), tuple(map(index, one["shape"])), first, last
+def _describe(of: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the dtype, the shape, and the first and last offset of a tensor in a header."""
+    first, last = map(index, of["data_offsets"])
+    return str(of["dtype"]), tuple(map(index, of["shape"])), first, last
 
 
 def _pack(tensors: Mapping[str, FileTensor]) -> bytes:
     names = {ours: theirs for theirs, ours in DTYPES.items()}
     if "__metadata__" in tensors:
         raise PatchError("a tensor called __metadata__ has no place in .safetensors; write .npz")
-    for name, held in tensors.items():
-        if held.dtype not in names:
-            raise PatchError(f"{held.dtype} of {name} has no place in .safetensors; write .npz")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in names:
+            raise PatchError(f"{tensor.dtype} of {name} has no place in .safetensors; write .npz")
     return pack_safetensors(
-        {name: StoredTensor(names[held.dtype], held.shape, held.bits.tobytes()) for name, held in tensors.items()}
+        {name: StoredTensor(names[x.dtype], x.shape, x.bits.tobytes()) for name, x in tensors.items()}
     )
