@@ -15,7 +15,10 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_backends"}
 """What backends may build on; all else builds on them."""
-INTERFACES = {"_read.recorder", "_explain.trace", "_explain.probe", "_train.trainer", "_train.freeze", "_train.numbers"}
+INTERFACES = {
+    *("_edit.backend", "_read.backend", "_read.recorder", "_train.backend", "_train.trainer", "_train.freeze"),
+    *("_train.numbers", "_explain.backend", "_explain.trace", "_explain.dependence"),
+}
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}
 LEAVES = {"_show", "_cli", "_tour"}

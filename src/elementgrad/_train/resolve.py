@@ -22,7 +22,7 @@ def trainer_of(model: Any) -> Trainer:
             f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
-    return backend.trainer(model)
+    return backend.load("train").trainer(model)
 
 
 def resolve_all(trainer: Trainer, places: Any) -> list[ResolvedPlace]:

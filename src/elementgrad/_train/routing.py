@@ -94,7 +94,8 @@ def explain_unconnected(loss_fn: Callable[[Any], Any], params: Any, name: str) -
     if backend is None:
         return None
     try:
-        tensors = [x for other, kind, x in backend.model(params).held() if (other, kind) == (name, "parameter")]
-        return explain_missing_path(BoundCall(loss_fn, (params,), {}), Place(None, "output"), Place(tensors[0]))
+        named = backend.names.model(params).named_tensors()
+        tensor = next(x for other, kind, x in named if (other, kind) == (name, "parameter"))
+        return explain_missing_path(BoundCall(loss_fn, (params,), {}), Place(None, "output"), Place(tensor))
     except Exception:  # the error that is about to be raised matters more
         return None

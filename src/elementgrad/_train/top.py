@@ -79,7 +79,7 @@ def top(
             f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
-    named_model = backend.model(model)
+    named_model = backend.names.model(model)
     candidates = _find_candidates(named_model, among, backend)
     size = sum(candidate.size for candidate in candidates)
     if limit > size:
@@ -95,7 +95,7 @@ def top(
         def losses(model: Any = model) -> Iterable[Tensor]:
             return _check_losses(loss_fn(model), backend)
 
-        backend.parameter_gradients(named_model, parameters, losses, by == "fisher", ranking.offer)
+        backend.load("top").parameter_gradients(named_model, parameters, losses, by == "fisher", ranking.offer)
         ranking.require_reached(partial(explain_unconnected, loss_fn, model))
     if since is not None and not ranking.best.highest:
         raise OptionError(
@@ -146,7 +146,7 @@ class Ranking:
             some = Selection.at_flat(candidate.positions, candidate.shape)
             scores = self._backend.take(scores, some)
             minus = None if minus is None else self._backend.take(minus, some)
-        sizes, positions = self._backend.topk_abs(scores, self._limit, self.best.floor, minus)
+        sizes, positions = self._backend.load("top").topk_abs(scores, self._limit, self.best.floor, minus)
         if candidate.positions is not None:
             positions = candidate.positions[positions]
         infinite = ~np.isfinite(sizes)
@@ -238,7 +238,7 @@ def _check_measure(by: Any, loss_fn: Any, since: Any) -> None:
 
 def _find_candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
     """Return the floating-point parameters that `among` names, in the model's order; all of them for None."""
-    params = [(name, tensor) for name, kind, tensor in model.held() if kind == "parameter"]
+    params = [(name, tensor) for name, kind, tensor in model.named_tensors() if kind == "parameter"]
     floating = [(name, tensor) for name, tensor in params if backend.kind(tensor) == "f"]
     if not floating:
         raise DtypeError("the model has no floating-point parameter to choose from; give one that has")
@@ -263,7 +263,10 @@ def _parameter_number(place: Place, params: list[tuple[str, Tensor]], model: Mod
     names = [name for name, _ in params]
     if place.name in names and place.kind in (None, "parameter"):
         return names.index(place.name)
-    tensor = _find_parameter(model, place.name) if place.tensor is None else backend.unwrap_parameter(place.tensor)
+    if place.tensor is None:
+        tensor = _find_parameter(model, place.name)
+    else:
+        tensor = backend.names.unwrap_parameter(place.tensor)
     for number, (_, other) in enumerate(params):
         if other is tensor and place.kind in (None, "parameter"):
             return number
@@ -273,7 +276,7 @@ def _parameter_number(place: Place, params: list[tuple[str, Tensor]], model: Mod
 
 
 def _find_parameter(model: Model, name: str | None) -> Tensor | None:
-    return next((tensor for kind, tensor in model.bearing(name or "") if kind == "parameter"), None)
+    return next((tensor for kind, tensor in model.lookup(name or "") if kind == "parameter"), None)
 
 
 def _candidate(name: str, tensor: Tensor, places: list[Place], backend: Backend) -> Candidate:
@@ -291,11 +294,12 @@ def _candidate(name: str, tensor: Tensor, places: list[Place], backend: Backend)
 def _earlier(since: Any, candidates: list[Candidate], model: Model, backend: Backend) -> list[Tensor]:
     """Return the earlier tensor of each candidate, from a state dict or another model."""
     if registry.backend_of_model(since) is backend:
-        names = [name for name, kind, _ in backend.model(since).held() if kind == "parameter"]
-        earlier = {candidate.name: _find_parameter(backend.model(since), candidate.name) for candidate in candidates}
+        other = backend.names.model(since)
+        names = [name for name, kind, _ in other.named_tensors() if kind == "parameter"]
+        earlier = {candidate.name: _find_parameter(other, candidate.name) for candidate in candidates}
     elif isinstance(since, Mapping):
         # By any of its names: of tied parameters a file may hold the second one alone.
-        aliases = [(name, model.bearing(name)) for name in since if isinstance(name, str)]
+        aliases = [(name, model.lookup(name)) for name in since if isinstance(name, str)]
         known = {id(x): since[name] for name, bearers in aliases for kind, x in bearers if kind == "parameter"}
         earlier = {candidate.name: known.get(id(candidate.tensor)) for candidate in candidates}
         names = [name for name in since if isinstance(name, str)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elementgrad._backends.jax import sharding
-from elementgrad._backends.jax.names import JaxModel, copied
+from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.jax.program import is_array
 from elementgrad._backends.jax.sharding import put, settled
 from elementgrad._backends.jax.train.loss import TracedLoss
@@ -58,7 +58,7 @@ class JaxTrainer(FunctionalTrainer):
         self._params = params
         self._leaves: dict[str, list[PytreeLeaf]] = {}
         self._other_kinds: dict[str, str] = {}
-        for name, kind, array in JaxModel(params).held():
+        for name, kind, array in JaxModel(params).named_tensors():
             if kind == "parameter":
                 self._leaves.setdefault(name, []).append(PytreeLeaf(name, array))
             else:
@@ -178,7 +178,7 @@ class JaxTrainer(FunctionalTrainer):
             arrays[group.name] = put(array, group.positions, _cast(value, array.dtype, group.tensor.array))
         new = {number: arrays[group.name] for number, group in enumerate(groups)}
         untraced = {number: array for number, array in new.items() if not isinstance(array, jax.core.Tracer)}
-        return copied(params, arrays), untraced
+        return copy_with(params, arrays), untraced
 
     def value_and_grad(
         self,
@@ -281,3 +281,13 @@ def _largest_abs(values: Any) -> float:
     """Return the largest absolute value; NaN if there is a NaN."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return float(np.abs(np.asarray(values).astype(np.complex128)).max(initial=0.0))
+
+
+class JaxTrain(TrainBackend):
+    """Makes trainers of pytrees."""
+
+    def trainer(self, model: Any) -> JaxTrainer:
+        return JaxTrainer(model)
+
+
+implementation = JaxTrain()

@@ -18,7 +18,7 @@ import tensorflow as tf
 from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_stateless_scope
 from elementgrad._backends.tensorflow.distributed import copies, unwrap
 from elementgrad._backends.tensorflow.train.kernels import KerasLookup
-from elementgrad._cleanup import assign, contained, scope
+from elementgrad._cleanup import assign, close_scopes_after, scope
 from elementgrad._train.freeze import FreezeClaim, Freezer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
 from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
@@ -318,7 +318,7 @@ def _class_with_gradient(kind: type) -> type:
     def read_plain(name: str) -> Callable[..., Any]:
         method = getattr(kind, name)
 
-        @contained
+        @close_scopes_after
         def call(self: Variable, *args: Any, **kwargs: Any) -> Any:
             with self.__dict__[OWNER].plain_reads():
                 return method(self, *args, **kwargs)

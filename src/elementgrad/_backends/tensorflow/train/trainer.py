@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow import distributed
-from elementgrad._backends.tensorflow.names import KerasModel, root
+from elementgrad._backends.tensorflow.autodiff import written
+from elementgrad._backends.tensorflow.names import KerasModel, layer_of
 from elementgrad._backends.tensorflow.train.layers import patch_class
 from elementgrad._backends.tensorflow.train.parameter import (
     HALVES,
@@ -23,6 +24,7 @@ from elementgrad._backends.tensorflow.train.parameter import (
     partial_parameter_of,
     take,
 )
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.freeze import TrainingState
 from elementgrad._train.trainer import ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError
@@ -52,7 +54,7 @@ class KerasTrainer(Trainer):
         self._variables = {id(variable._value): variable for variable in parameters}
 
     def names(self) -> Iterator[str]:
-        return (name for name, kind, _ in self._model.held() if kind == "parameter")
+        return (name for name, kind, _ in self._model.named_tensors() if kind == "parameter")
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for path, layer in self._model._layers():
@@ -61,7 +63,7 @@ class KerasTrainer(Trainer):
                     yield f"{path}/{variable.name}" if path else variable.name, variable._value
 
     def parameter(self, name: str) -> Tensor:
-        matches = self._model.bearing(name)
+        matches = self._model.lookup(name)
         for kind, tensor in matches:
             if kind == "parameter" and tensor is not None:
                 return tensor
@@ -70,7 +72,7 @@ class KerasTrainer(Trainer):
         raise self.unknown_name_error(name, matches[0][0] if matches else None)
 
     def name_of(self, tensor: Tensor) -> str:
-        for name, kind, parameter in self._model.held():
+        for name, kind, parameter in self._model.named_tensors():
             if kind == "parameter" and parameter is distributed.unwrap(tensor):
                 return name
         raise self.not_a_parameter_error(tensor)
@@ -225,6 +227,8 @@ def _from_bits(numbers: Any) -> np.ndarray:
 
 
 class KerasTrain(TrainBackend):
+    """Makes trainers of Keras models and layers."""
+
     def trainer(self, model: Any) -> Trainer:
         owner = layer_of(model)
         if owner is None or written(model) is not owner:

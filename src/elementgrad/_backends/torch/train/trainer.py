@@ -30,6 +30,7 @@ from elementgrad._backends.torch.train.parameter import (
     part_of,
     whole_parameters,
 )
+from elementgrad._train.backend import TrainBackend
 from elementgrad._train.freeze import TrainingState
 from elementgrad._train.trainer import ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
