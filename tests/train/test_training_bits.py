@@ -124,8 +124,8 @@ def test_every_number_of_half_precision_comes_back_from_a_wider_dtype(before, af
     wide = cast_array(every, DTYPES[after])
     assert cast_array(wide, DTYPES[before]).tobytes() == every.tobytes()
     numbers = BitArray.of(every)
-    assert numbers.rounded(after).bits.tobytes() == wide.tobytes()
-    assert numbers.rounded(after).rounded(before) == numbers
+    assert numbers.round_to(after).bits.tobytes() == wide.tobytes()
+    assert numbers.round_to(after).round_to(before) == numbers
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     tensor = bits.view(getattr(torch, before))
     assert torch.equal(cast(cast(tensor, getattr(torch, after)), tensor.dtype).view(torch.int16), bits)

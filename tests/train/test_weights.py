@@ -27,9 +27,9 @@ def test_numbers_are_rounded_as_the_framework_rounds_them(dtype):
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 3.5e38, 65519.0, 65520.0, 1e-45]).view(torch.int32)
     values = torch.cat([bits, ties, special]).view(torch.float32)
     values = values[~values.isnan()]
-    rounded = BitArray.of(values.numpy()).rounded(dtype)
+    rounded = BitArray.of(values.numpy()).round_to(dtype)
     assert rounded == BitArray(dtype, values.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1, 2))
-    assert np.isnan(BitArray.of(np.float32([np.nan])).rounded(dtype).floats()).all()
+    assert np.isnan(BitArray.of(np.float32([np.nan])).round_to(dtype).floats()).all()
 
 
 @pytest.mark.parametrize("ending", [".npz", ".safetensors"])

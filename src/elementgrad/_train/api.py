@@ -200,7 +200,7 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     if entry.name == source.name and entry.tied is not None:  # of models with other names, ties are not known
         _require_tied(trainer, tensor, entry.name, entry.tied)
     history, read = trainer.history(tensor), trainer.byte_reader(tensor)
-    earlier = history.overlapping(entry.indices)
+    earlier = history.find_overlap(entry.indices)
     is_same_place = resume and earlier is not None and np.array_equal(earlier.positions, entry.indices)
     if earlier is not None and not (overwrite or is_same_place):
         raise PatchError(
@@ -371,7 +371,7 @@ def reverse_patch(model: Any, patches: Sequence[Patch]) -> Patch:
                 f"shape {tuple(tensor.shape)}"
             )
         values = BitArray(dtype, read(entry.indices))
-        if values != entry.values.rounded(dtype):
+        if values != entry.values.round_to(dtype):
             raise PatchError(f"{entry.place} does not hold the values of the patch; there is nothing to undo")
         positions, bits = _first_originals([other for other in entries if other.name == entry.name])
         if not fits(entry.fingerprint, entry.shape, dtype, read, positions=positions, bits=bits):

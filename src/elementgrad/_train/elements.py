@@ -398,7 +398,7 @@ class Elements(Tabular):
         self._sync()
         self._require_unchanged("undo")
         for group in self._groups:
-            later = self._history(group).overlapping(group.positions, after=group.change)
+            later = self._history(group).find_overlap(group.positions, after=group.change)
             if later is not None:
                 raise PatchError(f"{later.place} was changed after {group.place} and is over it; undo that one first")
         defer(self._undo)  # runs to its end even if an interrupt comes

@@ -15,7 +15,7 @@ Parameter = Any
 
 
 class TrainingState(NamedTuple):
-    """How a parameter trains as a whole."""
+    """The state of a parameter as a whole, apart from elements of it that train."""
 
     trained: bool
     """True if it was trainable before any elements of the model trained."""
@@ -104,7 +104,7 @@ class Freezer(ABC):
             claim.owners.discard(owner)
 
     def state(self, parameter: Parameter, can_train: bool = True) -> TrainingState:
-        """Return how a parameter trains as a whole."""
+        """Return the state of a parameter as a whole."""
         claim = self.get_claim(parameter)
         if claim is None:
             return TrainingState(self.is_trainable(parameter), can_train=can_train)

@@ -43,10 +43,10 @@ class TensorHistory:
     >>> change = ElementChange("x[1]", np.array([1]), tensor[[1]], np.uint8([[7]]))
     >>> tensor[1] = 7
     >>> history.add(change)
-    >>> history.overlapping(np.array([0, 1])).place, history.bytes_before(np.array([0, 1])).tolist()
+    >>> history.find_overlap(np.array([0, 1])).place, history.bytes_before(np.array([0, 1])).tolist()
     ('x[1]', [[0], [0]])
     >>> tensor[1] = 8
-    >>> history.overlapping(np.array([0, 1])) is None
+    >>> history.find_overlap(np.array([0, 1])) is None
     True
     """
 
@@ -78,7 +78,7 @@ class TensorHistory:
                 later = np.concatenate([later, change.positions])
         return self._all
 
-    def overlapping(self, positions: np.ndarray, after: ElementChange | None = None) -> ElementChange | None:
+    def find_overlap(self, positions: np.ndarray, after: ElementChange | None = None) -> ElementChange | None:
         """Return a change of some of these elements, among all or among those after another one."""
         changes = self.changes()
         if after is not None:

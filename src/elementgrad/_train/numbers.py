@@ -156,12 +156,12 @@ class BitArray:
         with np.errstate(invalid="ignore"):  # a signalling NaN
             return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
 
-    def rounded(self, dtype: str) -> "BitArray":
+    def round_to(self, dtype: str) -> "BitArray":
         """Round to another floating dtype: to the nearest number, and to the even one of two equally near.
 
         >>> import numpy as np
         >>> from elementgrad._train.numbers import BitArray
-        >>> BitArray.of(np.float32([1.00390625, 1.01171875])).rounded("bfloat16").floats().tolist()
+        >>> BitArray.of(np.float32([1.00390625, 1.01171875])).round_to("bfloat16").floats().tolist()
         [1.0, 1.015625]
         """
         if dtype == self.dtype:

@@ -116,7 +116,7 @@ class Trainer(ABC):
         """Raise an error for a parameter whose elements cannot train."""
 
     def training_state(self, tensor: Tensor) -> TrainingState:
-        """Return how a parameter trains as a whole, where training elements freezes parameters."""
+        """Return the state of a parameter as a whole, where training elements freezes parameters."""
         raise NotImplementedError
 
     def has_gradient_hooks(self, tensor: Tensor) -> bool:

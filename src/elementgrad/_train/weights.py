@@ -143,7 +143,7 @@ class WeightsTrainer(Trainer):
         return ()
 
     def write_to_parameter(self, group: ElementGroup) -> None:
-        group.tensor.bits[group.positions] = group.leaf.rounded(group.tensor.dtype).bits
+        group.tensor.bits[group.positions] = group.leaf.round_to(group.tensor.dtype).bits
 
     def restore(self, group: ElementGroup) -> None:
         group.tensor.bits[group.positions] = group.originals.bits

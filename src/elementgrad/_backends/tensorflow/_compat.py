@@ -31,7 +31,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable as Reso
 
 
 def in_stateless_scope() -> bool:
-    """Return whether Keras keeps updates of variables apart, as in `stateless_call`."""
+    """Return True if Keras keeps updates of variables apart, as in `stateless_call`."""
     from keras.src.backend.common.stateless_scope import in_stateless_scope as inside
 
     return bool(inside())

@@ -84,7 +84,7 @@ class TracedLoss:
         paths = [dce_jaxpr(program, [n == number for n in range(count)])[1][0] for number in range(count)]
         if not all(paths) and self._program is not None:
             # The loss may depend on an array and not on the elements of it that are wanted, as after a slice.
-            paths = [self._reached[self._array_of[number]] for number in wanted]
+            paths = [self._reached_arrays[self._array_of[number]] for number in wanted]
         gradients = [gradient if path else None for gradient, path in zip(gradients, paths, strict=True)]
         return self._unflatten([loss, *aux]), gradients
 
@@ -99,7 +99,7 @@ class TracedLoss:
         return list(dict.fromkeys(uses))
 
     @cached_property
-    def _reached(self) -> list[bool]:
+    def _reached_arrays(self) -> list[bool]:
         """For each array, True if the derivative of the loss is computed from it."""
         program, arrays = self._program, self._arrays
 

@@ -83,7 +83,7 @@ class PatchedArray:
         """Return the array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
 
-    def changed(self) -> Array:
+    def changed_mask(self) -> Array:
         """Return a mask of the values that differ from the elements that they replace."""
         return self.values != taken(self.array, self.positions)
 
@@ -297,7 +297,7 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         new = dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed])
         shape = (*outer, cut.total) if side == 1 else (cut.total, *outer)
         axis = len(outer) if side == 1 else 0
-        return _replace_at(base.reshape(shape), new, cut.touched(changed), cut.chosen, axis).reshape(base.shape)
+        return _replace_at(base.reshape(shape), new, cut.touched_mask(changed), cut.chosen, axis).reshape(base.shape)
 
     def rows(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
         matrix = jnp.transpose(x, (*x_free, *x_summed)).reshape(*outer, cut.total)
@@ -326,7 +326,7 @@ def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
 
     def columns(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
         (new,) = bind(equation, [x, part])
-        return _replace_at(base, new, cut.touched(changed), cut.chosen, axis)
+        return _replace_at(base, new, cut.touched_mask(changed), cut.chosen, axis)
 
     def rows(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
         (added,) = bind(equation, [jnp.take(x, cut.chosen, axis=x_axis, mode="clip"), part])
@@ -361,7 +361,7 @@ def _patched_product(
         return None
     if not isinstance(w.array, jax.core.Tracer) or CHEAP * sum(cut.size for cut in cuts) > w.array.size:
         cuts = [cut]
-    changed = w.changed()
+    changed = w.changed_mask()
     factor = x
     if by_rows in cuts:
         mask = row_mask(by_rows)
@@ -413,7 +413,7 @@ class _PatchedSlice:
         slices = array[None] if self._new_axis else array.at[self._index].get(mode=IN_BOUNDS, unique_indices=True)
         return put(slices, self._positions, values)
 
-    def touched(self, changed: Array) -> Array:
+    def touched_mask(self, changed: Array) -> Array:
         """Return a mask of the slices in which an element has changed."""
         return jnp.zeros(len(self.chosen), bool).at[self._at].max(changed, mode=IN_BOUNDS)
 

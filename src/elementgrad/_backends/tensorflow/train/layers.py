@@ -89,7 +89,7 @@ class TrainedLayer(FrozenLayer):
 
     @property
     def trainable_weights(self: Any) -> list[Any]:
-        """The same for the model that is fitted, whose optimizer gets these; old file formats take those of layers."""
+        """The same, but only for the model that is fitted, whose optimizer gets these; files take those of layers."""
         parameters = [partial_parameter_of(variable) for variable in self.weights]
         fitted = any(parameter is not None and id(self) in parameter.roots for parameter in parameters)
         return super().trainable_weights + (_leaves(self) if fitted else [])  # type: ignore[misc]
