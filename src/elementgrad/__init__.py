@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from elementgrad._train.api import apply as apply
     from elementgrad._train.api import trainable as trainable
     from elementgrad._train.elements import Elements as Elements
-    from elementgrad._train.functional import Uses as Uses
+    from elementgrad._train.elements import Uses as Uses
     from elementgrad._train.patch import Patch as Patch
     from elementgrad._train.patch import inspect as inspect
     from elementgrad._train.top import top as top

@@ -186,13 +186,13 @@ def test_beside_a_gradient_there_is_one_sum_at_most():
 def test_what_is_remembered_is_of_the_order_of_k(monkeypatch):
     monkeypatch.setattr(ranking, "ROOM", 0)
     most = []
-    settle = ranking.TopElements._settle
+    settle = ranking.TopElements._prune
 
     def watching(self):
         most.append(sum(len(scores) for scores, *_ in self._offers))
         settle(self)
 
-    monkeypatch.setattr(ranking.TopElements, "_settle", watching)
+    monkeypatch.setattr(ranking.TopElements, "_prune", watching)
     model, x = tower()
     eg.top(model, lambda model: model(x).sum(), 20)
     assert max(most) <= 3 * 20

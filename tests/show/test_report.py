@@ -12,7 +12,8 @@ import torch
 
 import elementgrad as eg
 from elementgrad._show.page import Code, NumbersTable, Page, Prose, Section, StepList, Table
-from elementgrad._train import patch
+from elementgrad._train.entries import Entry
+from elementgrad._train.numbers import BitArray
 
 
 def numbers(html):
@@ -109,8 +110,8 @@ def test_everything_is_escaped(tmp_path):
 
 def test_no_cell_of_a_downloaded_table_begins_a_formula(tmp_path):
     names = ["=1+1", "+a", "-b", "@c", "d"]
-    old, new = patch.BitArray.of(np.float32([0.5])), patch.BitArray.of(np.float32([-1.5]))
-    entries = [patch.Entry(f"{name}[0]", name, (1,), "float32", np.array([0]), new, old, "sample:") for name in names]
+    old, new = BitArray.of(np.float32([0.5])), BitArray.of(np.float32([-1.5]))
+    entries = [Entry(f"{name}[0]", name, (1,), "float32", np.array([0]), new, old, "sample:") for name in names]
     eg.report(tmp_path / "r.html", eg.Patch(tuple(entries)))
     (content,) = re.findall(r"data:text/csv;[^,]*base64,([^\"]*)", (tmp_path / "r.html").read_text())
     rows = list(csv.reader(io.StringIO(base64.b64decode(content).decode(), newline="")))

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from elementgrad._train.entries import Entry
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, Patch
+from elementgrad._train.patch import Patch
 
 
 def patch(value: float, size: int) -> Patch:

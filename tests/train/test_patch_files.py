@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import elementgrad as eg
+from elementgrad._files import replace_file
 from elementgrad._train import patch_file as storage
+from elementgrad._train.entries import Entry
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, Patch
-from elementgrad._train.patch_file import replace_file
+from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights
 from tests.support.made import counts, shapes_and_indices
 
@@ -387,8 +388,8 @@ def test_a_device_is_written_into_and_stays_a_device(tmp_path):
 
 
 def test_standard_output_is_written_to_wherever_it_leads(tmp_path):
-    code = "import sys; from elementgrad._train import patch_file; "
-    code += "print(1); patch_file.replace_file(sys.argv[1], b'2'); print(3)"
+    code = "import sys; from elementgrad import _files; "
+    code += "print(1); _files.replace_file(sys.argv[1], b'2'); print(3)"
     for name in ("/dev/stdout", "/proc/self/fd/1", "/dev/fd/1"):
         command = [sys.executable, "-c", code, name]
         assert subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout == b"1\n23\n"
@@ -412,7 +413,7 @@ def test_a_file_that_another_program_has_open_is_tried_again_and_then_said(tmp_p
     some().write(path)
     assert (len(tries), Patch.read(path)) == (3, some())
     monkeypatch.setattr(os, "replace", partial(refuse, times=10**6))
-    monkeypatch.setattr("elementgrad._train.patch_file.PATIENCE", 0.1)
+    monkeypatch.setattr("elementgrad._files.PATIENCE", 0.1)
     with pytest.raises(PermissionError, match="another program has it open") as raised:
         Patch((entry(),)).write(path)
     assert raised.value.filename == str(path)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elementgrad as eg
+from elementgrad._train.entries import Entry, map_entries
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, mapped
-from tests.support.homes import HOMES, map_of, trained
+from tests.homes import HOMES, map_of, trained
 
 
 def assert_same(found, expected):
@@ -41,14 +41,14 @@ def test_a_patch_goes_there_and_back(one, other, dtype, tmp_path):
     assert_same(one.tensors(home, returned), values)
     returned.undo()
     assert_same(one.tensors(home, returned), before)
-    for entry, again in zip(eg.inspect(first).entries, mapped(eg.inspect(second), back), strict=True):
+    for entry, again in zip(eg.inspect(first).entries, map_entries(eg.inspect(second).entries, back), strict=True):
         order, after = np.argsort(entry.indices), np.argsort(again.entry.indices)
         assert entry.values.dtype == again.entry.values.dtype == "float32"  # masters of half precision too
         np.testing.assert_array_equal(entry.values.bits[order], again.entry.values.bits[after])
 
     resumed = eg.trainable(away, first, names=there)
     resumed.save(second)
-    expected = [entry.entry.values for entry in mapped(eg.inspect(first), there)]
+    expected = [entry.entry.values for entry in map_entries(eg.inspect(first).entries, there)]
     assert [entry.values for entry in eg.inspect(second).entries] == expected
     other.move(resumed)
     resumed.undo()
@@ -175,13 +175,13 @@ def test_mapped_places_name_the_same_elements(data):
         return  # arrays of two lengths
     values = BitArray.of(indices.astype(np.float32))
     patch = eg.Patch((Entry(str(place), "a", shape, "float32", indices, values, values, "sample:"),))
-    (one,) = mapped(patch, {"a": ("b", axes)})
+    (one,) = map_entries(patch.entries, {"a": ("b", axes)})
     turned = x.transpose(axes).reshape(-1)
     assert one.entry.shape == x.transpose(axes).shape
     assert turned[one.entry.indices].tolist() == one.entry.values.floats().tolist()
     assert sorted(turned[one.entry.indices]) == sorted(indices)
-    np.testing.assert_array_equal(turned[one.here(np.arange(x.size))], np.arange(x.size))
-    np.testing.assert_array_equal(one.there(np.arange(x.size)), turned)
-    (again,) = mapped(eg.Patch((one.entry,)), {"b": ("a", tuple(np.argsort(axes)))})
+    np.testing.assert_array_equal(turned[one.to_model(np.arange(x.size))], np.arange(x.size))
+    np.testing.assert_array_equal(one.to_source(np.arange(x.size)), turned)
+    (again,) = map_entries([one.entry], {"b": ("a", tuple(np.argsort(axes)))})
     assert sorted(again.entry.indices) == sorted(indices)
     assert again.entry.values.floats().tolist() == again.entry.indices.tolist()

@@ -165,7 +165,7 @@ def test_two_names_of_one_array_are_two_parameters_on_jax():
 
 
 def test_squares_of_small_slopes_do_not_vanish_in_32_bits_on_jax():
-    with jax_scores.wide(False):
+    with jax_scores.enable_x64(False):
         params = {"w": jnp.ones(3, "float32"), "v": jnp.ones(2, "float32")}
         slopes = jnp.array([1e-25, 3e-25, 2e-25], "float32")
         places = eg.top(params, lambda p: jnp.stack([(p["w"] * slopes).sum(), 0 * p["v"].sum()]), 1, "fisher")
@@ -178,7 +178,7 @@ def test_squares_of_small_slopes_do_not_vanish_in_32_bits_on_jax():
 def test_the_first_of_equal_ones_across_pieces_on_jax(monkeypatch, count, floor):
     monkeypatch.setattr(ranks, "PIECE", 4)
     values = np.random.default_rng(2).integers(-3, 4, 37)
-    sizes, positions = jax_scores.largest(jnp.array(values, jnp.bfloat16), count, floor, None)
+    sizes, positions = jax_scores.implementation.topk_abs(jnp.array(values, jnp.bfloat16), count, floor, None)
     order = sorted((i for i in range(37) if abs(values[i]) >= floor), key=lambda i: (-abs(values[i]), i))[:count]
     assert positions.tolist() == sorted(order)
     assert sizes.tolist() == [abs(values[i]) for i in sorted(order)]

@@ -10,7 +10,7 @@ from torch import nn
 
 import elementgrad as eg
 from elementgrad._backends.torch.train.parameter import cast
-from elementgrad._train.api import reversal
+from elementgrad._train.api import reverse_patch
 from elementgrad._train.numbers import BitArray, cast_array
 from elementgrad._train.weights import FileTensor, Weights
 from tests.support.frameworks import JAX, TENSORFLOW, TORCH
@@ -93,7 +93,7 @@ def test_what_nobody_moved_is_as_it_was(fw, name, dtype, tmp_path):
     patch = eg.inspect(tmp_path / "patch.safetensors")
     eg.apply(weights, patch)
     assert weights.tensors["w"].bits.tobytes() == values.tobytes()
-    eg.apply(weights, reversal(weights, [patch]), overwrite=True)
+    eg.apply(weights, reverse_patch(weights, [patch]), overwrite=True)
     assert weights.tensors["w"].bits.tobytes() == values.tobytes()
 
 
@@ -124,8 +124,8 @@ def test_every_number_of_half_precision_comes_back_from_a_wider_dtype(before, af
     wide = cast_array(every, DTYPES[after])
     assert cast_array(wide, DTYPES[before]).tobytes() == every.tobytes()
     numbers = BitArray.of(every)
-    assert numbers.rounded(after).bits.tobytes() == wide.tobytes()
-    assert numbers.rounded(after).rounded(before) == numbers
+    assert numbers.round_to(after).bits.tobytes() == wide.tobytes()
+    assert numbers.round_to(after).round_to(before) == numbers
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     tensor = bits.view(getattr(torch, before))
     assert torch.equal(cast(cast(tensor, getattr(torch, after)), tensor.dtype).view(torch.int16), bits)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from keras import layers
 
 import elementgrad as eg
-from elementgrad._backends.tensorflow.train import layers as correlations
-from elementgrad._backends.tensorflow.train import parameter as entries
-from tests.support import keras_models
-from tests.support.keras_training import bits, variable_of
-from tests.support.made import counts
+from elementgrad._backends.tensorflow.train import kernels
+from tests import keras_models
+from tests.keras_training import bits, variable_of
+from tests.made import counts
 
 RNG = np.random.default_rng(0)
 
@@ -113,8 +112,8 @@ def chosen(shape, size):
 # Costs under which a kernel takes another way than they would choose for layers as small as these.
 WAYS = {
     "usual": {},
-    "gathered": {(entries, "GATHERED"): 0.0, (correlations, "MULTIPLIED"): 1e9},
-    "multiplied": {(entries, "GATHERED"): 1e9, (correlations, "MULTIPLIED"): 1e9},
+    "gathered": {(kernels, "GATHERED"): 0.0, (kernels, "CONVOLVED"): 1e9},
+    "multiplied": {(kernels, "GATHERED"): 1e9, (kernels, "CONVOLVED"): 1e9},
 }
 OWN = [case for case in LAYERS if case.startswith(("dense", "conv"))]
 """Layers with kernels of their own."""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import elementgrad as eg
 from elementgrad._cli import main
-from elementgrad._train.api import reversal
+from elementgrad._train.api import reverse_patch
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.weights import FileTensor, Weights
 
@@ -27,9 +27,9 @@ def test_numbers_are_rounded_as_the_framework_rounds_them(dtype):
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 3.5e38, 65519.0, 65520.0, 1e-45]).view(torch.int32)
     values = torch.cat([bits, ties, special]).view(torch.float32)
     values = values[~values.isnan()]
-    rounded = BitArray.of(values.numpy()).rounded(dtype)
+    rounded = BitArray.of(values.numpy()).round_to(dtype)
     assert rounded == BitArray(dtype, values.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1, 2))
-    assert np.isnan(BitArray.of(np.float32([np.nan])).rounded(dtype).floats()).all()
+    assert np.isnan(BitArray.of(np.float32([np.nan])).round_to(dtype).floats()).all()
 
 
 @pytest.mark.parametrize("ending", [".npz", ".safetensors"])
@@ -54,7 +54,7 @@ def test_a_patch_goes_into_a_file_and_out_of_it(ending, dtype, tmp_path):
     with pytest.raises(eg.PatchError, match="which was changed before"):
         eg.apply(weights, tmp_path / "p.safetensors")
     applied.undo()
-    eg.apply(again, reversal(again, [eg.inspect(tmp_path / "p.safetensors")]))
+    eg.apply(again, reverse_patch(again, [eg.inspect(tmp_path / "p.safetensors")]))
     for held in (weights, again):
         for name, tensor in before.items():
             assert held.tensors[name].bits.tobytes() == tensor.numpy().tobytes()
@@ -67,7 +67,7 @@ def test_another_file_is_refused_and_stays_as_it_is(tmp_path):
     patch = eg.inspect(tmp_path / "p.safetensors")
     np.savez(tmp_path / "other.npz", weight=np.zeros((4, 3), np.float32), ids=np.arange(3))
     other = Weights.read(tmp_path / "other.npz")
-    for use in (eg.apply, lambda weights, patch: reversal(weights, [patch])):
+    for use in (eg.apply, lambda weights, patch: reverse_patch(weights, [patch])):
         with pytest.raises(eg.PatchError, match=r"the patch is for weight as float32 of shape \(3, 4\)"):
             use(other, patch)
     with pytest.raises(eg.PatchError, match="no tensor named 'weight'; there are: ids"):
@@ -81,7 +81,7 @@ def test_another_file_is_refused_and_stays_as_it_is(tmp_path):
     held["weight"][2, 3] += 1.0
     np.savez(tmp_path / "near.npz", **held)
     with pytest.raises(eg.PatchError, match="other elements of it differ"):
-        reversal(Weights.read(tmp_path / "near.npz"), [patch])
+        reverse_patch(Weights.read(tmp_path / "near.npz"), [patch])
 
 
 def test_damaged_files_are_no_weights(tmp_path):

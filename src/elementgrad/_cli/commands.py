@@ -32,12 +32,12 @@ from elementgrad._cli.load import (
 )
 from elementgrad._cli.output import FINDING, InputError, is_stdout_unicode, say, to_cli_words, user_traceback
 from elementgrad._cli.parser import make_parser
+from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
 from elementgrad._optional import require
 from elementgrad._read.budget import parse
-from elementgrad._train.api import reversal
-from elementgrad._train.entries import trainer_of
-from elementgrad._train.patch_file import replace_file, writable
+from elementgrad._train.api import reverse_patch
+from elementgrad._train.resolve import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
 
@@ -211,7 +211,7 @@ def apply_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
 def undo_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
     """Write weights as they were before patches."""
     patches = [eg.inspect(path) for path in patch]
-    _patch_weights("undo", target, out, json, lambda model: [reversal(model, patches)])
+    _patch_weights("undo", target, out, json, lambda model: [reverse_patch(model, patches)])
 
 
 def completion(*, shell: str) -> None:
@@ -335,7 +335,7 @@ def _save_model(model: Any, out: str) -> None:
         tensors = state_dict() if state_dict else {name: trainer.parameter(name) for name in trainer.names()}
         file_tensors = {}
         for name, tensor in tensors.items():
-            dtype, bits = trainer.bits(tensor)
+            dtype, bits = trainer.read_bits(tensor)
             file_tensors[name] = FileTensor(dtype, tensor.shape, bits)
         Weights(file_tensors).write(out)
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from elementgrad import __version__
+from elementgrad._files import replace_file, writable
 from elementgrad._optional import require
 from elementgrad._show.plot import plot
-from elementgrad._train.patch_file import replace_file, writable
 
 Tone = Literal["good", "bad", "odd", "calm"]
 MAX_ROWS = 20

@@ -17,6 +17,7 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._explain.api import explain
 from elementgrad._explain.diagnosis import Diagnosis
+from elementgrad._files import writable
 from elementgrad._html import rows_of
 from elementgrad._names import pytree
 from elementgrad._names.call import BoundCall, Operand
@@ -42,8 +43,7 @@ from elementgrad._show.page import (
 from elementgrad._show.plot import MAX_ENTRIES
 from elementgrad._show.values import IMAGE_CHANNELS, Scale, has_channels_last, to_floats
 from elementgrad._train.elements import Elements, patch_of
-from elementgrad._train.patch import Patch, shortened
-from elementgrad._train.patch_file import writable
+from elementgrad._train.patch import Patch, shorten
 from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError
 
 TONES: dict[str, Tone] = {"flows": "good", "zero": "odd", "unconnected": "bad", "nonfinite": "bad", "mismatch": "bad"}
@@ -203,7 +203,7 @@ class ReportItem:
     def names(self) -> tuple[str, str]:
         """The texts of `of` and `wrt`."""
         if self.diagnosis is not None:
-            return shortened(self.diagnosis.of), shortened(self.diagnosis.wrt)
+            return shorten(self.diagnosis.of), shorten(self.diagnosis.wrt)
         assert self.jacobian is not None
         places = parsed_target(self.query.of), parsed(self.query.wrt)
         of, wrt = [_place_text(side.name, place) for side, place in zip(sides(self.jacobian), places, strict=True)]
@@ -304,7 +304,7 @@ def _summarize(values: np.ndarray) -> list[tuple[str, str]]:
 
 def _place_text(name: str, place: Place) -> str:
     index = Place(None, name, place.index, None, pointwise=place.pointwise)
-    return shortened(str(index) if place.index else name)
+    return shorten(str(index) if place.index else name)
 
 
 def _require_small(derivative: Jacobian) -> None:

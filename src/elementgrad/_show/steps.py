@@ -12,7 +12,7 @@ import numpy as np
 from elementgrad._read.contributions import Shares
 from elementgrad._show.style import SMALL, Picture, Theme, add_legend, set_integer_ticks
 from elementgrad._show.values import require_elements, to_floats
-from elementgrad._train.entries import element
+from elementgrad._train.entries import element_text
 from elementgrad._train.patch import Patch
 from elementgrad.errors import OptionError, SelectionError
 
@@ -151,7 +151,7 @@ def elements_of_patch(patch: Patch) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Return the names of all elements of a patch, their originals, and their values."""
     names, before, after = [], [np.zeros(0)], [np.zeros(0)]
     for entry in patch.entries:
-        names += [element(entry.name, entry.shape, position) for position in entry.indices]
+        names += [element_text(entry.name, entry.shape, position) for position in entry.indices]
         before.append(to_floats(entry.originals.floats()))
         after.append(to_floats(entry.values.floats()))
     return names, np.concatenate(before), np.concatenate(after)

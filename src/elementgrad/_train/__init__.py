@@ -1,1 +1,13 @@
-"""Training of named elements, and patches: what was trained, as a value and as a file."""
+"""Training single elements: `eg.trainable`, `eg.apply`, `eg.inspect`, `eg.top`.
+
+`eg.trainable` resolves places to elements of parameters (resolve.py). For each place the framework's `Trainer`
+(trainer.py) makes an `ElementGroup`: positions in the parameter, the original values, and the leaf, a vector of its own
+that an optimizer moves. The parameters themselves are frozen (freeze.py), and a `PartialParameter` knows the groups of
+one of them. The backend copies a trained value from the leaf into the parameter: in PyTorch after each optimizer step
+and before each forward, in Keras with every write to the leaf; in JAX `elements.merge` returns new parameters. Layers
+compute the gradients of the elements alone where they can, and gather them from a dense gradient otherwise.
+
+A patch is the difference: entries (entries.py) with values, originals and a fingerprint of the tensor (fingerprint.py),
+as a value (patch.py) and as a safetensors file (patch_file.py). `eg.apply` checks it against the model's history of
+changes (history.py). Weights in a file are a model as well (weights.py). `top.py` finds places that are worth training.
+"""

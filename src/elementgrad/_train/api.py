@@ -1,8 +1,6 @@
-"""Parameters that stay trainable as a whole beside elements, and warnings about what no longer trains.
+"""`eg.trainable` and `eg.apply`: let elements of a model train, and put a patch into a model.
 
-`trainable` and `apply`: how elements of a model come to train, and how a patch comes into a model.
-
-The patch that takes other patches back, of a model that holds them.
+Everything is checked before anything is changed, and what was changed is taken back if a later step fails.
 """
 
 import os
@@ -17,112 +15,23 @@ from elementgrad._backends.registry import uncompiled
 from elementgrad._cleanup import defer, with_rollback
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.elements import Elements, TrainedPlace, reader
-from elementgrad._train.entries import NamedElements, all_named, element, named, require_disjoint, trainer_of
+from elementgrad._train.elements import Elements
+from elementgrad._train.entries import Entry, MappedEntry, Names, element_text, map_entries
 from elementgrad._train.fingerprint import fingerprint, fits
-from elementgrad._train.history import Change, ChangeLog
+from elementgrad._train.history import ElementChange
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, MappedEntry, Names, Patch, mapped
-from elementgrad._train.trainer import FunctionalTrainer, Trainer
+from elementgrad._train.patch import Patch
+from elementgrad._train.resolve import check_disjoint, resolve, resolve_all, trainer_of
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ResolvedPlace, Trainer
 from elementgrad.errors import DuplicateError, ElementgradError, OptionError, PatchError, PlaceError, warn
 
+Model = Any
 Tensor = Any
-Spelled = Sequence[tuple[str, Tensor]]
+NamedParameters = Sequence[tuple[str, Tensor]]
 """Every name of every parameter."""
 Keep = str | Iterable[str] | None
 """A name or a wildcard, or several of them."""
-
-
-def spared(trainer: Trainer, keep: Keep, named: Sequence[NamedElements]) -> list[Tensor]:
-    """Return the parameters that `keep` names; without it, warn about those that train now and will not.
-
-    An empty list says that none is to train. Nothing is changed yet, so that a warning that is turned into an error
-    leaves the model alone.
-    """
-    if not trainer.freezes:
-        if keep is not None:
-            raise OptionError(
-                "keep= names parameters that stay trainable while all others are frozen, and here nothing is frozen; "
-                "leave it out, and optimise other arrays beside elements.values"
-            )
-        return []
-    every = list(trainer.spelled())
-    matched = [match for pattern in _patterns(keep) for match in _matching(trainer, pattern, every)]
-    found = {id(tensor): tensor for _, tensor in matched}
-    for one in named:
-        if id(one.tensor) in found:
-            raise DuplicateError(
-                f"keep={keep!r} lets all of {one.name} train, and {one.place} some of it; leave one of them out"
-            )
-        if trainer.standing(one.tensor).kept:
-            raise DuplicateError(
-                f"all of {one.name} trains, as keep= of an earlier eg.trainable says, and {one.place} names some of "
-                "it; release those elements first"
-            )
-    for name, tensor in matched:
-        if trainer.training(tensor):
-            raise DuplicateError(f"keep={keep!r} lets all of {name} train, and elements of it do; release them first")
-    if keep is None:
-        _warn_of_frozen(trainer, every, [id(one.tensor) for one in named])
-    _warn_of_hooks(trainer, named)
-    return list(found.values())
-
-
-def _patterns(keep: Keep) -> list[str]:
-    if keep is None:
-        return []
-    patterns: list[Any] = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else [keep]
-    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise OptionError(f"keep={keep!r} names no parameters; give a name or a wildcard, such as 'lora_*', or a list")
-    return patterns
-
-
-def _matching(trainer: Trainer, pattern: str, every: Spelled) -> Spelled:
-    """Return the parameters of that very name, or else those of which it matches some successive parts of the name.
-
-    So `lora_*` is `base_model.model.h.0.attn.lora_A.default.weight` too, and `head` is all that `head` holds.
-    """
-    found = [(name, tensor) for name, tensor in every if name == pattern]
-    found = found or [(name, tensor) for name, tensor in every if _matches(pattern, name, trainer.separator)]
-    if not found:
-        raise PlaceError(f"keep={pattern!r} names no {trainer.kind}; {nearest(pattern, [name for name, _ in every])}")
-    if not any(trainer.standing(tensor).trained for _, tensor in found):
-        names = listed([name for name, _ in found])
-        raise OptionError(f"keep={pattern!r} names {names}, which did not train before; let it train first")
-    return found
-
-
-def _matches(pattern: str, name: str, separator: str) -> bool:
-    parts = name.split(separator)
-    runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
-    return any(fnmatchcase(separator.join(parts[first:last]), pattern) for first, last in runs)
-
-
-def _warn_of_frozen(trainer: Trainer, every: Spelled, others: Collection[int]) -> None:
-    """Warn about parameters that somebody has chosen to train, by leaving others out, and that are frozen now."""
-    names = {id(tensor): name for name, tensor in reversed(every)}
-    standing = {id(tensor): trainer.standing(tensor) for _, tensor in every}
-    new = [key for key, one in standing.items() if one.able and not one.claimed]
-    frozen = [names[key] for key in new if standing[key].trained and key not in others]
-    if frozen and not all(standing[key].trained for key in new):
-        warn(
-            f"{listed(frozen)} trained before, while others of the model did not, and eg.trainable freezes "
-            f"{'it' if len(frozen) == 1 else 'them'}; name what is to go on training by keep={frozen[0]!r}, a wildcard "
-            "or a list"
-        )
-
-
-def _warn_of_hooks(trainer: Trainer, named: Sequence[NamedElements]) -> None:
-    for one in {id(one.tensor): one for one in named}.values():
-        if trainer.hooked(one.tensor):
-            warn(
-                f"{one.name} has gradient hooks, which do not run for elements of it; register them on the tensors "
-                "that elements.parameters() gives"
-            )
-
-
 ENDING = ".safetensors"
-Model = Any
 
 
 @with_rollback
@@ -132,13 +41,22 @@ def trainable(
 ) -> Elements:
     """Let only the named elements of a model train; every other element of its parameters stays as it is, to the bit.
 
-    Give `elements.parameters()` to any optimizer that takes vectors, with any options. `places` are texts or places, or
-    the path of a patch to go on from, with `names` as in `eg.apply`. Values of parameters in half precision are kept in
-    float32 unless `dtype` says otherwise. All parameters are frozen (`requires_grad`) until `elements.release()`, but
-    for those that `keep` names, which go on as they were: a name of a parameter or layer, a wildcard such as `"lora_*"`
-    for whole parts of a name, or a list of them. A Keras model is compiled and fitted as ever, and has
-    `elements.variables`. Of a model that processes share, wrap in `DistributedDataParallel` afterwards, or call
+    Give `elements.parameters()` to any optimizer that takes vectors, with any options. A Keras model is compiled and
+    fitted as ever, and has `elements.variables`. All parameters are frozen (`requires_grad`) until
+    `elements.release()`. Of a model that processes share, wrap in `DistributedDataParallel` afterwards, or call
     `fully_shard` before: then all of them make this call.
+
+    Args:
+        model: A `torch.nn.Module`, a Keras model or layer, or a pytree of `jax.Array`.
+        places: Texts or places, or the path of a patch to train further.
+        dtype: The dtype of the values that train; by default float32 for parameters in half precision, and otherwise
+            the parameter's.
+        names: For a patch, a dict from its names to those of the model, as in `eg.apply`.
+        keep: Parameters that stay trainable: a name of a parameter or layer, a wildcard such as `"lora_*"` for whole
+            parts of a name, or a list of them.
+
+    Returns:
+        The elements, with a tensor for each place.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 10), torch.nn.Linear(10, 2))
@@ -151,26 +69,23 @@ def trainable(
     tensor([[0, 5]])
     """
     trainer = trainer_of(model)
-    kept = trainer.dtype(dtype)
+    leaf_dtype = trainer.parse_dtype(dtype)
     if isinstance(places, os.PathLike) or (isinstance(places, str) and places.endswith(ENDING)):
-        entries = mapped(Patch.read(places), names)
-        _agree_on(trainer, entries)
-        found = _fitting(trainer, entries, resume=True)
-        parts = [trainer.part(one.tensor, one.positions, kept, entry.values, entry.originals) for one, entry in found]
-        every = [one for one, _ in found]
+        matches = _match_patch(trainer, Patch.read(places), names, resume=True)
+        groups = [_make_group(trainer, target, leaf_dtype, entry.values, entry.originals) for target, entry in matches]
     else:
         if names is not None:
             raise OptionError("names= maps the names in a patch, and these are places; leave it out")
-        every = all_named(trainer, places)
-        for one in every:
-            _require_idle(trainer, one)
-        trainer.check_same_on_all_ranks((one.name, one.positions) for one in every)
-        parts = [trainer.part(one.tensor, one.positions, kept) for one in every]
-    beside = spared(trainer, keep, every)
-    defer(trainer.cancel, parts)
-    trainer.start(parts, beside)
-    members = [_member(trainer, one, part) for one, part in zip(every, parts, strict=True)]
-    return Elements(trainer, members, training=True)
+        targets = resolve_all(trainer, places)
+        for target in targets:
+            _require_idle(trainer, target)
+        trainer.check_same_on_all_ranks((target.name, target.positions) for target in targets)
+        groups = [_make_group(trainer, target, leaf_dtype) for target in targets]
+    kept = _kept_parameters(trainer, keep, groups)
+    defer(trainer.cancel, groups)
+    trainer.start(groups, kept)
+    _record(trainer, groups)
+    return Elements(trainer, groups, training=True)
 
 
 @with_rollback
@@ -180,11 +95,22 @@ def apply(
 ) -> Elements:
     """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
 
-    It is given by the path of its file or as `eg.inspect` read it.
     The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
-    other elements may be applied before; one that overlaps needs `overwrite`. The same network may have other names for
-    its tensors, and their axes in another order, as in another framework: `names` is a dict from names in the patch to
-    names in the model, or to a name and the order of axes, as `numpy.transpose` takes it.
+    other elements may be applied before.
+
+    Args:
+        model: The model, or a pytree of `jax.Array`.
+        path: The path of a patch, or a patch as `eg.inspect` returns it.
+        overwrite: Allow a patch that overlaps one that was applied before.
+        names: A dict from names in the patch to names in the model, or to a name and the order of axes as
+            `numpy.transpose` takes it: the same network may have other names for its tensors, and their axes in
+            another order, as in another framework.
+
+    Returns:
+        The elements that were changed.
+
+    Raises:
+        PatchError: The patch does not fit the model.
 
     >>> import copy, tempfile, torch, elementgrad as eg
     >>> path = tempfile.mkdtemp() + "/patch.safetensors"
@@ -205,128 +131,217 @@ def apply(
     trainer = trainer_of(model)
     if not isinstance(path, str | os.PathLike | Patch):
         raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
-    patch = path if isinstance(path, Patch) else Patch.read(path)
-    entries = mapped(patch, names)
-    _agree_on(trainer, entries)
-    found = _fitting(trainer, entries, overwrite)
-    parts = [trainer.part(one.tensor, one.positions, None, entry.values) for one, entry in found]
-    defer(trainer.cancel, parts)
-    members = [_member(trainer, one, part) for (one, _), part in zip(found, parts, strict=True)]
-    for member in members:
-        trainer.write(member.part)
-        member.mark.written = trainer.bits(member.tensor, member.positions)[1]
-    return Elements(trainer, members, training=False)
+    matches = _match_patch(trainer, path if isinstance(path, Patch) else Patch.read(path), names, overwrite)
+    groups = [_make_group(trainer, target, None, entry.values) for target, entry in matches]
+    defer(trainer.cancel, groups)
+    _record(trainer, groups)
+    for group in groups:
+        trainer.write_to_parameter(group)
+        group.change.written = trainer.read_bits(group.tensor, group.positions)[1]
+    return Elements(trainer, groups, training=False)
 
 
-def _member(trainer: Trainer, one: NamedElements, part: Any) -> TrainedPlace:
-    mark = part.mark = Change(str(one.place), one.positions, trainer.bits(part.originals)[1])
-    if not isinstance(trainer, FunctionalTrainer):  # where nothing is written to, nothing is to be noted
-        ledger = ChangeLog(one.tensor, reader(trainer, one.tensor))
-        defer(ledger.remove, mark)
-        ledger.add(mark)
-    return TrainedPlace(one.place, one.name, one.tensor, one.shape, one.positions, part, mark)
+def _make_group(
+    trainer: Trainer, target: ResolvedPlace, dtype: Any, values: BitArray | None = None, originals: Any = None
+) -> ElementGroup:
+    group = trainer.make_group(target, dtype, values, originals)
+    group.change = ElementChange(str(target.place), target.positions, trainer.read_bits(group.originals)[1])
+    return group
 
 
-def _agree_on(trainer: Trainer, entries: Sequence[MappedEntry]) -> None:
-    """Before anything is read that other processes may have."""
+def _record(trainer: Trainer, groups: Sequence[ElementGroup]) -> None:
+    """Add groups to the histories of their parameters, where parameters are written to."""
+    if isinstance(trainer, FunctionalTrainer):
+        return
+    for group in groups:
+        history = trainer.history(group.tensor)
+        defer(history.remove, group.change)
+        history.add(group.change)
+
+
+def _require_idle(trainer: Trainer, target: ResolvedPlace) -> None:
+    for group in trainer.groups_of(target.tensor):
+        for twice in target.positions[np.isin(target.positions, group.positions)][:1]:
+            which = element_text(target.name, target.shape, twice)
+            raise DuplicateError(f"{which} of {target.place} trains already; release those elements first")
+
+
+def _match_patch(
+    trainer: Trainer, patch: Patch, names: Names | None, overwrite: bool = False, resume: bool = False
+) -> list[tuple[ResolvedPlace, Entry]]:
+    """Find the elements that a patch is for, and check that all of it fits before anything is changed."""
+    entries = map_entries(patch.entries, names)
+    # Before any parameter is read: reading a sharded one needs all processes.
     trainer.check_same_on_all_ranks((one.entry.name, one.entry.indices, one.entry.values.bits) for one in entries)
-
-
-def _require_idle(trainer: Trainer, one: NamedElements) -> None:
-    for part in trainer.training(one.tensor):
-        for twice in one.positions[np.isin(one.positions, part.positions)][:1]:
-            which = element(one.name, one.shape, twice)
-            raise DuplicateError(f"{which} of {one.place} trains already; release those elements first")
-
-
-def _fitting(
-    trainer: Trainer, entries: Sequence[MappedEntry], overwrite: bool = False, resume: bool = False
-) -> list[tuple[NamedElements, Entry]]:
-    """The parameters that a patch is for, each checked before anything is changed."""
-    found = [(_fitted(trainer, one, overwrite, resume), one.entry) for one in entries]
+    matches = [(_match_entry(trainer, one, overwrite, resume), one.entry) for one in entries]
     try:
-        require_disjoint([one for one, _ in found])  # names that are tied here may not be where the patch was made
+        check_disjoint([target for target, _ in matches])  # tensors may be tied here that were not at the source
     except DuplicateError as error:
         raise PatchError(f"the patch does not fit: {error}") from None
-    return found
+    return matches
 
 
-def _fitted(trainer: Trainer, given: MappedEntry, overwrite: bool, resume: bool) -> NamedElements:
-    entry, source = given.entry, given.source
+def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume: bool) -> ResolvedPlace:
+    entry, source = mapped.entry, mapped.source
     source.require_applicable()
     try:
         tensor = trainer.parameter(entry.name)
     except ElementgradError as error:
-        other = "; names= says what it is called here" if entry.name == source.name else ""
-        raise PatchError(f"the patch does not fit: {error}{other}") from None
-    trainer.check(tensor, entry.name)
-    shape, (dtype, _) = tuple(tensor.shape), trainer.bits(tensor, np.zeros(0, np.int64))
+        hint = "; names= says what it is called here" if entry.name == source.name else ""
+        raise PatchError(f"the patch does not fit: {error}{hint}") from None
+    trainer.check_parameter(tensor, entry.name)
+    shape, dtype = tuple(tensor.shape), trainer.dtype_name(tensor)
     if (shape, dtype) != (entry.shape, entry.dtype):
-        raise PatchError(_unlike(given, shape, dtype))
-    one = named(trainer, Place.parse(entry.place))
-    if one.tensor is not tensor:
+        raise _shape_error(mapped, shape, dtype)
+    target = resolve(trainer, Place.parse(entry.place))
+    if target.tensor is not tensor:
         raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
-    _require_idle(trainer, one)
-    if entry.name == source.name and entry.tied is not None:  # by other names of other models nothing is known of ties
+    _require_idle(trainer, target)
+    if entry.name == source.name and entry.tied is not None:  # of models with other names, ties are not known
         _require_tied(trainer, tensor, entry.name, entry.tied)
-    read = reader(trainer, tensor)
-    ledger = ChangeLog(trainer.lasting(tensor), read)
-    over = ledger.overlapping(entry.indices)
-    again = resume and over is not None and np.array_equal(over.positions, entry.indices)
-    if over is not None and not (overwrite or again):
+    history, read = trainer.history(tensor), trainer.byte_reader(tensor)
+    earlier = history.find_overlap(entry.indices)
+    is_same_place = resume and earlier is not None and np.array_equal(earlier.positions, entry.indices)
+    if earlier is not None and not (overwrite or is_same_place):
         raise PatchError(
-            f"{entry.place} overlaps {over.place}, which was changed before; undo that first, or give overwrite=True"
+            f"{entry.place} overlaps {earlier.place}, which was changed before; undo that first, or give overwrite=True"
         )
-    positions, bits = ledger.changed()
-    there = None if positions is None else given.there(positions)
-    same = np.array_equal(ledger.before(entry.indices), entry.originals.bits)
+    positions, bits = history.originals()
+    changed = None if positions is None else mapped.to_source(positions)
+    same = np.array_equal(history.bytes_before(entry.indices), entry.originals.bits)
     known = source.fingerprint, source.shape, dtype
-    if not same or not fits(*known, lambda some: read(given.here(some)), positions=there, bits=bits):
+    if not same or not fits(*known, lambda some: read(mapped.to_model(some)), positions=changed, bits=bits):
         raise PatchError(
             f"{entry.name} is not the tensor that the patch was made for: "
             + ("other elements of it differ" if same else f"{entry.place} held other values there")
             + "; give the model as it was before training"
-            + (", and the right order of axes" if given.turned else "")
+            + (", and the right order of axes" if mapped.is_transposed else "")
         )
-    return one
+    return target
 
 
-def _require_tied(trainer: Trainer, tensor: Any, name: str, there: Sequence[str]) -> None:
-    """Refuse a tensor that bears other names than where the patch was made, so that too much or too little changes."""
-    every = list(trainer.spelled())
-    here = [other for other, held in every if held is tensor and other != name]
-    apart = [other for other, held in every if other in there and held is not tensor]
+def _require_tied(trainer: Trainer, tensor: Any, name: str, tied_in_patch: Sequence[str]) -> None:
+    """Raise a `PatchError` if a tensor has other names than at the source, so that too much or too little changes."""
+    every = list(trainer.named_parameters())
+    tied_here = [other for other, parameter in every if parameter is tensor and other != name]
+    apart = [other for other, parameter in every if other in tied_in_patch and parameter is not tensor]
     if apart:
         raise PatchError(
             f"the patch was made where {name} and {listed(apart)} are one tensor, and here they are not: it would "
             "change one of them alone; tie them first, or leave all but one out of a file"
         )
-    more = [other for other in here if other not in there]
-    if more:
+    surplus = [other for other in tied_here if other not in tied_in_patch]
+    if surplus:
         raise PatchError(
-            f"{name} and {listed(more)} are one tensor here, and were not where the patch was made: it would change "
+            f"{name} and {listed(surplus)} are one tensor here, and were not where the patch was made: it would change "
             "both; give the model as it was"
         )
 
 
-def _unlike(given: MappedEntry, shape: tuple[int, ...], dtype: str) -> str:
-    entry, source = given.entry, given.source
-    turned = f", which axes {given.axes} make {entry.shape}" if given.turned else ""
+def _shape_error(mapped: MappedEntry, shape: tuple[int, ...], dtype: str) -> PatchError:
+    entry, source = mapped.entry, mapped.source
+    transposed = f", which axes {mapped.axes} make {entry.shape}" if mapped.is_transposed else ""
     here = "it" if entry.name == source.name else entry.name
-    hint = (
-        "; names= takes the order of its axes" if shape != entry.shape and sorted(shape) == sorted(entry.shape) else ""
-    )
-    return (
-        f"the patch is for {source.name} as {source.dtype} of shape {source.shape}{turned}, "
+    is_permutation = shape != entry.shape and sorted(shape) == sorted(entry.shape)
+    hint = "; names= takes the order of its axes" if is_permutation else ""
+    return PatchError(
+        f"the patch is for {source.name} as {source.dtype} of shape {source.shape}{transposed}, "
         f"and here {here} is {dtype} of shape {shape}{hint}"
     )
 
 
-def reversal(model: Any, patches: Sequence[Patch]) -> Patch:
-    """What to apply to a model so that it is as before some patches, which all it holds now; checked to the bit.
+def _kept_parameters(trainer: Trainer, keep: Keep, groups: Sequence[ElementGroup]) -> list[Tensor]:
+    """Return the parameters that `keep` names; without it, warn about those that train now and will not.
+
+    Nothing is changed yet, so that a warning that is turned into an error leaves the model alone.
+    """
+    if not trainer.freezes:
+        if keep is not None:
+            raise OptionError(
+                "keep= names parameters that stay trainable while all others are frozen, and here nothing is frozen; "
+                "leave it out, and optimise other arrays beside elements.values"
+            )
+        return []
+    every = list(trainer.named_parameters())
+    matches = [match for pattern in _patterns(keep) for match in _match_names(trainer, pattern, every)]
+    kept = {id(tensor): tensor for _, tensor in matches}
+    for group in groups:
+        if id(group.tensor) in kept:
+            raise DuplicateError(
+                f"keep={keep!r} lets all of {group.name} train, and {group.place} some of it; leave one of them out"
+            )
+        if trainer.training_state(group.tensor).kept:
+            raise DuplicateError(
+                f"all of {group.name} trains, as keep= of an earlier eg.trainable says, and {group.place} names some "
+                "of it; release those elements first"
+            )
+    for name, tensor in matches:
+        if trainer.groups_of(tensor):
+            raise DuplicateError(f"keep={keep!r} lets all of {name} train, and elements of it do; release them first")
+    if keep is None:
+        _warn_of_frozen(trainer, every, [id(group.tensor) for group in groups])
+    _warn_of_hooks(trainer, groups)
+    return list(kept.values())
+
+
+def _patterns(keep: Keep) -> list[str]:
+    if keep is None:
+        return []
+    patterns: list[Any] = list(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else [keep]
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise OptionError(f"keep={keep!r} names no parameters; give a name or a wildcard, such as 'lora_*', or a list")
+    return patterns
+
+
+def _match_names(trainer: Trainer, pattern: str, every: NamedParameters) -> NamedParameters:
+    """Return the parameters of that very name, or else those of which it matches some successive parts of the name.
+
+    So `lora_*` is `base_model.model.h.0.attn.lora_A.default.weight` too, and `head` is all that `head` holds.
+    """
+    matches = [(name, tensor) for name, tensor in every if name == pattern]
+    matches = matches or [(name, tensor) for name, tensor in every if _is_match(pattern, name, trainer.separator)]
+    if not matches:
+        raise PlaceError(f"keep={pattern!r} names no {trainer.noun}; {nearest(pattern, [name for name, _ in every])}")
+    if not any(trainer.training_state(tensor).trained for _, tensor in matches):
+        names = listed([name for name, _ in matches])
+        raise OptionError(f"keep={pattern!r} names {names}, which did not train before; let it train first")
+    return matches
+
+
+def _is_match(pattern: str, name: str, separator: str) -> bool:
+    parts = name.split(separator)
+    runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
+    return any(fnmatchcase(separator.join(parts[first:last]), pattern) for first, last in runs)
+
+
+def _warn_of_frozen(trainer: Trainer, every: NamedParameters, partly_trained: Collection[int]) -> None:
+    """Warn about parameters that the user chose to train, by freezing others, and that are frozen now."""
+    names = {id(tensor): name for name, tensor in reversed(every)}
+    states = {id(tensor): trainer.training_state(tensor) for _, tensor in every}
+    new = [key for key, state in states.items() if state.can_train and not state.claimed]
+    frozen = [names[key] for key in new if states[key].trained and key not in partly_trained]
+    if frozen and not all(states[key].trained for key in new):
+        warn(
+            f"{listed(frozen)} trained before, while others of the model did not, and eg.trainable freezes "
+            f"{'it' if len(frozen) == 1 else 'them'}; name what is to go on training by keep={frozen[0]!r}, a wildcard "
+            "or a list"
+        )
+
+
+def _warn_of_hooks(trainer: Trainer, groups: Sequence[ElementGroup]) -> None:
+    for group in {id(group.tensor): group for group in groups}.values():
+        if trainer.has_gradient_hooks(group.tensor):
+            warn(
+                f"{group.name} has gradient hooks, which do not run for elements of it; register them on the tensors "
+                "that elements.parameters() gives"
+            )
+
+
+def reverse_patch(model: Any, patches: Sequence[Patch]) -> Patch:
+    """Return the patch that takes patches back out of a model, which must hold the values of all of them, to the bit.
 
     >>> import copy, tempfile, torch, elementgrad as eg
-    >>> from elementgrad._train.api import reversal
+    >>> from elementgrad._train.api import reverse_patch
     >>> path = tempfile.mkdtemp() + "/patch.safetensors"
     >>> model = torch.nn.Linear(3, 2)
     >>> before = model.weight.clone()
@@ -335,8 +350,8 @@ def reversal(model: Any, patches: Sequence[Patch]) -> Patch:
     ...     _ = elements["weight[0, 1]"].fill_(7.0)
     >>> elements.save(path)
     >>> elements.release()
-    >>> elsewhere = copy.deepcopy(model)  # which knows nothing of elements
-    >>> _ = eg.apply(elsewhere, reversal(elsewhere, [eg.inspect(path)]))
+    >>> elsewhere = copy.deepcopy(model)  # a model without a history
+    >>> _ = eg.apply(elsewhere, reverse_patch(elsewhere, [eg.inspect(path)]))
     >>> torch.equal(elsewhere.weight, before)
     True
     """
@@ -348,28 +363,28 @@ def reversal(model: Any, patches: Sequence[Patch]) -> Patch:
             tensor = trainer.parameter(entry.name)
         except ElementgradError as error:
             raise PatchError(f"the patch does not fit: {error}") from None
-        read = reader(trainer, tensor)
-        dtype = trainer.bits(tensor, np.zeros(0, np.int64))[0]
+        read = trainer.byte_reader(tensor)
+        dtype = trainer.dtype_name(tensor)
         if (tuple(tensor.shape), dtype) != (entry.shape, entry.dtype):
             raise PatchError(
                 f"the patch is for {entry.name} as {entry.dtype} of shape {entry.shape}, and here it is {dtype} of "
                 f"shape {tuple(tensor.shape)}"
             )
-        held = BitArray(dtype, read(entry.indices))
-        if held != entry.values.rounded(dtype):
+        values = BitArray(dtype, read(entry.indices))
+        if values != entry.values.round_to(dtype):
             raise PatchError(f"{entry.place} does not hold the values of the patch; there is nothing to undo")
-        positions, bits = _before([other for other in entries if other.name == entry.name])
+        positions, bits = _first_originals([other for other in entries if other.name == entry.name])
         if not fits(entry.fingerprint, entry.shape, dtype, read, positions=positions, bits=bits):
             raise PatchError(
                 f"{entry.name} is not the tensor that the patch was made for: other elements of it differ; undo "
                 "what was applied later first, or together with it"
             )
         known = fingerprint(entry.shape, dtype, read)
-        reverse.append(replace(entry, values=entry.originals, originals=held, fingerprint=known))
+        reverse.append(replace(entry, values=entry.originals, originals=values, fingerprint=known))
     return Patch(tuple(reverse))
 
 
-def _before(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """Where entries change a tensor, and the bytes that stood there first."""
+def _first_originals(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions that entries change, and the bytes there before the first of them."""
     positions, first = np.unique(np.concatenate([entry.indices for entry in entries]), return_index=True)
     return positions, np.concatenate([entry.originals.bits for entry in entries])[first]

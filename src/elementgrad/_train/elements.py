@@ -1,7 +1,11 @@
-"""`Elements`: some elements of a model's parameters, which train, are saved, taken back and let go together."""
+"""`Elements`: the elements of a model that train, or of a patch that was applied, as one object.
+
+In PyTorch and Keras the model itself has the values. In JAX nothing is written to: `values`, `grad` and `merge` work
+on values that live apart from the parameters.
+"""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,35 +14,53 @@ import numpy as np
 from elementgrad._backends.registry import not_compiled
 from elementgrad._cleanup import defer, with_cleanup
 from elementgrad._html import Rows, Tabular
-from elementgrad._place.grammar import listed
+from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.entries import NamedElements, named
+from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import fingerprint
-from elementgrad._train.functional import Functional
-from elementgrad._train.history import Change, ChangeLog, Read
+from elementgrad._train.history import ElementChange, TensorHistory
 from elementgrad._train.numbers import BitArray
-from elementgrad._train.patch import Entry, Patch, shortened
-from elementgrad._train.routing import routed
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, Trainer
-from elementgrad.errors import FrameworkError, PatchError, PlaceError
+from elementgrad._train.patch import Patch, shorten
+from elementgrad._train.resolve import resolve
+from elementgrad._train.routing import differentiate, explain_unconnected, route_losses, unconnected_error
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, Trainer
+from elementgrad.errors import ElementgradError, FrameworkError, OptionError, PatchError, PlaceError
 
 Tensor = Any
+Values = dict[str, Tensor]
+"""A pytree: the text of each place to its values, as a vector."""
+LossFn = Callable[[Any], Any]
 
 
-def reader(trainer: Trainer, tensor: Tensor) -> Read:
-    """How the bytes of a tensor are read."""
-    return lambda positions: trainer.bits(tensor, positions)[1]
+@dataclass(frozen=True, repr=False)
+class Uses(Tabular):
+    """The operations of a loss on parameters of which elements train, and which of them need whole parameters.
+
+    Made by `elements.plan`; printed it is a table.
+
+    >>> import jax.numpy as jnp, elementgrad as eg
+    >>> elements = eg.trainable({"w": jnp.ones((4, 3))}, "w[0, 1]")
+    >>> uses = elements.plan(lambda params: (jnp.ones((2, 4)) @ params["w"]).sum())
+    >>> uses.dense, uses.uses[0].operation
+    (False, 'dot_general')
+    """
+
+    __module__ = "elementgrad"
+
+    uses: tuple[ParameterUse, ...]
+    """The name of the parameter, the operation, and whether it is dense."""
+
+    @property
+    def dense(self) -> bool:
+        """True if any parameter is copied whole, and has a whole gradient."""
+        return any(use.dense for use in self.uses)
+
+    def _rows(self) -> Rows:
+        costs = {True: "dense", False: "of the elements alone"}
+        return [("parameter", "operation", "cost"), *[(use.name, use.operation, costs[use.dense]) for use in self.uses]]
 
 
-@dataclass(frozen=True, eq=False)
-class TrainedPlace(NamedElements):
-    """The elements of one place, with their values and what they were."""
-
-    part: ElementGroup
-    mark: Change
-
-
-class Elements(Tabular, Functional):
+class Elements(Tabular):
     """Named elements of a model, each place with a small tensor of its own that an optimizer can have.
 
     Made by `eg.trainable` and `eg.apply`. It maps places to these tensors, in the order in which the places were given.
@@ -56,29 +78,29 @@ class Elements(Tabular, Functional):
 
     __module__ = "elementgrad"
 
-    def __init__(self, trainer: Trainer, members: Sequence[TrainedPlace], training: bool):
+    def __init__(self, trainer: Trainer, groups: Sequence[ElementGroup], training: bool):
         self._trainer = trainer
-        self._members = tuple(members)
+        self._groups = tuple(groups)
         self._training = training
-        self._taken_back = False
+        self._undone = False
 
     @property
     def places(self) -> tuple[Place, ...]:
         """The places, in the order in which they were given."""
-        return tuple([member.place for member in self._members])
+        return tuple([group.place for group in self._groups])
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
-        return sum(len(member.positions) for member in self._members)
+        """The number of elements."""
+        return sum(len(group.positions) for group in self._groups)
 
     @property
     def training(self) -> bool:
-        """Whether they train now: not those of a patch that was only applied, and none after `release`."""
+        """True while they train: not for a patch that was only applied, and not after `release`."""
         return self._training
 
     def parameters(self) -> Iterator[Tensor]:
-        """The tensors to give to an optimizer: one for each place, in one row.
+        """Return the tensors to give to an optimizer: a vector for each place.
 
         >>> import torch, elementgrad as eg
         >>> model = torch.nn.Linear(3, 2)
@@ -86,12 +108,12 @@ class Elements(Tabular, Functional):
         >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
         """
         self._require("parameters")
-        self._settle()
-        return iter([member.part.leaf for member in self._members])
+        self._sync()
+        return iter([group.leaf for group in self._groups])
 
     @property
     def variables(self) -> list[Tensor]:
-        """The Keras variables that hold the values: one for each place, in one row.
+        """The Keras variables that hold the values: a vector for each place.
 
         `model.fit` moves them by itself; a loop of your own gives them to the tape and to the optimizer.
 
@@ -102,18 +124,18 @@ class Elements(Tabular, Functional):
         [[2], [1]]
         """
         self._require("variables")
-        return [member.part.leaf for member in self._members]
+        return [group.leaf for group in self._groups]
 
     def __getitem__(self, place: Place | str) -> Tensor:
         self._require_training()
-        self._settle()
-        return self._find(place).part.leaf
+        self._sync()
+        return self._find(place).leaf
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._groups)
 
     def __contains__(self, place: Any) -> bool:
         try:
@@ -124,10 +146,14 @@ class Elements(Tabular, Functional):
 
     @with_cleanup
     def backward(self, losses: Mapping[Any, Tensor] | Tensor, *, retain_graph: bool = False) -> None:
-        """Let each place hear its own loss: `{place: loss}`, or `{(place, place): loss}` for several of one loss.
+        """Differentiate losses, each for its own places alone, and add the gradients to those of the tensors.
 
-        The gradients are added to those of the tensors, as `loss.backward()` does, one backward for each loss. Places
-        that are left out hear nothing.
+        It is like `loss.backward()`, with one backward for each loss.
+
+        Args:
+            losses: `{place: loss}`, or `{(place, place): loss}` for several places of one loss; places that are left
+                out get no gradient. One loss is for all places.
+            retain_graph: Keep the graph for another backward, as in `torch.Tensor.backward`.
 
         >>> import torch, elementgrad as eg
         >>> table = torch.nn.Embedding(4, 3)
@@ -138,15 +164,21 @@ class Elements(Tabular, Functional):
         (tensor([2.]), tensor([5.]))
         """
         self._require("backward")
-        heard = routed(self._trainer, self._members, losses, keep=retain_graph)
-        self._trainer.hear(heard, list(losses.values()) if isinstance(losses, Mapping) else [losses])
+        gradients = differentiate(self._trainer, self._groups, losses, retain_graph)
+        every_loss = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        self._trainer.accumulate_gradients(gradients, every_loss)
 
     @not_compiled
     def gradients(self, tape: Any, losses: Mapping[Any, Tensor] | Tensor) -> list[Tensor | None]:
-        """The gradient that each place hears of its own loss, by a `tf.GradientTape`, in the order of `variables`.
+        """Differentiate losses with a `tf.GradientTape`, each for its own places alone.
 
-        `{place: loss}`, or `{(place, place): loss}` for several of one loss; several losses need a persistent tape.
-        Places that are left out hear nothing, and have None.
+        Args:
+            tape: The tape that recorded the losses; several losses need a persistent one.
+            losses: `{place: loss}`, or `{(place, place): loss}` for several places of one loss. One loss is for all
+                places.
+
+        Returns:
+            A gradient for each of `variables`; None for places that are left out.
 
         >>> import tensorflow as tf, keras, elementgrad as eg
         >>> table = keras.layers.Embedding(4, 3, name="table")
@@ -159,16 +191,181 @@ class Elements(Tabular, Functional):
         [[2.0], [5.0]]
         """
         self._require("gradients")
-        found: dict[int, Tensor] = {}
-        for part, gradient, chosen in routed(self._trainer, self._members, losses, tape=tape):
-            found[id(part)] = self._trainer.heard(found.get(id(part)), gradient, chosen)
-        return [found.get(id(member.part)) for member in self._members]
+        totals: dict[int, Tensor] = {}
+        for group, gradient, chosen in differentiate(self._trainer, self._groups, losses, tape=tape):
+            totals[id(group)] = self._trainer.add_gradient(totals.get(id(group)), gradient, chosen)
+        return [totals.get(id(group)) for group in self._groups]
+
+    @property
+    def values(self) -> Values:
+        """The values to optimise, as a dict from the text of a place to a vector; assign the final ones.
+
+        >>> import jax, jax.numpy as jnp, elementgrad as eg
+        >>> params = {"w": jnp.array([[0, 1, 2], [3, 4, 5]], "float32")}
+        >>> elements = eg.trainable(params, "w[0, 1:]")
+        >>> values = elements.values
+        >>> values
+        {'w[0, 1:]': Array([1., 2.], dtype=float32)}
+        >>> gradient = elements.grad(lambda params: (params["w"] ** 2).sum(), values)
+        >>> elements.values = jax.tree.map(lambda value, slope: value - 0.25 * slope, values, gradient)
+        >>> elements["w[0, 1:]"]
+        Array([0.5, 1. ], dtype=float32)
+        """
+        trainer = self._functional("values", "give elements.parameters() to an optimizer")
+        self._require_training()
+        return self._by_place([trainer.copy_value(group) for group in self._groups])
+
+    @values.setter
+    def values(self, values: Mapping[str, Tensor]) -> None:
+        trainer = self._functional("values", "write to what elements.parameters() gives")
+        self._require_training()
+        checked = zip(self._groups, self._check_values(trainer, values), strict=True)
+        leaves = self._by_place([trainer.new_leaf(group, value, str(group.place)) for group, value in checked])
+        trainer.check_same_on_all_ranks((place, np.asarray(leaf)) for place, leaf in leaves.items())
+        for group in self._groups:
+            group.leaf = leaves[str(group.place)]
+
+    def merge(self, values: Mapping[str, Tensor] | None = None, *, params: Any = None) -> Any:
+        """Return the parameters with the values in them; modules are copies.
+
+        It is traced by `jax.jit`, `jax.grad` and `jax.vmap` as any other computation, and its gradient is a dense one:
+        `grad` is what costs only as much as the elements.
+
+        Args:
+            values: A dict like `elements.values`; by default the values that the elements have.
+            params: Other parameters of the same names and shapes to put the values into.
+
+        Returns:
+            Parameters of the structure in which they were given.
+
+        >>> import jax.numpy as jnp, elementgrad as eg
+        >>> elements = eg.trainable({"w": jnp.zeros(3, "float32"), "b": jnp.ones(1, "float32")}, "w[1]")
+        >>> elements.merge({"w[1]": jnp.array([5.0], "float32")})
+        {'w': Array([0., 5., 0.], dtype=float32), 'b': Array([1.], dtype=float32)}
+        """
+        trainer = self._functional("merge", "the model itself has the values")
+        merged, arrays = trainer.merge(self._groups, self._check_values(trainer, values), params)
+        if params is None:
+            self._record_merge(arrays)
+        return merged
+
+    def grad(
+        self,
+        loss_fn: LossFn | Mapping[Any, LossFn],
+        values: Mapping[str, Tensor] | None = None,
+        *,
+        params: Any = None,
+        has_aux: bool = False,
+    ) -> Any:
+        """Compute the gradient of `loss_fn(params)` for the elements alone.
+
+        Where the loss looks up rows of a parameter, multiplies by it or convolves with it, no dense gradient is formed,
+        nor a copy of the parameter; `plan` tells. Use it inside `jax.jit`, and give large parameters as `params` there
+        so that they are arguments and not constants.
+
+        Args:
+            loss_fn: A function of the parameters that returns one number; or `{place: loss_fn}` and
+                `{(place, place): loss_fn}`, by which each place gets the gradient of its own loss and others zero.
+            values: A dict like `elements.values`; by default the values that the elements have.
+            params: Other parameters of the same names and shapes to compute with.
+            has_aux: The loss returns a pair, as in `jax.grad`.
+
+        Returns:
+            A dict like `values`; with `has_aux` a pair of it and what else the loss returned.
+
+        >>> import jax.numpy as jnp, elementgrad as eg
+        >>> elements = eg.trainable({"table": jnp.ones((4, 3), "float32")}, ["table[0, 1]", "table[2, 0]"])
+        >>> elements.grad(lambda params: 2 * params["table"][jnp.array([0, 0, 2])].sum())
+        {'table[0, 1]': Array([4.], dtype=float32), 'table[2, 0]': Array([2.], dtype=float32)}
+        >>> elements.grad({"table[2, 0]": lambda params: (params["table"][2] ** 2).sum()})
+        {'table[0, 1]': Array([0.], dtype=float32), 'table[2, 0]': Array([2.], dtype=float32)}
+        """
+        if isinstance(loss_fn, Mapping):
+            if has_aux:
+                raise OptionError("has_aux goes with one loss_fn, and these are several; leave it out")
+            return self._routed_grad(loss_fn, values, params)
+        returned, gradient = self.value_and_grad(loss_fn, values, params=params, has_aux=has_aux)
+        return (gradient, returned[1]) if has_aux else gradient
+
+    def value_and_grad(
+        self,
+        loss_fn: LossFn,
+        values: Mapping[str, Tensor] | None = None,
+        *,
+        params: Any = None,
+        has_aux: bool = False,
+    ) -> tuple[Any, Values]:
+        """Compute `loss_fn(params)` and its gradient for the elements alone.
+
+        Args:
+            loss_fn: A function of the parameters that returns one number.
+            values: A dict like `elements.values`; by default the values that the elements have.
+            params: Other parameters of the same names and shapes to compute with.
+            has_aux: The loss returns a pair, as in `jax.grad`.
+
+        Returns:
+            What the loss returned, and a dict like `values`.
+
+        >>> import jax.numpy as jnp, elementgrad as eg
+        >>> elements = eg.trainable({"v": jnp.array([1, 2, 3, 4], "float32")}, "v[1]")
+        >>> elements.value_and_grad(lambda params: (params["v"] ** 2).sum())
+        (Array(30., dtype=float32), {'v[1]': Array([4.], dtype=float32)})
+        """
+        trainer = self._functional("grad", "call backward on the loss, or elements.backward({place: loss})")
+        self._require_training()
+        checked, every = self._check_values(trainer, values), range(len(self._groups))
+        returned, gradients = trainer.value_and_grad(loss_fn, self._groups, checked, params, every, has_aux)
+        for group, gradient in zip(self._groups, gradients, strict=True):
+            if gradient is None:
+                loss = (lambda params: loss_fn(params)[0]) if has_aux else loss_fn
+                raise self._unconnected_error(trainer, group.place, group.name, loss, checked, params)
+        return returned, self._by_place(gradients)
+
+    def _routed_grad(self, losses: Mapping[Any, LossFn], values: Mapping[str, Tensor] | None, params: Any) -> Values:
+        trainer = self._functional("grad", "elements.backward takes {place: loss}")
+        self._require_training()
+        checked = self._check_values(trainer, values)
+        numbers = {id(group): number for number, group in enumerate(self._groups)}
+        totals = [trainer.zeros_like(value) for value in checked]
+        for loss, routes in route_losses(trainer, self._groups, losses, trainer.check_function):
+            wanted = list(dict.fromkeys(numbers[id(group)] for _, group, _ in routes))
+            _, gradients = trainer.value_and_grad(loss, self._groups, checked, params, wanted, False)
+            for target, group, chosen in routes:
+                number = numbers[id(group)]
+                gradient = gradients[wanted.index(number)]
+                if gradient is None:
+                    raise self._unconnected_error(trainer, target.place, group.name, loss, checked, params)
+                totals[number] = trainer.add_gradient(totals[number], gradient, chosen)
+        return self._by_place(totals)
+
+    def plan(self, loss_fn: LossFn) -> Uses:
+        """Tell how `grad` computes a loss, without computing anything.
+
+        Args:
+            loss_fn: A function of the parameters that returns one number.
+
+        Returns:
+            The operations that use the parameters, and which of them need a copy of a whole one.
+
+        >>> import jax.numpy as jnp, elementgrad as eg
+        >>> elements = eg.trainable({"w": jnp.ones((4, 3)), "scale": jnp.ones((2, 3))}, ["w[0, 1]", "scale[0]"])
+        >>> elements.plan(lambda params: ((jnp.ones((2, 4)) @ params["w"]) * params["scale"]).sum())
+        parameter  operation    cost
+        w          dot_general  of the elements alone
+        scale      mul          dense
+        """
+        trainer = self._functional("plan", "each layer says in its documentation what it costs")
+        self._require_training()
+        return Uses(tuple(trainer.parameter_uses(loss_fn, self._groups, self._check_values(trainer, None))))
 
     def save(self, path: str | os.PathLike[str], *, full: bool = False) -> None:
-        """Write a patch: where the elements are, their values, what they were, and by what the tensors are known.
+        """Write a patch: the places, their values, their original values, and fingerprints of the tensors.
 
-        The tensors are known by a sample of their other elements; with `full` by all of them. Where several
-        processes share its parameters, all of them call this, and the first one writes.
+        Where several processes share the parameters, all of them call this, and the first one writes.
+
+        Args:
+            path: The file to write, as a whole or not at all.
+            full: Know the tensors by all of their elements instead of by a sample.
 
         >>> import tempfile, torch, elementgrad as eg
         >>> path = tempfile.mkdtemp() + "/patch.safetensors"
@@ -196,30 +393,30 @@ class Elements(Tabular, Functional):
         >>> torch.equal(model.weight, before)
         True
         """
-        if self._taken_back:
-            return  # whatever is there now is not theirs
-        self._require_undoable()
-        defer(self._undo)  # so that it is done to its end, whatever interrupts it
+        if self._undone:
+            return  # the values that are there now are not these elements'
+        self._sync()
+        self._require_unchanged("undo")
+        for group in self._groups:
+            later = self._history(group).find_overlap(group.positions, after=group.change)
+            if later is not None:
+                raise PatchError(f"{later.place} was changed after {group.place} and is over it; undo that one first")
+        defer(self._undo)  # runs to its end even if an interrupt comes
 
     def _undo(self) -> None:
-        for member in self._members:
-            self._trainer.restore(member.part)
+        for group in self._groups:
+            self._trainer.restore(group)
         if not self._training:
-            for member in self._members:
-                self._ledger(member).remove(member.mark)
-            self._taken_back = True
-
-    def _require_undoable(self) -> None:
-        self._settle()
-        self._require_there("undo")
-        for member in self._members:
-            over = self._ledger(member).overlapping(member.positions, after=member.mark)
-            if over is not None:
-                raise PatchError(f"{over.place} was changed after {member.place} and is over it; undo that one first")
+            for group in self._groups:
+                self._history(group).remove(group.change)
+            self._undone = True
 
     @with_cleanup
     def release(self, *, keep: bool = True) -> None:
-        """Give the plain model back, with the values that the elements have now or, without `keep`, had before.
+        """Stop training and give the plain model back.
+
+        Args:
+            keep: Keep the values that the elements have now; otherwise put those back that they had before.
 
         >>> import torch, elementgrad as eg
         >>> model = torch.nn.Linear(3, 2)
@@ -228,92 +425,141 @@ class Elements(Tabular, Functional):
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         ['weight', 'bias']
         """
-        self._refuse("release")
+        self._require_supported("release")
         if not keep:
             self.undo()
         if self._training:
-            defer(self._stop, keep)  # so that it is done to its end, whatever interrupts it
+            defer(self._stop, keep)  # runs to its end even if an interrupt comes
 
     def _stop(self, keep: bool) -> None:
-        self._trainer.stop([member.part for member in self._members])
-        for member in self._members:
-            member.mark.written = self._trainer.bits(member.tensor, member.positions)[1]
+        self._trainer.stop(self._groups)
+        for group in self._groups:
+            group.change.written = self._trainer.read_bits(group.tensor, group.positions)[1]
             if not keep:
-                self._ledger(member).remove(member.mark)
-        self._taken_back = not keep
+                self._history(group).remove(group.change)
+        self._undone = not keep
         self._training = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # a copy, with a model of its own whose tensors have no history yet
+        for group in self._groups:
+            if not self._undone:
+                self._history(group).add(group.change)
 
     def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype")]
-        for member in self._members:
-            shape = "x".join(map(str, member.shape)) or "()"
-            dtype = self._dtype(member.part.leaf)
-            rows.append((shortened(str(member.place)), str(len(member.positions)), shape, dtype))
+        for group in self._groups:
+            shape = "x".join(map(str, group.shape)) or "()"
+            dtype = self._trainer.dtype_name(group.leaf)
+            rows.append((shorten(str(group.place)), str(len(group.positions)), shape, dtype))
         return rows
 
-    def _entry(self, member: TrainedPlace, full: bool) -> Entry:
-        dtype = self._dtype(member.part.originals)
-        ledger = self._ledger(member)
-        positions, bits = ledger.changed()
-        known = fingerprint(
-            member.shape, dtype, reader(self._trainer, member.tensor), positions=positions, bits=bits, full=full
-        )
-        values = BitArray(*self._trainer.bits(member.part.leaf))
-        originals = BitArray(dtype, ledger.before(member.positions))
-        every = self._trainer.spelled()
-        tied = tuple([name for name, tensor in every if tensor is member.tensor and name != member.name])
-        return Entry(
-            str(member.place), member.name, member.shape, dtype, member.positions, values, originals, known, tied
-        )
+    def _find(self, place: Place | str) -> ElementGroup:
+        target = resolve(self._trainer, place)
+        for group in self._groups:
+            if group.tensor is target.tensor and np.array_equal(group.positions, target.positions):
+                return group
+        raise PlaceError(f"{target.place} is not one of these places: {listed([str(place) for place in self.places])}")
 
-    def _find(self, place: Place | str) -> TrainedPlace:
-        asked = named(self._trainer, place)
-        for member in self._members:
-            if member.tensor is asked.tensor and np.array_equal(member.positions, asked.positions):
-                return member
-        raise PlaceError(f"{asked.place} is not one of these places: {listed([str(place) for place in self.places])}")
+    def _history(self, group: ElementGroup) -> TensorHistory:
+        return self._trainer.history(group.tensor)
 
-    def _ledger(self, member: TrainedPlace) -> ChangeLog:
-        return ChangeLog(self._trainer.lasting(member.tensor), reader(self._trainer, member.tensor))
+    def _sync(self) -> None:
+        for group in self._groups:
+            self._trainer.sync(group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # a copy, with a model of its own, whose tensors bear no marks yet
-        for member in self._members:
-            if not self._taken_back:
-                self._ledger(member).add(member.mark)
+    def _by_place(self, tensors: Sequence[Tensor]) -> Values:
+        return {str(group.place): tensor for group, tensor in zip(self._groups, tensors, strict=True)}
 
-    def _settle(self) -> None:
-        """Let values and parameters agree, whichever of them was written to."""
-        for member in self._members:
-            self._trainer.sync(member.part)
+    def _check_values(self, trainer: FunctionalTrainer, values: Mapping[str, Tensor] | None) -> list[Tensor]:
+        """Return one vector for each place, of the right dtype and shape."""
+        if values is None:
+            return [trainer.copy_value(group) for group in self._groups]
+        if not isinstance(values, Mapping):
+            raise FrameworkError(f"values are a dict such as elements.values has, and this is {type(values).__name__}")
+        texts = [str(group.place) for group in self._groups]
+        for text in values:
+            if text not in texts:
+                raise PlaceError(f"{text!r} is not one of these places; {nearest(str(text), texts)}")
+        missing = [text for text in texts if text not in values]
+        if missing:
+            raise PlaceError(f"values has nothing for {listed(missing)}; give all that elements.values has")
+        return [trainer.check_value(group, values[str(group.place)], str(group.place)) for group in self._groups]
 
-    def _require_there(self, verb: str) -> None:
-        if isinstance(self._trainer, FunctionalTrainer):
-            return  # nobody can write over what is never written to
-        for member in self._members:
-            converted = self._dtype(member.part.originals) != self._dtype(member.tensor)  # as by model.half()
-            if not (self._ledger(member).holds(member.mark) or (converted and verb == "undo")):
-                raise PatchError(f"{member.place} was written over or taken back since; there is nothing to {verb}")
+    def _unconnected_error(
+        self,
+        trainer: FunctionalTrainer,
+        place: Place,
+        name: str,
+        loss_fn: LossFn,
+        values: Sequence[Tensor],
+        params: Any,
+    ) -> ElementgradError:
+        merged, _ = trainer.merge(self._groups, values, params)
+        return unconnected_error(place, name, reason=explain_unconnected(loss_fn, merged, name))
 
-    def _require(self, word: str) -> None:
-        self._refuse(word)
+    def _record_merge(self, arrays: Mapping[int, Tensor]) -> None:
+        """Give merged arrays the history of the parameters and this change, so that other patches still fit them."""
+        for number, array in arrays.items():
+            group = self._groups[number]
+            history = self._trainer.history(array)
+            for change in self._history(group).changes():
+                if change not in history.changes():
+                    history.add(change)
+            written = self._trainer.read_bits(array, group.positions)[1]
+            history.add(ElementChange(str(group.place), group.positions, group.change.bits, written))
+
+    def _require(self, method: str) -> None:
+        self._require_supported(method)
         self._require_training()
 
-    def _refuse(self, word: str) -> None:
-        """Refuse a word that belongs to another framework."""
-        if word in self._trainer.elsewhere:
-            raise FrameworkError(f"elements of this model have no {word}; use {self._trainer.elsewhere[word]}")
-
-    def _dtype(self, tensor: Tensor) -> str:
-        return self._trainer.bits(tensor, np.zeros(0, np.int64))[0]
+    def _require_supported(self, method: str) -> None:
+        if method in self._trainer.alternatives:
+            raise FrameworkError(f"elements of this model have no {method}; use {self._trainer.alternatives[method]}")
 
     def _require_training(self) -> None:
         if not self._training:
             raise PlaceError("these elements do not train; give their places or their patch to eg.trainable")
 
+    def _functional(self, method: str, instead: str) -> FunctionalTrainer:
+        if not isinstance(self._trainer, FunctionalTrainer):
+            raise FrameworkError(f"{method} is for parameters that are never written to, as in jax; here {instead}")
+        return self._trainer
+
+    def _require_unchanged(self, verb: str) -> None:
+        """Raise a `PatchError` if the elements were overwritten since, so that there is nothing to save or undo."""
+        if isinstance(self._trainer, FunctionalTrainer):
+            return
+        for group in self._groups:
+            # After model.half() and the like the bytes differ, and the originals can still be put back.
+            converted = self._trainer.dtype_name(group.originals) != self._trainer.dtype_name(group.tensor)
+            if group.change not in self._history(group).changes() and not (converted and verb == "undo"):
+                raise PatchError(f"{group.place} was written over or taken back since; there is nothing to {verb}")
+
 
 def patch_of(elements: Elements, full: bool = False) -> Patch:
-    """What was trained, as a value: the places, what they were and what they are now."""
-    elements._settle()
-    elements._require_there("save")
-    return Patch(tuple([elements._entry(member, full) for member in elements._members]))
+    """Return the patch that `elements.save` writes."""
+    trainer, groups = elements._trainer, elements._groups
+    elements._sync()
+    elements._require_unchanged("save")
+    return Patch(tuple([_entry(trainer, group, full) for group in groups]))
+
+
+def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
+    dtype = trainer.dtype_name(group.originals)
+    history = trainer.history(group.tensor)
+    positions, bits = history.originals()
+    read = trainer.byte_reader(group.tensor)
+    return Entry(
+        place=str(group.place),
+        name=group.name,
+        shape=group.shape,
+        dtype=dtype,
+        indices=group.positions,
+        values=BitArray(*trainer.read_bits(group.leaf)),
+        originals=BitArray(dtype, history.bytes_before(group.positions)),
+        fingerprint=fingerprint(group.shape, dtype, read, positions=positions, bits=bits, full=full),
+        tied=tuple(
+            name for name, tensor in trainer.named_parameters() if tensor is group.tensor and name != group.name
+        ),
+    )

@@ -1,48 +1,45 @@
-"""By what a patch knows the tensor it was made for: a hash of a few of its elements, or of all."""
+"""Fingerprints: a patch knows the tensor it was made for by a hash of a few of its elements, or of all."""
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from elementgrad._train.history import ReadBytes
 from elementgrad.errors import PatchError
 
 SAMPLE = 64
-"""How many elements are looked at: another training run changes nearly all, so a few tell two tensors apart."""
+"""The number of elements in a sample. Another training run changes nearly all, so a few tell two tensors apart."""
 CHUNK = 1 << 18
-"""How many elements are read at once for a full fingerprint."""
-
-Bits = Callable[[np.ndarray], np.ndarray]
-"""Reads a tensor: flat int64 positions to the bytes there, uint8 with one row per position, the lowest byte first."""
+"""The number of elements that are read at once for a full fingerprint."""
 
 
 def fingerprint(
     shape: Sequence[int],
     dtype: str,
-    bits_at: Bits,
+    read: ReadBytes,
     *,
     positions: np.ndarray | None = None,
     bits: np.ndarray | None = None,
     full: bool = False,
 ) -> str:
-    """A text that tells a tensor from others by shape, dtype and some of its elements, or with `full` by all.
+    """Return a text that tells a tensor from others by shape, dtype and a sample of its elements, or by all.
 
-    Where `positions` says that elements are changed, `bits` has what stood there before, and counts in place of what
-    the tensor holds. So the text is that of the original tensor, whichever patches are applied to it, and patches of
-    disjoint elements can be applied in any order.
+    At changed `positions`, the original `bits` count in place of the tensor's. So the fingerprint is that of the
+    original tensor, whichever patches are applied to it, and patches of disjoint elements fit in any order.
 
     >>> import numpy as np
     >>> from elementgrad._train.fingerprint import fingerprint
     >>> w = np.arange(6, dtype=np.float32)
-    >>> bits_at = lambda positions: w[positions, None].view(np.uint8)
-    >>> before, first = fingerprint((2, 3), "float32", bits_at), bits_at(np.array([4]))
+    >>> read = lambda positions: w[positions, None].view(np.uint8)
+    >>> before, first = fingerprint((2, 3), "float32", read), read(np.array([4]))
     >>> w[4] = 10.0
-    >>> fingerprint((2, 3), "float32", bits_at) == before
+    >>> fingerprint((2, 3), "float32", read) == before
     False
-    >>> fingerprint((2, 3), "float32", bits_at, positions=np.array([4]), bits=first) == before
+    >>> fingerprint((2, 3), "float32", read, positions=np.array([4]), bits=first) == before
     True
     """
     size = math.prod(shape)
@@ -58,11 +55,11 @@ def fingerprint(
     for some in _chunks(size) if full else [_sample(size)]:
         if not some.size:
             continue
-        held = np.array(bits_at(some), np.uint8).reshape(some.size, -1)
+        content = np.array(read(some), np.uint8).reshape(some.size, -1)
         at = np.searchsorted(changed, some)
         hit = np.flatnonzero(changed[np.minimum(at, changed.size - 1)] == some) if changed.size else at[:0]
-        held[hit] = former[at[hit]]
-        digest.update(held.tobytes())
+        content[hit] = former[at[hit]]
+        digest.update(content.tobytes())
     return f"{'full' if full else 'sample'}:{digest.hexdigest()}"
 
 
@@ -70,25 +67,25 @@ def fits(
     text: str,
     shape: Sequence[int],
     dtype: str,
-    bits_at: Bits,
+    read: ReadBytes,
     *,
     positions: np.ndarray | None = None,
     bits: np.ndarray | None = None,
 ) -> bool:
-    """Whether a fingerprint, sampled or full, is that of this tensor."""
+    """Return True if a fingerprint, sampled or full, is that of a tensor."""
     require_fingerprint(text)
     full = text.startswith("full:")
-    return text == fingerprint(shape, dtype, bits_at, positions=positions, bits=bits, full=full)
+    return text == fingerprint(shape, dtype, read, positions=positions, bits=bits, full=full)
 
 
 def require_fingerprint(text: str) -> None:
-    """Raise a `PatchError` for a text that is no fingerprint, so that no tensor has it."""
+    """Raise a `PatchError` for a text that cannot be the fingerprint of any tensor."""
     if not re.fullmatch("(sample|full):[0-9a-f]{64}", text):
         raise PatchError(f"{text!r} is no fingerprint; one reads sample: or full: and 64 hexadecimal digits")
 
 
 def _sample(size: int) -> np.ndarray:
-    """Positions by a hash of 0, 1, 2, ... (splitmix64), which no version of a random generator can change."""
+    """Return positions by a hash of 1, 2, 3, ... (splitmix64), which no version of a random generator can change."""
     if size <= SAMPLE:
         return np.arange(size)
     x = np.arange(1, SAMPLE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

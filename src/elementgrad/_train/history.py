@@ -1,4 +1,8 @@
-"""What has been changed in a tensor and what stood there before, for as long as the tensor lives."""
+"""The history of a tensor: which elements were changed, and the bytes that were there before.
+
+It lives as long as the tensor. With it patches of disjoint elements can be applied and undone in any order: each is
+checked against the tensor as it was before all of them.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -8,101 +12,97 @@ from typing import Any
 import numpy as np
 
 Tensor = Any
-Read = Callable[[np.ndarray], np.ndarray]
-"""Reads a tensor: flat positions to the bytes there, uint8 with one row each."""
+ReadBytes = Callable[[np.ndarray], np.ndarray]
+"""A function that reads a tensor: flat int64 positions to uint8, one row of bytes per position, lowest byte first."""
 
 
 @dataclass(eq=False)
-class Change:
-    """Elements of one tensor that were changed."""
+class ElementChange:
+    """A change of some elements of one tensor."""
 
     place: str
     positions: np.ndarray
     bits: np.ndarray
-    """The bytes that stood there before."""
+    """The bytes before the change."""
     written: np.ndarray | None = None
-    """The bytes that were written; None while they train, and change."""
+    """The bytes that were written; None while the elements train."""
 
     @property
-    def idle(self) -> bool:
-        """Whether what was written is what stood there."""
+    def is_noop(self) -> bool:
+        """True if the bytes that were written are those that were there."""
         return self.written is not None and np.array_equal(self.written, self.bits)
 
 
-class ChangeLog:
-    """The changes of one tensor, the earliest first, without those that somebody has since written over.
+class TensorHistory:
+    """The changes of one tensor, the earliest first. A change that was overwritten since then is dropped.
 
     >>> import numpy as np
-    >>> from elementgrad._train.history import ChangeLog, Change
+    >>> from elementgrad._train.history import ElementChange, TensorHistory
     >>> tensor = np.zeros((4, 1), np.uint8)  # stands for a tensor of four bytes
-    >>> ledger = ChangeLog(tensor, tensor.__getitem__)
-    >>> mark = Change("x[1]", np.array([1]), tensor[[1]], np.uint8([[7]]))
+    >>> history = TensorHistory(tensor, tensor.__getitem__)
+    >>> change = ElementChange("x[1]", np.array([1]), tensor[[1]], np.uint8([[7]]))
     >>> tensor[1] = 7
-    >>> ledger.add(mark)
-    >>> ledger.overlapping(np.array([0, 1])).place, ledger.before(np.array([0, 1])).tolist()
+    >>> history.add(change)
+    >>> history.find_overlap(np.array([0, 1])).place, history.bytes_before(np.array([0, 1])).tolist()
     ('x[1]', [[0], [0]])
     >>> tensor[1] = 8
-    >>> ledger.overlapping(np.array([0, 1])) is None
+    >>> history.find_overlap(np.array([0, 1])) is None
     True
     """
 
-    def __init__(self, tensor: Tensor, read: Read):
+    def __init__(self, tensor: Tensor, read: ReadBytes):
         key = id(tensor)
-        if key not in _marks or _marks[key][0]() is not tensor:
-            _marks[key] = weakref.ref(tensor, lambda _: _marks.pop(key, None)), []
-        self._all = _marks[key][1]
+        if key not in _changes or _changes[key][0]() is not tensor:
+            _changes[key] = weakref.ref(tensor, lambda _: _changes.pop(key, None)), []
+        self._all = _changes[key][1]
         self._read = read
 
-    def add(self, mark: Change) -> None:
-        """Note a change."""
-        self._all.append(mark)
+    def add(self, change: ElementChange) -> None:
+        """Add the latest change."""
+        self._all.append(change)
 
-    def remove(self, mark: Change) -> None:
-        """Forget a change that was taken back."""
-        if mark in self._all:
-            self._all.remove(mark)
+    def remove(self, change: ElementChange) -> None:
+        """Remove a change that was undone."""
+        if change in self._all:
+            self._all.remove(change)
 
-    def holds(self, mark: Change) -> bool:
-        """Whether a change is still there, and nobody has written over it."""
-        return mark in self._live()
+    def changes(self) -> list[ElementChange]:
+        """Return the changes that still show in the tensor, and forget the others."""
+        later = np.zeros(0, np.int64)
+        for change in reversed(self._all.copy()):
+            on_top = ~np.isin(change.positions, later)
+            written = change.written
+            if written is not None and not np.array_equal(self._read(change.positions[on_top]), written[on_top]):
+                self._all.remove(change)
+            else:
+                later = np.concatenate([later, change.positions])
+        return self._all
 
-    def marks(self) -> tuple[Change, ...]:
-        """All changes."""
-        return tuple(self._live())
+    def find_overlap(self, positions: np.ndarray, after: ElementChange | None = None) -> ElementChange | None:
+        """Return a change of some of these elements, among all or among those after another one."""
+        changes = self.changes()
+        if after is not None:
+            changes = changes[changes.index(after) + 1 :] if after in changes else []
+        overlaps = (change for change in changes if np.isin(positions, change.positions).any())
+        return next((change for change in overlaps if not change.is_noop), None)
 
-    def overlapping(self, positions: np.ndarray, after: Change | None = None) -> Change | None:
-        """A change of some of these elements, among all or among those after another."""
-        held = self._live()
-        later = held if after is None else held[held.index(after) + 1 :] if after in held else []
-        return next((mark for mark in later if not mark.idle and np.isin(positions, mark.positions).any()), None)
-
-    def changed(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Where the tensor was changed, each position once, and the bytes that stood there first."""
-        held = self._live()
-        if not held:
+    def originals(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the positions that were changed, each once, and the bytes there before the first change."""
+        changes = self.changes()
+        if not changes:
             return None, None
-        positions, first = np.unique(np.concatenate([mark.positions for mark in held]), return_index=True)
-        return positions, np.concatenate([mark.bits for mark in held])[first]
+        positions, first = np.unique(np.concatenate([change.positions for change in changes]), return_index=True)
+        return positions, np.concatenate([change.bits for change in changes])[first]
 
-    def before(self, positions: np.ndarray) -> np.ndarray:
-        """The bytes that stood at some positions first."""
+    def bytes_before(self, positions: np.ndarray) -> np.ndarray:
+        """Return the bytes at some positions before the first change."""
         bits = np.array(self._read(positions))
-        changed, former = self.changed()
+        changed, former = self.originals()
         if changed is not None and former is not None:
             at = np.minimum(np.searchsorted(changed, positions), len(changed) - 1)
             hit = changed[at] == positions
             bits[hit] = former[at[hit]]
         return bits
 
-    def _live(self) -> list[Change]:
-        later = np.zeros(0, np.int64)
-        for mark in reversed(self._all.copy()):
-            bare = ~np.isin(mark.positions, later)
-            if mark.written is not None and not np.array_equal(self._read(mark.positions[bare]), mark.written[bare]):
-                self._all.remove(mark)
-            else:
-                later = np.concatenate([later, mark.positions])
-        return self._all
 
-
-_marks: dict[int, tuple["weakref.ref[Tensor]", list[Change]]] = {}
+_changes: dict[int, tuple["weakref.ref[Tensor]", list[ElementChange]]] = {}

@@ -1,10 +1,7 @@
-"""Casts between floating dtypes that keep the bits of a NaN, where those of the frameworks make one NaN of all.
+"""Numbers to the bit: `BitArray` keeps numbers of any framework's dtype, and casts keep the bits of a NaN.
 
-A NaN has a sign, a bit that says whether it is quiet, and a payload. They pass between dtypes as the upper bits of the
-mantissa, so that a number of half precision comes back from float32 as it was.
-
-
-Numbers of any framework's dtype, kept by their bits, so that nothing is rounded on the way to a file and back.
+The casts of the frameworks turn every NaN into the same one. A NaN has a sign, a quiet bit and a payload. Here they
+pass between dtypes as the upper bits of the mantissa, so that half precision survives a trip through float32.
 """
 
 from collections.abc import Callable
@@ -20,14 +17,14 @@ Integers = Any
 
 
 class FloatLayout(NamedTuple):
-    """How many bits a floating dtype has, and how many of them are its mantissa."""
+    """The number of bits of a floating dtype, and of its mantissa."""
 
     bits: int
     mantissa: int
 
     @property
     def infinity(self) -> int:
-        """The bits of plus infinity, after which NaNs begin."""
+        """The bits of plus infinity; those of NaNs are larger."""
         return (1 << (self.bits - 1)) - (1 << self.mantissa)
 
 
@@ -55,8 +52,8 @@ def nan_bits(bits: Integers, before: str, after: str, where: Callable[..., Integ
     else:
         payload = payload // (1 << -wider)
         payload = where(payload == 0, payload + (1 << (target.mantissa - 1)), payload)  # else it would be infinity
-    found = payload + target.infinity
-    return where(bits < 0, found + -(1 << (target.bits - 1)), found)
+    positive = payload + target.infinity
+    return where(bits < 0, positive + -(1 << (target.bits - 1)), positive)
 
 
 def common_width(before: str, after: str) -> int:
@@ -65,7 +62,7 @@ def common_width(before: str, after: str) -> int:
 
 
 def cast_array(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return a NumPy array in another dtype, of NumPy's own or of those that frameworks have added."""
+    """Cast a NumPy array to another dtype, NumPy's own or one that a framework has added."""
     dtype = np.dtype(dtype)
     if array.dtype == dtype:
         return array
@@ -78,8 +75,8 @@ def cast_array(array: np.ndarray, dtype: Any) -> np.ndarray:
     if not {before, after} <= LAYOUTS.keys():
         return plain
     bits = np.ascontiguousarray(array).view(f"i{array.dtype.itemsize}").astype(f"i{common_width(before, after) // 8}")
-    found = nan_bits(bits, before, after, np.where).astype(f"i{dtype.itemsize}")
-    return np.where(np.isnan(plain), found, plain.view(found.dtype)).view(dtype)
+    nans = nan_bits(bits, before, after, np.where).astype(f"i{dtype.itemsize}")
+    return np.where(np.isnan(plain), nans, plain.view(nans.dtype)).view(dtype)
 
 
 VIEWS = {
@@ -92,19 +89,19 @@ VIEWS = {
     **{f"{sign}int{8 * width}": f"<{sign or 'i'}{width}" for sign in ("", "u") for width in (1, 2, 4, 8)},
     "bool": "|b1",
 }
-"""The dtypes that are understood, and how NumPy sees their bits."""
+"""The known dtypes, and the NumPy dtype of their bits."""
 
 
 def is_floating(dtype: str) -> bool:
-    """Return whether a dtype holds floats or complex numbers, by its name; those that NumPy lacks included."""
+    """Return True if a dtype of a name holds floats or complex numbers, including those that NumPy lacks."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BitArray:
-    """Some numbers of one dtype by their bits; equal only if every bit is, so -0.0 is not 0.0 and a NaN equals itself.
+    """Numbers of one dtype by their bits; equal only if every bit is, so -0.0 is not 0.0 and a NaN equals itself.
 
-    A dtype that is not understood, such as `float8_e4m3fn`, is kept all the same; it can only not be turned to floats.
+    An unknown dtype, such as `float8_e4m3fn`, is kept as well, but cannot be turned to floats.
 
     >>> import numpy as np
     >>> from elementgrad._train.numbers import BitArray
@@ -117,10 +114,10 @@ class BitArray:
     dtype: str
     """The name of the dtype, such as "float32" or "bfloat16"."""
     bits: np.ndarray
-    """Their bytes, the lowest first: uint8, one row per number, read-only."""
+    """The bytes, the lowest first: uint8, one row per number, read-only."""
 
     def __post_init__(self) -> None:
-        bits = np.array(self.bits, order="C")  # a copy, which nobody else can write to
+        bits = np.array(self.bits, order="C")  # a copy, so that it cannot change
         if bits.dtype != np.uint8 or bits.ndim != 2 or not bits.shape[1]:
             raise PatchError(
                 f"bits of {self.dtype} are {bits.dtype} of shape {bits.shape}; give uint8, one row of bytes per number"
@@ -133,18 +130,18 @@ class BitArray:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "BitArray":
-        """The elements of a NumPy array in C order; JAX's and TensorFlow's bfloat16 arrays are understood too."""
+        """Return the elements of a NumPy array in C order; it may have the bfloat16 of JAX and TensorFlow."""
         array = np.asarray(array)
         name = array.dtype.name
         if name not in VIEWS:
             raise DtypeError(f"an array of {name} has no numbers to keep; there are: {', '.join(VIEWS)}")
         if array.dtype.byteorder != "|" and name != "bfloat16":
             array = array.astype(VIEWS[name], copy=False)
-        # Its bytes, since a view of zero elements or axes is not always to be had.
+        # By its bytes, since an array without elements or axes cannot always be viewed.
         return cls(name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize))
 
     def floats(self) -> np.ndarray:
-        """The numbers as float64, or complex128 where they are complex.
+        """Return the numbers as float64, or complex128 if they are complex.
 
         >>> import numpy as np
         >>> from elementgrad._train.numbers import BitArray
@@ -153,35 +150,39 @@ class BitArray:
         """
         if self.dtype not in VIEWS:
             raise DtypeError(f"{self.dtype} cannot be turned to floats here; its bits hold the numbers")
-        seen = self.bits.reshape(-1).view(VIEWS[self.dtype])
+        numbers = self._view()
         if self.dtype == "bfloat16":
-            seen = (seen.astype("<u4") << 16).view("<f4")
+            numbers = _widen_bfloat16(numbers)
         with np.errstate(invalid="ignore"):  # a signalling NaN
-            return seen.astype(np.complex128 if seen.dtype.kind == "c" else np.float64)
+            return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
 
-    def rounded(self, dtype: str) -> "BitArray":
-        """The same numbers in another floating dtype, to the nearest, and of two equally near to the even one.
+    def round_to(self, dtype: str) -> "BitArray":
+        """Round to another floating dtype: to the nearest number, and to the even one of two equally near.
 
         >>> import numpy as np
         >>> from elementgrad._train.numbers import BitArray
-        >>> BitArray.of(np.float32([1.00390625, 1.01171875])).rounded("bfloat16").floats().tolist()
+        >>> BitArray.of(np.float32([1.00390625, 1.01171875])).round_to("bfloat16").floats().tolist()
         [1.0, 1.015625]
         """
         if dtype == self.dtype:
             return self
         if not {dtype, self.dtype} <= VIEWS.keys():
             raise DtypeError(f"{self.dtype} cannot be rounded to {dtype} here")
-        seen = self.bits.reshape(-1).view(VIEWS[self.dtype])
+        numbers = self._view()
         if "bfloat16" not in (self.dtype, dtype):
-            return BitArray.of(cast_array(seen, VIEWS[dtype]))
-        wide = (seen.astype("<u4") << 16).view("<f4") if self.dtype == "bfloat16" else cast_array(seen, "<f4")
+            return BitArray.of(cast_array(numbers, VIEWS[dtype]))
+        wide = _widen_bfloat16(numbers) if self.dtype == "bfloat16" else cast_array(numbers, "<f4")
         if dtype != "bfloat16":
             return BitArray.of(cast_array(wide, VIEWS[dtype]))
         bits = wide.view("<u4")
-        even = ((bits >> 16) & 1) + 0x7FFF
+        # Adding a half of the last place, less one bit unless the number is odd, rounds ties to even.
+        half = ((bits >> 16) & 1) + 0x7FFF
         nans = nan_bits(wide.view("<i4"), "float32", dtype, np.where)
-        upper = np.where(np.isnan(wide), nans & 0xFFFF, (bits + even) >> 16).astype("<u2")
+        upper = np.where(np.isnan(wide), nans & 0xFFFF, (bits + half) >> 16).astype("<u2")
         return BitArray(dtype, np.frombuffer(upper.tobytes(), np.uint8).reshape(len(upper), 2))
+
+    def _view(self) -> np.ndarray:
+        return self.bits.reshape(-1).view(VIEWS[self.dtype])
 
     def __len__(self) -> int:
         return len(self.bits)
@@ -197,3 +198,8 @@ class BitArray:
     def __repr__(self) -> str:
         shown = np.array2string(self.floats(), threshold=8, edgeitems=3) if self.dtype in VIEWS else f"of {len(self)}"
         return f"<Numbers {self.dtype} {shown}>"
+
+
+def _widen_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """Return bfloat16, given as uint16, as float32."""
+    return (bits.astype("<u4") << 16).view("<f4")

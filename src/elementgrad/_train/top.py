@@ -1,6 +1,7 @@
-"""The parameters that a choice is made among, and what they were before.
+"""`eg.top`: the elements of a model that matter most, by their gradients, their Fisher information or their size.
 
-`top`: the elements of a model that matter most, by their gradients, their Fisher information or their size.
+The backend hands over the gradient of one parameter at a time. `Ranking` keeps the k best elements of all parameters
+so far, and their lowest score lets the backend skip what cannot be among them.
 """
 
 import math
@@ -22,114 +23,14 @@ from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
 from elementgrad._read.api import parsed
 from elementgrad._read.jacobian import Reason
-from elementgrad._train.routing import why_apart
+from elementgrad._train.routing import explain_unconnected
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
 
 Tensor = Any
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A parameter, and which of its elements may be chosen."""
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    positions: np.ndarray | None = None
-    """In the flattened tensor, rising; None for all."""
-
-    @property
-    def size(self) -> int:
-        """How many elements may be chosen."""
-        return math.prod(self.shape) if self.positions is None else len(self.positions)
-
-
-def candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
-    """The floating-point parameters of a model that somebody names, in the model's order; all of them for None."""
-    held = [(name, tensor) for name, kind, tensor in model.named_tensors() if kind == "parameter"]
-    floating = [(name, x) for name, x in held if backend.kind(x) == "f"]
-    if not floating:
-        raise DtypeError("the model has no floating-point parameter to choose from; give one that has")
-    if among is None:
-        return [Candidate(name, x, tuple(backend.shape(x))) for name, x in floating]
-    single = isinstance(among, str | Place) or not isinstance(among, Iterable) or registry.backend_of(among) is not None
-    named: dict[int, list[Place]] = {}
-    for place in map(parsed, [among] if single else among):
-        named.setdefault(_number(place, held, model, backend), []).append(place)
-    if not named:
-        raise PlaceError("among names no parameter; name some, or leave it out to choose among all")
-    return [_narrowed(*held[number], named[number], backend) for number in sorted(named)]
-
-
-def earlier(since: Any, found: list[Candidate], model: Model, backend: Backend) -> list[Tensor]:
-    """What each parameter was then, by a state dict or another model."""
-    if registry.backend_of_model(since) is backend:
-        names = [name for name, kind, _ in backend.names.model(since).named_tensors() if kind == "parameter"]
-        then = {candidate.name: _parameter(backend.names.model(since), candidate.name) for candidate in found}
-    elif isinstance(since, Mapping):
-        # By any of its names: of tied parameters a file may hold the second one alone.
-        aliases = [(name, model.lookup(name)) for name in since if isinstance(name, str)]
-        known = {id(x): since[name] for name, bearers in aliases for kind, x in bearers if kind == "parameter"}
-        then = {candidate.name: known.get(id(candidate.tensor)) for candidate in found}
-        names = [name for name in since if isinstance(name, str)]
-    else:
-        raise OptionError(
-            f"since={type(since).__name__} holds no earlier parameters; give a state dict or a model of {backend.name}"
-        )
-    for candidate in found:
-        tensor = then[candidate.name]
-        if tensor is None:
-            raise PlaceError(f"since holds no {candidate.name!r}; {nearest(candidate.name, names)}")
-        if registry.backend_of(tensor) is not backend:
-            raise FrameworkError(
-                f"since holds {candidate.name} as {type(tensor).__name__}; give a tensor of {backend.name}"
-            )
-        if tuple(backend.shape(tensor)) != candidate.shape:
-            raise OptionError(
-                f"since holds {candidate.name} of shape {tuple(backend.shape(tensor))} and the model of shape "
-                f"{candidate.shape}; give what it was before, of the same architecture"
-            )
-    return [then[candidate.name] for candidate in found]
-
-
-def _number(place: Place, held: list[tuple[str, Tensor]], model: Model, backend: Backend) -> int:
-    """Which parameter a place is about."""
-    if place.write is not None:
-        raise PlaceError(f"{place!r} is about a write in a recording, and this is a model; leave write out")
-    if place.tensor is None and place.name is None:
-        raise PlaceError(f"{place} says which elements and not of which parameter; name it, as in {held[0][0]}{place}")
-    names = [name for name, _ in held]
-    if place.name in names and place.kind in (None, "parameter"):
-        return names.index(place.name)
-    tensor = _parameter(model, place.name) if place.tensor is None else backend.names.unwrap_parameter(place.tensor)
-    for number, (_, other) in enumerate(held):
-        if other is tensor and place.kind in (None, "parameter"):
-            return number
-    if place.name is None:
-        raise PlaceError(f"the tensor is no parameter of the model; name one, {nearest('', names)}")
-    raise PlaceError(f"no parameter is named {place.name!r}; {nearest(place.name, names)}")
-
-
-def _parameter(model: Model, name: str | None) -> Tensor | None:
-    return next((x for kind, x in model.lookup(name or "") if kind == "parameter"), None)
-
-
-def _narrowed(name: str, tensor: Tensor, places: list[Place], backend: Backend) -> Candidate:
-    """A parameter with the elements that one or more places name of it."""
-    if backend.kind(tensor) != "f":
-        raise DtypeError(f"{name} is of dtype {backend.dtype(tensor)}; choose among floating-point parameters")
-    shape = tuple(backend.shape(tensor))
-    chosen = [Place(None, name, place.index, pointwise=place.pointwise).select(shape) for place in places]
-    if any(selection.whole for selection in chosen):
-        return Candidate(name, tensor, shape)
-    positions = np.unique(np.concatenate([selection.flat().reshape(-1) for selection in chosen]))
-    return Candidate(name, tensor, shape, positions)
-
-
 By = Literal["gradient", "fisher", "magnitude"]
 MEASURES = {"gradient": "gradient", "fisher": "sum of squared gradients", "magnitude": "value"}
 ROOM = 2**16
-"""How many elements wait, at least, before the best of them are found."""
+"""The least number of elements that are collected before the best of them are selected."""
 
 
 @not_compiled
@@ -142,16 +43,24 @@ def top(
     among: Any = None,
     since: Any = None,
 ) -> list[Place]:
-    """The k elements of a model's parameters with the largest score, as places that `eg.trainable` takes.
+    """Find the k elements of a model's parameters with the largest score, as places that `eg.trainable` takes.
 
-    `by="gradient"` ranks by the size of the derivative of the loss, `by="fisher"` by the sum of its squares over
-    examples, `by="magnitude"` by the size of the element or, with `since` (a state dict or a model of the same
-    architecture), by how far it has moved. `loss_fn(model)` gives one loss, a vector of losses or an iterable of them;
-    for Fisher information each number is an example, otherwise they add up. What yields losses one by one (a
-    generator) keeps the graph of one alone in PyTorch, and is asked again for each group of parameters. In JAX the
-    model is a pytree of parameters, and `loss_fn` a function of it. `among` names the parameters to choose from, or
-    some of their elements; by default all that are floating point, frozen ones too. Dense gradients never pile up: each
-    is ranked and dropped as soon as it is there. Nothing is disturbed.
+    Dense gradients never pile up: each is ranked and dropped as soon as it is there. Nothing is disturbed.
+
+    Args:
+        model: A `torch.nn.Module`, a Keras model or a pytree of `jax.Array`.
+        loss_fn: `loss_fn(model)` returns one loss, a vector of losses or an iterable of them; in JAX it is a function
+            of the pytree. For Fisher information each number is an example, otherwise they add up. A generator of
+            losses keeps the graph of one alone in PyTorch, and is run again for each group of parameters.
+        k: The number of elements.
+        by: `"gradient"` ranks by the size of the derivative of the loss, `"fisher"` by the sum of its squares over
+            examples, `"magnitude"` by the size of the element or, with `since`, by how far it has moved.
+        among: The parameters to choose from, or some of their elements; by default all that are floating point,
+            frozen ones too.
+        since: A state dict or a model of the same architecture, from which elements have moved.
+
+    Returns:
+        One place for each parameter that has chosen elements.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Linear(3, 2)
@@ -162,32 +71,32 @@ def top(
     >>> [str(place) for place in eg.top(model, lambda model: model(x)[0, 1], k=1, among="bias")]
     ['bias[[1]]']
     """
-    wanted = _counted(k)
-    _require_measure(by, loss_fn, since)
+    limit = _check_k(k)
+    _check_measure(by, loss_fn, since)
     backend = registry.backend_of_model(model)
     if backend is None:
         raise FrameworkError(
             f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
-    held = backend.names.model(model)
-    found = candidates(held, among, backend)
-    size = sum(candidate.size for candidate in found)
-    if wanted > size:
-        raise OptionError(f"k={wanted} is more than the {size} elements that there are to choose from; choose fewer")
-    ranking = Ranking(wanted, found, MEASURES[by], backend)
+    named_model = backend.names.model(model)
+    candidates = _find_candidates(named_model, among, backend)
+    size = sum(candidate.size for candidate in candidates)
+    if limit > size:
+        raise OptionError(f"k={limit} is more than the {size} elements that there are to choose from; choose fewer")
+    ranking = Ranking(limit, candidates, MEASURES[by], backend)
     if loss_fn is None or by == "magnitude":
-        then = [None] * len(found) if since is None else earlier(since, found, held, backend)
-        for candidate, tensor in zip(found, then, strict=True):
+        earlier = [None] * len(candidates) if since is None else _earlier(since, candidates, named_model, backend)
+        for candidate, tensor in zip(candidates, earlier, strict=True):
             ranking.offer(candidate.name, candidate.tensor, tensor)
     else:
-        parameters = {candidate.name: candidate.tensor for candidate in found}
+        parameters = {candidate.name: candidate.tensor for candidate in candidates}
 
-        def losses(given: Any = model) -> Iterable[Tensor]:
-            return _losses(loss_fn(given), backend)
+        def losses(model: Any = model) -> Iterable[Tensor]:
+            return _check_losses(loss_fn(model), backend)
 
-        backend.load("top").parameter_gradients(held, parameters, losses, by == "fisher", ranking.offer)
-        ranking.require_reached(partial(why_apart, loss_fn, model))
+        backend.load("top").parameter_gradients(named_model, parameters, losses, by == "fisher", ranking.offer)
+        ranking.require_reached(partial(explain_unconnected, loss_fn, model))
     if since is not None and not ranking.best.highest:
         raise OptionError(
             "no element has moved since then; give a copy made before, as a state dict shares the memory of its model"
@@ -195,14 +104,35 @@ def top(
     return ranking.places()
 
 
-class Ranking:
-    """What the tensors of scores that come by one at a time leave behind: the best elements among all parameters."""
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A parameter, and which of its elements may be chosen."""
 
-    def __init__(self, count: int, found: list[Candidate], measure: str, backend: Backend):
-        self.best = TopElements(count)
-        self._count = count
-        self._found = found
-        self._numbers = {candidate.name: number for number, candidate in enumerate(found)}
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    positions: np.ndarray | None = None
+    """Positions in the flattened tensor, ascending; None for all."""
+
+    @property
+    def size(self) -> int:
+        """The number of elements that may be chosen."""
+        return math.prod(self.shape) if self.positions is None else len(self.positions)
+
+    def place(self, positions: np.ndarray) -> Place:
+        """Return the place of some elements."""
+        whole = Place(None, self.name)
+        return whole.coords(Selection.at_flat(positions, self.shape).coords()) if self.shape else whole
+
+
+class Ranking:
+    """Ranks the elements of all candidates, whose scores come one tensor at a time."""
+
+    def __init__(self, limit: int, candidates: list[Candidate], measure: str, backend: Backend):
+        self.best = TopElements(limit)
+        self._limit = limit
+        self._candidates = candidates
+        self._numbers = {candidate.name: number for number, candidate in enumerate(candidates)}
         self._measure = measure
         self._backend = backend
         self._reached: set[str] = set()
@@ -210,97 +140,92 @@ class Ranking:
     def offer(self, name: str, scores: Tensor, minus: Tensor | None = None) -> None:
         """Rank the elements of a parameter by the size of their scores; the tensor is not kept."""
         number = self._numbers[name]
-        candidate = self._found[number]
+        candidate = self._candidates[number]
         self._reached.add(name)
         if candidate.positions is not None:
             some = Selection.at_flat(candidate.positions, candidate.shape)
             scores = self._backend.take(scores, some)
             minus = None if minus is None else self._backend.take(minus, some)
-        sizes, positions = self._backend.load("top").topk_abs(scores, self._count, self.best.floor, minus)
+        sizes, positions = self._backend.load("top").topk_abs(scores, self._limit, self.best.floor, minus)
         if candidate.positions is not None:
             positions = candidate.positions[positions]
-        if not np.isfinite(sizes).all():
-            place = _place(candidate, positions[~np.isfinite(sizes)][:1])
+        infinite = ~np.isfinite(sizes)
+        if infinite.any():
             raise PlaceError(
-                f"{place} has a {self._measure} of {sizes[~np.isfinite(sizes)][0]}, which cannot be ranked; "
-                "make it finite, or leave it out with among="
+                f"{candidate.place(positions[infinite][:1])} has a {self._measure} of {sizes[infinite][0]}, which "
+                "cannot be ranked; make it finite, or leave it out with among="
             )
         self.best.offer(number, sizes, positions)
 
-    def require_reached(self, why: Callable[[str], Reason | None]) -> None:
-        """The loss depends on enough elements; if on none, somebody may know why not on a parameter."""
-        reached = [candidate for candidate in self._found if candidate.name in self._reached]
-        others = listed([candidate.name for candidate in self._found if candidate.name not in self._reached])
+    def require_reached(self, explain: Callable[[str], Reason | None]) -> None:
+        """Raise an `UnconnectedError` if the loss depends on fewer than k elements; `explain` may know why on none."""
+        reached = [candidate for candidate in self._candidates if candidate.name in self._reached]
+        others = listed([candidate.name for candidate in self._candidates if candidate.name not in self._reached])
         if not reached:
-            first = self._found[0].name
-            reason = why(first)
-            more = "" if reason is None else f"; as to {first}, {reason[0]}; {reason[1]}"
-            raise UnconnectedError(f"the loss depends on no parameter that there is to choose from: {others}{more}")
+            first = self._candidates[0].name
+            reason = explain(first)
+            hint = "" if reason is None else f"; as to {first}, {reason[0]}; {reason[1]}"
+            raise UnconnectedError(f"the loss depends on no parameter that there is to choose from: {others}{hint}")
         size = sum(candidate.size for candidate in reached)
-        if self._count > size:
+        if self._limit > size:
             raise UnconnectedError(
-                f"k={self._count} is more than the {size} elements that the loss depends on, as it does not on "
+                f"k={self._limit} is more than the {size} elements that the loss depends on, as it does not on "
                 f"{others}; choose fewer"
             )
 
     def places(self) -> list[Place]:
-        """One place for each parameter that has chosen elements."""
-        numbers, positions = self.best.chosen()
-        return [_place(self._found[number], positions[numbers == number]) for number in np.unique(numbers)]
+        """Return one place for each parameter that has chosen elements."""
+        numbers, positions = self.best.select()
+        return [self._candidates[number].place(positions[numbers == number]) for number in np.unique(numbers)]
 
 
 class TopElements:
-    """The elements with the largest scores among all that were offered; of equal ones, those that come first."""
+    """The elements with the largest scores among all that were offered; of equal ones, the first."""
 
-    def __init__(self, count: int):
+    def __init__(self, limit: int):
         self.floor = 0.0
         """A score below which no element is chosen."""
         self.highest = 0.0
-        self._count = count
+        self._limit = limit
         self._offers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def offer(self, number: int, scores: np.ndarray, positions: np.ndarray) -> None:
-        """Some elements of a parameter, given by its number."""
+        """Add elements of the parameter of a number."""
         self.highest = max(self.highest, scores.max(initial=0.0))
         self._offers.append((scores, np.full(len(scores), number), positions))
-        if sum(len(scores) for scores, *_ in self._offers) > 2 * max(self._count, ROOM):
-            self._settle()
+        if sum(len(scores) for scores, *_ in self._offers) > 2 * max(self._limit, ROOM):
+            self._prune()
 
-    def chosen(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the parameters and the positions in them, in order."""
-        self._settle()
+    def select(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the parameters and the positions in them, in order."""
+        self._prune()
         _, numbers, positions = self._offers[0]
         order = np.lexsort((positions, numbers))
         return numbers[order], positions[order]
 
-    def _settle(self) -> None:
-        scores, numbers, positions = (np.concatenate(parts) for parts in zip(*self._offers, strict=True))
-        if len(scores) > self._count:
-            self.floor = float(np.partition(scores, -self._count)[-self._count])
+    def _prune(self) -> None:
+        scores, numbers, positions = (np.concatenate(arrays) for arrays in zip(*self._offers, strict=True))
+        if len(scores) > self._limit:
+            self.floor = float(np.partition(scores, -self._limit)[-self._limit])
             above = np.flatnonzero(scores > self.floor)
             level = np.flatnonzero(scores == self.floor)
-            first = np.lexsort((positions[level], numbers[level]))[: self._count - len(above)]
-            kept = np.concatenate([above, level[first]])
-            scores, numbers, positions = scores[kept], numbers[kept], positions[kept]
+            first = np.lexsort((positions[level], numbers[level]))[: self._limit - len(above)]
+            best = np.concatenate([above, level[first]])
+            scores, numbers, positions = scores[best], numbers[best], positions[best]
         self._offers = [(scores, numbers, positions)]
 
 
-def _place(candidate: Candidate, positions: np.ndarray) -> Place:
-    whole = Place(None, candidate.name)
-    return whole.coords(Selection.at_flat(positions, candidate.shape).coords()) if candidate.shape else whole
-
-
-def _counted(k: Any) -> int:
+def _check_k(k: Any) -> int:
     try:
-        wanted = 0 if isinstance(k, bool) else as_int(k)
+        limit = 0 if isinstance(k, bool) else as_int(k)
     except TypeError:
-        wanted = 0
-    if wanted < 1:
+        limit = 0
+    if limit < 1:
         raise OptionError(f"k={k!r} is not a number of elements; give an int of at least 1")
-    return wanted
+    return limit
 
 
-def _require_measure(by: Any, loss_fn: Any, since: Any) -> None:
+def _check_measure(by: Any, loss_fn: Any, since: Any) -> None:
     if not isinstance(by, str) or by not in MEASURES:
         raise OptionError(f'by={by!r} is none of "gradient", "fisher" and "magnitude"; give one of them')
     if since is not None and by != "magnitude":
@@ -311,25 +236,112 @@ def _require_measure(by: Any, loss_fn: Any, since: Any) -> None:
         )
 
 
-def _losses(returned: Any, backend: Backend) -> Iterable[Tensor]:
-    """What the user's function gave, checked: a list, or an iterator where it came as something that yields them."""
+def _find_candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:
+    """Return the floating-point parameters that `among` names, in the model's order; all of them for None."""
+    params = [(name, tensor) for name, kind, tensor in model.named_tensors() if kind == "parameter"]
+    floating = [(name, tensor) for name, tensor in params if backend.kind(tensor) == "f"]
+    if not floating:
+        raise DtypeError("the model has no floating-point parameter to choose from; give one that has")
+    if among is None:
+        return [Candidate(name, tensor, tuple(backend.shape(tensor))) for name, tensor in floating]
+    single = isinstance(among, str | Place) or not isinstance(among, Iterable) or registry.backend_of(among) is not None
+    places: dict[int, list[Place]] = {}
+    for place in map(parsed, [among] if single else among):
+        places.setdefault(_parameter_number(place, params, model, backend), []).append(place)
+    if not places:
+        raise PlaceError("among names no parameter; name some, or leave it out to choose among all")
+    return [_candidate(*params[number], places[number], backend) for number in sorted(places)]
+
+
+def _parameter_number(place: Place, params: list[tuple[str, Tensor]], model: Model, backend: Backend) -> int:
+    if place.write is not None:
+        raise PlaceError(f"{place!r} is about a write in a recording, and this is a model; leave write out")
+    if place.tensor is None and place.name is None:
+        raise PlaceError(
+            f"{place} says which elements and not of which parameter; name it, as in {params[0][0]}{place}"
+        )
+    names = [name for name, _ in params]
+    if place.name in names and place.kind in (None, "parameter"):
+        return names.index(place.name)
+    if place.tensor is None:
+        tensor = _find_parameter(model, place.name)
+    else:
+        tensor = backend.names.unwrap_parameter(place.tensor)
+    for number, (_, other) in enumerate(params):
+        if other is tensor and place.kind in (None, "parameter"):
+            return number
+    if place.name is None:
+        raise PlaceError(f"the tensor is no parameter of the model; name one, {nearest('', names)}")
+    raise PlaceError(f"no parameter is named {place.name!r}; {nearest(place.name, names)}")
+
+
+def _find_parameter(model: Model, name: str | None) -> Tensor | None:
+    return next((tensor for kind, tensor in model.lookup(name or "") if kind == "parameter"), None)
+
+
+def _candidate(name: str, tensor: Tensor, places: list[Place], backend: Backend) -> Candidate:
+    """Return a parameter with the elements that one or more places name of it."""
+    if backend.kind(tensor) != "f":
+        raise DtypeError(f"{name} is of dtype {backend.dtype(tensor)}; choose among floating-point parameters")
+    shape = tuple(backend.shape(tensor))
+    selections = [Place(None, name, place.index, pointwise=place.pointwise).select(shape) for place in places]
+    if any(selection.whole for selection in selections):
+        return Candidate(name, tensor, shape)
+    positions = np.unique(np.concatenate([selection.flat().reshape(-1) for selection in selections]))
+    return Candidate(name, tensor, shape, positions)
+
+
+def _earlier(since: Any, candidates: list[Candidate], model: Model, backend: Backend) -> list[Tensor]:
+    """Return the earlier tensor of each candidate, from a state dict or another model."""
+    if registry.backend_of_model(since) is backend:
+        other = backend.names.model(since)
+        names = [name for name, kind, _ in other.named_tensors() if kind == "parameter"]
+        earlier = {candidate.name: _find_parameter(other, candidate.name) for candidate in candidates}
+    elif isinstance(since, Mapping):
+        # By any of its names: of tied parameters a file may hold the second one alone.
+        aliases = [(name, model.lookup(name)) for name in since if isinstance(name, str)]
+        known = {id(x): since[name] for name, bearers in aliases for kind, x in bearers if kind == "parameter"}
+        earlier = {candidate.name: known.get(id(candidate.tensor)) for candidate in candidates}
+        names = [name for name in since if isinstance(name, str)]
+    else:
+        raise OptionError(
+            f"since={type(since).__name__} holds no earlier parameters; give a state dict or a model of {backend.name}"
+        )
+    for candidate in candidates:
+        tensor = earlier[candidate.name]
+        if tensor is None:
+            raise PlaceError(f"since holds no {candidate.name!r}; {nearest(candidate.name, names)}")
+        if registry.backend_of(tensor) is not backend:
+            raise FrameworkError(
+                f"since holds {candidate.name} as {type(tensor).__name__}; give a tensor of {backend.name}"
+            )
+        if tuple(backend.shape(tensor)) != candidate.shape:
+            raise OptionError(
+                f"since holds {candidate.name} of shape {tuple(backend.shape(tensor))} and the model of shape "
+                f"{candidate.shape}; give what it was before, of the same architecture"
+            )
+    return [earlier[candidate.name] for candidate in candidates]
+
+
+def _check_losses(returned: Any, backend: Backend) -> Iterable[Tensor]:
+    """Return the losses of the user's function, checked: a list, or an iterator if it returned one."""
     if registry.backend_of(returned) is not None:
-        return [_checked(returned, "the loss", backend)]
+        return [_check_loss(returned, "the loss", backend)]
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
         raise FrameworkError(
             f"loss_fn gave {type(returned).__name__} and no loss; return a tensor of one number, a vector of losses, "
             "or a list or generator of them"
         )
-    several = _several(returned, backend)
-    return list(several) if isinstance(returned, list | tuple) else several
+    losses = _check_each(returned, backend)
+    return list(losses) if isinstance(returned, list | tuple) else losses
 
 
-def _several(losses: Iterable[Any], backend: Backend) -> Iterator[Tensor]:
-    """Passed on without a variable that would keep a loss, and its graph, while the next is made."""
+def _check_each(losses: Iterable[Any], backend: Backend) -> Iterator[Tensor]:
+    # By map and chain, without a local variable that would keep a loss and its graph while the next one is computed.
     numbers = count()
 
     def check(loss: Any) -> Tensor:
-        return _checked(loss, f"loss {next(numbers)}", backend)
+        return _check_loss(loss, f"loss {next(numbers)}", backend)
 
     checked = map(check, losses)
     first = list(islice(checked, 1))
@@ -338,7 +350,7 @@ def _several(losses: Iterable[Any], backend: Backend) -> Iterator[Tensor]:
     return chain(iter(first), checked)
 
 
-def _checked(loss: Any, name: str, backend: Backend) -> Tensor:
+def _check_loss(loss: Any, name: str, backend: Backend) -> Tensor:
     if registry.backend_of(loss) is not backend:
         raise FrameworkError(f"{name} is {type(loss).__name__} and no tensor of {backend.name}; return the tensor")
     if backend.kind(loss) != "f":

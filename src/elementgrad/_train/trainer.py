@@ -1,259 +1,286 @@
-"""What a framework does for elements of a model that train, and for the files they are kept in."""
+"""The interface that a framework implements so that elements of its models train.
+
+A `Trainer` is made for one model. It finds parameters by name, makes an `ElementGroup` for each place that trains, and
+starts and stops their training. JAX implements `FunctionalTrainer`, as its parameters are never written to.
+"""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from elementgrad._place.grammar import listed, nearest
+from elementgrad._place.place import Place
+from elementgrad._train.freeze import TrainingState
+from elementgrad._train.history import ElementChange, ReadBytes, TensorHistory
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 
 Tensor = Any
 
 
-def digest(elements: Iterable[tuple[Any, ...]]) -> bytes:
-    """What processes compare to know whether they mean the same elements, each a name and its arrays of numbers."""
-    told = hashlib.sha256()
-    for name, *numbers in elements:
-        told.update(repr((name, [each.shape for each in numbers])).encode())
-        for each in numbers:
-            told.update(each.tobytes())
-    return told.digest()
+@dataclass(frozen=True, eq=False)
+class ResolvedPlace:
+    """A place in a model: the parameter it names, and which of its elements."""
 
-
-def unlike(elements: Sequence[tuple[Any, ...]]) -> FrameworkError:
-    """The error about elements of this process that are not those of the others."""
-    names = listed(list(dict.fromkeys(name for name, *_ in elements)))
-    return FrameworkError(
-        f"this process has {sum(len(numbers[0]) for _, *numbers in elements)} elements in {names}, and another that "
-        "trains the model has others, or other values for them; name the same ones in each, in the same order"
-    )
+    place: Place
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    positions: np.ndarray
+    """Flat positions in the parameter, in the order of the place."""
 
 
 class ElementGroup:
-    """The elements of one place: each framework has a subclass of its own."""
+    """The elements of one place, with a tensor of their own that an optimizer moves: the leaf."""
+
+    parameter: "PartialParameter | None" = None
+    """The parameter with all of its groups, while they train."""
+    change: ElementChange
+    """The entry in the parameter's history; its `bits` are those of the originals, and must follow them."""
+
+    def __init__(self, target: ResolvedPlace, leaf: Tensor, originals: Tensor, initial: Tensor):
+        self.place, self.name, self.shape = target.place, target.name, target.shape
+        self.tensor = target.tensor
+        self.positions = target.positions
+        self.leaf = leaf
+        """The values, as a vector."""
+        self.originals = originals
+        """The values before any training, in the parameter's dtype."""
+        self.initial = initial
+        """The values when the group was made; other than `originals` when a patch is trained further."""
+
+
+class PartialParameter:
+    """A parameter of which only some elements train: one group for each place."""
 
     tensor: Tensor
-    """The parameter they are in."""
-    positions: np.ndarray
-    """Where they are in it, flat."""
-    leaf: Tensor
-    """Their values, in one row: what an optimizer moves."""
-    originals: Tensor
-    """What they were, in the parameter's dtype."""
-    found: Tensor
-    """What they were when this was made, which may be what they had become by an earlier training."""
-    mark: Any
-    """Where their change is noted, with `bits` of the originals: to be told if these change."""
-
-
-class TrainingState(NamedTuple):
-    """Whether a parameter trains as a whole."""
-
-    trained: bool
-    """Whether it did before any elements of the model."""
-    claimed: bool = False
-    """Whether elements that train have frozen it, or have spared it."""
-    kept: bool = False
-    """Whether they were told to spare it."""
-    able: bool = True
-    """Whether its dtype can train at all."""
+    groups: list[Any]
 
 
 class Trainer(ABC):
     """One model whose elements train."""
 
-    elsewhere: Mapping[str, str] = {}
-    """Words of `Elements` that belong to other frameworks, and what to write here instead."""
-    kind = "parameter"
-    """What the framework calls a tensor that trains."""
-    others: Mapping[str, str] = {}
-    """What else bears a name, by its kind, in words."""
+    alternatives: Mapping[str, str] = {}
+    """Methods of `Elements` that are for other frameworks, and what to write here instead."""
+    noun = "parameter"
+    """The framework's word for a tensor that trains."""
+    other_nouns: Mapping[str, str] = {}
+    """The words for other named things, by their kind."""
     separator = "."
-    """What stands between the parts of a name."""
+    """The separator between the components of a name."""
     freezes = True
-    """Whether parameters hold still while elements train."""
+    """True if parameters are frozen while elements train."""
+
+    @abstractmethod
+    def names(self) -> Iterator[str]:
+        """Yield one name for each parameter."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every name of every parameter; tied parameters have several."""
+        return ((name, self.parameter(name)) for name in self.names())
 
     @abstractmethod
     def parameter(self, name: str) -> Tensor:
-        """The parameter that bears a name; anything else is an error that says what fits."""
+        """Return the parameter of a name, or raise an error that says which names fit."""
 
     @abstractmethod
-    def named(self, tensor: Tensor) -> str:
-        """The name of a parameter, given itself; another tensor is an error."""
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a parameter; raise an error for another tensor."""
 
     def only_parameter(self) -> str:
-        """The name of the only parameter of a model that has one."""
+        """Return the name of the only parameter, for a place that names none."""
         names = list(self.names())
         if len(names) != 1:
-            raise PlaceError(f"there are {len(names)} {self.kind}s; name one: {listed(names)}")
+            raise PlaceError(f"there are {len(names)} {self.noun}s; name one: {listed(names)}")
         return names[0]
 
     def unknown_name_error(self, name: str, kind: str | None) -> PlaceError:
-        """The error about a name that no parameter bears, but maybe something of another kind."""
+        """Return the error for a name that is no parameter's, but maybe that of something of another kind."""
         names = list(self.names())
         if kind is None:
-            return PlaceError(f"no {self.kind} named {name!r}; {nearest(name, names)}")
+            return PlaceError(f"no {self.noun} named {name!r}; {nearest(name, names)}")
         inside = [other for other in names if other.startswith(name + self.separator)]
         hint = f"it has {listed(inside)}" if inside else nearest(name, names)
-        return PlaceError(f"{name!r} is {self.others[kind]} and only {self.kind}s train; {hint}")
+        return PlaceError(f"{name!r} is {self.other_nouns[kind]} and only {self.noun}s train; {hint}")
 
     def not_a_parameter_error(self, tensor: Tensor) -> PlaceError:
-        """The error about a tensor that is none of the parameters."""
+        """Return the error for a tensor that is none of the parameters."""
         names = listed(list(self.names()))
-        return PlaceError(f"a tensor of shape {tuple(tensor.shape)} is no {self.kind} here; there are: {names}")
+        return PlaceError(f"a tensor of shape {tuple(tensor.shape)} is no {self.noun} here; there are: {names}")
 
     @abstractmethod
-    def training(self, tensor: Tensor) -> Sequence[ElementGroup]:
-        """Which parts of a parameter train now."""
+    def check_parameter(self, tensor: Tensor, name: str) -> None:
+        """Raise an error for a parameter whose elements cannot train."""
+
+    def training_state(self, tensor: Tensor) -> TrainingState:
+        """Return the state of a parameter as a whole, where training elements freezes parameters."""
+        raise NotImplementedError
+
+    def has_gradient_hooks(self, tensor: Tensor) -> bool:
+        """Return True if a parameter has hooks on its gradient, which is not computed when elements train."""
+        return False
 
     @abstractmethod
-    def check(self, tensor: Tensor, name: str) -> None:
-        """Refuse a parameter whose elements cannot train."""
+    def read_bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        """Return the dtype of a tensor, and the bytes of all or some of its elements: uint8, one row per element."""
+
+    def dtype_name(self, tensor: Tensor) -> str:
+        """Return the name of a tensor's dtype, without reading an element."""
+        return self.read_bits(tensor, np.zeros(0, np.int64))[0]
+
+    def byte_reader(self, tensor: Tensor) -> ReadBytes:
+        """Return a function from flat positions to the bytes there."""
+        return lambda positions: self.read_bits(tensor, positions)[1]
+
+    def history_key(self, tensor: Tensor) -> Any:
+        """Return the object with which the history of a parameter lives and dies."""
+        return tensor
+
+    def history(self, tensor: Tensor) -> TensorHistory:
+        """Return the history of a parameter's changes."""
+        return TensorHistory(self.history_key(tensor), self.byte_reader(tensor))
+
+    @abstractmethod
+    def parse_dtype(self, dtype: Any) -> Any:
+        """Return the framework's dtype for the option `dtype=`."""
+
+    @abstractmethod
+    def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
+        """Make the group of a place, from the parameter's values or from those of a patch; nothing trains yet."""
+
+    @abstractmethod
+    def groups_of(self, tensor: Tensor) -> Sequence[ElementGroup]:
+        """Return the groups of a parameter that train now."""
+
+    @abstractmethod
+    def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
+        """Let groups train: freeze all parameters but those in `keep`, and attach the leaves to the layers."""
+
+    @abstractmethod
+    def stop(self, groups: Sequence[Any]) -> None:
+        """End the training of groups, which keep their values; after the last one the model is a plain model."""
+
+    @abstractmethod
+    def cancel(self, groups: Sequence[Any]) -> None:
+        """Undo `start`, however far it came, and `write_to_parameter`. Idempotent."""
+
+    def sync(self, group: Any) -> None:
+        """Make leaf and parameter agree, where a write to one of them does not reach the other at once."""
+        return
+
+    @abstractmethod
+    def write_to_parameter(self, group: Any) -> None:
+        """Copy a group's values into its parameter."""
+
+    @abstractmethod
+    def restore(self, group: Any) -> None:
+        """Copy a group's originals into its parameter and its leaf."""
+
+    @abstractmethod
+    def check_loss(self, loss: Tensor, of: str) -> None:
+        """Raise an error for a loss that is not one number with a gradient."""
+
+    def check_tape(self, tape: Any, losses: int) -> None:
+        """Raise an error for a tape that cannot differentiate `losses` losses, where the framework has tapes."""
+        return
+
+    @abstractmethod
+    def gradients(self, loss: Tensor, groups: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
+        """Differentiate a loss for groups; None where it does not depend on one.
+
+        The graph is kept unless this is the last loss. `tape` is used where the framework has tapes.
+        """
+
+    def accumulate_gradients(
+        self, gradients: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]
+    ) -> None:
+        """Add (group, gradient, chosen elements of it) to the leaves, where tensors hold their gradients."""
+        raise NotImplementedError
+
+    def add_gradient(self, total: Any, gradient: Tensor, elements: np.ndarray) -> Tensor:
+        """Return `total` plus the chosen elements of a gradient, where tensors hold no gradients."""
+        raise NotImplementedError
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the parameters are shared by several processes, which make the same calls."""
+        """True if several processes share the parameters and make the same calls."""
         return False
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process is the one of several that writes for all."""
+        """True for the process that writes files for all."""
         raise NotImplementedError
 
-    def gathered(self, row: np.ndarray) -> np.ndarray:
-        """A row of int32 from each of several processes, all of which must ask."""
+    def allgather(self, row: np.ndarray) -> np.ndarray:
+        """Return the int32 rows of all processes, each of which must call this."""
         raise NotImplementedError
 
     def check_same_on_all_ranks(self, elements: Iterable[tuple[Any, ...]]) -> None:
-        """Refuse elements, by name, positions and new values, that other processes do not name too.
+        """Raise an error if processes train other elements: (name, positions, new values) of each.
 
-        All of them get the same answer, so that none is left waiting. Else they would train, each something else.
+        The error is raised in all processes, so that none is left waiting for the others.
         """
         if not self.is_distributed:
             return
         elements = list(elements)
-        every = self.gathered(np.frombuffer(digest(elements), np.int32))
-        if (every != every[0]).any():
-            raise unlike(elements)
-
-    @abstractmethod
-    def dtype(self, given: Any) -> Any:
-        """The framework's dtype for what a user gave."""
-
-    @abstractmethod
-    def part(
-        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
-    ) -> ElementGroup:
-        """Elements at some positions, with their values now or with values and originals from a file."""
-
-    @abstractmethod
-    def start(self, parts: Sequence[ElementGroup], kept: Sequence[Tensor] = ()) -> None:
-        """Let parts train: freeze all else but the parameters that are kept, and let the layers know."""
-
-    @abstractmethod
-    def cancel(self, parts: Sequence[ElementGroup]) -> None:
-        """Undo `start`, as far as it has come, and `write`: parameters hold what they held. Idempotent."""
-
-    @abstractmethod
-    def stop(self, parts: Sequence[ElementGroup]) -> None:
-        """Let parts train no longer, with the values that they have; after the last the model is as it was."""
-
-    def sync(self, part: ElementGroup) -> None:
-        """Let a part's values and its parameter agree, where a write to one does not reach the other at once."""
-        return
-
-    @abstractmethod
-    def write(self, part: ElementGroup) -> None:
-        """Put a part's values into its parameter."""
-
-    @abstractmethod
-    def restore(self, part: ElementGroup) -> None:
-        """Put a part's originals into its parameter, and into its values."""
-
-    @abstractmethod
-    def check_loss(self, loss: Tensor, of: str) -> None:
-        """Refuse what is no loss: one number that has a gradient."""
-
-    @abstractmethod
-    def gradients(
-        self, loss: Tensor, parts: Sequence[ElementGroup], last: bool, tape: Any = None
-    ) -> list[Tensor | None]:
-        """What parts hear of a loss, None where it does not depend on one; the graph is kept unless it is the last.
-
-        Where the framework records on tapes, by one of them.
-        """
-
-    def check_tape(self, tape: Any, losses: int) -> None:
-        """Refuse a tape that cannot give the gradients of so many losses, where the framework has tapes."""
-        return
-
-    def hear(self, heard: Sequence[tuple[ElementGroup, Tensor, np.ndarray]], losses: Sequence[Tensor]) -> None:
-        """Add some elements of gradients of losses to those of parts, where tensors keep their gradients."""
-        raise NotImplementedError
-
-    def heard(self, before: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
-        """Some elements of a gradient added to what was heard before, where they do not."""
-        raise NotImplementedError
+        digests = self.allgather(np.frombuffer(elements_digest(elements), np.int32))
+        if (digests != digests[0]).any():
+            raise rank_mismatch_error(elements)
 
     def on_rank_zero(self, work: Callable[[], None]) -> None:
-        """Do what one process does for all, and go on when it is done; if it fails, all of them hear of it."""
+        """Run `work` in one process for all of them, and wait for it; if it fails, raise in all of them."""
         if not self.is_distributed:
             return work()
         error = None
         if self.is_rank_zero:
             try:
                 work()
-            except Exception as raised:  # once the others have heard of it
+            except Exception as raised:  # raised below, after the other processes were told
                 error = raised
-        failed = self.gathered(np.array([error is not None], np.int32))
+        failed = self.allgather(np.array([error is not None], np.int32))
         if error is not None:
             raise error
         if failed.any():
             raise PatchError("the first process, which writes for all, could not write; its own error says why")
         return None
 
-    @abstractmethod
-    def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        """The dtype of a tensor, and the bytes of its elements or of some: uint8, one row each."""
 
-    @abstractmethod
-    def names(self) -> Iterator[str]:
-        """The names of all parameters."""
+def elements_digest(elements: Iterable[tuple[Any, ...]]) -> bytes:
+    """Return a hash of elements, given as a name and arrays each, by which processes compare them."""
+    digest = hashlib.sha256()
+    for name, *arrays in elements:
+        digest.update(repr((name, [array.shape for array in arrays])).encode())
+        for array in arrays:
+            digest.update(array.tobytes())
+    return digest.digest()
 
-    def spelled(self) -> Iterator[tuple[str, Tensor]]:
-        """Every name of every parameter: one that is tied has several."""
-        return ((name, self.parameter(name)) for name in self.names())
 
-    def standing(self, tensor: Tensor) -> TrainingState:
-        """Return whether a parameter trains as a whole, where training elements freezes the others."""
-        raise NotImplementedError
-
-    def hooked(self, tensor: Tensor) -> bool:
-        """Return whether somebody wants to see the gradient of a parameter, which its elements do not make."""
-        return False
-
-    def lasting(self, tensor: Tensor) -> Any:
-        """What changes of a parameter are noted by, for as long as it lives."""
-        return tensor
+def rank_mismatch_error(elements: Sequence[tuple[Any, ...]]) -> FrameworkError:
+    """Return the error for elements that are not those of the other processes."""
+    names = listed(list(dict.fromkeys(name for name, *_ in elements)))
+    return FrameworkError(
+        f"this process has {sum(len(arrays[0]) for _, *arrays in elements)} elements in {names}, and another that "
+        "trains the model has others, or other values for them; name the same ones in each, in the same order"
+    )
 
 
 class ParameterUse(NamedTuple):
-    """A use that a loss makes of a parameter of which elements train."""
+    """One operation of a loss on a parameter of which elements train."""
 
     name: str
     operation: str
     dense: bool
-    """Whether a whole copy of the parameter is made for it, and a whole gradient."""
+    """True if it needs a copy of the whole parameter, and a whole gradient."""
 
 
 class FunctionalTrainer(Trainer):
-    """Parameters that are never written to: values are optimised apart from them, and merged where needed."""
+    """A trainer for parameters that are never written to: values live apart, and are merged where needed."""
 
     freezes = False
-    elsewhere: Mapping[str, str] = {
+    alternatives: Mapping[str, str] = {
         "parameters": "elements.values, to optimise with optax",
         "variables": "elements.values, to optimise with optax",
         "backward": "elements.grad, which takes functions of the parameters, {place: loss_fn} too",
@@ -262,75 +289,69 @@ class FunctionalTrainer(Trainer):
     }
 
     @abstractmethod
-    def value(self, part: ElementGroup) -> Tensor:
-        """A part's values, in one row that is the caller's own."""
+    def copy_value(self, group: Any) -> Tensor:
+        """Return a copy of a group's values, which the caller may donate."""
 
     @abstractmethod
-    def keepable(self, part: ElementGroup, value: Tensor, place: str) -> Tensor:
-        """A copy of a value that fits a part, for it to have from now on; an error where it would be rounded."""
+    def check_value(self, group: Any, value: Any, place: str) -> Tensor:
+        """Return the user's value for a group as a tensor; raise an error if it does not fit."""
 
     @abstractmethod
-    def fitting(self, part: ElementGroup, value: Any, place: str) -> Tensor:
-        """A value for a part, checked."""
+    def new_leaf(self, group: Any, value: Tensor, place: str) -> Tensor:
+        """Return a copy of a checked value to be the group's leaf; raise an error if it would be rounded."""
 
     @abstractmethod
-    def merged(
-        self, parts: Sequence[ElementGroup], values: Sequence[Tensor], params: Any
-    ) -> tuple[Any, dict[int, Tensor]]:
-        """All parameters with the values in them, and the new one of each part by its number, unless it is traced."""
+    def merge(self, groups: Sequence[Any], values: Sequence[Tensor], params: Any) -> tuple[Any, dict[int, Tensor]]:
+        """Return all parameters with the values in them, and the new tensor of each group unless it is traced."""
 
     @abstractmethod
-    def gradient(
+    def value_and_grad(
         self,
         loss: Callable[[Any], Any],
-        parts: Sequence[ElementGroup],
+        groups: Sequence[Any],
         values: Sequence[Tensor],
         params: Any,
         wanted: Sequence[int],
         has_aux: bool,
     ) -> tuple[Any, list[Tensor | None]]:
-        """What a loss returns, and its gradient for the parts of some numbers; None where it does not depend on one."""
+        """Return what a loss returns, and its gradients for `wanted` groups; None where it does not depend on one."""
 
     @abstractmethod
-    def zeros(self, like: Tensor) -> Tensor:
-        """A gradient that nothing was added to yet."""
+    def zeros_like(self, value: Tensor) -> Tensor:
+        """Return the gradient of a group that no loss was given for."""
 
     @abstractmethod
-    def joined(self, total: Tensor, gradient: Tensor, chosen: np.ndarray) -> Tensor:
-        """A gradient with some elements of another one added to it."""
-
-    @abstractmethod
-    def uses(
-        self, loss: Callable[[Any], Any], parts: Sequence[ElementGroup], values: Sequence[Tensor]
+    def parameter_uses(
+        self, loss: Callable[[Any], Any], groups: Sequence[Any], values: Sequence[Tensor]
     ) -> list[ParameterUse]:
-        """How a loss uses the parameters of parts."""
-
-    def training(self, tensor: Tensor) -> Sequence[ElementGroup]:
-        """None that anybody else would have to mind."""
-        return ()
-
-    def start(self, parts: Sequence[ElementGroup], kept: Sequence[Tensor] = ()) -> None:
-        """Nothing needs to know."""
-
-    def cancel(self, parts: Sequence[ElementGroup]) -> None:
-        """Nothing was written."""
-
-    def write(self, part: ElementGroup) -> None:
-        """Nothing is written to."""
-
-    def stop(self, parts: Sequence[ElementGroup]) -> NoReturn:
-        """There is nothing to stop."""
-        raise FrameworkError("these parameters were never changed and need no release; elements.merge() has the values")
+        """Return the operations of a loss on the parameters of groups."""
 
     def check_function(self, loss: Any, of: str) -> None:
-        """Refuse what is no function that gives a loss."""
+        """Raise an error for a loss that is not a function."""
         if not callable(loss):
             raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a function of the parameters")
 
+    def groups_of(self, tensor: Tensor) -> Sequence[ElementGroup]:
+        """Return nothing: groups are independent of each other."""
+        return ()
+
+    def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
+        """Do nothing: the model is not changed."""
+
+    def cancel(self, groups: Sequence[Any]) -> None:
+        """Do nothing: the model is not changed."""
+
+    def write_to_parameter(self, group: Any) -> None:
+        """Do nothing: parameters are not written to."""
+
+    def stop(self, groups: Sequence[Any]) -> NoReturn:
+        """Raise an error, since nothing was started."""
+        raise FrameworkError("these parameters were never changed and need no release; elements.merge() has the values")
+
     def check_loss(self, loss: Tensor, of: str) -> NoReturn:
-        """Refuse a loss, whichever it is."""
+        """Raise an error, since only functions have gradients here."""
         raise FrameworkError("a loss that is computed already has no gradient here; give its function to elements.grad")
 
-    def gradients(self, loss: Tensor, parts: Sequence[ElementGroup], last: bool, tape: Any = None) -> NoReturn:
-        """Refuse a loss, whichever it is."""
+    def gradients(self, loss: Tensor, groups: Sequence[Any], last: bool, tape: Any = None) -> NoReturn:
+        """Raise the error of `check_loss`."""
         self.check_loss(loss, "")

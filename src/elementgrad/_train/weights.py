@@ -1,4 +1,4 @@
-"""Weights in a file, by their bytes: what a patch can be put into where no model and no framework is at hand."""
+"""Weights in a .safetensors or .npz file: patches go into them without a model and without a framework."""
 
 import json
 import math
@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elementgrad import _npz
+from elementgrad._files import replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
-from elementgrad._train.patch_file import StoredTensor, joined, replace_file
-from elementgrad._train.trainer import ElementGroup, Trainer
+from elementgrad._train.patch_file import StoredTensor, pack_safetensors
+from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
 
 ENDINGS = (".safetensors", ".npz")
@@ -30,11 +31,11 @@ DTYPES = {
     "C64": "complex64",
     "BOOL": "bool",
 }
-"""The names of dtypes in safetensors, and ours."""
+"""The names of dtypes in safetensors to ours."""
 
 
 class FileTensor:
-    """One tensor by its bytes, which may be written to."""
+    """One tensor by its bytes, which can be written to."""
 
     def __init__(self, dtype: str, shape: Sequence[int], bits: np.ndarray):
         self.dtype = dtype
@@ -44,7 +45,7 @@ class FileTensor:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "FileTensor":
-        """A NumPy array, copied."""
+        """Return a copy of a NumPy array."""
         numbers = BitArray.of(array)
         return cls(numbers.dtype, array.shape, np.array(numbers.bits))
 
@@ -66,11 +67,11 @@ class Weights:
     def __init__(self, tensors: Mapping[str, FileTensor], packed: bytearray | None = None):
         self.tensors = dict(tensors)
         self._packed = packed
-        """The file as it was read, in which the bytes of the tensors are written to."""
+        """The file as it was read; the bytes of the tensors are views of it."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Weights":
-        """The tensors of a .safetensors or .npz file."""
+        """Read the tensors of a .safetensors or .npz file."""
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
@@ -79,7 +80,7 @@ class Weights:
                 raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
             packed = bytearray(file.read())
-        return cls(dict(_unpacked(path, packed)), packed)
+        return cls(dict(_unpack(path, packed)), packed)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all tensors to a file, as a whole or not at all; in the format they came in nothing else changes."""
@@ -87,14 +88,14 @@ class Weights:
         if path.endswith(".safetensors"):
             replace_file(path, bytes(self._packed) if self._packed is not None else _pack(self.tensors))
             return
-        unknown = [name for name, held in self.tensors.items() if held.dtype == "bfloat16" or held.dtype not in VIEWS]
+        unknown = [name for name, x in self.tensors.items() if x.dtype == "bfloat16" or x.dtype not in VIEWS]
         if unknown:
             raise PatchError(
                 f"{self.tensors[unknown[0]].dtype} of {unknown[0]} has no place in .npz; write .safetensors"
             )
         arrays = {
-            name: np.frombuffer(held.bits.tobytes(), VIEWS[held.dtype]).reshape(held.shape)
-            for name, held in self.tensors.items()
+            name: np.frombuffer(tensor.bits.tobytes(), VIEWS[tensor.dtype]).reshape(tensor.shape)
+            for name, tensor in self.tensors.items()
         }
         try:
             content = _npz.pack(arrays)
@@ -103,98 +104,73 @@ class Weights:
         replace_file(path, content)
 
 
-class FileElementGroup(ElementGroup):
-    """Elements of a tensor in a file."""
-
-    def __init__(
-        self, tensor: FileTensor, positions: np.ndarray, values: BitArray, originals: BitArray, found: BitArray
-    ):
-        self.tensor, self.positions, self.leaf = tensor, positions, values
-        self.originals, self.found = originals, found
-
-
 class WeightsTrainer(Trainer):
-    """How a patch comes into weights and out of them; training needs a model."""
+    """Puts patches into weights of a file and takes them back; training needs a model."""
 
-    elsewhere: Mapping[str, str] = {}
     freezes = False
 
     def __init__(self, weights: Weights):
         self._tensors = weights.tensors
 
     def names(self) -> Iterator[str]:
-        """All of them."""
         return iter(self._tensors)
 
     def parameter(self, name: str) -> FileTensor:
-        """The tensor of that name."""
         if name not in self._tensors:
             raise PlaceError(f"no tensor named {name!r}; {nearest(name, list(self._tensors))}")
         return self._tensors[name]
 
-    def named(self, *_: Any) -> NoReturn:
-        """Tensors are not at hand."""
+    def name_of(self, *_: Any) -> NoReturn:
         raise PlaceError(f"weights in a file are named by texts; there are: {listed(list(self._tensors))}")
 
-    lone = named
+    only_parameter = name_of
 
-    def training(self, tensor: FileTensor) -> Sequence[ElementGroup]:
-        """None does."""
-        return ()
-
-    def check(self, tensor: FileTensor, name: str) -> None:
-        """Refuse what is never patched."""
+    def check_parameter(self, tensor: FileTensor, name: str) -> None:
         if not is_floating(tensor.dtype):
             raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched; name a tensor of floats")
 
-    def dtype(self, given: Any) -> Any:
-        """As it is."""
-        return given
-
-    def part(
-        self, tensor: FileTensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
-    ) -> ElementGroup:
-        """The elements with their values from a patch."""
-        held = BitArray(tensor.dtype, tensor.bits[positions])
-        return FileElementGroup(tensor, positions, held if values is None else values, originals or held, held)
-
-    def write(self, part: ElementGroup) -> None:
-        """Put the values in, rounded to the dtype of the tensor."""
-        part.tensor.bits[part.positions] = part.leaf.rounded(part.tensor.dtype).bits
-
-    def restore(self, part: ElementGroup) -> None:
-        """Put the originals in."""
-        part.tensor.bits[part.positions] = part.originals.bits
-
-    def cancel(self, parts: Sequence[ElementGroup]) -> None:
-        """Put in what was there when the parts were made."""
-        for part in parts:
-            part.tensor.bits[part.positions] = part.found.bits
-
-    def bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        """The bytes of some elements."""
+    def read_bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         return tensor.dtype, tensor.bits if positions is None else tensor.bits[positions]
 
+    def parse_dtype(self, dtype: Any) -> Any:
+        return dtype
+
+    def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
+        initial = BitArray(target.tensor.dtype, target.tensor.bits[target.positions])
+        return ElementGroup(target, initial if values is None else values, originals or initial, initial)
+
+    def groups_of(self, tensor: FileTensor) -> Sequence[ElementGroup]:
+        return ()
+
+    def write_to_parameter(self, group: ElementGroup) -> None:
+        group.tensor.bits[group.positions] = group.leaf.round_to(group.tensor.dtype).bits
+
+    def restore(self, group: ElementGroup) -> None:
+        group.tensor.bits[group.positions] = group.originals.bits
+
+    def cancel(self, groups: Sequence[ElementGroup]) -> None:
+        for group in groups:
+            group.tensor.bits[group.positions] = group.initial.bits
+
     def start(self, *_: Any, **__: Any) -> NoReturn:
-        """Nothing trains here."""
         raise FrameworkError("weights in a file do not train; load them into a model")
 
     stop = check_loss = gradients = start
 
 
-def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
-    """The tensors of a safetensors file, whose bytes are those of the file."""
+def _unpack(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
+    """Yield the tensors of a safetensors file, as views of its bytes."""
     try:
         end = 8 + struct.unpack("<Q", packed[:8])[0]
-        header = json.loads(packed[8:end], object_pairs_hook=_each_once)
-        described = [(name, *_described(one)) for name, one in header.items() if name != "__metadata__"]
+        header = json.loads(packed[8:end], object_pairs_hook=_unique_names)
+        described = [(name, *_describe(of)) for name, of in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        twice = f", since it names {error} twice" if isinstance(error, _TwiceError) else ""
+        twice = f", since it names {error} twice" if isinstance(error, _RepeatedNameError) else ""
         raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
-        held = DTYPES.get(dtype, dtype)
-        width = np.dtype(VIEWS[held]).itemsize if held in VIEWS else (last - first) // max(1, size)
+        known = DTYPES.get(dtype, dtype)
+        width = np.dtype(VIEWS[known]).itemsize if known in VIEWS else (last - first) // max(1, size)
         if min(shape, default=0) < 0 or not 0 <= first <= last <= len(packed) - end or last - first != width * size:
             raise PatchError(f"{path} is damaged: {name} does not fit into it")
     filled = sorted((first, last, name) for name, _, _, first, last in described if first < last)
@@ -210,32 +186,32 @@ def _unpacked(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
         yield name, FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
 
 
-class _TwiceError(ValueError):
-    """A name that stands twice in one object of JSON, of which most parsers take the last."""
+class _RepeatedNameError(ValueError):
+    """A name occurs twice in one JSON object, of which most parsers take the last."""
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
-            raise _TwiceError(repr(name))
-        found[name] = value
-    return found
+        if name in unique:
+            raise _RepeatedNameError(repr(name))
+        unique[name] = value
+    return unique
 
 
-def _described(one: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
-    """What a header says of a tensor: dtype, shape, and where its bytes begin and end."""
-    first, last = map(index, one["data_offsets"])
-    return str(one["dtype"]), tuple(map(index, one["shape"])), first, last
+def _describe(of: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the dtype, the shape, and the first and last offset of a tensor in a header."""
+    first, last = map(index, of["data_offsets"])
+    return str(of["dtype"]), tuple(map(index, of["shape"])), first, last
 
 
 def _pack(tensors: Mapping[str, FileTensor]) -> bytes:
     names = {ours: theirs for theirs, ours in DTYPES.items()}
     if "__metadata__" in tensors:
         raise PatchError("a tensor called __metadata__ has no place in .safetensors; write .npz")
-    for name, held in tensors.items():
-        if held.dtype not in names:
-            raise PatchError(f"{held.dtype} of {name} has no place in .safetensors; write .npz")
-    return joined(
-        {name: StoredTensor(names[held.dtype], held.shape, held.bits.tobytes()) for name, held in tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in names:
+            raise PatchError(f"{tensor.dtype} of {name} has no place in .safetensors; write .npz")
+    return pack_safetensors(
+        {name: StoredTensor(names[x.dtype], x.shape, x.bits.tobytes()) for name, x in tensors.items()}
     )

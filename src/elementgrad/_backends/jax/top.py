@@ -1,4 +1,4 @@
-"""Derivatives of losses with respect to parameters, some at a time, and the largest elements of an array."""
+"""`eg.top` for JAX: gradients of losses, a few parameters at a time, and the largest elements of an array."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,62 +18,69 @@ from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array
-wide: Any = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
+enable_x64: Any = getattr(jax if hasattr(jax, "enable_x64") else jax.experimental, "enable_x64")  # noqa: B009
 """A context in which arrays may have 64 bits, whatever the user has set."""
 
 
-def slopes(
-    model: JaxModel,
-    parameters: Mapping[str, Array],
-    losses: Callable[..., Iterable[Array]],
-    squared: bool,
-    give: Callable[[str, Array], None],
-) -> None:
-    """Give the derivative of the sum of the losses for each parameter, or the sum of the squares of theirs.
+class JaxTop(TopBackend):
+    """Ranks elements of a pytree of arrays."""
 
-    The function runs once, on copies. Sweeps back then find the derivatives of one group of parameters at a time, which
-    are together no larger than the largest parameter.
-    """
-    for name, array in parameters.items():
-        _require_values(array, name)
-    names = list(parameters)
+    def parameter_gradients(
+        self,
+        model: JaxModel,
+        parameters: Mapping[str, Array],
+        losses: Callable[..., Iterable[Array]],
+        squared: bool,
+        give: Callable[[str, Array], None],
+    ) -> None:
+        """Pass on gradients. The function runs once, on copies.
 
-    def numbers(*new: Array) -> list[Array]:
-        found = losses(copy_with(model.function, dict(zip(names, new, strict=True))))
-        return [jnp.concatenate([loss.reshape(-1) for loss in found])]
+        Reverse sweeps then compute the gradients of one group of parameters at a time, which are together no larger
+        than the largest parameter.
+        """
+        for name, array in parameters.items():
+            _require_values(array, name)
+        names = list(parameters)
 
-    linear = JaxLinearization(numbers, list(parameters.values()))
-    reached = [name for number, name in enumerate(names) if number in linear.paths[0]]
-    for group in group_by_size({name: parameters[name].size for name in reached}) if reached else []:
-        every = linear.sweeper(0, [names.index(name) for name in group])
-        found = _squares(every, linear.outputs[0]) if squared else every(jnp.ones_like(linear.outputs[0]))
-        for name in group:
-            give(name, found.pop(0))
+        def numbers(*new: Array) -> list[Array]:
+            returned = losses(copy_with(model.function, dict(zip(names, new, strict=True))))
+            return [jnp.concatenate([loss.reshape(-1) for loss in returned])]
+
+        linear = JaxLinearization(numbers, list(parameters.values()))
+        reached = [name for number, name in enumerate(names) if number in linear.paths[0]]
+        for group in group_by_size({name: parameters[name].size for name in reached}) if reached else []:
+            sweep = linear.sweeper(0, [names.index(name) for name in group])
+            output = linear.outputs[0]
+            gradients = _sum_of_squares(sweep, output) if squared else sweep(jnp.ones_like(output))
+            for name in group:
+                give(name, gradients.pop(0))  # popped, so that each is dropped once it is ranked
+
+    def topk_abs(self, x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
+        _require_values(x, "the tensor")
+        return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
 
 
-def largest(x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
-    """Size and position of the elements that are largest in size; see `Backend.topk_abs`."""
-    _require_values(x, "the tensor")
-    return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
+implementation = JaxTop()
 
 
-def _squares(sweep: Callable[[Array], Sequence[Array]], numbers: Array) -> list[Array]:
-    """The sum over the numbers of the squares of their derivatives, in 64 bits, in which small ones do not vanish."""
+def _sum_of_squares(sweep: Callable[[Array], Sequence[Array]], output: Array) -> list[Array]:
+    """Sum the squared derivatives of all numbers, in 64 bits, in which small ones do not vanish."""
     totals: Any = None
-    for number in range(numbers.size):
-        found = sweep(jnp.zeros_like(numbers).at[number].set(1))
-        with safe_context(wide(True)):
-            totals = _added([jnp.zeros(each.shape, jnp.float64) for each in found] if totals is None else totals, found)
+    for number in range(output.size):
+        gradients = sweep(jnp.zeros_like(output).at[number].set(1))
+        with safe_context(enable_x64(True)):
+            totals = [jnp.zeros(each.shape, jnp.float64) for each in gradients] if totals is None else totals
+            totals = _add_squares(totals, gradients)
     return totals
 
 
 @jax.jit
-def _added(totals: list[Array], found: list[Array]) -> list[Array]:
-    return [total + jnp.square(each.astype(jnp.float64)) for total, each in zip(totals, found, strict=True)]
+def _add_squares(totals: list[Array], gradients: list[Array]) -> list[Array]:
+    return [total + jnp.square(each.astype(jnp.float64)) for total, each in zip(totals, gradients, strict=True)]
 
 
 def _pieces(x: Array) -> Iterator[np.ndarray]:
-    """The elements in order, as float64, a piece at a time."""
+    """Yield the elements in order, as float64, a piece at a time."""
     if len(x.sharding.device_set) > 1:  # no process need hold all of it at once
         for start in range(0, x.size, topk.PIECE):
             yield sharding.read(x, np.arange(start, min(start + topk.PIECE, x.size))).astype(np.float64)
@@ -86,11 +93,3 @@ def _pieces(x: Array) -> Iterator[np.ndarray]:
 def _require_values(array: Array, name: str) -> None:
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError(f"{name} is being traced and has no values to rank; call eg.top outside of jax.jit")
-
-
-class JaxTop(TopBackend):
-    parameter_gradients = staticmethod(slopes)
-    topk_abs = staticmethod(largest)
-
-
-implementation = JaxTop()

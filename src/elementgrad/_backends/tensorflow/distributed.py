@@ -1,4 +1,4 @@
-"""Variables under a `tf.distribute` strategy: one copy on each replica, and what all of them must agree on."""
+"""Variables under a `tf.distribute` strategy: a copy on each replica, and what all processes must agree on."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,18 +14,18 @@ Strategy = Any
 Variable = Any
 MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 """The strategies that keep a whole copy of each variable on each replica, all of them equal."""
-ALONE = tf.distribute.OneDeviceStrategy
-"""The one whose variables are plain."""
+UNMIRRORED = tf.distribute.OneDeviceStrategy
+"""The strategy whose variables are plain."""
 
 
-def inside(tensor: Any) -> Any:
-    """TensorFlow's own variable in one of Keras's; anything else as it is."""
-    # Asked by its kind: an attribute that a mirrored variable lacks is looked for in a copy of its whole value.
+def unwrap(tensor: Any) -> Any:
+    """Return the TensorFlow variable inside of a Keras variable; anything else as it is."""
+    # By its type: an attribute that a mirrored variable lacks is looked for in a copy of its whole value.
     return tensor._value if isinstance(tensor, keras.Variable) else tensor
 
 
 def copies(variable: Variable) -> tuple[Variable, ...]:
-    """The plain variables that hold a variable of TensorFlow's: one for each replica in this process, or itself.
+    """Return the plain variables behind a TensorFlow variable: one for each replica in this process, or itself.
 
     >>> import tensorflow as tf
     >>> from elementgrad._backends.tensorflow.distributed import copies
@@ -38,61 +38,61 @@ def copies(variable: Variable) -> tuple[Variable, ...]:
     return (variable,) if strategy is None else strategy.experimental_local_results(variable)
 
 
-def here(variable: Variable) -> Variable:
-    """The copy of a variable on the replica that asks for it; on none, one of them.
+def local_copy(variable: Variable) -> Variable:
+    """Return the copy of a variable on the current replica; outside of replicas, one of them.
 
-    A mirrored variable itself has no way to read some of its rows, and would be read whole.
+    A mirrored variable itself cannot be read by rows, and would be read whole.
     """
     return variable if strategy_of(variable) is None else variable._get_on_device_or_primary()
 
 
 def strategy_of(variable: Variable) -> Strategy | None:
-    """The strategy that a variable is spread over replicas by."""
+    """Return the strategy that mirrors a variable."""
     return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None
 
 
 def scope(variable: Variable) -> AbstractContextManager[Any]:
-    """Where variables are made that have their copies where another one has its."""
+    """Return a context in which new variables are mirrored as another one is."""
     strategy = strategy_of(variable)
     return nullcontext() if strategy is None else strategy.scope()
 
 
 def require_outside(model: Any) -> None:
-    """Refuse a model of a strategy that is not known here, and to be called on one replica of several."""
-    _require_mirrored(getattr(model, "_distribute_strategy", None), "the model")
+    """Raise an error for a model of an unknown strategy, and for a call on one of several replicas."""
+    _require_known(getattr(model, "_distribute_strategy", None), "the model")
     if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
         raise FrameworkError("elements are chosen for all replicas at once; call this outside of strategy.run")
 
 
 def require_mirrored(variable: Variable, name: str) -> None:
-    """Refuse a variable that has no copy on each replica of the strategy whose scope this is."""
+    """Raise an error for a variable that has no copy on each replica of the current strategy."""
     own = strategy_of(variable)
-    _require_mirrored(own, name)
+    _require_known(own, name)
     if not isinstance(variable, tf.Variable):
         raise FrameworkError(f"{name} is a {type(variable).__name__}; elements of plain and mirrored variables train")
-    here = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    if here is not None and here is not own and not (own is None and isinstance(here, ALONE)):
+    current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    if current is not None and current is not own and not (own is None and isinstance(current, UNMIRRORED)):
         raise FrameworkError(
-            f"{name} was made outside of the scope of this {type(here).__name__}, and its replicas would not share "
+            f"{name} was made outside of the scope of this {type(current).__name__}, and its replicas would not share "
             "it; make the model inside of the scope that it trains in"
         )
 
 
-def _require_mirrored(strategy: Strategy | None, name: str) -> None:
-    if strategy is not None and not isinstance(strategy, (*MIRRORED, ALONE)):
+def _require_known(strategy: Strategy | None, name: str) -> None:
+    if strategy is not None and not isinstance(strategy, (*MIRRORED, UNMIRRORED)):
         raise FrameworkError(
             f"{name} was made under {type(strategy).__name__}; elements train under MirroredStrategy and "
             "MultiWorkerMirroredStrategy, and without a strategy"
         )
 
 
-def shared(strategies: Iterable[Strategy | None]) -> Strategy | None:
-    """The strategy of several processes, if there is one."""
-    several = tf.distribute.MultiWorkerMirroredStrategy
-    return next((strategy for strategy in strategies if isinstance(strategy, several)), None)
+def multi_process_strategy(variables: Iterable[Variable]) -> Strategy | None:
+    """Return the strategy of several processes, if variables are mirrored by one."""
+    strategies = map(strategy_of, variables)
+    return next((one for one in strategies if isinstance(one, tf.distribute.MultiWorkerMirroredStrategy)), None)
 
 
-def gathered(strategy: Strategy, row: np.ndarray) -> np.ndarray:
-    """A row of numbers from each replica of a strategy, all processes of which must ask."""
-    each = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(row[None]))
-    return np.asarray(strategy.gather(each, axis=0))
+def allgather(strategy: Strategy, row: np.ndarray) -> np.ndarray:
+    """Return the rows of all replicas of a strategy; all of its processes must call this."""
+    rows = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(row[None]))
+    return np.asarray(strategy.gather(rows, axis=0))

@@ -29,7 +29,7 @@ from elementgrad._backends.torch.train.parameter import (
     part_of,
     while_training,
 )
-from elementgrad._train.trainer import digest, unlike
+from elementgrad._train.trainer import elements_digest, rank_mismatch_error
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -211,7 +211,7 @@ def hear(part: TorchElementGroup) -> None:
     What a leaf has heard before and every process has alike is its own mean, and what one alone has heard while
     gradients were not synchronised is reduced with the next that are: so each gradient counts once, in any order.
     """
-    if part.weight.home.spread:
+    if part.parameter.home.spread:
         part.number = next(_numbers)
         _parts[part.number] = part
         part.hook = part.leaf.register_post_accumulate_grad_hook(_hear)
@@ -233,7 +233,7 @@ def _hear(leaf: Tensor) -> None:
             f"a hook that runs when {part.key} has its gradient would see that of this process alone; use the gradient "
             "after backward"
         )
-    model, sweep = part.weight.home.together, torch._C._current_graph_task_id()
+    model, sweep = part.parameter.home.together, torch._C._current_graph_task_id()
     if _heard.get(model) != sweep:  # once for each backward, after all of its leaves
         _heard[model] = sweep
         reduce = partial(_reduce, model)
@@ -243,18 +243,18 @@ def _hear(leaf: Tensor) -> None:
 @torch.no_grad()
 def _reduce(model: Any) -> None:
     """For all that train in a model: a process may have heard nothing of what another has heard of."""
-    homes = [(part, part.weight.home) for part in _parts.values() if part.weight is not None]
+    homes = [(part, part.parameter.home) for part in _parts.values() if part.parameter is not None]
     parts = [part for part, home in homes if home.together is model and home.synchronising]
     if any(part.leaf.grad is not None and part.leaf.grad.requires_grad for part in parts):
         raise FrameworkError("gradients of a sharded model are reduced as numbers; leave out create_graph")
-    if any(part.weight.home.scaled for part in parts):
+    if any(part.parameter.home.scaled for part in parts):
         raise FrameworkError(
             "gradients of elements are the mean over all processes; leave set_gradient_divide_factor out, and scale "
             "the loss instead"
         )
     exchanged: dict[tuple[Any, torch.dtype], list[TorchElementGroup]] = {}
     for part in parts:
-        exchanged.setdefault((part.weight.home.processes, _exchanged(part.leaf)), []).append(part)
+        exchanged.setdefault((part.parameter.home.processes, _exchanged(part.leaf)), []).append(part)
     for (processes, dtype), some in exchanged.items():
         _mean(some, processes, dtype)
 
@@ -311,7 +311,7 @@ class _WrapperState:
         if self._alike:
             return
         if not self._noted("elements", self._elements):
-            raise unlike(self._elements)
+            raise rank_mismatch_error(self._elements)
         if not self._noted("originals", self._began):
             warnings.warn(
                 "the elements of this process had other values than those of another one before the wrapper gave all "
@@ -323,7 +323,7 @@ class _WrapperState:
 
     def _noted(self, what: str, numbers: list[tuple[Any, ...]]) -> bool:
         """Whether a note about some numbers is that of this process, which leaves one if there is none."""
-        store, mine = distributed_c10d._get_default_store(), digest(numbers).hex()  # type: ignore[no-untyped-call]
+        store, mine = distributed_c10d._get_default_store(), elements_digest(numbers).hex()  # type: ignore[no-untyped-call]
         return store is None or store.compare_set(f"{self._note}/{what}", "", mine).decode() == mine
 
 
@@ -334,7 +334,9 @@ def _wrap(wrapper: Module, name: str, module: Module | None) -> None:
         return
     named = _named(module)
     if any(part is not None for _, _, part in named):  # models of others are left alone, those without shapes too
-        kind = digest([(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in named if part is None]).hex()
+        kind = elements_digest(
+            [(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in named if part is None]
+        ).hex()
         _made[kind] += 1
         _notes[wrapper] = f"{kind}/{_made[kind]}"
 

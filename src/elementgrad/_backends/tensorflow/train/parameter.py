@@ -1,18 +1,13 @@
-"""Everything else holds still while elements train, and moves again when the last of them are released.
+"""A Keras variable of which some elements train, and its leaves, which keep each other current.
 
-Some entries of the gradients of a product and of a table, without the others, by what every compiler knows.
-
-Casts of tensors that keep the bits of a NaN.
-
-One variable of a model, some of whose elements train: leaves hold their values, the variable is kept current.
-
-Variables that keep each other current: whoever writes to a leaf or to the variable it is of writes to both.
+While elements train, the classes of the variables are swapped. A write to a leaf, by an optimizer or by hand, is copied
+into the variable (`_copy_leaf_to_parameter`), and a write to the variable is copied into its leaves. A read of the
+variable returns a value whose gradient goes on to the leaves.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from types import new_class
 from typing import Any
@@ -21,402 +16,370 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_stateless_scope
-from elementgrad._backends.tensorflow.distributed import copies, inside
-from elementgrad._cleanup import assign, close_scopes_after, defer, scope
-from elementgrad._train import trainer
+from elementgrad._backends.tensorflow.distributed import copies, unwrap
+from elementgrad._backends.tensorflow.train.kernels import KerasLookup
+from elementgrad._cleanup import assign, close_scopes_after, scope
+from elementgrad._train.freeze import FreezeClaim, Freezer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
-from elementgrad._train.trainer import TrainingState
-
-Variable = Any
-CLAIM = "_elementgrad_claim"
-
-
-@dataclass
-class _TrainableClaim:
-    before: bool
-    owners: set[object] = field(default_factory=set)
-    """One for each call that froze the variable."""
-    keepers: set[object] = field(default_factory=set)
-    """Those of them that were told to keep it as it was."""
-
-
-def claim(variables: Iterable[Variable], owner: object, kept: Iterable[Variable] = ()) -> None:
-    """Freeze variables that nobody froze yet, but for those that are kept; what the user has let train since stays so.
-
-    One by one, and not by `layer.trainable`, which would have BatchNormalization compute something else.
-    """
-    spared = {id(variable) for variable in kept}
-    for variable in variables:
-        held = variable.__dict__.get(CLAIM)
-        if held is None:
-            keep = id(variable) in spared
-            held = variable.__dict__[CLAIM] = _TrainableClaim(variable._trainable, {owner}, {owner} if keep else set())
-            variable._trainable = held.before and keep
-            continue
-        held.owners.add(owner)
-        if id(variable) in spared:
-            defer(setattr, variable, "_trainable", variable._trainable)
-            held.keepers.add(owner)
-            variable._trainable = held.before or variable._trainable
-
-
-def standing(variable: Variable) -> TrainingState:
-    """Return whether a variable trains as a whole."""
-    held = variable.__dict__.get(CLAIM)
-    return (
-        TrainingState(variable._trainable)
-        if held is None
-        else TrainingState(held.before, claimed=True, kept=bool(held.keepers))
-    )
-
-
-def frozen(variable: Variable) -> bool:
-    """Whether somebody claims it."""
-    return CLAIM in variable.__dict__
-
-
-def ask(variables: Iterable[Variable], trainable: bool) -> None:
-    """What somebody has asked for meanwhile counts in the end."""
-    for variable in variables:
-        held = variable.__dict__.get(CLAIM)
-        if held is not None:
-            held.before = trainable
-
-
-def leave(variables: Iterable[Variable], owner: object) -> None:
-    """Give up the claims of an owner; after the last, what was frozen may train again."""
-    for variable in variables:
-        held = variable.__dict__.get(CLAIM)
-        if held is None or owner not in held.owners:
-            continue
-        if len(held.owners) == 1:
-            variable._trainable = held.before or variable._trainable
-            del variable.__dict__[CLAIM]
-        held.keepers.discard(owner)
-        held.owners.discard(owner)
-
+from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
 
 Tensor = Any
+"""A tf.Tensor, a tf.Variable or a Keras variable."""
+Variable = Any
+Entries = Callable[..., Tensor]
+"""Computes the gradients of all elements of a parameter from a dense gradient, and maybe another tensor."""
 
-# Costs per row of the factors, in nanoseconds, as measured on two cores in float32 (`make bench` shows the outcome).
-GATHERED = 5.0  # one entry: two columns read, multiplied and summed
-MULTIPLIED = 0.0105  # one entry of a matrix product
-SELECTED = 2.0  # one column copied out of a factor
-
-
-class KerasProduct:
-    """Entries (row, column) of `left.T @ right`, where left has `rows` columns and right has `columns`.
-
-    >>> import tensorflow as tf
-    >>> from elementgrad._backends.tensorflow.train.parameter import KerasProduct
-    >>> product = KerasProduct([0, 1], [1, 1], rows=2, columns=2)
-    >>> product(tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[5.0, 6.0], [7.0, 8.0]])).numpy()
-    array([30., 44.], dtype=float32)
-    """
-
-    def __init__(self, row: "np.ndarray", column: "np.ndarray", rows: int, columns: int):
-        self._row, self._column = np.asarray(row, np.int64), np.asarray(column, np.int64)
-        some_rows, row_of = np.unique(self._row, return_inverse=True)
-        some_columns, column_of = np.unique(self._column, return_inverse=True)
-        # All columns in their order are the factor itself, without a copy.
-        self._rows = None if len(some_rows) == rows else some_rows
-        self._columns = None if len(some_columns) == columns else some_columns
-        self._cell = row_of.reshape(-1) * len(some_columns) + column_of.reshape(-1)
-        self._every = bool(np.array_equal(self._cell, np.arange(rows * columns)))
-        copied = sum(len(some) for some, all_of in ((some_rows, rows), (some_columns, columns)) if len(some) < all_of)
-        gathered = GATHERED * len(self._row)
-        multiplied = MULTIPLIED * len(some_rows) * len(some_columns) + SELECTED * copied
-        self._gathers = gathered < multiplied
-        self.cost = min(gathered, multiplied)
-        """What a row of the factors costs, in nanoseconds."""
-
-    def __call__(self, left: Tensor, right: Tensor) -> Tensor:
-        """The entries, in the dtype of the right factor, for shapes (n, rows) and (n, columns); halves in float32."""
-        if self._gathers:
-            left, right = _alike(tf.gather(left, self._row, axis=1), tf.gather(right, self._column, axis=1))
-            return tf.reduce_sum(left * right, 0)
-        left = left if self._rows is None else tf.gather(left, self._rows, axis=1)
-        right = right if self._columns is None else tf.gather(right, self._columns, axis=1)
-        block = tf.reshape(tf.matmul(*_alike(left, right), transpose_a=True), [-1])
-        return block if self._every else tf.gather(block, self._cell)
-
-
-class KerasLookup:
-    """Entries (row, column) of the gradient of a table of which rows were looked up.
-
-    >>> import tensorflow as tf
-    >>> from elementgrad._backends.tensorflow.train.parameter import KerasLookup
-    >>> lookup = KerasLookup([0, 7], [1, 0], columns=2)
-    >>> lookup(tf.constant([7, 3, 7]), tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).numpy()
-    array([0., 6.], dtype=float32)
-    """
-
-    def __init__(self, row: "np.ndarray", column: "np.ndarray", columns: int):
-        self._rows, row_of = np.unique(np.asarray(row, np.int64), return_inverse=True)
-        some, column_of = np.unique(np.asarray(column, np.int64), return_inverse=True)
-        self._columns = None if len(some) == columns else some
-        self._cell = row_of.reshape(-1) * len(some) + column_of.reshape(-1)
-        self._every = bool(np.array_equal(self._cell, np.arange(len(self._rows) * len(some))))
-
-    def __call__(self, tokens: Tensor, gradient: Tensor) -> Tensor:
-        """The entries, for n tokens and the gradients of the n rows that they looked up."""
-        count = len(self._rows)
-        tokens = tf.cast(tokens, tf.int64)
-        near = tf.minimum(tf.searchsorted(self._rows, tokens), count - 1)
-        hit = tf.gather(self._rows, near) == tokens
-        # The others are left out and not multiplied by zero, which would let NaN and inf through.
-        if self._columns is None:
-            gradient, near = _wide(gradient), tf.where(hit, near, -1)  # which is left out of sums
-        else:
-            some = tf.reshape(tf.where(hit), [-1])
-            gradient, near = tf.gather(gradient, some), tf.gather(near, some)
-            gradient = _wide(tf.gather(gradient, self._columns, axis=1))
-        sums = tf.reshape(tf.math.unsorted_segment_sum(gradient, near, count), [-1])
-        return sums if self._every else tf.gather(sums, self._cell)
-
-
-def _alike(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    right = _wide(right)
-    return tf.cast(left, right.dtype), right
-
-
-def _wide(x: Tensor) -> Tensor:
-    return tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x
-
-
+CLAIM = "_elementgrad_claim"
+OWNER = "_elementgrad"
+"""The attribute of a variable with its partial parameter, or of a leaf with its group."""
+HALVES = (tf.float16, tf.bfloat16)
 INTEGERS = {8 * dtype.size: dtype for dtype in (tf.int16, tf.int32, tf.int64)}
 REAL = {tf.complex64: tf.float32, tf.complex128: tf.float64}
+WRITES = (
+    *("assign", "assign_add", "assign_sub", "_strided_slice_assign", "_restore_from_tensors", "batch_scatter_update"),
+    *[f"scatter_{how}" for how in ("add", "div", "max", "min", "mul", "sub", "update")],
+    *[f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")],
+)
+"""The methods of a TensorFlow variable that change it."""
+PLAIN_READS = (
+    *("_serialize_to_tensors", "_restore_from_tensors", "_copy_trackable_to_cpu", "_export_to_saved_model_graph"),
+    "_write_object_proto",
+)
+"""The methods of a Keras variable that need the variable inside, and not its value."""
 
 
-def cast(values: Tensor, dtype: Any) -> Tensor:
-    """Return values in another dtype; themselves if they are of it."""
-    values, dtype = tf.convert_to_tensor(values), tf.as_dtype(dtype)
-    if values.dtype == dtype:
-        return values
-    if values.dtype.is_complex and dtype.is_complex:
-        return tf.bitcast(cast(tf.bitcast(values, REAL[values.dtype]), REAL[dtype]), dtype)
-    plain = tf.cast(values, dtype)
-    before, after = values.dtype.name, dtype.name
-    if not {before, after} <= LAYOUTS.keys():
-        return plain
-    bits = tf.cast(as_integers(values), INTEGERS[common_width(before, after)])
-    found = tf.cast(nan_bits(bits, before, after, tf.where), INTEGERS[LAYOUTS[after].bits])
-    exact = tf.where(tf.math.is_nan(plain), found, as_integers(plain))
-    if tf.float64 in (values.dtype, dtype) and tf.float16 not in (values.dtype, dtype):
-        exact = _subnormal(values, bits, exact, dtype)
-    return tf.bitcast(exact, dtype)
+class _ThreadState(threading.local):
+    read_plain: "tuple[KerasPartialParameter, ...]" = ()
 
 
-def _subnormal(values: Tensor, bits: Tensor, plain: Tensor, dtype: Any) -> Tensor:
-    """Return the bits of a cast from or to float64 with those numbers in it that TensorFlow takes for zero.
-
-    In float32 and bfloat16, the bits of a number below the normal ones count how many of the smallest number it is.
-    """
-    narrow = values.dtype if dtype == tf.float64 else dtype
-    mantissa = LAYOUTS[narrow.name].mantissa
-    smallest, normal = 2.0 ** -(126 + mantissa), 2.0**-126
-    if dtype == tf.float64:
-        count = bits & ((1 << (LAYOUTS[narrow.name].bits - 1)) - 1)
-        size = tf.cast(count, tf.float64) * smallest
-        return tf.where(count < 1 << mantissa, as_integers(tf.where(bits < 0, -size, size)), plain)
-    size = tf.abs(values)
-    count = tf.cast(tf.round(size / smallest), plain.dtype)
-    return tf.where(size < normal, tf.where(bits < 0, count + plain.dtype.min, count), plain)
+_local = _ThreadState()
 
 
-def as_integers(values: Tensor) -> Tensor:
-    """Return the bits of real floats as integers, of which two are equal only if the floats are the same number."""
-    return tf.bitcast(values, INTEGERS[8 * values.dtype.size])
+class KerasElementGroup(ElementGroup):
+    """The elements of one place: the leaf is a Keras variable."""
 
+    parameter: "KerasPartialParameter | None" = None
 
-def same(one: Tensor, other: Tensor) -> Tensor:
-    """Return where values of one dtype are the same to the bit: -0.0 is not 0.0, and a NaN is itself."""
-    if one.dtype.is_complex:
-        pairs = (tf.bitcast(each, REAL[each.dtype]) for each in (one, other))
-        return tf.reduce_all(same(*pairs), -1)
-    if 8 * one.dtype.size not in INTEGERS:
-        return one == other
-    return as_integers(one) == as_integers(other)
-
-
-# tf.Tensor, tf.Variable or a Keras variable
-HALVES = (tf.float16, tf.bfloat16)
-
-
-class _ParameterState(threading.local):
-    bare: "tuple[KerasPartialParameter, ...]" = ()
-
-
-_local = _ParameterState()
-
-
-class KerasElementGroup(trainer.ElementGroup):
-    """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
-
-    def __init__(self, tensor: Tensor, positions: np.ndarray, originals: np.ndarray, leaf: Tensor):
-        self.tensor = tensor
-        self.positions = positions
-        self.originals = originals
-        self.found = originals
-        self.leaf = leaf
-        self.mark = None
-        self.weight: KerasPartialParameter | None = None
-        self.copies = tuple(zip(copies(leaf._value), copies(tensor), strict=True))
+    def __init__(self, target: ResolvedPlace, leaf: Tensor, originals: np.ndarray, initial: np.ndarray):
+        super().__init__(target, leaf, originals, initial)
+        self.copies = tuple(zip(copies(leaf._value), copies(self.tensor), strict=True))
         """The leaf and the variable on each replica."""
-        shape = tuple(tensor.shape)
-        self.index = coordinates(positions, shape)
-        """Where they are, one row of coordinates each."""
+        self.index = coordinates(self.positions, self.shape)
+        """One row of coordinates per element."""
         # Whole rows, each in its order, are written as such, which is faster.
-        width = int(np.prod(shape[1:]))
-        rows = positions[:: max(1, width)] // max(1, width)
-        whole = shape and np.array_equal((rows[:, None] * width + np.arange(width)).reshape(-1), positions)
+        width = int(np.prod(self.shape[1:]))
+        rows = self.positions[:: max(1, width)] // max(1, width)
+        whole = self.shape and np.array_equal((rows[:, None] * width + np.arange(width)).reshape(-1), self.positions)
         self._rows = rows if whole else None
 
     def write_to_parameter(self, written: Tensor | None = None) -> None:
-        """Write the values into the variable, on each replica or from the copy of the leaf that was written to.
+        """Copy the leaf's values into the variable, on each replica or only from the copy that was written to.
 
-        By raw operations: methods of both would answer each other.
+        By raw operations: the methods of the variables would trigger each other.
         """
         for leaf, tensor in self.copies:
             if written is not None and leaf is not written:
                 continue
-            values = cast(_read_entries(leaf), tensor.dtype)
+            values = cast(_read(leaf), tensor.dtype)
             if self._rows is None:
                 put(tensor, self.index, values)
             else:
                 rows = tf.reshape(values, (len(self._rows), *tensor.shape[1:]))
                 tf.raw_ops.ResourceScatterUpdate(resource=tensor.handle, indices=self._rows, updates=rows)
 
+    def write_values(self, values: Tensor) -> None:
+        """Write values into the variable on each replica, and not into the leaf."""
+        for _, tensor in self.copies:
+            put(tensor, self.index, values)
+
     def rebase(self) -> None:
-        """Take the values there are for those that there were: another model has been loaded."""
+        """Take the present values for the originals, after another model was loaded."""
         self.originals = take(self.tensor, self.positions)
-        if self.mark is not None:
-            self.mark.bits = bits(self.originals)[1]
+        self.change.bits = bits(self.originals)[1]
 
 
-class KerasPartialParameter:
-    """A variable and the parts of it that train."""
+class KerasPartialParameter(PartialParameter):
+    """A Keras variable of which some elements train."""
+
+    groups: list[KerasElementGroup]
 
     def __init__(self, variable: Any):
         self.variable = variable
-        """Keras's own, around the tensor."""
         self.tensor = variable._value
-        self.parts: list[KerasElementGroup] = []
+        self.groups = []
         self.layers: dict[int, Any] = {}
-        """The layers that know about it."""
+        """The layers whose class depends on it."""
         self.roots: dict[int, Any] = {}
-        """The models that elements were named in, which are fitted."""
+        """The models that `eg.trainable` was called with, which are fitted."""
 
     def arrange(self) -> None:
-        """Make ready for the parts there are."""
-        self.sizes = [len(part.positions) for part in self.parts]
-        self.positions = np.concatenate([np.zeros(0, np.int64), *[part.positions for part in self.parts]])
+        """Update what depends on the groups."""
+        self.sizes = [len(group.positions) for group in self.groups]
+        self.positions = np.concatenate([np.zeros(0, np.int64), *[group.positions for group in self.groups]])
         self._lookup: KerasLookup | None = None
         regularizer = self.variable.regularizer
-        for number, part in enumerate(self.parts):
-            # Once, for the variable as a whole. Setting it the open way takes Keras's own only.
-            part.leaf._regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
+        for number, group in enumerate(self.groups):
+            # Once, for the variable as a whole. The public setter accepts only Keras's own regularizers.
+            group.leaf._regularizer = None if number or regularizer is None else lambda _: regularizer(self.variable)
 
     @property
-    def bare(self) -> bool:
-        """Whether somebody here wants the variable as it is, and sees to the gradients of the elements."""
-        return any(weight is self for weight in _local.bare)
+    def is_read_plain(self) -> bool:
+        """True where reads of the variable return it without gradients for the leaves, in this thread."""
+        return any(parameter is self for parameter in _local.read_plain)
 
     @contextmanager
-    def bared(self) -> Iterator[None]:
-        """Let reads of the variable give it as it is, in this thread."""
+    def plain_reads(self) -> Iterator[None]:
+        """Let reads of the variable return it as it is; the caller sees to the gradients of the elements."""
         with scope():
-            assign(_local, "bare", (*_local.bare, self))
+            assign(_local, "read_plain", (*_local.read_plain, self))
             yield
 
     def alias(self) -> Tensor:
-        """The value for any use of it: the elements are gathered from its gradient, which lives no longer."""
-        return self.tapped(tf.convert_to_tensor(self.tensor), self._gathered)
+        """Return the value for any use: the gradients of the elements are gathered from the dense one."""
+        return self.with_gradient(tf.convert_to_tensor(self.tensor), self._gather_entries)
 
-    def lent(self, value: Tensor, scope: Any) -> Tensor:
-        """A value that stands for the variable, with those that stand for its leaves, as in `model.stateless_call`."""
-        for part in self.parts:
-            leaf = scope.get_current_value(part.leaf)
+    def stateless_value(self, value: Tensor, scope: Any) -> Tensor:
+        """Put the leaves' values of a stateless scope into that of the variable, as in `model.stateless_call`."""
+        for group in self.groups:
+            leaf = scope.get_current_value(group.leaf)
             if leaf is not None:
                 leaf = tf.cast(leaf, value.dtype)
-                value = tf.tensor_scatter_nd_update(value, part.index, leaf) if value.shape.rank else leaf[0]
+                value = tf.tensor_scatter_nd_update(value, group.index, leaf) if value.shape.rank else leaf[0]
         return value
 
-    def tapped(self, value: Tensor, entries: Callable[[Any], Tensor]) -> Tensor:
-        """A value as it is; `entries` makes the gradients of all elements of that of the value."""
+    def with_gradient(self, value: Tensor, entries: Entries) -> Tensor:
+        """Return a value from which gradients flow to the leaves, as `entries(gradient)` computes them."""
 
         def forward(value: Tensor, *leaves: Tensor) -> Any:
-            def back(gradient: Any) -> Any:
+            def vjp(gradient: Any) -> Any:
                 return gradient, *self._split(entries(gradient), [leaf.dtype for leaf in leaves])
 
-            return tf.identity(value), back
+            return tf.identity(value), vjp
 
-        leaves = [tf.convert_to_tensor(part.leaf._value) for part in self.parts]
+        leaves = [tf.convert_to_tensor(group.leaf._value) for group in self.groups]
         return tf.custom_gradient(forward)(value, *leaves)
 
-    def paired(self, value: Tensor, other: Tensor, entries: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """A value that is linear in the elements and in another tensor; `entries(other, gradient)` as in `tapped`.
+    def with_bilinear_gradient(self, value: Tensor, other: Tensor, entries: Entries) -> Tensor:
+        """Do the same for a value that is linear in the elements and in `other`: `entries(other, gradient)`.
 
-        The gradient of the other one depends on the elements in turn, which derivatives of gradients have to know: it
-        is given zeros that do.
+        The gradient of `other` depends on the elements in turn, which second derivatives have to know: it gets zeros
+        that do.
         """
-        heard = self.tapped(value, lambda gradient: entries(other, tf.convert_to_tensor(gradient)))
+        value = self.with_gradient(value, lambda gradient: entries(other, tf.convert_to_tensor(gradient)))
         if not other.dtype.is_floating:
-            return heard
+            return value
 
         def forward(value: Tensor, other: Tensor) -> Any:
-            def back(gradient: Any) -> Any:
-                gradient = tf.convert_to_tensor(gradient)
-                return gradient, self.paired(tf.zeros_like(other), gradient, lambda one, two: entries(two, one))
+            def vjp(gradient: Any) -> Any:
+                gradient, zeros = tf.convert_to_tensor(gradient), tf.zeros_like(other)
+                return gradient, self.with_bilinear_gradient(zeros, gradient, lambda one, two: entries(two, one))
 
-            return tf.identity(value), back
+            return tf.identity(value), vjp
 
-        return tf.custom_gradient(forward)(heard, other)
+        return tf.custom_gradient(forward)(value, other)
 
     def read_from_parameter(self, written: Tensor) -> None:
-        """Read the leaves' values from a copy of the variable, where it holds others than theirs."""
-        for part in self.parts:
-            leaf = next(leaf for leaf, tensor in part.copies if tensor is written)
-            found = _taken(written, part.index)
-            now = _read_entries(leaf)
-            new = tf.where(same(cast(now, found.dtype), found), now, cast(found, now.dtype))
+        """Copy values from a copy of the variable into the leaves, where they are not the leaves' own."""
+        for group in self.groups:
+            leaf = next(leaf for leaf, tensor in group.copies if tensor is written)
+            now, values = _read(leaf), _gather(written, group.index)
+            # A leaf may be wider than the variable, and keeps its digits where the variable has not changed.
+            new = tf.where(same_bits(cast(now, values.dtype), values), now, cast(values, now.dtype))
             tf.raw_ops.AssignVariableOp(resource=leaf.handle, value=new)
 
     def differs(self, written: Tensor, before: Tensor) -> bool:
-        """Whether a copy of the variable, which was something before, is now something else where nothing trains."""
-        now = _read_entries(written)
-        other = ((now != before) & ((now == now) | (before == before))).numpy().reshape(-1).copy()  # a NaN stays one
-        other[self.positions] = False
-        return bool(other.any())
+        """Return True if a copy of the variable has changed since `before` in elements that do not train."""
+        now = _read(written)
+        changed = ((now != before) & ((now == now) | (before == before))).numpy().reshape(-1).copy()  # NaN equals NaN
+        changed[self.positions] = False
+        return bool(changed.any())
 
-    def _gathered(self, gradient: Any) -> Tensor:
-        if isinstance(gradient, tf.IndexedSlices):  # of rows that were looked up
+    def _gather_entries(self, gradient: Any) -> Tensor:
+        if isinstance(gradient, tf.IndexedSlices):  # the gradient of a lookup of rows
             width = self.tensor.shape[1:].num_elements()
             if self._lookup is None:
                 self._lookup = KerasLookup(*np.divmod(self.positions, width), width)
             return self._lookup(tf.reshape(gradient.indices, [-1]), tf.reshape(gradient.values, [-1, width]))
         return tf.gather(tf.reshape(gradient, [-1]), self.positions)
 
-    def _split(self, found: Tensor, dtypes: Sequence[Any]) -> list[Tensor]:
-        each = [found] if len(self.sizes) == 1 else tf.split(found, self.sizes)
-        return [tf.cast(gradient, dtype) for gradient, dtype in zip(each, dtypes, strict=True)]
+    def _split(self, entries: Tensor, dtypes: Sequence[Any]) -> list[Tensor]:
+        rows = [entries] if len(self.sizes) == 1 else tf.split(entries, self.sizes)
+        return [tf.cast(gradient, dtype) for gradient, dtype in zip(rows, dtypes, strict=True)]
+
+
+def partial_parameter_of(tensor: Variable) -> KerasPartialParameter | None:
+    """Return the partial parameter of a variable, TensorFlow's or Keras's, while elements of it train."""
+    owner = unwrap(tensor).__dict__.get(OWNER)
+    return owner if isinstance(owner, KerasPartialParameter) else None
+
+
+def attach(parameter: KerasPartialParameter) -> None:
+    """Swap the classes of a variable and its leaves, on each replica: strategies write to the copies one by one."""
+    parameter.tensor.__dict__[OWNER] = parameter
+    for copy in copies(parameter.tensor):
+        _set_class(copy, _class_with_write_hook(_plain_class(copy), _copy_parameter_to_leaves), parameter)
+    _set_class(parameter.variable, _class_with_gradient(_plain_class(parameter.variable)), parameter)
+    for group in parameter.groups:
+        group.parameter = parameter
+        for copy in copies(group.leaf._value):
+            _set_class(copy, _class_with_write_hook(_plain_class(copy), _copy_leaf_to_parameter), group)
+
+
+def detach(*variables: Variable) -> None:
+    """Give variables their plain classes back."""
+    for variable in variables:
+        for each in (variable, *copies(variable)):
+            plain = _plain_class(each)
+            each.__dict__.pop(OWNER, None)
+            object.__setattr__(each, "__class__", plain)
+
+
+def _plain_class(variable: Variable) -> type:
+    kind = type(variable)
+    return vars(kind).get("_elementgrad_plain", kind)
+
+
+def _set_class(variable: Variable, kind: type, owner: KerasElementGroup | KerasPartialParameter) -> None:
+    variable.__dict__[OWNER] = owner
+    variable.__class__ = kind
+
+
+def _copy_leaf_to_parameter(leaf: Variable, before: Any) -> None:
+    group: KerasElementGroup = leaf.__dict__[OWNER]
+    if group.parameter is not None:
+        group.write_to_parameter(leaf)
+
+
+def _copy_parameter_to_leaves(tensor: Variable, before: Any) -> None:
+    parameter: KerasPartialParameter = tensor.__dict__[OWNER]
+    parameter.read_from_parameter(tensor)
+    if before is not None and parameter.differs(tensor, before):
+        # Another model was loaded: its values are the originals.
+        for group in parameter.groups:
+            group.rebase()
+
+
+@cache
+def _class_with_write_hook(kind: type, after: Callable[[Variable, Any], None]) -> type:
+    """Return a subclass of a variable's class that calls `after(variable, value before)` after each write."""
+
+    def hook(name: str) -> Callable[..., Any]:
+        method = getattr(kind, name)
+
+        def write(self: Variable, *args: Any, **kwargs: Any) -> Any:
+            eager = tf.executing_eagerly() and after is _copy_parameter_to_leaves
+            before = tf.identity(_read(self)) if eager else None
+            result = method(self, *args, **kwargs)
+            after(self, before)
+            return result
+
+        write.__name__ = name
+        write.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
+        return write
+
+    return _subclass(kind, (kind,), {name: hook(name) for name in WRITES if hasattr(kind, name)})
+
+
+class TrainedVariable:
+    """The methods that a Keras variable has besides, while elements of it train."""
+
+    @property
+    def value(self: Any) -> Any:
+        """The value, with a gradient that goes on to the leaves."""
+        parameter: KerasPartialParameter = self.__dict__[OWNER]
+        if in_stateless_scope():
+            return parameter.stateless_value(super().value, get_stateless_scope())  # type: ignore[misc]
+        return super().value if parameter.is_read_plain else self._maybe_autocast(parameter.alias())  # type: ignore[misc]
+
+    @property
+    def handle(self: Any) -> Any:
+        """The handle of the variable inside."""
+        return self._value.handle
+
+    @property
+    def _shared_name(self: Any) -> Any:
+        return self._value._shared_name
+
+    @property
+    def trainable(self: Any) -> bool:
+        """False while elements train; what the user sets counts after their release."""
+        return False
+
+    @trainable.setter
+    def trainable(self: Any, value: bool) -> None:
+        self._trainable = bool(value)
+        freezer.request([self], bool(value))
+
+
+@cache
+def _class_with_gradient(kind: type) -> type:
+    """Return a subclass of a Keras variable's class whose value has a gradient for the leaves."""
+
+    def read_plain(name: str) -> Callable[..., Any]:
+        method = getattr(kind, name)
+
+        @close_scopes_after
+        def call(self: Variable, *args: Any, **kwargs: Any) -> Any:
+            with self.__dict__[OWNER].plain_reads():
+                return method(self, *args, **kwargs)
+
+        return call
+
+    methods = {name: read_plain(name) for name in PLAIN_READS if hasattr(kind, name)}
+    return _subclass(kind, (TrainedVariable, kind), methods)
+
+
+def _subclass(plain: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
+    """Make a class that looks like `plain`."""
+    looks = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    body = members | looks | {"_elementgrad_plain": plain}
+    return new_class(plain.__name__, bases, exec_body=lambda names: names.update(body))
+
+
+class KerasFreezer(Freezer):
+    """Freezes variables one by one. `layer.trainable` would have BatchNormalization compute something else."""
+
+    def get_claim(self, parameter: Variable) -> FreezeClaim | None:
+        return parameter.__dict__.get(CLAIM)
+
+    def set_claim(self, parameter: Variable, claim: FreezeClaim | None) -> None:
+        if claim is None:
+            del parameter.__dict__[CLAIM]
+        else:
+            parameter.__dict__[CLAIM] = claim
+
+    def is_trainable(self, parameter: Variable) -> bool:
+        return parameter._trainable
+
+    def set_trainable(self, parameter: Variable, trainable: bool) -> None:
+        parameter._trainable = trainable
+
+    def request(self, variables: Iterable[Variable], trainable: bool) -> None:
+        """Remember what the user sets `trainable` to while variables are frozen: it counts after the last release."""
+        for variable in variables:
+            claim = self.get_claim(variable)
+            if claim is not None:
+                claim.trainable = trainable
+
+
+freezer = KerasFreezer()
 
 
 def coordinates(positions: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Where flat positions are: one row of coordinates each."""
+    """Return the coordinates of flat positions, one row each."""
     return np.stack(np.unravel_index(positions, shape), -1).reshape(len(positions), len(shape)).astype(np.int64)
 
 
 def take(tensor: Tensor, positions: np.ndarray | None = None) -> np.ndarray:
-    """Elements of a tensor, or of what holds one, by their positions in C order; a large variable is not read whole."""
-    tensor = inside(tensor)
+    """Read elements of a tensor or variable by their flat positions; a large variable is not read whole."""
+    tensor = unwrap(tensor)
     if not isinstance(tensor, tf.Variable):
         flat = np.asarray(tensor).reshape(-1)
         return flat if positions is None else flat[positions]
     tensor = copies(tensor)[0]
     if positions is None:
-        return _read_entries(tensor).numpy().reshape(-1)
-    return _taken(tensor, coordinates(positions, tuple(tensor.shape))).numpy()
+        return _read(tensor).numpy().reshape(-1)
+    return _gather(tensor, coordinates(positions, tuple(tensor.shape))).numpy()
 
 
 def put(tensor: Tensor, index: np.ndarray, values: Tensor) -> None:
@@ -428,156 +391,65 @@ def put(tensor: Tensor, index: np.ndarray, values: Tensor) -> None:
 
 
 def bits(array: np.ndarray) -> tuple[str, np.ndarray]:
-    """The dtype of an array, and the bytes of its elements."""
+    """Return the dtype of an array, and the bytes of its elements."""
     array = np.asarray(array)
     return array.dtype.name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize)
 
 
-def _read_entries(tensor: Tensor) -> Tensor:
+def _read(tensor: Tensor) -> Tensor:
     return tf.raw_ops.ReadVariableOp(resource=tensor.handle, dtype=tensor.dtype)
 
 
-def _taken(tensor: Tensor, index: np.ndarray) -> Tensor:
+def _gather(tensor: Tensor, index: np.ndarray) -> Tensor:
     if not index.shape[1]:
-        return tf.reshape(_read_entries(tensor), [1])[: len(index)]
+        return tf.reshape(_read(tensor), [1])[: len(index)]
     return tf.raw_ops.ResourceGatherNd(resource=tensor.handle, indices=index, dtype=tensor.dtype)
 
 
-NOTE = "_elementgrad"
-"""Where a variable keeps what it belongs to."""
-WRITES = (
-    *("assign", "assign_add", "assign_sub", "_strided_slice_assign", "_restore_from_tensors", "batch_scatter_update"),
-    *[f"scatter_{how}" for how in ("add", "div", "max", "min", "mul", "sub", "update")],
-    *[f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")],
-)
-"""The methods of a variable that change it."""
-AS_IT_IS = (
-    *("_serialize_to_tensors", "_restore_from_tensors", "_copy_trackable_to_cpu", "_export_to_saved_model_graph"),
-    "_write_object_proto",
-)
-"""The methods of Keras's variable that want the one inside, and not its value."""
+def cast(values: Tensor, dtype: Any) -> Tensor:
+    """Cast values so that NaNs keep their bits and small numbers are not flushed to zero."""
+    values, dtype = tf.convert_to_tensor(values), tf.as_dtype(dtype)
+    if values.dtype == dtype:
+        return values
+    if values.dtype.is_complex and dtype.is_complex:
+        return tf.bitcast(cast(tf.bitcast(values, REAL[values.dtype]), REAL[dtype]), dtype)
+    plain = tf.cast(values, dtype)
+    before, after = values.dtype.name, dtype.name
+    if not {before, after} <= LAYOUTS.keys():
+        return plain
+    integers = tf.cast(_as_integers(values), INTEGERS[common_width(before, after)])
+    nans = tf.cast(nan_bits(integers, before, after, tf.where), INTEGERS[LAYOUTS[after].bits])
+    exact = tf.where(tf.math.is_nan(plain), nans, _as_integers(plain))
+    if tf.float64 in (values.dtype, dtype) and tf.float16 not in (values.dtype, dtype):
+        exact = _with_subnormals(values, integers, exact, dtype)
+    return tf.bitcast(exact, dtype)
 
 
-def weight_of(tensor: Variable) -> KerasPartialParameter | None:
-    """The weight whose variable this is, TensorFlow's or Keras's."""
-    note = inside(tensor).__dict__.get(NOTE)
-    return note if isinstance(note, KerasPartialParameter) else None
+def _with_subnormals(values: Tensor, integers: Tensor, plain: Tensor, dtype: Any) -> Tensor:
+    """Return the bits of a cast from or to float64, with the subnormal numbers that TensorFlow flushes to zero.
+
+    In float32 and bfloat16, the bits of a subnormal number count how many of the smallest number it is.
+    """
+    narrow = values.dtype if dtype == tf.float64 else dtype
+    mantissa = LAYOUTS[narrow.name].mantissa
+    smallest, normal = 2.0 ** -(126 + mantissa), 2.0**-126
+    if dtype == tf.float64:
+        count = integers & ((1 << (LAYOUTS[narrow.name].bits - 1)) - 1)
+        size = tf.cast(count, tf.float64) * smallest
+        return tf.where(count < 1 << mantissa, _as_integers(tf.where(integers < 0, -size, size)), plain)
+    size = tf.abs(values)
+    count = tf.cast(tf.round(size / smallest), plain.dtype)
+    return tf.where(size < normal, tf.where(integers < 0, count + plain.dtype.min, count), plain)
 
 
-def tie(weight: KerasPartialParameter) -> None:
-    """Let the variable and its leaves know each other, on each replica: strategies write to the copies one by one."""
-    weight.tensor.__dict__[NOTE] = weight
-    for copy in copies(weight.tensor):
-        _change(copy, _written(_plain(copy), _after_weight), weight)
-    _change(weight.variable, _read_variable(_plain(weight.variable)), weight)
-    for part in weight.parts:
-        part.weight = weight
-        for copy in copies(part.leaf._value):
-            _change(copy, _written(_plain(copy), _after_leaf), part)
+def same_bits(left: Tensor, right: Tensor) -> Tensor:
+    """Compare values of one dtype to the bit: -0.0 is not 0.0, and a NaN equals itself."""
+    if left.dtype.is_complex:
+        return tf.reduce_all(same_bits(*[tf.bitcast(each, REAL[each.dtype]) for each in (left, right)]), -1)
+    if 8 * left.dtype.size not in INTEGERS:
+        return left == right
+    return _as_integers(left) == _as_integers(right)
 
 
-def untie(*variables: Variable) -> None:
-    """Plain variables again."""
-    for variable in variables:
-        for each in (variable, *copies(variable)):
-            plain = _plain(each)
-            each.__dict__.pop(NOTE, None)
-            object.__setattr__(each, "__class__", plain)
-
-
-def _plain(variable: Variable) -> type:
-    kind = type(variable)
-    return vars(kind).get("_elementgrad_plain", kind)
-
-
-def _change(variable: Variable, kind: type, note: KerasElementGroup | KerasPartialParameter) -> None:
-    variable.__dict__[NOTE] = note
-    variable.__class__ = kind
-
-
-def _after_leaf(leaf: Variable, before: Any) -> None:
-    part: KerasElementGroup = leaf.__dict__[NOTE]
-    if part.weight is not None:
-        part.write_to_parameter(leaf)
-
-
-def _after_weight(tensor: Variable, before: Any) -> None:
-    weight: KerasPartialParameter = tensor.__dict__[NOTE]
-    weight.read_from_parameter(tensor)
-    if before is not None and weight.differs(tensor, before):
-        # Another model altogether: what its elements were is what was written.
-        for part in weight.parts:
-            part.rebase()
-
-
-@cache
-def _written(kind: type, after: Callable[[Variable, Any], None]) -> type:
-    def writing(name: str) -> Callable[..., Any]:
-        method = getattr(kind, name)
-
-        def write(self: Variable, *args: Any, **kwargs: Any) -> Any:
-            eager = tf.executing_eagerly() and after is _after_weight
-            before = tf.identity(tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)) if eager else None
-            result = method(self, *args, **kwargs)
-            after(self, before)
-            return result
-
-        write.__name__ = name
-        write.autograph_info__ = None  # type: ignore[attr-defined]  # by this sign AutoGraph leaves a function alone
-        return write
-
-    members = {name: writing(name) for name in WRITES if hasattr(kind, name)}
-    return _made(kind, (kind,), members)
-
-
-class TrainedVariable:
-    """What Keras's variable does besides, while elements of it train."""
-
-    @property
-    def value(self: Any) -> Any:
-        """The value, whose gradient the elements hear."""
-        weight: KerasPartialParameter = self.__dict__[NOTE]
-        if in_stateless_scope():
-            return weight.lent(super().value, get_stateless_scope())  # type: ignore[misc]
-        return super().value if weight.bare else self._maybe_autocast(weight.alias())  # type: ignore[misc]
-
-    @property
-    def handle(self: Any) -> Any:
-        """That of the variable inside."""
-        return self._value.handle
-
-    @property
-    def _shared_name(self: Any) -> Any:
-        return self._value._shared_name
-
-    @property
-    def trainable(self: Any) -> bool:
-        """Never as a whole; what somebody asks for counts when the elements are released."""
-        return False
-
-    @trainable.setter
-    def trainable(self: Any, value: bool) -> None:
-        self._trainable = bool(value)
-        ask([self], bool(value))
-
-
-@cache
-def _read_variable(kind: type) -> type:
-    def bared(name: str) -> Callable[..., Any]:
-        method = getattr(kind, name)
-
-        @close_scopes_after
-        def call(self: Variable, *args: Any, **kwargs: Any) -> Any:
-            with self.__dict__[NOTE].bared():
-                return method(self, *args, **kwargs)
-
-        return call
-
-    return _made(kind, (TrainedVariable, kind), {name: bared(name) for name in AS_IT_IS if hasattr(kind, name)})
-
-
-def _made(plain: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
-    """A class that looks like another."""
-    looks = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    body = members | looks | {"_elementgrad_plain": plain}
-    return new_class(plain.__name__, bases, exec_body=lambda names: names.update(body))
+def _as_integers(values: Tensor) -> Tensor:
+    return tf.bitcast(values, INTEGERS[8 * values.dtype.size])

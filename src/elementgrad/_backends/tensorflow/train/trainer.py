@@ -1,6 +1,6 @@
-"""Training elements of a Keras model: which variables there are, freezing the others, routing losses."""
+"""The trainer of a Keras model or layer: names, checks, starting and stopping, gradients by a tape."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,22 +11,22 @@ import tensorflow as tf
 from elementgrad._backends.tensorflow import distributed
 from elementgrad._backends.tensorflow.autodiff import written
 from elementgrad._backends.tensorflow.names import KerasModel, layer_of
-from elementgrad._backends.tensorflow.train import parameter
-from elementgrad._backends.tensorflow.train.layers import dress
+from elementgrad._backends.tensorflow.train.layers import patch_class
 from elementgrad._backends.tensorflow.train.parameter import (
     HALVES,
     KerasElementGroup,
     KerasPartialParameter,
+    attach,
     bits,
     cast,
-    put,
+    detach,
+    freezer,
+    partial_parameter_of,
     take,
-    tie,
-    untie,
-    weight_of,
 )
 from elementgrad._train.backend import TrainBackend
-from elementgrad._train.trainer import Trainer, TrainingState
+from elementgrad._train.freeze import TrainingState
+from elementgrad._train.trainer import ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError
 
 Tensor = Any
@@ -35,12 +35,12 @@ Tensor = Any
 class KerasTrainer(Trainer):
     """A Keras model or layer whose elements train."""
 
-    elsewhere: Mapping[str, str] = {
+    alternatives: Mapping[str, str] = {
         "parameters": "elements.variables",
         "backward": "elements.gradients(tape, {place: loss})",
     }
-    kind = "trainable variable"
-    others: Mapping[str, str] = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
+    noun = "trainable variable"
+    other_nouns: Mapping[str, str] = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
     separator = "/"
 
     def __init__(self, model: Any):
@@ -48,42 +48,36 @@ class KerasTrainer(Trainer):
             raise FrameworkError("elements are chosen before a function is compiled; call this outside of tf.function")
         self._root = layer_of(model)
         distributed.require_outside(self._root)
-        self._named = KerasModel(self._root)
+        self._model = KerasModel(self._root)
         self._owner = object()
-        self._variables = {id(held._value): held for _, kind, held in self._named._variables() if kind == "parameter"}
+        parameters = [variable for _, kind, variable in self._model._variables() if kind == "parameter"]
+        self._variables = {id(variable._value): variable for variable in parameters}
 
     def names(self) -> Iterator[str]:
-        return (name for name, kind, _ in self._named.named_tensors() if kind == "parameter")
+        return (name for name, kind, _ in self._model.named_tensors() if kind == "parameter")
 
-    def spelled(self) -> Iterator[tuple[str, Tensor]]:
-        for path, layer in self._named._layers():
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for path, layer in self._model._layers():
             for variable in layer._trainable_variables:
                 if variable._value is not None:
                     yield f"{path}/{variable.name}" if path else variable.name, variable._value
 
-    def standing(self, tensor: Tensor) -> TrainingState:
-        return parameter.standing(self._variables[id(tensor)])
-
     def parameter(self, name: str) -> Tensor:
-        bearing = self._named.lookup(name)
-        for kind, tensor in bearing:
+        matches = self._model.lookup(name)
+        for kind, tensor in matches:
             if kind == "parameter" and tensor is not None:
                 return tensor
         if not any(self.names()):
             raise FrameworkError("the model has no variables yet; call it once, or model.build(...), before")
-        raise self.unknown_name_error(name, bearing[0][0] if bearing else None)
+        raise self.unknown_name_error(name, matches[0][0] if matches else None)
 
-    def named(self, tensor: Tensor) -> str:
-        for name, kind, held in self._named.named_tensors():
-            if kind == "parameter" and held is distributed.inside(tensor):
+    def name_of(self, tensor: Tensor) -> str:
+        for name, kind, parameter in self._model.named_tensors():
+            if kind == "parameter" and parameter is distributed.unwrap(tensor):
                 return name
         raise self.not_a_parameter_error(tensor)
 
-    def training(self, tensor: Tensor) -> Sequence[KerasElementGroup]:
-        weight = weight_of(tensor)
-        return [] if weight is None else weight.parts
-
-    def check(self, tensor: Tensor, name: str) -> None:
+    def check_parameter(self, tensor: Tensor, name: str) -> None:
         distributed.require_mirrored(tensor, name)
         if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
             raise DtypeError(f"{name} is {tensor.dtype.name}, and only floats train")
@@ -92,99 +86,94 @@ class KerasTrainer(Trainer):
                 f"{name} has a constraint, which rewrites all of it after every step; set its constraint to None"
             )
 
-    @property
-    def is_distributed(self) -> bool:
-        return self._shared is not None
+    def training_state(self, tensor: Tensor) -> TrainingState:
+        return freezer.state(self._variables[id(tensor)])
 
-    @property
-    def is_rank_zero(self) -> bool:
-        return bool(self._shared.extended.should_checkpoint)  # the chief
+    def read_bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+        return bits(take(tensor, positions))
 
-    def gathered(self, row: np.ndarray) -> np.ndarray:
-        return distributed.gathered(self._shared, row)
-
-    def dtype(self, given: Any) -> Any:
+    def parse_dtype(self, dtype: Any) -> Any:
         try:
-            found = None if given is None else tf.as_dtype(given)
+            parsed = None if dtype is None else tf.as_dtype(dtype)
         except TypeError:
-            found = tf.int32
-        if found is not None and not (found.is_floating or found.is_complex):
-            raise OptionError(f"dtype={given!r} is no floating dtype; give tf.float32 or tf.float64, or None")
-        return found
+            parsed = tf.int32
+        if parsed is not None and not (parsed.is_floating or parsed.is_complex):
+            raise OptionError(f"dtype={dtype!r} is no floating dtype; give tf.float32 or tf.float64, or None")
+        return parsed
 
-    def part(
-        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    def make_group(
+        self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None
     ) -> KerasElementGroup:
-        held = take(tensor, positions)
-        now = held if values is None else _of_bits(values)
-        kept = dtype or (tf.as_dtype(now.dtype) if values is not None else _kept(tensor.dtype))
+        tensor = target.tensor
+        initial = take(tensor, target.positions)
+        now = initial if values is None else _from_bits(values)
+        if dtype is None and values is None:
+            dtype = tf.float32 if tensor.dtype in HALVES else tensor.dtype  # half precision loses small steps
+        dtype = dtype or tf.as_dtype(now.dtype)
         variable = self._variables[id(tensor)]
-        taken = {part.leaf.name for part in self.training(tensor)}
+        taken = {group.leaf.name for group in self.groups_of(tensor)}
         name = next(name for number in count() if (name := f"{variable.name}_elements_{number}") not in taken)
         with distributed.scope(tensor):
-            leaf = keras.Variable(cast(now, kept), dtype=kept.name, autocast=False, name=name)
+            leaf = keras.Variable(cast(now, dtype), dtype=dtype.name, autocast=False, name=name)
         leaf._path = f"{variable.path}_elements_{name.rpartition('_')[2]}"  # optimizers leave variables out by it
-        part = KerasElementGroup(tensor, positions, held if originals is None else _of_bits(originals), leaf)
-        part.found = held
-        return part
+        return KerasElementGroup(target, leaf, initial if originals is None else _from_bits(originals), initial)
 
-    def start(self, parts: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
-        parameter.claim(self._variables.values(), self._owner, [self._variables[id(tensor)] for tensor in kept])
-        for part in parts:
-            weight = weight_of(part.tensor) or KerasPartialParameter(self._variables[id(part.tensor)])
-            part.weight = weight
-            weight.parts.append(part)
-            weight.arrange()
-            tie(weight)
-        changed = list({id(part.weight): part.weight for part in parts}.values())
-        for weight in changed:
-            weight.layers |= {id(layer): layer for _, layer in self._named._layers()}
-            weight.roots[id(self._root)] = self._root
-        for part in parts:
-            part.write_to_parameter()
-        self._renew(changed)
+    def groups_of(self, tensor: Tensor) -> Sequence[KerasElementGroup]:
+        parameter = partial_parameter_of(tensor)
+        return [] if parameter is None else parameter.groups
 
-    def stop(self, parts: Sequence[Any]) -> None:
-        """Done again, it goes on from wherever it was interrupted."""
-        changed = list({id(part.weight): part.weight for part in parts if part.weight is not None}.values())
-        for weight in changed:
-            weight.parts[:] = [part for part in weight.parts if all(part is not other for other in parts)]
-        for part in parts:
-            untie(part.leaf._value)
-        for weight in changed:
-            weight.arrange()
-            if not weight.parts:
-                untie(weight.tensor, weight.variable)
-                # Writing single elements has had every read of the variable copy it, which is over now.
-                for copy in distributed.copies(weight.tensor):
+    def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
+        freezer.claim(self._variables.values(), self._owner, [self._variables[id(tensor)] for tensor in keep])
+        for group in groups:
+            parameter = partial_parameter_of(group.tensor) or KerasPartialParameter(self._variables[id(group.tensor)])
+            group.parameter = parameter
+            parameter.groups.append(group)
+            parameter.arrange()
+            attach(parameter)
+        changed = _parameters_of(groups)
+        for parameter in changed:
+            parameter.layers |= {id(layer): layer for _, layer in self._model._layers()}
+            parameter.roots[id(self._root)] = self._root
+        for group in groups:
+            group.write_to_parameter()
+        _update_layers(changed)
+
+    def stop(self, groups: Sequence[Any]) -> None:
+        # Called again after an interrupt, it goes on from wherever it was.
+        changed = _parameters_of(groups)
+        for parameter in changed:
+            parameter.groups[:] = [group for group in parameter.groups if all(group is not other for other in groups)]
+        for group in groups:
+            detach(group.leaf._value)
+        for parameter in changed:
+            parameter.arrange()
+            if not parameter.groups:
+                detach(parameter.tensor, parameter.variable)
+                # Writes of single elements have made every read of the variable copy it, which is over now.
+                for copy in distributed.copies(parameter.tensor):
                     tf.raw_ops.DisableCopyOnRead(resource=copy.handle)
-        parameter.leave(self._variables.values(), self._owner)
-        self._renew(changed)
-        for part in parts:
-            part.weight = None
+        freezer.leave(self._variables.values(), self._owner)
+        _update_layers(changed)
+        for group in groups:
+            group.parameter = None
 
-    def cancel(self, parts: Sequence[Any]) -> None:
-        self.stop(parts)
-        for part in parts:
-            for _, tensor in part.copies:
-                put(tensor, part.index, part.found)
+    def cancel(self, groups: Sequence[Any]) -> None:
+        self.stop(groups)
+        for group in groups:
+            group.write_values(group.initial)
 
-    def write(self, part: Any) -> None:
-        part.write_to_parameter()
+    def write_to_parameter(self, group: Any) -> None:
+        group.write_to_parameter()
 
-    def restore(self, part: Any) -> None:
-        part.leaf.assign(cast(part.originals, part.leaf._value.dtype))
-        for _, tensor in part.copies:
-            put(tensor, part.index, part.originals)
+    def restore(self, group: Any) -> None:
+        group.leaf.assign(cast(group.originals, group.leaf._value.dtype))
+        group.write_values(group.originals)
 
     def check_loss(self, loss: Tensor, of: str) -> None:
         if not tf.is_tensor(loss):
             raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a tf.Tensor of one number")
         if loss.shape.num_elements() != 1:
             raise OptionError(f"the loss for {of} has shape {loss.shape}; give one number, such as tf.reduce_sum(loss)")
-
-    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
-        return tape.gradient(loss, [part.leaf for part in parts])
 
     def check_tape(self, tape: Any, losses: int) -> None:
         if not isinstance(tape, tf.GradientTape):
@@ -194,40 +183,52 @@ class KerasTrainer(Trainer):
                 f"the tape gives one gradient, and there are {losses} losses; use tf.GradientTape(persistent=True)"
             )
 
-    def heard(self, before: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
+    def gradients(self, loss: Tensor, groups: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
+        return tape.gradient(loss, [group.leaf for group in groups])
+
+    def add_gradient(self, total: Tensor | None, gradient: Tensor, elements: np.ndarray) -> Tensor:
         if len(elements) < gradient.shape[0]:
             some = tf.gather(gradient, elements)
             gradient = tf.scatter_nd(elements[:, None], some, tf.shape(gradient, out_type=tf.int64))
-        return gradient if before is None else before + gradient
-
-    def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        return bits(take(tensor, positions))
+        return gradient if total is None else total + gradient
 
     @property
-    def _shared(self) -> Any:
-        """The strategy of several processes, if the variables are of one."""
-        return distributed.shared(distributed.strategy_of(variable._value) for variable in self._variables.values())
+    def is_distributed(self) -> bool:
+        return self._strategy is not None
 
-    def _renew(self, changed: Sequence[KerasPartialParameter]) -> None:
-        """Let the layers know, and forget what was compiled before."""
-        layers = {id(layer): layer for weight in changed for layer in weight.layers.values()}
-        for layer in layers.values():
-            dress(layer)
-            for function in ("train_function", "test_function", "predict_function"):
-                if getattr(layer, function, None) is not None:
-                    setattr(layer, function, None)
+    @property
+    def is_rank_zero(self) -> bool:
+        return bool(self._strategy.extended.should_checkpoint)  # the chief
 
+    def allgather(self, row: np.ndarray) -> np.ndarray:
+        return distributed.allgather(self._strategy, row)
 
-def _kept(dtype: Any) -> Any:
-    """The dtype of a leaf for a variable of a dtype: small steps are lost in half precision."""
-    return tf.float32 if dtype in HALVES else dtype
+    @property
+    def _strategy(self) -> Any:
+        return distributed.multi_process_strategy(variable._value for variable in self._variables.values())
 
 
-def _of_bits(numbers: Any) -> np.ndarray:
+def _parameters_of(groups: Iterable[KerasElementGroup]) -> list[KerasPartialParameter]:
+    return list({id(group.parameter): group.parameter for group in groups if group.parameter is not None}.values())
+
+
+def _update_layers(changed: Sequence[KerasPartialParameter]) -> None:
+    """Swap the classes of the layers of changed parameters, and drop functions that were compiled before."""
+    layers = {id(layer): layer for parameter in changed for layer in parameter.layers.values()}
+    for layer in layers.values():
+        patch_class(layer)
+        for function in ("train_function", "test_function", "predict_function"):
+            if getattr(layer, function, None) is not None:
+                setattr(layer, function, None)
+
+
+def _from_bits(numbers: Any) -> np.ndarray:
     return np.frombuffer(numbers.bits.tobytes(), tf.as_dtype(numbers.dtype).as_numpy_dtype)
 
 
 class KerasTrain(TrainBackend):
+    """Makes trainers of Keras models and layers."""
+
     def trainer(self, model: Any) -> Trainer:
         owner = layer_of(model)
         if owner is None or written(model) is not owner:

@@ -49,6 +49,7 @@ from elementgrad._backends.torch.train.parameter import (
     same,
     while_training,
 )
+from elementgrad._train.trainer import PartialParameter
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = torch.Tensor
@@ -56,25 +57,25 @@ _moving: WeakKeyDictionary[torch.optim.Optimizer, "list[TorchPartialParameter]"]
 """For each optimizer in the middle of a step, the parameters whose elements it moves."""
 
 
-class TorchPartialParameter:
+class TorchPartialParameter(PartialParameter):
     """A parameter and the parts of it that train."""
 
     def __init__(self, home: ParameterStorage):
         self.home = home
         self.tensor = home.tensor
-        self.parts: list[TorchElementGroup] = []
+        self.groups: list[TorchElementGroup] = []
         self._used = False
         self.arrange()
 
     def arrange(self) -> None:
         """Make ready for the parts there are, on the device where the parameter is."""
-        self.leaves = tuple([part.leaf for part in self.parts])
-        self.keys = tuple([part.key for part in self.parts])
-        self.sizes = [len(part.positions) for part in self.parts]
-        self.everywhere = np.concatenate([np.zeros(0, dtype=np.int64), *[part.positions for part in self.parts]])
+        self.leaves = tuple([part.leaf for part in self.groups])
+        self.keys = tuple([part.key for part in self.groups])
+        self.sizes = [len(part.positions) for part in self.groups]
+        self.everywhere = np.concatenate([np.zeros(0, dtype=np.int64), *[part.positions for part in self.groups]])
         self.positions = index(self.everywhere, self.tensor.device)
-        for part in self.parts:
-            part.weight = self
+        for part in self.groups:
+            part.parameter = self
             part.originals = part.originals.to(self.tensor.device)
         self._note()
         self._need_hooks()
@@ -84,7 +85,7 @@ class TorchPartialParameter:
         self._need_hooks()
 
     def _need_hooks(self) -> None:
-        (parameter.need if self.parts else parameter.done)(self)
+        (parameter.need if self.groups else parameter.done)(self)
 
     @property
     def live(self) -> Tensor:
@@ -183,8 +184,8 @@ def _moved(optimizer: torch.optim.Optimizer) -> list[TorchPartialParameter]:
     for group in optimizer.param_groups:
         for leaf in group["params"]:
             part = part_of(leaf)
-            if part is not None and part.weight is not None and part in part.weight.parts:
-                weights[id(part.weight)] = part.weight
+            if part is not None and part.parameter is not None and part in part.parameter.groups:
+                weights[id(part.parameter)] = part.parameter
     return list(weights.values())
 
 

@@ -116,7 +116,7 @@ class TrainedModule:
         for name, use in self._trained.items():
             use.weight.read_from_parameter()
             if other[name]:  # another model altogether: what its elements were is what was loaded
-                for part in use.weight.parts:
+                for part in use.weight.groups:
                     part.rebase()
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -128,7 +128,7 @@ class TrainedModule:
             )
         for weight in weights:
             weight.current()
-        before = [(part, part.leaf.detach()) for weight in weights for part in weight.parts]
+        before = [(part, part.leaf.detach()) for weight in weights for part in weight.groups]
         with torch.no_grad():  # recurrent layers note their parameters then, and not aliases of them
             result = super()._apply(fn, recurse)  # type: ignore[misc]
         for part, values in before:
@@ -176,8 +176,8 @@ def patch_class(
 
     What it is to know is noted first, so that all the rest can be done again from there after an interrupt.
     """
-    uses = {name: use for name, use in uses.items() if use.weight.parts}
-    elsewhere = [weight for weight in elsewhere if weight.parts]
+    uses = {name: use for name, use in uses.items() if use.weight.groups}
+    elsewhere = [weight for weight in elsewhere if weight.groups]
     plain: Any = module._plain if isinstance(module, TrainedModule) else type(module)
     kind = _class(plain, tuple(uses), lists) if uses or elsewhere else plain  # first, as it may be refused
     held = vars(module)

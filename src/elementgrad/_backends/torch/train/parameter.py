@@ -12,9 +12,8 @@ Gradients that were computed apart come to their leaves as by one backward, of w
 """
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from inspect import getfile
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary, ref
@@ -25,9 +24,9 @@ from torch import distributed
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elementgrad._cleanup import Lock, defer, scope
-from elementgrad._train import trainer
+from elementgrad._train.freeze import FreezeClaim, Freezer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
-from elementgrad._train.trainer import TrainingState
+from elementgrad._train.trainer import ElementGroup, ResolvedPlace
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -118,22 +117,18 @@ HALVES = (torch.float16, torch.bfloat16)
 _leaves: WeakValueDictionary[int, "TorchElementGroup"] = WeakValueDictionary()
 
 
-class TorchElementGroup(trainer.ElementGroup):
+class TorchElementGroup(ElementGroup):
     """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
 
+    parameter: Any = None
+
     def __init__(
-        self, tensor: Tensor, positions: np.ndarray, leaf: Tensor, originals: Tensor, dtype: torch.dtype | None = None
+        self, target: ResolvedPlace, leaf: Tensor, originals: Tensor, initial: Tensor, dtype: torch.dtype | None
     ):
-        self.tensor = tensor
-        self.positions = positions
-        self.originals = originals
+        super().__init__(target, leaf, originals, initial)
         self.dtype = dtype
-        self.mark = None
-        self.found = leaf
         self.key = ""
         self.number, self.hook = 0, None  # of those whose gradients processes exchange
-        self.weight: Any = None
-        """The parameter with all of its parts, while they train."""
         self.become(leaf)
 
     def become(self, leaf: Tensor) -> None:
@@ -152,8 +147,7 @@ class TorchElementGroup(trainer.ElementGroup):
     def begin_from(self, originals: Tensor) -> None:
         """Have other originals, as of another model or in another dtype."""
         self.originals = originals
-        if self.mark is not None:
-            self.mark.bits = bits(originals)[1]
+        self.change.bits = bits(originals)[1]
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the leaf for a parameter of a dtype: small steps are lost in half precision."""
@@ -238,80 +232,47 @@ def _running(frame: Any) -> bool:
 Module = torch.nn.Module
 
 
-@dataclass
-class _FreezeClaim:
-    before: bool
-    gradient: torch.Tensor | None
-    owners: set[object] = field(default_factory=set)
-    """One for each call that froze the parameter."""
-    keepers: set[object] = field(default_factory=set)
-    """Those of them that were told to keep it as it was."""
+class TorchFreezer(Freezer):
+    """Freezes parameters by `requires_grad`, and puts their gradients aside meanwhile."""
+
+    def __init__(self) -> None:
+        self._claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get_claim(self, parameter: Tensor) -> FreezeClaim | None:
+        return self._claims.get(parameter)
+
+    def set_claim(self, parameter: Tensor, claim: FreezeClaim | None) -> None:
+        if claim is None:
+            del self._claims[parameter]
+        else:
+            self._claims[parameter] = claim
+
+    def is_trainable(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad
+
+    def set_trainable(self, parameter: Tensor, trainable: bool) -> None:
+        parameter.requires_grad_(trainable)
+
+    def get_gradient(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad
+
+    def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        parameter.grad = gradient
+
+    def claim_copies(self, tensors: Iterable[tuple[Tensor, bool, bool]], owner: object) -> None:
+        """Claim copies of frozen parameters, given which of them were trainable before and which are kept."""
+        for tensor, trainable, kept in tensors:
+            claim = self._claims.setdefault(tensor, FreezeClaim(trainable))
+            claim.owners.add(owner)
+            if kept:
+                claim.keepers.add(owner)
 
 
-_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+freezer = TorchFreezer()
 
 
-def claim(
-    model: Module, owner: object, kept: Sequence[torch.Tensor] = ()
-) -> list[tuple[torch.nn.Parameter, bool, bool]]:
-    """Freeze the parameters of a model that nobody froze yet, but for those that are kept as they were.
-
-    What the user has let train since stays so. Returns which of them were to train before, and which are kept.
-    """
-    spared = {id(tensor) for tensor in kept}
-    for tensor in _tensors(model):
-        held = _claims.get(tensor)
-        if held is None:
-            keep = id(tensor) in spared
-            _claims[tensor] = _FreezeClaim(
-                tensor.requires_grad, None if keep else tensor.grad, {owner}, {owner} if keep else set()
-            )
-            if not keep:
-                tensor.requires_grad_(False)
-                tensor.grad = None  # an optimizer moves whatever has a gradient, be it left over from before
-            continue
-        held.owners.add(owner)
-        if id(tensor) in spared:
-            defer(tensor.requires_grad_, tensor.requires_grad)
-            held.keepers.add(owner)
-            tensor.requires_grad_(held.before or tensor.requires_grad)
-    return [(tensor, _claims[tensor].before, bool(_claims[tensor].keepers)) for tensor in _tensors(model)]
-
-
-def claim_copies(tensors: list[tuple[torch.nn.Parameter, bool, bool]], owner: object) -> None:
-    """Note that parameters are copies of frozen ones, which of those were to train before, and which are kept."""
-    for tensor, before, kept in tensors:
-        if tensor not in _claims:
-            _claims[tensor] = _FreezeClaim(before, None)
-        _claims[tensor].owners.add(owner)
-        if kept:
-            _claims[tensor].keepers.add(owner)
-
-
-def standing(tensor: torch.Tensor) -> TrainingState:
-    """Return whether a parameter trains as a whole."""
-    held = _claims.get(tensor)
-    able = tensor.is_floating_point() or tensor.is_complex()
-    if held is None:
-        return TrainingState(tensor.requires_grad, able=able)
-    return TrainingState(held.before, claimed=True, kept=bool(held.keepers), able=able)
-
-
-def leave(model: Module, owner: object) -> None:
-    """Give up the claims of an owner; after the last, what was frozen may train again."""
-    for tensor in _tensors(model):
-        held = _claims.get(tensor)
-        if held is None or owner not in held.owners:
-            continue
-        if len(held.owners) == 1:
-            tensor.requires_grad_(held.before or tensor.requires_grad)
-            tensor.grad = held.gradient if tensor.grad is None else tensor.grad
-            del _claims[tensor]
-        held.keepers.discard(owner)
-        held.owners.discard(owner)
-
-
-def _tensors(model: Module) -> list[torch.nn.Parameter]:
+def whole_parameters(model: Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of a model without the leaves of elements."""
     return [tensor for tensor in model.parameters() if part_of(tensor) is None]
 
 

@@ -21,9 +21,18 @@ from elementgrad._backends.torch.train import modules, parameter
 from elementgrad._backends.torch.train.kernels import index
 from elementgrad._backends.torch.train.layers import TorchPartialParameter
 from elementgrad._backends.torch.train.modules import TrainedModule, attach, detach
-from elementgrad._backends.torch.train.parameter import ParameterStorage, TorchElementGroup, bits, cast, part_of
+from elementgrad._backends.torch.train.parameter import (
+    ParameterStorage,
+    TorchElementGroup,
+    bits,
+    cast,
+    freezer,
+    part_of,
+    whole_parameters,
+)
 from elementgrad._train.backend import TrainBackend
-from elementgrad._train.trainer import Trainer, TrainingState
+from elementgrad._train.freeze import TrainingState
+from elementgrad._train.trainer import ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -33,11 +42,11 @@ Module = torch.nn.Module
 class TorchTrainer(Trainer):
     """A module whose elements train."""
 
-    elsewhere: Mapping[str, str] = {
+    alternatives: Mapping[str, str] = {
         "variables": "elements.parameters()",
         "gradients": "elements.backward({place: loss})",
     }
-    others: Mapping[str, str] = {"activation": "a layer", "buffer": "a buffer"}
+    other_nouns: Mapping[str, str] = {"activation": "a layer", "buffer": "a buffer"}
 
     def __init__(self, model: Module):
         require_unwrapped(model)
@@ -52,12 +61,12 @@ class TorchTrainer(Trainer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._owner = object()
-        parameter.claim_copies(self._frozen, self._owner)
+        freezer.claim_copies(self._frozen, self._owner)
 
     def names(self) -> Iterator[str]:
         return (name for name, kind, _ in self._named.named_tensors() if kind == "parameter")
 
-    def spelled(self) -> Iterator[tuple[str, Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         def walk(module: Module, path: str, above: tuple[Module, ...]) -> Iterator[tuple[str, Tensor]]:
             module = unwrap(module)
             if module in above:
@@ -71,10 +80,10 @@ class TorchTrainer(Trainer):
 
         return walk(self._model, "", ())
 
-    def standing(self, tensor: Tensor) -> TrainingState:
-        return parameter.standing(tensor)
+    def training_state(self, tensor: Tensor) -> TrainingState:
+        return freezer.state(tensor, can_train=tensor.is_floating_point() or tensor.is_complex())
 
-    def hooked(self, tensor: Tensor) -> bool:
+    def has_gradient_hooks(self, tensor: Tensor) -> bool:
         return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
     def parameter(self, name: str) -> Tensor:
@@ -84,18 +93,18 @@ class TorchTrainer(Trainer):
                 return self._lasting(tensor)
         raise self.unknown_name_error(name, bearing[0][0] if bearing else None)
 
-    def named(self, tensor: Tensor) -> str:
+    def name_of(self, tensor: Tensor) -> str:
         tensor = getattr(tensor, "_elements_of", tensor)  # what a module hands out of a sharded one
         for name, kind, held in self._named.named_tensors():
             if kind == "parameter" and (self._lasting(held) is tensor or _same(held, tensor)):
                 return name
         raise self.not_a_parameter_error(tensor)
 
-    def training(self, tensor: Tensor) -> Sequence[TorchElementGroup]:
+    def groups_of(self, tensor: Tensor) -> Sequence[TorchElementGroup]:
         weight = self._weights().get(id(tensor))
-        return weight.parts if weight is not None else []
+        return weight.groups if weight is not None else []
 
-    def check(self, tensor: Tensor, name: str) -> None:
+    def check_parameter(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
             raise FrameworkError(f"{name} has no shape yet; call the model once before")
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -132,23 +141,22 @@ class TorchTrainer(Trainer):
                     "set max_norm=None"
                 )
 
-    def dtype(self, given: Any) -> torch.dtype | None:
-        found = getattr(torch, given, None) if isinstance(given, str) else given
-        if given is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
-            raise OptionError(f"dtype={given!r} is no floating dtype; give torch.float32 or torch.float64, or None")
+    def parse_dtype(self, dtype: Any) -> torch.dtype | None:
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
+            raise OptionError(f"dtype={dtype!r} is no floating dtype; give torch.float32 or torch.float64, or None")
         return found
 
-    def part(
-        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any = None, originals: Any = None
+    def make_group(
+        self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None
     ) -> TorchElementGroup:
         with torch.inference_mode(False):
-            return self._part(tensor, positions, dtype, values, originals)
+            return self._make_group(target, dtype, values, originals)
 
-    def _part(
-        self, tensor: Tensor, positions: np.ndarray, dtype: Any, values: Any, originals: Any
-    ) -> TorchElementGroup:
+    def _make_group(self, target: ResolvedPlace, dtype: Any, values: Any, originals: Any) -> TorchElementGroup:
+        tensor = target.tensor
         self._require_alone(tensor)
-        held = self._take(tensor, positions)
+        held = self._take(tensor, target.positions)
         before = held if originals is None else _of_bits(originals, tensor)
         if dtype is not None and torch.promote_types(dtype, tensor.dtype) != dtype:
             raise OptionError(f"dtype={dtype} cannot hold what {tensor.dtype} holds; give a wider one, or None")
@@ -156,19 +164,18 @@ class TorchTrainer(Trainer):
             raise OptionError(
                 f"dtype={dtype} is complex, and the parameter is {tensor.dtype}; give a real one, or None"
             )
-        part = TorchElementGroup(tensor, positions, held, before, dtype)
-        part.found = held
+        group = TorchElementGroup(target, held, before, held, dtype)
         now = held if values is None else _of_bits(values, tensor)
-        kept = part.kept_dtype(tensor.dtype) if values is None or dtype is not None else now.dtype
-        part.dtype = kept if values is not None else dtype
-        part.become(torch.nn.Parameter(cast(now, kept).clone()))
-        return part
+        kept = group.kept_dtype(tensor.dtype) if values is None or dtype is not None else now.dtype
+        group.dtype = kept if values is not None else dtype
+        group.become(torch.nn.Parameter(cast(now, kept).clone()))
+        return group
 
     def _require_alone(self, tensor: Tensor) -> None:
         """Refuse a parameter that shares memory with another one, unless it is that very parameter."""
         if id(tensor) in self._alone:
             return
-        every = list(self.spelled())
+        every = list(self.named_parameters())
         for other, held in every:
             if modules.overlap(tensor, held):
                 name = next(name for name, held in every if held is tensor)
@@ -178,63 +185,66 @@ class TorchTrainer(Trainer):
                 )
         self._alone.add(id(tensor))
 
-    def start(self, parts: Sequence[Any], kept: Sequence[Tensor] = ()) -> None:
+    def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
         weights = self._weights()
-        for part in parts:
-            weight = weights.setdefault(id(part.tensor), TorchPartialParameter(self._home(part.tensor)))
-            part.key = self._key(weight)
-            part.weight = weight
-            weight.parts.append(part)
+        for group in groups:
+            weight = weights.setdefault(id(group.tensor), TorchPartialParameter(self._home(group.tensor)))
+            group.key = self._key(weight)
+            group.parameter = weight
+            weight.groups.append(group)
             weight.arrange()
-        changed = [weights[key] for key in dict.fromkeys(id(part.tensor) for part in parts)]
+        changed = [weights[key] for key in dict.fromkeys(id(group.tensor) for group in groups)]
         attach(self._model, changed)
-        self._frozen = parameter.claim(self._model, self._owner, kept)
+        frozen = whole_parameters(self._model)
+        freezer.claim(frozen, self._owner, keep)
+        states = [(tensor, freezer.state(tensor)) for tensor in frozen]
+        self._frozen = [(tensor, state.trained, state.kept) for tensor, state in states]
         for weight in changed:
             weight.write_to_parameter()
-        for part in parts:
-            hear(part)
+        for group in groups:
+            hear(group)
 
-    def stop(self, parts: Sequence[Any]) -> None:
+    def stop(self, groups: Sequence[Any]) -> None:
         reshard(self._model)
-        for part in parts:
-            self.sync(part)
-        self._forget(parts)
+        for group in groups:
+            self.sync(group)
+        self._forget(groups)
 
-    def cancel(self, parts: Sequence[Any]) -> None:
-        for part in parts:
-            self._put(part, part.found)
-        self._forget(parts)
+    def cancel(self, groups: Sequence[Any]) -> None:
+        for group in groups:
+            self._put(group, group.initial)
+        self._forget(groups)
 
-    def _forget(self, parts: Sequence[Any]) -> None:
-        """Let parts train no longer; done again, it goes on from wherever it was interrupted."""
-        for part in parts:
-            unhear(part)
-            weight = part.weight
+    def _forget(self, groups: Sequence[Any]) -> None:
+        """Let groups train no longer; done again, it goes on from wherever it was interrupted."""
+        for group in groups:
+            unhear(group)
+            weight = group.parameter
             if weight is not None:
-                weight.parts[:] = [other for other in weight.parts if other is not part]
+                weight.groups[:] = [other for other in weight.groups if other is not group]
                 weight.arrange()
         detach(self._model)
-        parameter.leave(self._model, self._owner)
+        freezer.leave(whole_parameters(self._model), self._owner)
         self._frozen = []
-        for part in parts:
-            part.weight = None
+        for group in groups:
+            group.parameter = None
 
-    def sync(self, part: Any) -> None:
-        if part.weight is not None and any(other is part for other in part.weight.parts):
-            part.weight.current()
-            part.weight.require_kept()
+    def sync(self, group: Any) -> None:
+        if group.parameter is not None and any(other is group for other in group.parameter.groups):
+            group.parameter.current()
+            group.parameter.require_kept()
 
-    def write(self, part: Any) -> None:
-        self._put(part, part.leaf)
-        if part.weight is not None:
-            part.weight.write_to_parameter()
+    def write_to_parameter(self, group: Any) -> None:
+        self._put(group, group.leaf)
+        if group.parameter is not None:
+            group.parameter.write_to_parameter()
 
-    def restore(self, part: Any) -> None:
+    def restore(self, group: Any) -> None:
         with torch.no_grad():
-            part.leaf.copy_(cast(part.originals, part.leaf.dtype))
-        self._put(part, part.originals)
-        if part.weight is not None:
-            part.weight.write_to_parameter()
+            group.leaf.copy_(cast(group.originals, group.leaf.dtype))
+        self._put(group, group.originals)
+        if group.parameter is not None:
+            group.parameter.write_to_parameter()
 
     def check_loss(self, loss: Tensor, of: str) -> None:
         if not isinstance(loss, Tensor):
@@ -250,19 +260,21 @@ class TorchTrainer(Trainer):
             ).about(loss)
         parameter.check(loss, of)
 
-    def gradients(self, loss: Tensor, parts: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
-        leaves = [part.leaf for part in parts]
+    def gradients(self, loss: Tensor, groups: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
+        leaves = [group.leaf for group in groups]
         with parameter.muted(leaves):
             return list(torch.autograd.grad(loss.reshape(()), leaves, retain_graph=not last, allow_unused=True))
 
-    def hear(self, heard: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]) -> None:
+    def accumulate_gradients(
+        self, gradients: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]
+    ) -> None:
         totals: dict[int, tuple[Tensor, Tensor]] = {}
-        for part, gradient, elements in heard:
+        for group, gradient, elements in gradients:
             if len(elements) < len(gradient):
                 chosen = index(elements, gradient.device)
                 gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
-            before = totals.get(id(part))
-            totals[id(part)] = part.leaf, gradient if before is None else before[1] + gradient
+            before = totals.get(id(group))
+            totals[id(group)] = group.leaf, gradient if before is None else before[1] + gradient
         every = [leaf for weight in self._weights().values() if not weight.home.spread for leaf in weight.leaves]
         parameter.deliver(list(totals.values()), every, losses)
 
@@ -274,7 +286,7 @@ class TorchTrainer(Trainer):
     def is_rank_zero(self) -> bool:
         return self._shared[0].rank == 0
 
-    def gathered(self, row: np.ndarray) -> np.ndarray:
+    def allgather(self, row: np.ndarray) -> np.ndarray:
         return self._shared[0].gathered(row)
 
     @property
@@ -282,16 +294,16 @@ class TorchTrainer(Trainer):
         """The parameters that are spread over one axis of processes, which all train the model."""
         return [shard for shard in self._shards.values() if shard.tensor.device_mesh.ndim == 1]
 
-    def bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
+    def read_bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
         return bits(tensor if positions is None else self._take(tensor, positions))
 
     def _take(self, tensor: Tensor, positions: np.ndarray) -> Tensor:
         return self._home(tensor).take(index(positions, tensor.device))
 
-    def _put(self, part: TorchElementGroup, values: Tensor) -> None:
-        device = part.tensor.device
+    def _put(self, group: TorchElementGroup, values: Tensor) -> None:
+        device = group.tensor.device
         with torch.no_grad():
-            self._home(part.tensor).put(index(part.positions, device), values.detach().to(device))
+            self._home(group.tensor).put(index(group.positions, device), values.detach().to(device))
 
     def _home(self, tensor: Tensor) -> ParameterStorage:
         return self._shards.get(id(tensor)) or ParameterStorage(tensor)
