@@ -290,7 +290,7 @@ class OwnedUndos:
 
     def undo_in_thread(self) -> None:
         """Run the remaining undos, unless in another thread: a mode can be left only in the thread that is in it."""
-        if self._thread == threading.get_ident():
+        if any(self._undos) and self._thread == threading.get_ident():
             self.undo()
 
 
