@@ -44,35 +44,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_optimiz
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""Returns how many operations autograd has counted: the order in time of graph nodes and of writes in a recording."""
-saved_tensor_hooks: Any = torch._C._autograd
-"""Module of the stack of default hooks for saved tensors; the public context manager cannot look at its top."""
-functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Returns True inside a transform of `torch.func`, where saved tensors cannot be packed."""
-FUNCTORCH_WRAPPERS: Any = (
-    (torch._functorch.vmap, "_add_batch_dim"),
-    (torch._functorch.eager_transforms, "_wrap_for_grad"),
-)
-"""The functions, by module and name, by which `torch.func` wraps its arguments; a recording patches them."""
-PythonNode: Any = torch._C._FunctionBase
-"""Base of the graph nodes of `autograd.Function`, which a `GradientEdge` made by hand would not keep alive."""
-DisableTorchFunction: Any = torch._C.DisableTorchFunction
-"""Context manager that turns off `__torch_function__`, so that ops on ids inside a dispatch mode are not seen."""
-
-
-def decomposition_table() -> Any:
-    """Return PyTorch's table from ops to functions that compute them by simpler ops; takes a second to import."""
-    from torch._decomp import decomposition_table as table
-
-    return table
-
-
-def derivative_is_missing(error: Exception) -> bool:
-    """Return True for the error about an op without a reverse or forward rule."""
-    return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
-
-
 # The modes and switches of a thread, one by one and in C, so that no interrupt leaves some of them changed.
 from torch._C import _enter_dual_level as _enter_dual_level
 from torch._C import _exit_dual_level as _exit_dual_level
@@ -90,10 +61,23 @@ from torch._C import _set_grad_enabled as _set_grad_enabled
 from torch.nn.attention import _cur_sdpa_kernel_backends as _cur_sdpa_kernel_backends
 from torch.nn.attention import _sdpa_kernel as _sdpa_kernel
 
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Returns how many operations autograd has counted: the order in time of graph nodes and of writes in a recording."""
+saved_tensor_hooks: Any = torch._C._autograd
+"""Module of the stack of default hooks for saved tensors; the public context manager cannot look at its top."""
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Returns True inside a transform of `torch.func`, where saved tensors cannot be packed."""
+FUNCTORCH_WRAPPERS: Any = (
+    (torch._functorch.vmap, "_add_batch_dim"),
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),
+)
+"""The functions, by module and name, by which `torch.func` wraps its arguments; a recording patches them."""
+PythonNode: Any = torch._C._FunctionBase
+"""Base of the graph nodes of `autograd.Function`, which a `GradientEdge` made by hand would not keep alive."""
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+"""Context manager that turns off `__torch_function__`, so that ops on ids inside a dispatch mode are not seen."""
 functorch: Any = torch._C._functorch
 """Counts and leaves the transforms (`grad`, `vmap`, `jvp`) that a thread is in."""
-autograd: Any = torch._C._autograd
-"""Reads and leaves `saved_tensors_hooks`."""
 default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 """Has the mode that `torch.set_default_device` entered in this thread as `device_context`."""
 device_module: Any = torch.utils._device
@@ -102,6 +86,18 @@ dispatch_flags: dict[str, Any] = vars(torch.utils._python_dispatch)
 """Has the flags by which PyTorch knows that a dispatch mode is on."""
 is_functional_tensor = torch._is_functional_tensor
 """Tells the wrappers of functionalization, whose storage does not have their values."""
+
+
+def decomposition_table() -> Any:
+    """Return PyTorch's table from ops to functions that compute them by simpler ops; takes a second to import."""
+    from torch._decomp import decomposition_table as table
+
+    return table
+
+
+def derivative_is_missing(error: Exception) -> bool:
+    """Return True for the error about an op without a reverse or forward rule."""
+    return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
 
 
 def dual_level() -> int:

@@ -138,8 +138,8 @@ def ambient_state() -> AmbientState:
         OPERATIONS.modes(),
         _compat.functorch.get_dynamic_layer_stack_depth(),
         _compat.dual_level(),
-        _compat.autograd._top_saved_tensors_default_hooks(False),
-        _compat.autograd._saved_tensors_hooks_get_disabled_error_message(),
+        _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
+        _compat.saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message(),
         [read() for read, _ in SWITCHES],
     )
 
@@ -279,9 +279,9 @@ def restore_ambient_state(before: AmbientState) -> None:
         _compat.functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
     _close_dual_levels(before.dual_levels)
     if now.saving_refused != before.saving_refused and before.saving_refused is None:
-        _compat.autograd._saved_tensors_hooks_enable()
-    while _compat.autograd._top_saved_tensors_default_hooks(False) not in (None, before.saving):
-        _compat.autograd._pop_saved_tensors_default_hooks()
+        _compat.saved_tensor_hooks._saved_tensors_hooks_enable()
+    while _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False) not in (None, before.saving):
+        _compat.saved_tensor_hooks._pop_saved_tensors_default_hooks()
     if now.inference != before.inference:
         _guards.append(_compat._InferenceMode(before.inference))
         _guards[-1].__enter__()
