@@ -82,8 +82,7 @@ _MODULES = {
         "_show.report": ("report",),
         "_sparsity.pattern": ("Pattern",),
         "_train.api": ("trainable", "apply"),
-        "_train.elements": ("Elements",),
-        "_train.functional": ("Uses",),
+        "_train.elements": ("Elements", "Uses"),
         "_train.patch": ("inspect", "Patch"),
         "_train.top": ("top",),
         "errors": (
