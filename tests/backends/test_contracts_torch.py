@@ -426,12 +426,12 @@ def test_pytorch_goes_through_hooks_on_all_optimizers_and_modules_in_functions_k
     from torch.nn.modules.module import register_module_module_registration_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    from elementgrad._backends.torch.train.parameter import _running
+    from elementgrad._backends.torch.train.parameter import _calls_hooks
 
     seen = []
 
     def look(*_):
-        seen.append(_running(sys._getframe()))
+        seen.append(_calls_hooks(sys._getframe()))
 
     registers = register_module_module_registration_hook, register_optimizer_step_pre_hook
     handles = [register(look) for register in (*registers, register_optimizer_step_post_hook)]
@@ -444,7 +444,7 @@ def test_pytorch_goes_through_hooks_on_all_optimizers_and_modules_in_functions_k
         for handle in handles:
             handle.remove()
     assert seen == [True] * 4
-    assert not _running(sys._getframe())
+    assert not _calls_hooks(sys._getframe())
 
 
 def test_a_storage_tells_how_many_tensors_hold_it_and_zeros_have_none():

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elementgrad as eg
-from elementgrad._backends.torch.train import kernels as correlations
-from elementgrad._backends.torch.train import layers as lookups
+from elementgrad._backends.torch.train import kernels
 from tests.support.training_checks import (
     HOW,
     WAYS,
@@ -127,8 +126,8 @@ class ByRows(nn.Module):
 @pytest.mark.parametrize("kind", DOUBLE)
 def test_second_derivatives_are_those_of_the_plain_model(monkeypatch, kind, way):
     WAYS[way](monkeypatch)
-    monkeypatch.setattr(correlations, "MULTIPLIED", 0.0 if way == "block" else 1e9)
-    monkeypatch.setattr(lookups, "ROOM", -(10**9) if way == "block" else 10**9)
+    monkeypatch.setattr(kernels, "MULTIPLIED", 0.0 if way == "block" else 1e9)
+    monkeypatch.setattr(kernels, "SMALL_TABLE", -(10**9) if way == "block" else 10**9)
     build, inputs = DOUBLE[kind]
     torch.manual_seed(0)
     model = build().double()

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from elementgrad._backends.torch.train import kernels as correlations
-from elementgrad._backends.torch.train import layers as lookups
+from elementgrad._backends.torch.train import kernels
 from tests.support.training_checks import WAYS, assert_layer, numbers, tokens_below
 
 INPUTS = {
@@ -77,8 +76,8 @@ def _once(model, *inputs):
 @pytest.mark.parametrize("whole", [False, True], ids=["offset by offset", "whole channels"])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_convolutions(monkeypatch, kind, whole):
-    monkeypatch.setattr(correlations, "MULTIPLIED", 0.0 if whole else 1e9)
-    monkeypatch.setattr(correlations, "SELECTED", 0.0)
+    monkeypatch.setattr(kernels, "MULTIPLIED", 0.0 if whole else 1e9)
+    monkeypatch.setattr(kernels, "SELECTED", 0.0)
     build, shape = CONVOLUTIONS[kind]
     assert_layer(build, [numbers(*shape)])
 
@@ -86,7 +85,7 @@ def test_convolutions(monkeypatch, kind, whole):
 @pytest.mark.parametrize("whole", [False, True], ids=["offset by offset", "whole channels"])
 @pytest.mark.parametrize("weight", [False, True], ids=["images", "images and weight"])
 def test_convolutions_with_channels_last(monkeypatch, whole, weight):
-    monkeypatch.setattr(correlations, "MULTIPLIED", 0.0 if whole else 1e9)
+    monkeypatch.setattr(kernels, "MULTIPLIED", 0.0 if whole else 1e9)
 
     def build():
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Softplus(), nn.Conv2d(4, 2, 3, groups=2))
@@ -113,7 +112,7 @@ LOOKUPS = {
 @pytest.mark.parametrize("crowded", [False, True], ids=["all rows", "rows that occur"])
 @pytest.mark.parametrize("kind", LOOKUPS)
 def test_lookups(monkeypatch, kind, crowded):
-    monkeypatch.setattr(lookups, "ROOM", -(10**9) if crowded else 10**9)
+    monkeypatch.setattr(kernels, "SMALL_TABLE", -(10**9) if crowded else 10**9)
     assert_layer(*LOOKUPS[kind])
 
 
@@ -151,7 +150,7 @@ def by_frequency(bag, gradient, tokens):
 @pytest.mark.parametrize("crowded", [False, True], ids=["all rows", "rows that occur"])
 @pytest.mark.parametrize("kind", BAGS)
 def test_bags(monkeypatch, kind, crowded):
-    monkeypatch.setattr(lookups, "ROOM", -(10**9) if crowded else 10**9)
+    monkeypatch.setattr(kernels, "SMALL_TABLE", -(10**9) if crowded else 10**9)
     options = BAGS[kind]
     closed = options.get("include_last_offset", False)
     for mode, (form, inputs) in product(("sum", "mean", "max"), WEIGHTS.items()):

@@ -112,3 +112,68 @@ def set_dual_level(level: int) -> None:
 def eval_frame_module() -> Any:
     """Return the module of the compiler that has its stance and its backends, or None if it is not imported."""
     return sys.modules.get("torch._dynamo.eval_frame")
+
+
+# For training.
+
+unsafe_view: Any = torch.ops.aten._unsafe_view
+"""`view` whose result is no view for autograd, so that it can be the output of a function and written to in place."""
+REPLICATE_MODULE = "torch.distributed._composable.replicate"
+"""The module of the wrapper class that `replicate` gives a module; looked up in `sys.modules`, never imported."""
+
+
+def in_function_transform() -> bool:
+    """Return True inside vmap, grad or jvp of `torch.func`, or under forward-mode AD, which has no public test."""
+    return functorch.peek_interpreter_stack() is not None or dual_level() >= 0
+
+
+def active_ddp_module() -> Any:
+    """Return the `DistributedDataParallel` wrapper whose forward is running, or None."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def current_backward_id() -> int:
+    """Return an id of the running backward, to do something once for each."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward, as FSDP and DDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()  # type: ignore[no-untyped-call]
+
+
+def fsdp_state(module: Any) -> tuple[Any, Any]:
+    """Return the state that `fully_shard` keeps of a module, and its groups of parameters."""
+    state = module._get_fsdp_state()
+    return state, state._fsdp_param_groups
+
+
+def shard_offset(tensor: Any) -> Any:
+    """Return where the local shard of a `DTensor` starts in the whole; slow to import."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+
+
+# For `eg.top`.
+
+
+def set_backward_threads(enabled: bool) -> None:
+    """Let a backward run in threads of its own or in this one; the public context manager can lose an interrupt."""
+    torch._C._set_multithreading_enabled(enabled)
+
+
+def backward_threads_enabled() -> bool:
+    return torch._C._is_multithreading_enabled()
+
+
+def is_freed_graph_error(error: RuntimeError) -> bool:
+    """Return True if a backward failed since an earlier one had freed the graph."""
+    return "backward through the graph a second time" in str(error)

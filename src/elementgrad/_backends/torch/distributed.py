@@ -1,8 +1,9 @@
-"""Parameters that `fully_shard` spread over processes: where their elements are, and how they are read and written.
+"""Training under `fully_shard` and `DistributedDataParallel`.
 
-Gradients of elements in a sharded model: the mean over all processes, k numbers at the end of a backward.
-
-Wrappers that reduce gradients between processes reduce those of the parameters that they have met.
+Parameters that `fully_shard` has spread over processes are read and written by `ShardedStorage`, and the gradients of
+their leaves are averaged at the end of each backward (`register_allreduce`). DDP reduces the gradients of the leaves
+itself, if it knows them: `check_wrapper` makes sure of that. A model that is not distributed runs none of this code in
+its forward.
 """
 
 import sys
@@ -10,24 +11,31 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from elementgrad._backends.torch._compat import _global_module_registration_hooks
+from elementgrad._backends.torch._compat import (
+    REPLICATE_MODULE,
+    _global_module_registration_hooks,
+    active_ddp_module,
+    current_backward_id,
+    default_store,
+    fsdp_state,
+    queue_backward_callback,
+    shard_offset,
+)
 from elementgrad._backends.torch.train.parameter import (
     ParameterStorage,
     TorchElementGroup,
-    bits,
     cast,
-    part_of,
-    while_training,
+    global_hook,
+    group_of,
+    tensor_bits,
 )
 from elementgrad._train.trainer import elements_digest, rank_mismatch_error
 from elementgrad.errors import FrameworkError
@@ -36,60 +44,69 @@ Tensor = torch.Tensor
 Module = torch.nn.Module
 
 
-class ShardedStorage(ParameterStorage):
-    """One parameter of a sharded model: some of it is here, the rest in other processes.
+def is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
-    Outside of a computation its modules hold the sharded tensor; during one they hold the whole, gathered from all.
+
+def is_dtensor(tensor: Any) -> bool:
+    # Importing the module takes long, and before it is imported there are no such tensors.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+class ShardedStorage(ParameterStorage):
+    """A parameter of which this process has a shard.
+
+    Modules hold the sharded tensor, and the whole one while they compute.
     """
 
-    spread: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
 
-    def __init__(self, parameter: Any, group: Any, state: Any):
-        self._parameter, self._group, self._state = parameter, group, state
+    def __init__(self, fsdp_param: Any, param_group: Any, state: Any):
+        self._fsdp_param, self._param_group, self._state = fsdp_param, param_group, state
 
     @property
     def tensor(self) -> Any:
-        """The parameter, as it is named, saved and loaded."""
-        return self._parameter.sharded_param
+        return self._fsdp_param.sharded_param
 
     @property
-    def whole(self) -> Tensor | None:
-        """All of it, while it is gathered; else nothing can be computed."""
-        gathered = self._parameter.sharded_state.name == "UNSHARDED"
-        return self._parameter.unsharded_param if gathered else None
+    def full_tensor(self) -> Any:
+        gathered = self._gathered()
+        return self.tensor if gathered is None else gathered
+
+    def _gathered(self) -> Tensor | None:
+        param = self._fsdp_param
+        return param.unsharded_param if param.sharded_state.name == "UNSHARDED" else None
 
     @property
-    def processes(self) -> Any:
-        """The processes that it is spread over."""
+    def process_group(self) -> Any:
         return self.tensor.device_mesh.get_group()
 
     @property
     def rank(self) -> int:
-        """Which of these processes this is."""
-        return distributed.get_rank(self.processes)
+        return distributed.get_rank(self.process_group)
 
     @property
-    def together(self) -> Any:
-        """By what parameters of one model are known, whichever of its modules they are in, once it has run."""
+    def model_key(self) -> Any:
+        """An object that all parameters of one model share, once the model has run."""
         return self._state._state_ctx
 
     @property
-    def scaled(self) -> bool:
-        """Whether gradients are to be something else than a mean, which `set_gradient_divide_factor` says."""
-        return self._group.gradient_divide_factor not in (None, distributed.get_world_size(self.processes))
+    def scales_gradients(self) -> bool:
+        """True if `set_gradient_divide_factor` asks for something else than the mean."""
+        return self._param_group.gradient_divide_factor not in (None, distributed.get_world_size(self.process_group))
 
     @property
-    def synchronising(self) -> bool:
-        """Whether gradients are reduced now, which `set_requires_gradient_sync` says."""
-        return bool(self._group.reduce_grads)
+    def reduces_gradients(self) -> bool:
+        """False while `set_requires_gradient_sync(False)` is in effect."""
+        return bool(self._param_group.reduce_grads)
 
-    def stands(self, tensor: Any) -> bool:
-        """Whether a tensor stands for this parameter in its modules."""
+    def matches(self, tensor: Any) -> bool:
         forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-        return tensor is not None and any(tensor is getattr(self._parameter, form, None) for form in forms)
+        return tensor is not None and any(tensor is getattr(self._fsdp_param, form, None) for form in forms)
 
     def check(self, name: str) -> None:
-        """Refuse what is spread in another way than by `fully_shard` over one axis of processes."""
+        """Raise if the parameter is spread in another way than by `fully_shard` over one axis of processes."""
         mesh, placements = self.tensor.device_mesh, self.tensor.placements
         if mesh.ndim != 1 or not placements[0].is_shard():
             raise FrameworkError(
@@ -98,293 +115,318 @@ class ShardedStorage(ParameterStorage):
             )
         if type(self.tensor.to_local()) is not Tensor:
             raise FrameworkError(f"{name} has shards of {type(self.tensor.to_local()).__name__}; dense ones train")
-        if self._parameter.offload_to_cpu and self._parameter.device.type != "cpu":
+        if self._fsdp_param.offload_to_cpu and self._fsdp_param.device.type != "cpu":
             raise FrameworkError(f"{name} is offloaded to the CPU between steps; leave out offload_policy")
 
-    def take(self, positions: Tensor) -> Tensor:
-        """Elements, the same in all processes, each of which must ask for them."""
-        local, here, coords = self._here(positions)
-        found = torch.zeros(len(positions), dtype=local.dtype, device=local.device)
-        found[here] = local[coords]
-        if len(positions):  # as bytes, of which all processes but one have zero: a sum of floats may lose a sign
-            distributed.all_reduce(found.view(torch.uint8), group=self.processes)
-        return found
+    def read(self, index: Tensor) -> Tensor:
+        """Return elements from all shards. A collective operation."""
+        local, here, coords = self._locate(index)
+        values = torch.zeros(len(index), dtype=local.dtype, device=local.device)
+        values[here] = local[coords]
+        if len(index):  # sum bytes, which are zero in all processes but one: a sum of floats may lose the sign of zero
+            distributed.all_reduce(values.view(torch.uint8), group=self.process_group)
+        return values
 
-    def put(self, positions: Tensor, values: Tensor) -> None:
-        """Write elements, each process those that it has; and into the whole while it is there."""
-        if self._parameter.sharded_state.name == "SHARDED_POST_FORWARD":
-            self._group.reshard()  # or the next computation would gather what was left over from the last
-        local, here, coords = self._here(positions)
+    def write(self, index: Tensor, values: Tensor) -> None:
+        """Write elements to the local shard, and to the whole tensor while that exists."""
+        if self._fsdp_param.sharded_state.name == "SHARDED_POST_FORWARD":
+            self._param_group.reshard()  # or the next forward would gather what is left of the last one
+        local, here, coords = self._locate(index)
         values = cast(values, local.dtype)
         local.index_put_(coords, values[here])
-        if self.whole is not None:
-            whole = self.whole.detach()
-            whole.view(-1).index_copy_(0, positions, values.to(whole.dtype))
+        gathered = self._gathered()
+        if gathered is not None:
+            gathered.detach().view(-1).index_copy_(0, index, values.to(gathered.dtype))
 
-    def kept(self, positions: Tensor, values: Tensor) -> bool:
-        """Whether those that are here are still those that were written last."""
-        local, here, coords = self._here(positions)
-        found, last = local[coords], values[here].to(local.dtype)
-        return bool(((found == last) | (found.isnan() & last.isnan())).all())
+    def still_holds(self, index: Tensor, values: Tensor) -> bool:
+        local, here, coords = self._locate(index)
+        now, before = local[coords], values[here].to(local.dtype)
+        return bool(((now == before) | (now.isnan() & before.isnan())).all())
 
-    def differs(self, loaded: Any, positions: Tensor) -> bool:
-        """Whether another one, spread alike, differs in any of the processes."""
-        if not is_spread(loaded) or loaded.placements != self.tensor.placements:
-            return False  # which nothing loads
-        local, _, coords = self._here(positions)
-        other = loaded.to_local().to(local) != local
-        other[coords] = False
-        return self.said(bool(other.any()))
+    def differs_outside(self, index: Tensor, loaded: Any) -> bool:
+        """Return True if a tensor that is sharded alike differs in any process. A collective operation."""
+        if not is_dtensor(loaded) or loaded.placements != self.tensor.placements:
+            return False  # PyTorch refuses to load it
+        local, _, coords = self._locate(index)
+        differs = loaded.to_local().to(local) != local
+        differs[coords] = False
+        return bool(self.allgather(np.array([bool(differs.any())], np.int32)).any())
 
-    def said(self, answer: bool) -> bool:
-        """Whether any of the processes says yes, each of which must be asked."""
-        return bool(self.gathered(np.array([answer], np.int32)).any())
-
-    def gathered(self, row: np.ndarray) -> np.ndarray:
-        """A row of numbers from each of the processes, each of which must ask."""
+    def allgather(self, row: np.ndarray) -> np.ndarray:
+        """Return the rows of all processes. A collective operation."""
         mine = torch.tensor(row, device=self.tensor.device)
-        every = [torch.empty_like(mine) for _ in range(distributed.get_world_size(self.processes))]
-        distributed.all_gather(every, mine, group=self.processes)
-        return torch.stack(every).cpu().numpy()
+        rows = [torch.empty_like(mine) for _ in range(distributed.get_world_size(self.process_group))]
+        distributed.all_gather(rows, mine, group=self.process_group)
+        return torch.stack(rows).cpu().numpy()
 
-    def _here(self, positions: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """What is here of the parameter, which of the elements are in it, and where."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+    def _locate(self, index: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return the local shard, which of the elements are in it, and their coordinates there."""
         tensor = self.tensor
         local = tensor.to_local().detach()
-        _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         axis = tensor.placements[0].dim
-        coords = list(torch.unravel_index(positions.to(local.device), tensor.shape))
-        coords[axis] = coords[axis] - start[axis]
+        coords = list(torch.unravel_index(index.to(local.device), tensor.shape))
+        coords[axis] = coords[axis] - shard_offset(tensor)[axis]
         here = ((coords[axis] >= 0) & (coords[axis] < local.shape[axis])).nonzero().view(-1)
         return local, here, tuple([each[here] for each in coords])
 
 
-def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is one of several processes; nobody has made one before that module was imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def reshard(model: Module) -> None:
-    """Let modules hold the shards of their parameters again, which some leave gathered after a computation."""
-    for module in _spread(model):
+    """Let modules hold shards again, as some keep the whole tensors after a forward."""
+    for module in _fsdp_modules(model):
         module.reshard()
 
 
-def shards(model: Module) -> Iterator[ShardedStorage]:
-    """The parameters of a model that `fully_shard` has spread."""
-    for module in _spread(model):
-        state = module._get_fsdp_state()
-        for group in state._fsdp_param_groups:
-            yield from (ShardedStorage(parameter, group, state) for parameter in group.fsdp_params)
+def sharded_storages(model: Module) -> Iterator[ShardedStorage]:
+    """Iterate over the parameters that `fully_shard` has spread."""
+    for module in _fsdp_modules(model):
+        state, param_groups = fsdp_state(module)
+        for param_group in param_groups:
+            yield from (ShardedStorage(fsdp_param, param_group, state) for fsdp_param in param_group.fsdp_params)
 
 
-def require_whole(model: Module, tensors: Mapping[str, Any]) -> None:
-    """Refuse to exchange parameters of a model that `fully_shard` gathers over whatever stands in for them."""
-    spread = list(shards(model))
+def check_replaceable(model: Module, tensors: Mapping[str, Any]) -> None:
+    """Raise if one of the parameters is sharded: `fully_shard` would overwrite a tensor that is put in its place."""
+    storages = list(sharded_storages(model))
     for name, tensor in tensors.items():
-        if any(shard.stands(tensor) for shard in spread):
+        if any(storage.matches(tensor) for storage in storages):
             raise FrameworkError(
                 f"{name} is spread over processes by fully_shard, and no derivatives are read with respect to it; read "
                 "them before the model is sharded, or with respect to an activation or an input"
             )
 
 
-def _spread(model: Module) -> Iterator[Any]:
+def _fsdp_modules(model: Module) -> Iterator[Any]:
     module = sys.modules.get("torch.distributed.fsdp")
     if module is not None:
         yield from (each for each in model.modules() if isinstance(each, module.FSDPModule))
 
 
-_parts: WeakValueDictionary[int, TorchElementGroup] = WeakValueDictionary()
-"""All that are exchanged, in the order in which they came, which is the same in all processes."""
-_numbers = count()
-_heard: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""For each model the last backward that it heard of."""
+_allreduce_hooks: WeakKeyDictionary[TorchElementGroup, Any] = WeakKeyDictionary()
+"""All groups whose gradients are averaged, in the order of registration, which is the same in all processes."""
+_last_backward: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""For each model the id of the last backward that its leaves got gradients from."""
 
 
-def hear(part: TorchElementGroup) -> None:
-    """Let all processes have the same gradients of a part, if its parameter is spread over them.
+def register_allreduce(group: TorchElementGroup) -> None:
+    """Average the leaf's gradient over processes at the end of each backward, if the parameter is sharded.
 
-    What a leaf has heard before and every process has alike is its own mean, and what one alone has heard while
-    gradients were not synchronised is reduced with the next that are: so each gradient counts once, in any order.
+    The sum of gradients in the leaf is averaged, not the new one alone. What was averaged before is equal in all
+    processes and does not change by it, and what was added while synchronisation was off is averaged with the rest, so
+    that each gradient counts once, in any order.
     """
-    if part.parameter.home.spread:
-        part.number = next(_numbers)
-        _parts[part.number] = part
-        part.hook = part.leaf.register_post_accumulate_grad_hook(_hear)
+    if group.parameter is not None and group.parameter.storage.sharded:
+        _allreduce_hooks[group] = group.leaf.register_post_accumulate_grad_hook(_queue_allreduce)
 
 
-def unhear(part: TorchElementGroup) -> None:
-    """Leave the gradients of a part alone."""
-    if part.hook is not None:
-        part.hook.remove()
-        part.hook = None
-        _parts.pop(part.number, None)
+def unregister_allreduce(group: TorchElementGroup) -> None:
+    hook = _allreduce_hooks.get(group)
+    if hook is not None:
+        hook.remove()
+        _allreduce_hooks.pop(group, None)
 
 
-def _hear(leaf: Tensor) -> None:
-    part = part_of(leaf)
-    assert part is not None
+def _queue_allreduce(leaf: Tensor) -> None:
+    group: Any = group_of(leaf)
     if len(leaf._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
         raise FrameworkError(
-            f"a hook that runs when {part.key} has its gradient would see that of this process alone; use the gradient "
-            "after backward"
+            f"a hook that runs when {group.leaf_name} has its gradient would see that of this process alone; use the "
+            "gradient after backward"
         )
-    model, sweep = part.parameter.home.together, torch._C._current_graph_task_id()
-    if _heard.get(model) != sweep:  # once for each backward, after all of its leaves
-        _heard[model] = sweep
-        reduce = partial(_reduce, model)
-        torch.autograd.Variable._execution_engine.queue_callback(reduce)  # type: ignore[no-untyped-call]
+    model, backward = group.parameter.storage.model_key, current_backward_id()
+    if _last_backward.get(model) != backward:
+        _last_backward[model] = backward
+        queue_backward_callback(partial(_allreduce, model))
 
 
 @torch.no_grad()
-def _reduce(model: Any) -> None:
-    """For all that train in a model: a process may have heard nothing of what another has heard of."""
-    homes = [(part, part.parameter.home) for part in _parts.values() if part.parameter is not None]
-    parts = [part for part, home in homes if home.together is model and home.synchronising]
-    if any(part.leaf.grad is not None and part.leaf.grad.requires_grad for part in parts):
-        raise FrameworkError("gradients of a sharded model are reduced as numbers; leave out create_graph")
-    if any(part.parameter.home.scaled for part in parts):
-        raise FrameworkError(
-            "gradients of elements are the mean over all processes; leave set_gradient_divide_factor out, and scale "
-            "the loss instead"
-        )
-    exchanged: dict[tuple[Any, torch.dtype], list[TorchElementGroup]] = {}
-    for part in parts:
-        exchanged.setdefault((part.parameter.home.processes, _exchanged(part.leaf)), []).append(part)
-    for (processes, dtype), some in exchanged.items():
-        _mean(some, processes, dtype)
+def _allreduce(model: Any) -> None:
+    # All groups of the model take part, as a process may have no gradient where another one has.
+    by_process_group: dict[tuple[Any, torch.dtype], list[TorchElementGroup]] = {}
+    for group in _allreduce_hooks:
+        storage: Any = None if group.parameter is None else group.parameter.storage
+        if storage is None or storage.model_key is not model or not storage.reduces_gradients:
+            continue
+        if group.leaf.grad is not None and group.leaf.grad.requires_grad:
+            raise FrameworkError("gradients of a sharded model are reduced as numbers; leave out create_graph")
+        if storage.scales_gradients:
+            raise FrameworkError(
+                "gradients of elements are the mean over all processes; leave set_gradient_divide_factor out, and "
+                "scale the loss instead"
+            )
+        dtype = torch.float64 if _as_real(group.leaf).dtype is torch.float64 else torch.float32
+        by_process_group.setdefault((storage.process_group, dtype), []).append(group)
+    for (process_group, dtype), groups in by_process_group.items():
+        _average(groups, process_group, dtype)
 
 
-def _mean(parts: Sequence[TorchElementGroup], processes: Any, dtype: torch.dtype) -> None:
-    heard = [part.leaf.grad is not None for part in parts]
-    each = [_real(torch.zeros_like(part.leaf) if part.leaf.grad is None else part.leaf.grad) for part in parts]
-    # A process whose data did not reach a leaf adds nothing, and must still hear what the others found.
-    flags = torch.tensor(heard, dtype=dtype, device=each[0].device)
-    whole = torch.cat([*[gradient.to(dtype) for gradient in each], flags])
-    distributed.all_reduce(whole, group=processes)
-    *sums, counts = whole.split([*[len(gradient) for gradient in each], len(parts)])
-    size = distributed.get_world_size(processes)
-    for part, total, heard_by in zip(parts, sums, counts.tolist(), strict=True):
-        if heard_by:
-            mean = (total / size).to(_real(part.leaf).dtype)
-            part.leaf.grad = torch.view_as_complex(mean.view(-1, 2)) if part.leaf.is_complex() else mean
+def _average(groups: Sequence[TorchElementGroup], process_group: Any, dtype: torch.dtype) -> None:
+    grads = [group.leaf.grad for group in groups]
+    flat = [
+        _as_real(torch.zeros_like(group.leaf) if grad is None else grad)
+        for group, grad in zip(groups, grads, strict=True)
+    ]
+    # The flags say how many processes have a gradient at all: where none has, it stays None.
+    flags = torch.tensor([grad is not None for grad in grads], dtype=dtype, device=flat[0].device)
+    total = torch.cat([*[grad.to(dtype) for grad in flat], flags])
+    distributed.all_reduce(total, group=process_group)
+    *sums, counts = total.split([*[len(grad) for grad in flat], len(groups)])
+    size = distributed.get_world_size(process_group)
+    for group, sum_, count in zip(groups, sums, counts.tolist(), strict=True):
+        if count:
+            mean = (sum_ / size).to(_as_real(group.leaf).dtype)
+            group.leaf.grad = torch.view_as_complex(mean.view(-1, 2)) if group.leaf.is_complex() else mean
 
 
-def _exchanged(leaf: Tensor) -> torch.dtype:
-    """The dtype that a leaf's gradient is summed in: halves lose too much."""
-    return torch.float64 if _real(leaf).dtype is torch.float64 else torch.float32
-
-
-def _real(values: Tensor) -> Tensor:
+def _as_real(values: Tensor) -> Tensor:
     values = values.detach()
     return torch.view_as_real(values).reshape(-1) if values.is_complex() else values
 
 
-_met: WeakKeyDictionary[DistributedDataParallel, "_WrapperState"] = WeakKeyDictionary()
-_notes: WeakKeyDictionary[DistributedDataParallel, str] = WeakKeyDictionary()
-"""What a wrapper is called between processes: its model, and how many were made around models like it before."""
-_made: Counter[str] = Counter()
+_wrapper_names: WeakKeyDictionary[DistributedDataParallel, str] = WeakKeyDictionary()
+"""A name for each wrapper that is the same in all processes: a digest of its model, and a count of such models."""
+_wrapped_models: Counter[str] = Counter()
+_wrappers: WeakKeyDictionary[DistributedDataParallel, "_WrapperState"] = WeakKeyDictionary()
 
 
-class _WrapperState:
-    """What is known of a wrapper since elements were first computed with under it."""
-
-    def __init__(self, wrapper: DistributedDataParallel):
-        self.ids = {id(parameter) for parameter in wrapper._module_parameters}
-        """Of the parameters that it met when it was made. It keeps them, so that these stay."""
-        self._note = f"elementgrad/{wrapper.process_group.group_name}/{_notes.get(wrapper)}"
-        parts = [(name, part) for name, _, part in _named(wrapper.module) if part is not None]
-        self._elements = [(name, part.positions) for name, part in parts]
-        self._began = [(name, bits(part.originals)[1]) for name, part in parts]
-        self._alike = False
-
-    def require_alike(self) -> None:
-        """Refuse elements that are not those of the other processes: the wrapper compares nothing but their number.
-
-        Whoever comes first leaves a note where processes find each other, and the others compare. Nobody waits: others
-        may come later, or never if their data does not lead here.
-        """
-        if self._alike:
-            return
-        if not self._noted("elements", self._elements):
-            raise rank_mismatch_error(self._elements)
-        if not self._noted("originals", self._began):
-            warnings.warn(
-                "the elements of this process had other values than those of another one before the wrapper gave all "
-                "those of the first; let all start from the same weights, from a file or by one seed, or save and "
-                "undo in the first alone",
-                stacklevel=2,
-            )
-        self._alike = True
-
-    def _noted(self, what: str, numbers: list[tuple[Any, ...]]) -> bool:
-        """Whether a note about some numbers is that of this process, which leaves one if there is none."""
-        store, mine = distributed_c10d._get_default_store(), elements_digest(numbers).hex()  # type: ignore[no-untyped-call]
-        return store is None or store.compare_set(f"{self._note}/{what}", "", mine).decode() == mine
-
-
-@while_training(_global_module_registration_hooks)
-def _wrap(wrapper: Module, name: str, module: Module | None) -> None:
-    """Give a wrapper its name as it takes its model in: all processes make them together, and so in the same order."""
+@global_hook(_global_module_registration_hooks)
+def _name_wrapper(wrapper: Module, name: str, module: Module | None) -> None:
+    """Name a DDP wrapper when it is made, which all processes do in the same order."""
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
         return
-    named = _named(module)
-    if any(part is not None for _, _, part in named):  # models of others are left alone, those without shapes too
-        kind = elements_digest(
-            [(f"{name} {tuple(tensor.shape)}",) for name, tensor, part in named if part is None]
-        ).hex()
-        _made[kind] += 1
-        _notes[wrapper] = f"{kind}/{_made[kind]}"
+    parameters = _named_parameters(module)
+    if any(group is not None for _, _, group in parameters):
+        shapes = [(f"{name} {tuple(tensor.shape)}",) for name, tensor, group in parameters if group is None]
+        model = elements_digest(shapes).hex()
+        _wrapped_models[model] += 1
+        _wrapper_names[wrapper] = f"{model}/{_wrapped_models[model]}"
 
 
-def _named(model: Module) -> list[tuple[str, torch.Tensor, TorchElementGroup | None]]:
-    """The parameters of a model and the leaves of its elements, with which elements those are."""
+def _named_parameters(model: Module) -> list[tuple[str, Tensor, TorchElementGroup | None]]:
     return [
-        (f"{path}.{name}", tensor, part_of(tensor))
+        (f"{path}.{name}", tensor, group_of(tensor))
         for path, module in model.named_modules()
         for name, tensor in module._parameters.items()
         if tensor is not None
     ]
 
 
-def require_met(leaves: Iterable[torch.Tensor]) -> None:
-    """Refuse a forward under a wrapper that was made before the leaves, as each process would train its own."""
-    wrapper = DistributedDataParallel._active_ddp_module
+class _WrapperState:
+    """A DDP wrapper as of the first forward with trained elements under it."""
+
+    def __init__(self, wrapper: DistributedDataParallel):
+        self.known_ids = {id(parameter) for parameter in wrapper._module_parameters}
+        self._key = f"elementgrad/{wrapper.process_group.group_name}/{_wrapper_names.get(wrapper)}"
+        groups = [(name, group) for name, _, group in _named_parameters(wrapper.module) if group is not None]
+        self._elements = [(name, group.positions) for name, group in groups]
+        self._originals = [(name, tensor_bits(group.originals)[1]) for name, group in groups]
+        self._checked = False
+
+    def check_same_elements(self) -> None:
+        """Raise if other processes train other elements, as DDP compares only how many tensors there are.
+
+        The first process leaves a digest in the store of the process group and the others compare theirs with it. No
+        process waits for another: with other data, that one may get here later or never.
+        """
+        if self._checked:
+            return
+        if not self._agrees("elements", self._elements):
+            raise rank_mismatch_error(self._elements)
+        if not self._agrees("originals", self._originals):
+            warnings.warn(
+                "the elements of this process had other values than those of another one before the wrapper gave all "
+                "those of the first; let all start from the same weights, from a file or by one seed, or save and "
+                "undo in the first alone",
+                stacklevel=2,
+            )
+        self._checked = True
+
+    def _agrees(self, topic: str, arrays: list[tuple[Any, ...]]) -> bool:
+        store, mine = default_store(), elements_digest(arrays).hex()
+        return store is None or store.compare_set(f"{self._key}/{topic}", "", mine).decode() == mine
+
+
+def check_wrapper(leaves: Iterable[Tensor]) -> None:
+    """Raise in a forward under a DDP wrapper that does not reduce the gradients of the leaves."""
+    wrapper = active_ddp_module()
     if wrapper is None or not torch.is_grad_enabled():
         return
-    meeting = _met.get(wrapper)
-    if meeting is None:
-        _met[wrapper] = meeting = _WrapperState(wrapper)
-    if any(id(leaf) not in meeting.ids and leaf.requires_grad for leaf in leaves):
+    state = _wrappers.get(wrapper)
+    if state is None:
+        _wrappers[wrapper] = state = _WrapperState(wrapper)
+    if any(id(leaf) not in state.known_ids and leaf.requires_grad for leaf in leaves):
         raise FrameworkError(
             "the model was wrapped in DistributedDataParallel before eg.trainable was called on its inside, and the "
             "elements' gradients would not be reduced; call eg.trainable first and wrap then"
         )
-    meeting.require_alike()
+    state.check_same_elements()
 
 
-def require_unwrapped(model: Module) -> None:
-    """Refuse a model that is closed, or that has a wrapper around it or inside which knows nothing of elements."""
+def check_not_wrapped(model: Module) -> None:
+    """Raise if a model is scripted, or is or contains a wrapper that would not train its elements."""
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise FrameworkError("a scripted model is closed; give the module that it was made of")
         if isinstance(module, torch.nn.DataParallel):
             raise FrameworkError("DataParallel copies the model in every forward; use DistributedDataParallel instead")
         kind = type(module).__name__
-        if isinstance(module, DistributedDataParallel) or _is(module, "torch.distributed._composable.replicate", "DDP"):
+        if isinstance(module, DistributedDataParallel) or _is_instance(module, REPLICATE_MODULE, "DDP"):
             raise FrameworkError(
                 f"the model is wrapped in {kind} already, which would not reduce the elements' gradients; "
                 "call eg.trainable first and wrap then"
             )
-        if _is(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        if _is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise FrameworkError(f"the model is wrapped in {kind}, which flattens parameters; use fully_shard instead")
 
 
-def _is(module: Module, home: str, kind: str) -> bool:
-    """Whether a module is of a class in a home of PyTorch's that takes long to import: if nobody has, it is not."""
-    found = sys.modules.get(home)
-    return found is not None and isinstance(module, getattr(found, kind))
+def _is_instance(module: Module, library: str, kind: str) -> bool:
+    # The library takes long to import, and before it is imported there are no such modules.
+    loaded = sys.modules.get(library)
+    return loaded is not None and isinstance(module, getattr(loaded, kind))
+
+
+def check_not_static_graph(loss: Tensor, place: str) -> None:
+    """Raise if a loss is of a model in `DistributedDataParallel(static_graph=True)`, which reduces too early here."""
+    if is_distributed() and any(_is_static_ddp(node) for node in _graph_nodes(loss)):
+        raise FrameworkError(
+            f"the loss for {place} is of a model in DistributedDataParallel(static_graph=True), which reduces before "
+            "all losses are heard; leave static_graph out"
+        )
+
+
+def accumulate(gradients: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
+    """Add gradients to those of their leaves in one backward, after which DDP reduces them.
+
+    DDP reduces once every leaf that the forward used has a gradient. Leaves in the graphs of the losses that have no
+    gradient here get zeros, which are removed again.
+    """
+    unused: list[Tensor] = []
+    if is_distributed():
+        used = {id(node.variable) for loss in losses for node in _graph_nodes(loss) if hasattr(node, "variable")}
+        used -= {id(leaf) for leaf, _ in gradients}
+        unused = [leaf for leaf in leaves if id(leaf) in used]
+    empty = [leaf for leaf in unused if leaf.grad is None]
+    grads = [grad for _, grad in gradients] + [torch.zeros_like(leaf) for leaf in unused]
+    torch.autograd.backward([leaf for leaf, _ in gradients] + unused, grads)
+    if any(leaf.grad is not None and leaf.grad.any() for leaf in empty):
+        raise FrameworkError(
+            "another process has a loss for a place that this one has none for, and they would train apart; give "
+            "losses for the same places in each"
+        )
+    for leaf in empty:
+        leaf.grad = None
+
+
+def _is_static_ddp(node: Any) -> bool:
+    wrapper = getattr(node, "ddp_weakref", None)
+    return wrapper is not None and bool(wrapper().static_graph)
+
+
+def _graph_nodes(loss: Tensor) -> Iterator[Any]:
+    pending: list[Any] = [loss.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        following = {other for other, _ in getattr(node, "next_functions", ()) if other is not None} - seen
+        seen |= following
+        pending.extend(following)

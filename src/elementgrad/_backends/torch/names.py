@@ -10,7 +10,7 @@ import torch
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
 from elementgrad._backends.torch.contributions import kept
-from elementgrad._backends.torch.distributed import require_whole
+from elementgrad._backends.torch.distributed import check_replaceable
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names.backend import CaptureLike, Model, NamesBackend
@@ -93,7 +93,7 @@ class TorchModel(Model):
             if replacements:
                 tensors = {name: self.lookup(name)[0][1] for name in replacements}
                 if self._root is not None:
-                    require_whole(self._root, tensors)
+                    check_replaceable(self._root, tensors)
                 self._replace(list(zip(tensors.values(), replacements.values(), strict=True)))
             yield self.function
 
@@ -174,7 +174,7 @@ def _tensors_of(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     trained = module.__dict__.get("_trained")
     parameters: Mapping[str, Any] = module._parameters
     if trained:
-        leaves = {key for use in trained.values() for key in use.weight.keys}
+        leaves = {name for parameter in trained.values() for name in parameter.leaf_names}
         parameters = {name: tensor for name, tensor in parameters.items() if name not in leaves}
     return ("parameter", parameters), ("buffer", module._buffers)
 

@@ -1,6 +1,7 @@
-"""Modules that know their trained elements: the class is swapped for one made of it, and back.
+"""Modules with trained elements: `patch_class` gives a module a subclass of its class, `restore_class` its own again.
 
-Where the elements of a parameter lie in memory: whether one number is several of them, or of two parameters.
+The subclass reads trained parameters through properties, and keeps leaves out of `state_dict`. It has the name of the
+class that it is made of, so that the module looks as before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,88 +10,84 @@ from typing import Any
 
 import torch
 
-from elementgrad._backends.torch.distributed import is_spread
-from elementgrad._backends.torch.train.layers import (
-    Layer,
-    LayerKernel,
-    TorchPartialParameter,
-    aliased,
-    elsewhere,
-    layer_of,
-)
-from elementgrad._backends.torch.train.parameter import part_of
+from elementgrad._backends.torch.distributed import is_dtensor
+from elementgrad._backends.torch.train.layers import Layer, aliased_attribute, aliased_elsewhere, layer_of
+from elementgrad._backends.torch.train.parameter import TorchPartialParameter, cast, group_of
 from elementgrad._names import pytree
-from elementgrad._place import grammar
+from elementgrad._place.grammar import listed
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
-OWN = frozenset(vars(Module())) | {"_trained", "_elsewhere"}
-"""Where every module keeps what it keeps."""
+STATE = ("_trained", "_borrowed_elements", "_element_kernels")
+"""The attributes that a module has only while elements of its parameters train."""
+MODULE_ATTRIBUTES = frozenset(vars(Module())) | set(STATE)
 
 
 class TrainedModule:
-    """What a module does besides, while elements of its parameters train. It looks like the module it was."""
+    """Base of the subclasses that modules get while elements of their parameters train."""
 
-    _trained: dict[str, LayerKernel]
-    _elsewhere: list[TorchPartialParameter]
-    _plain: type[Module]
-    _names: tuple[str, ...]
-    _lists: tuple[str, ...]
+    _trained: dict[str, TorchPartialParameter]
+    """The module's own parameters of which elements train, by name."""
+    _borrowed_elements: list[TorchPartialParameter]
+    """Those of other modules that this one keeps in attributes of its own."""
+    _element_kernels: dict[str, Any]
+    """The kernels of these parameters, by name, if the module is a `Layer`."""
+    _original_class: type[Module]
+    _property_names: tuple[str, ...]
+    _list_names: tuple[str, ...]
+    """Attributes with parameters in lists or other containers, as `_flat_weights` of recurrent layers."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Nobody who keeps account of classes hears of this one."""
+        """Skip the `__init_subclass__` of the user's classes, which may keep account of their subclasses."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        use = self.__dict__.get("_trained", {}).get(name)
-        if use is None:
+        parameter = self.__dict__.get("_trained", {}).get(name)
+        if parameter is None:
             return super().__setattr__(name, value)
-        if use.weight.home.spread and use.weight.home.stands(value):  # gathered for a computation, or given back
+        sharded = parameter.storage.sharded
+        if sharded and parameter.storage.matches(value):  # FSDP swaps the shards and the whole
             self._parameters[name] = value
             return None
-        if is_spread(value) and not use.weight.home.spread:
+        if is_dtensor(value) and not sharded:
             raise FrameworkError(
                 f"{name} has elements that train, and would be spread over processes without them; call fully_shard "
                 "on the plain model first, and eg.trainable then"
             )
-        if not isinstance(value, Tensor) or _memory(value) != _memory(use.weight.tensor):
-            raise AttributeError(_kept(name))
-        return None  # as it is tied already
+        if not isinstance(value, Tensor) or _memory_of(value) != _memory_of(parameter.tensor):
+            raise _replaced_error(name)
+        return None  # the same memory: weights are tied again that are tied already
 
     def __delattr__(self: Any, name: str) -> None:
         if name in self.__dict__.get("_trained", {}):
-            raise AttributeError(_kept(name))
+            raise _replaced_error(name)
         super().__delattr__(name)
 
     def register_parameter(self: Any, name: str, param: Any) -> None:
-        """As the module's own, for all others."""
         if name in self._trained:
-            raise AttributeError(_kept(name))
+            raise _replaced_error(name)
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def named_parameters(self: Any, *arguments: Any, **options: Any) -> Any:
-        """As the module's own, when leaves and parameters agree.
-
-        `DistributedDataParallel` lists them before it gives all processes what the first has. If a parameter had been
-        written to by then and its leaf had not, each process would find out for itself which of them to believe.
-        """
+        # `DistributedDataParallel` lists the parameters before it broadcasts those of the first process. Leaves and
+        # parameters must be equal by then, or each process would decide for itself which of the two is newer. Reading
+        # shards is a collective operation, so sharded parameters are left out.
         if not torch.compiler.is_compiling():
-            for use in self._trained.values():
-                # What is spread over processes is read by all of them at once, and not here.
-                if type(use.weight.tensor.data) is Tensor:
-                    use.weight.current()
+            for parameter in self._trained.values():
+                if type(parameter.tensor.data) is Tensor:
+                    parameter.sync()
         return super().named_parameters(*arguments, **options)  # type: ignore[misc]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return _rebuilt, (self._plain, self._names, self._lists), self.__getstate__()
+        return _rebuild, (self._original_class, self._property_names, self._list_names), self.__getstate__()
 
     def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for use in self._trained.values():
-            use.weight.current()
+        for parameter in self._trained.values():
+            parameter.sync()
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        for use in self._trained.values():
-            for key in use.weight.keys:
-                destination.pop(prefix + key, None)
+        for parameter in self._trained.values():
+            for leaf_name in parameter.leaf_names:
+                destination.pop(prefix + leaf_name, None)
 
     def _load_from_state_dict(
         self: Any,
@@ -105,223 +102,182 @@ class TrainedModule:
         if metadata.get("assign_to_params_buffers"):
             errors.append(f"{prefix}* has elements that train: load with assign=False, or release the elements first")
             return
-        held = self._parameters
-        leaves = {key: held.pop(key) for use in self._trained.values() for key in use.weight.keys}
-        other = {name: _differs(use.weight, state.get(prefix + name)) for name, use in self._trained.items()}
+        leaves = {name: self._parameters.pop(name) for each in self._trained.values() for name in each.leaf_names}
+        is_other_model = {name: _differs(each, state.get(prefix + name)) for name, each in self._trained.items()}
         try:
             super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
         finally:
-            held.update(leaves)
+            self._parameters.update(leaves)
         unexpected[:] = [key for key in unexpected if key.removeprefix(prefix) not in leaves]
-        for name, use in self._trained.items():
-            use.weight.read_from_parameter()
-            if other[name]:  # another model altogether: what its elements were is what was loaded
-                for part in use.weight.groups:
-                    part.rebase()
+        for name, parameter in self._trained.items():
+            parameter.read_from_parameter()
+            if is_other_model[name]:  # then the originals are what was loaded
+                for group in parameter.groups:
+                    group.set_originals(cast(group.leaf.detach(), group.tensor.dtype).clone())
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        weights = [use.weight for use in self._trained.values()]
-        if any(weight.home.spread for weight in weights):
+        parameters = list(self._trained.values())
+        if any(parameter.storage.sharded for parameter in parameters):
             raise FrameworkError(
                 "a sharded model cannot be moved or converted while elements of it train; do it before eg.trainable, "
                 "or release them first"
             )
-        for weight in weights:
-            weight.current()
-        before = [(part, part.leaf.detach()) for weight in weights for part in weight.groups]
-        with torch.no_grad():  # recurrent layers note their parameters then, and not aliases of them
+        for parameter in parameters:
+            parameter.sync()
+        before = [(group, group.leaf.detach()) for parameter in parameters for group in parameter.groups]
+        with torch.no_grad():  # recurrent layers copy their attributes into a list then, and must not get aliases
             result = super()._apply(fn, recurse)  # type: ignore[misc]
-        for part, values in before:
-            tensor = part.tensor
-            part.leaf.data = values.to(tensor.device, part.kept_dtype(tensor.dtype))
-            if part.originals.dtype != tensor.dtype:
-                part.begin_from(part.originals.to(tensor.dtype))
-        for weight in weights:
-            weight.arrange()
-        prepare(self)
+        for group, values in before:  # a leaf may be more precise than the parameter, and stays so
+            group.leaf.data = values.to(group.tensor.device, group.leaf_dtype())
+            if group.originals.dtype != group.tensor.dtype:
+                group.set_originals(group.originals.to(group.tensor.dtype))
+        for parameter in parameters:
+            parameter.refresh()
+        _make_kernels(self)
         return result
 
 
-def _kept(name: str) -> str:
-    return f"{name} has elements that train and cannot be replaced; copy into it, or release the elements first"
+def _replaced_error(name: str) -> AttributeError:
+    return AttributeError(
+        f"{name} has elements that train and cannot be replaced; copy into it, or release the elements first"
+    )
 
 
-def attach(model: Module, weights: Sequence[TorchPartialParameter]) -> None:
-    """Let every module of a model know the elements that train, wherever it keeps those parameters."""
-    new = {id(weight.tensor): weight for weight in weights}
+def _differs(parameter: TorchPartialParameter, loaded: Any) -> bool:
+    """Return True if a loaded tensor differs from the parameter where nothing trains."""
+    if not isinstance(loaded, Tensor) or loaded.shape != parameter.tensor.shape:
+        return False
+    return parameter.storage.differs_outside(parameter.index, loaded)
+
+
+def attach(model: Module, parameters: Sequence[TorchPartialParameter]) -> None:
+    """Patch all modules of a model that hold one of the parameters, by name or in a container."""
+    new = {id(parameter.tensor): parameter for parameter in parameters}
     for module in model.modules():
-        uses = dict(vars(module).get("_trained", {}))
-        before = [use.weight for use in uses.values()] + vars(module).get("_elsewhere", [])
-        known = {id(weight.tensor): weight for weight in before} | new
-        uses |= {name: LayerKernel(new[id(tensor)]) for name, tensor in module._parameters.items() if id(tensor) in new}
-        kept = {
-            name: found for name, value in vars(module).items() if name not in OWN if (found := _held(value, known))
+        trained = dict(vars(module).get("_trained", {}))
+        old = [*trained.values(), *vars(module).get("_borrowed_elements", [])]
+        known = {id(parameter.tensor): parameter for parameter in old} | new
+        trained |= {name: new[id(tensor)] for name, tensor in module._parameters.items() if id(tensor) in new}
+        lists = {
+            name: ids
+            for name, value in vars(module).items()
+            if name not in MODULE_ATTRIBUTES and (ids := _ids_in(value, known))
         }
-        if any(known[key].home.spread for found in kept.values() for key in found):
+        borrowed = [known[key] for key in set().union(*lists.values()) - {id(each.tensor) for each in trained.values()}]
+        if any(known[key].storage.sharded for ids in lists.values() for key in ids):
             raise FrameworkError(
-                f"a {type(module).__name__} keeps its parameters in {grammar.listed(list(kept))} too, where sharded ones "
+                f"a {type(module).__name__} keeps its parameters in {listed(list(lists))} too, where sharded ones "
                 "are not gathered; leave its elements out"
             )
-        own = [id(use.weight.tensor) for use in uses.values()]
-        read = _held([child._parameters for child in _read(module)], known)
-        others = [known[key] for key in read.union(*kept.values()) if key not in own]
-        if uses or others:
-            patch_class(module, uses, others, tuple(kept))
-
-
-def patch_class(
-    module: Any, uses: dict[str, LayerKernel], elsewhere: list[TorchPartialParameter], lists: tuple[str, ...]
-) -> None:
-    """Give a module the class that its uses need, or its own where there are none.
-
-    What it is to know is noted first, so that all the rest can be done again from there after an interrupt.
-    """
-    uses = {name: use for name, use in uses.items() if use.weight.groups}
-    elsewhere = [weight for weight in elsewhere if weight.groups]
-    plain: Any = module._plain if isinstance(module, TrainedModule) else type(module)
-    kind = _class(plain, tuple(uses), lists) if uses or elsewhere else plain  # first, as it may be refused
-    held = vars(module)
-    held.update(_trained=uses, _elsewhere=elsewhere)
-    parameters = module._parameters
-    for key in [key for key, leaf in parameters.items() if leaf is not None and part_of(leaf) is not None]:
-        del parameters[key]
-    for use in uses.values():
-        parameters.update(zip(use.weight.keys, use.weight.leaves, strict=True))
-    module.__class__ = kind
-    if uses or elsewhere:
-        prepare(module)
-    else:
-        held.pop("_elsewhere", None)
-        held.pop("_trained", None)
+        if trained or borrowed:
+            patch_class(module, trained, borrowed, tuple(lists))
 
 
 def detach(model: Module) -> None:
-    """Let every module of a model forget elements that train no longer."""
+    """Remove elements that no longer train from all modules of a model."""
     for module in model.modules():
-        held = vars(module)
-        if "_trained" in held or isinstance(module, TrainedModule):
-            patch_class(module, held.get("_trained", {}), held.get("_elsewhere", []), getattr(module, "_lists", ()))
+        state = vars(module)
+        if "_trained" in state or isinstance(module, TrainedModule):
+            lists = getattr(module, "_list_names", ())
+            patch_class(module, state.get("_trained", {}), state.get("_borrowed_elements", []), lists)
 
 
-def prepare(module: Any) -> None:
-    """Make the kernels of a module's uses."""
-    for name, use in module._trained.items():
-        if isinstance(module, Layer):
-            use.kernel = module._prepared(name, use.weight)
+def patch_class(
+    module: Any, trained: Mapping[str, TorchPartialParameter], borrowed: Sequence[TorchPartialParameter], lists: Any
+) -> None:
+    """Give a module the subclass for its trained parameters and add their leaves to it; none left restores its class.
+
+    The parameters are noted first, so that after an interrupt all the rest can be done again.
+    """
+    trained = {name: parameter for name, parameter in trained.items() if parameter.groups}
+    borrowed = [parameter for parameter in borrowed if parameter.groups]
+    if not trained and not borrowed:
+        restore_class(module)
+        return
+    subclass = _subclass(_original_class(module), tuple(trained), lists)  # first, as Python may refuse it
+    vars(module).update(_trained=trained, _borrowed_elements=borrowed)
+    _remove_leaves(module)
+    for parameter in trained.values():
+        module._parameters.update(zip(parameter.leaf_names, parameter.leaves, strict=True))
+    module.__class__ = subclass
+    _make_kernels(module)
+
+
+def restore_class(module: Any) -> None:
+    """Give a module its own class again, and remove the leaves. Idempotent."""
+    _remove_leaves(module)
+    module.__class__ = _original_class(module)
+    for name in STATE:
+        vars(module).pop(name, None)
+
+
+def _original_class(module: Any) -> Any:
+    return module._original_class if isinstance(module, TrainedModule) else type(module)
+
+
+def _remove_leaves(module: Module) -> None:
+    parameters = module._parameters
+    for name in [name for name, tensor in parameters.items() if tensor is not None and group_of(tensor) is not None]:
+        del parameters[name]
+
+
+def _make_kernels(module: Any) -> None:
+    is_layer, trained = isinstance(module, Layer), module._trained
+    kernels = {name: module._make_kernel(name, trained[name]) for name in trained} if is_layer else {}
+    vars(module)["_element_kernels"] = kernels
 
 
 @cache
-def _class(plain: Any, names: tuple[str, ...], lists: tuple[str, ...]) -> type[Module]:
-    members: dict[str, Any] = {"_plain": plain, "_names": names, "_lists": lists}
-    members |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    members |= {name: property(partial(aliased, name=name)) for name in names}
-    members |= {name: property(partial(_with_aliases, name=name), partial(_store, name)) for name in lists}
-    return type(plain.__name__, (TrainedModule, *_bases(plain)), members)
+def _subclass(original: Any, properties: tuple[str, ...], lists: tuple[str, ...]) -> type[Module]:
+    members: dict[str, Any] = {"_original_class": original, "_property_names": properties, "_list_names": lists}
+    members |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {name: property(partial(aliased_attribute, name=name)) for name in properties}
+    members |= {name: property(partial(_get_list, name=name), partial(_set_list, name)) for name in lists}
+    return type(original.__name__, (TrainedModule, *_bases(original)), members)
 
 
-def _bases(plain: type[Module]) -> tuple[type, ...]:
-    """The class, with what is known about layers of its kind before that kind itself."""
-    known = layer_of(plain)
+def _bases(original: type[Module]) -> tuple[type, ...]:
+    """Return the class, with the `Layer` for one of its bases put before that base."""
+    known = layer_of(original)
     if known is None:
-        return (plain,)
-    kind, layer = known
-    base = type(kind.__name__, (layer, kind), {})
-    return (base,) if kind is plain else (plain, base)
+        return (original,)
+    base, layer = known
+    mixed = type(base.__name__, (layer, base), {})
+    return (mixed,) if base is original else (original, mixed)
 
 
-def _rebuilt(plain: Any, names: tuple[str, ...], lists: tuple[str, ...]) -> Module:
-    kind = _class(plain, names, lists)
-    return kind.__new__(kind)
+def _rebuild(original: Any, properties: tuple[str, ...], lists: tuple[str, ...]) -> Module:
+    cls = _subclass(original, properties, lists)
+    return cls.__new__(cls)
 
 
-def _read(module: Module) -> list[Module]:
-    """The modules inside of one whose parameters it uses itself."""
-    known = layer_of(type(module))
-    return [getattr(module, name) for name in known[1].reads] if known else []
+def _ids_in(container: Any, tensors: Mapping[int, Any]) -> set[int]:
+    return {id(leaf) for leaf in pytree.leaves_of(container)} & tensors.keys()
 
 
-def _held(value: Any, tensors: Mapping[int, TorchPartialParameter]) -> set[int]:
-    """Which of the tensors a list, tuple, dict or dataclass holds."""
-    return {id(leaf) for leaf in pytree.leaves_of(value)} & tensors.keys()
+def _get_list(module: Any, name: str) -> Any:
+    """Return an attribute with aliases in the place of trained parameters."""
+    names = {id(parameter.tensor): key for key, parameter in module._trained.items()}
+    borrowed = {id(parameter.tensor): parameter for parameter in module._borrowed_elements}
+
+    def replace(leaf: Any) -> Any:
+        if id(leaf) in names:
+            return aliased_attribute(module, names[id(leaf)])
+        return aliased_elsewhere(borrowed[id(leaf)]) if id(leaf) in borrowed else leaf
+
+    return pytree.map_tree(module.__dict__[name], replace)
 
 
-def _with_aliases(module: Any, name: str) -> Any:
-    names = {id(use.weight.tensor): key for key, use in module._trained.items()}
-    others = {id(weight.tensor): weight for weight in module._elsewhere}
-
-    def alias(leaf: Any) -> Any:
-        key = names.get(id(leaf))
-        return aliased(module, key) if key else elsewhere(others[id(leaf)]) if id(leaf) in others else leaf
-
-    return pytree.map_tree(module.__dict__[name], alias)
+def _set_list(name: str, module: Any, value: Any) -> None:
+    """Set an attribute, with the parameters themselves in the place of aliases."""
+    parameters = [*module._trained.values(), *module._borrowed_elements]
+    own = {_memory_of(parameter.tensor): parameter.tensor for parameter in parameters}
+    module.__dict__[name] = pytree.map_tree(value, lambda leaf: own.get(_memory_of(leaf), leaf))
 
 
-def _store(name: str, module: Any, value: Any) -> None:
-    """Keep what a module notes: the parameters themselves, where it was given aliases of them."""
-    weights = [use.weight for use in module._trained.values()] + module._elsewhere
-    own = {_memory(weight.tensor): weight.tensor for weight in weights}
-    module.__dict__[name] = pytree.map_tree(value, lambda leaf: own.get(_memory(leaf), leaf))
-
-
-def _memory(value: Any) -> Any:
-    """Where a tensor lies; for what a transform wraps, and for all else, nowhere."""
+def _memory_of(value: Any) -> Any:
+    """Return where and how a tensor lies in memory; for a tensor inside of a transform, and for all else, an id."""
     try:
         return value.data_ptr(), value.shape, value.stride()
     except (RuntimeError, AttributeError):
         return id(value)
-
-
-def _differs(weight: TorchPartialParameter, loaded: Any) -> bool:
-    """Whether what is loaded differs where nothing trains."""
-    if not isinstance(loaded, Tensor) or loaded.shape != weight.tensor.shape:
-        return False
-    return weight.home.differs(loaded, weight.positions)
-
-
-def repeats(tensor: Tensor) -> bool:
-    """Return whether one number in memory is several elements of a tensor."""
-    if not _lies(tensor) or tensor.is_contiguous() or not tensor.numel():
-        return False
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return True
-    # Each axis steps over all that the narrower ones span, as in any permutation of a contiguous tensor.
-    span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= span:
-                return len(_numbers(tensor).unique()) < tensor.numel()
-            span += (size - 1) * stride
-    return False
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have a number in common; one that is the other does not count."""
-    if one is other or not (_lies(one) and _lies(other) and one.numel() and other.numel()):
-        return False
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    (first, last), (begin, end) = _span(one), _span(other)
-    if last < begin or end < first:  # as weights of recurrent layers, which lie one after another
-        return False
-    if one.dtype.itemsize != other.dtype.itemsize or (one.is_contiguous() and other.is_contiguous()):
-        return True
-    return bool(torch.isin(_numbers(one), _numbers(other)).any())
-
-
-def _lies(tensor: Tensor) -> bool:
-    """Whether it has a plain memory of its own or of another tensor's."""
-    lazy = isinstance(tensor, torch.nn.parameter.UninitializedParameter)
-    return not lazy and not is_spread(tensor) and tensor.layout is torch.strided and type(tensor.data) is Tensor
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first and the last byte."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    width, start = tensor.dtype.itemsize, int(tensor.storage_offset())
-    return start * width, (start + steps + 1) * width - 1
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """Which numbers of its storage the elements of a tensor are."""
-    every = torch.arange(tensor.untyped_storage().nbytes() // tensor.dtype.itemsize)
-    return every.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1)

@@ -1,341 +1,344 @@
-"""Casts of tensors that keep the bits of a NaN.
+"""Leaves, the parameters that they belong to, and the copying between the two.
 
-Where a parameter is kept, and how its elements are read and written there: here as a whole, or as a shard of it.
-
-The elements of one place in a PyTorch model: the leaf that has their values, where they are, what they were.
-
-Hooks on every optimizer and module of the process: they are there while elements train, and at no other time.
-
-Everything else holds still while elements train, and moves again when the last of them are released.
-
-Gradients that were computed apart come to their leaves as by one backward, of which wrappers of the model hear.
+`TorchElementGroup` has the leaf of one place. `TorchPartialParameter` has all groups of one parameter and keeps their
+leaves and the parameter equal: `sync` in a forward, and hooks around each optimizer step. `ParameterStorage` reads and
+writes elements of a parameter that this process has all of; `distributed.ShardedStorage` does it for one that
+`fully_shard` has spread over processes.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, MutableMapping
 from inspect import getfile
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 import torch
-from torch import distributed
-from torch.utils.weak import WeakIdKeyDictionary
 
-from elementgrad._cleanup import Lock, defer, scope
-from elementgrad._train.freeze import FreezeClaim, Freezer
+from elementgrad._backends.torch._compat import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from elementgrad._cleanup import Lock
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
-from elementgrad._train.trainer import ElementGroup, ResolvedPlace
-from elementgrad.errors import FrameworkError
+from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
+from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = torch.Tensor
-INTEGERS = {8 * dtype.itemsize: dtype for dtype in (torch.int16, torch.int32, torch.int64)}
-
-
-def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values in another dtype; themselves if they are of it."""
-    if values.dtype is dtype:
-        return values
-    if values.is_complex() and dtype.is_complex:
-        return torch.view_as_complex(cast(torch.view_as_real(values.resolve_conj()), dtype.to_real()))
-    plain = values.to(dtype)
-    before, after = (str(each).removeprefix("torch.") for each in (values.dtype, dtype))
-    if not {before, after} <= LAYOUTS.keys():
-        return plain
-    bits = as_integers(values).to(INTEGERS[common_width(before, after)])
-    found = nan_bits(bits, before, after, torch.where).to(INTEGERS[LAYOUTS[after].bits])
-    return torch.where(values.isnan(), found, as_integers(plain)).view(dtype)
-
-
-def as_integers(values: Tensor) -> Tensor:
-    """Return the bits of real floats as integers, of which two are equal only if the floats are the same number."""
-    return values.view(INTEGERS[8 * values.dtype.itemsize])
-
-
-def same(one: Tensor, other: Tensor) -> Tensor:
-    """Return where values of one dtype are the same to the bit: -0.0 is not 0.0, and a NaN is itself."""
-    if one.is_complex():
-        pairs = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
-        return same(*pairs).all(-1)
-    if 8 * one.dtype.itemsize not in INTEGERS:
-        return one == other
-    return as_integers(one) == as_integers(other)
-
-
-class ParameterStorage:
-    """A parameter that this process has all of."""
-
-    spread: ClassVar[bool] = False
-    """Whether other processes have some of it."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-
-    @property
-    def tensor(self) -> Any:
-        """The parameter, as it is named, saved and loaded."""
-        return self._tensor
-
-    @property
-    def whole(self) -> Tensor | None:
-        """All of it, to compute with."""
-        return self._tensor
-
-    def stands(self, tensor: Any) -> bool:
-        """Whether a tensor stands for this parameter in its modules."""
-        return tensor is self._tensor
-
-    def take(self, positions: Tensor) -> Tensor:
-        """Elements by their positions in C order, however it lies in memory."""
-        tensor = self._tensor.detach()
-        if tensor.is_contiguous():
-            return tensor.view(-1).index_select(0, positions)
-        return tensor[torch.unravel_index(positions, tensor.shape)]
-
-    def put(self, positions: Tensor, values: Tensor) -> None:
-        """Write elements by their positions in C order."""
-        tensor = self._tensor.detach()  # of the same version: whoever kept the parameter to go back hears of the write
-        values = cast(values, tensor.dtype)
-        if tensor.is_contiguous():
-            tensor.view(-1).index_copy_(0, positions, values)
-        else:
-            tensor.index_put_(torch.unravel_index(positions, tensor.shape), values)
-
-    def kept(self, positions: Tensor, values: Tensor) -> bool:
-        """Whether elements are still those that were written last, where writes of others leave no version behind."""
-        return True
-
-    def differs(self, loaded: Tensor, positions: Tensor) -> bool:
-        """Whether another tensor of its shape differs outside of some positions."""
-        other = (loaded.to(self._tensor) != self._tensor).reshape(-1)
-        other[positions] = False
-        return bool(other.any())
-
-
 HALVES = (torch.float16, torch.bfloat16)
-_leaves: WeakValueDictionary[int, "TorchElementGroup"] = WeakValueDictionary()
+_groups: WeakValueDictionary[int, "TorchElementGroup"] = WeakValueDictionary()
+"""The group of each leaf, by the id of the leaf."""
 
 
 class TorchElementGroup(ElementGroup):
-    """Elements of one place: a leaf that an optimizer may have, where they are, and what they were."""
+    """The elements of one place, with the leaf that an optimizer moves."""
 
-    parameter: Any = None
+    parameter: "TorchPartialParameter | None"
 
     def __init__(
         self, target: ResolvedPlace, leaf: Tensor, originals: Tensor, initial: Tensor, dtype: torch.dtype | None
     ):
         super().__init__(target, leaf, originals, initial)
         self.dtype = dtype
-        self.key = ""
-        self.number, self.hook = 0, None  # of those whose gradients processes exchange
-        self.become(leaf)
-
-    def become(self, leaf: Tensor) -> None:
-        """Have other values."""
-        self.leaf = leaf
-        _leaves[id(leaf)] = self
+        self.leaf_name = ""
+        """The name of the leaf in the modules that own the parameter."""
+        _groups[id(leaf)] = self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # a copy of a model, or one from a file: its leaves are others
-        _leaves[id(self.leaf)] = self
+        self.__dict__.update(state)  # a deep copy or an unpickled model, with a leaf of its own
+        _groups[id(self.leaf)] = self
 
-    def rebase(self) -> None:
-        """Take the values there are for those that there were: another model has been loaded."""
-        self.begin_from(cast(self.leaf.detach(), self.tensor.dtype).clone())
-
-    def begin_from(self, originals: Tensor) -> None:
-        """Have other originals, as of another model or in another dtype."""
+    def set_originals(self, originals: Tensor) -> None:
+        """Replace the originals after the model was loaded anew or converted, also in the change log."""
         self.originals = originals
-        self.change.bits = bits(originals)[1]
+        self.change.bits = tensor_bits(originals)[1]
 
-    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the leaf for a parameter of a dtype: small steps are lost in half precision."""
-        return self.dtype or (torch.float32 if dtype in HALVES else dtype)
-
-
-def part_of(leaf: Tensor) -> TorchElementGroup | None:
-    """The part whose leaf this is."""
-    part = _leaves.get(id(leaf))
-    return part if part is not None and part.leaf is leaf else None
+    def leaf_dtype(self) -> torch.dtype:
+        return self.dtype or default_leaf_dtype(self.tensor.dtype)
 
 
-def bits(tensor: Tensor) -> tuple[str, np.ndarray]:
-    """The dtype of a tensor, and the bytes of its elements."""
-    held = tensor.detach().cpu().contiguous().view(-1)
-    bytes_ = held.view(torch.uint8).numpy().reshape(len(held), held.element_size())
-    return str(tensor.dtype).removeprefix("torch."), bytes_
+def default_leaf_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALVES else dtype  # small steps would be lost in half precision
 
 
-STEPPING, HOLDING = getfile(torch.optim.Optimizer), getfile(torch.nn.Module)
-RUNNING = {(STEPPING, "wrapper"), (HOLDING, "add_module"), (HOLDING, "__setattr__")}
-"""The functions in which PyTorch goes through such hooks, which must not change meanwhile."""
-_wanted: list[tuple[MutableMapping[int, Any], Any]] = []
-_users: dict[int, "ref[Any]"] = {}
-_lock = Lock()
+def group_of(leaf: Tensor) -> TorchElementGroup | None:
+    """Return the group whose leaf this is, and None for any other tensor."""
+    group = _groups.get(id(leaf))
+    return group if group is not None and group.leaf is leaf else None
 
 
-def while_training(hooks: MutableMapping[int, Any]) -> Callable[[Any], Any]:
-    """Mark a hook that is to be among PyTorch's for as long as elements train.
+class ParameterStorage:
+    """A parameter that this process has all of: elements are read and written by their positions in C order."""
 
-    It is put there as registering it does. That can be done twice, and an interrupt cannot come between the hook and a
-    handle to remove it with.
-    """
+    sharded: ClassVar[bool] = False
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Any:
+        """The parameter as it is named, saved and loaded."""
+        return self._tensor
+
+    @property
+    def full_tensor(self) -> Tensor:
+        """The parameter to compute with."""
+        return self._tensor
+
+    def matches(self, tensor: Any) -> bool:
+        """Return True if `tensor` is the parameter, in any form in which modules hold it."""
+        return tensor is self._tensor
+
+    def read(self, index: Tensor) -> Tensor:
+        tensor = self._tensor.detach()
+        if tensor.is_contiguous():
+            return tensor.view(-1).index_select(0, index)
+        return tensor[torch.unravel_index(index, tensor.shape)]
+
+    def write(self, index: Tensor, values: Tensor) -> None:
+        # A detached tensor shares the version counter, so autograd notices if it saved the parameter for a backward.
+        tensor = self._tensor.detach()
+        values = cast(values, tensor.dtype)
+        if tensor.is_contiguous():
+            tensor.view(-1).index_copy_(0, index, values)
+        else:
+            tensor.index_put_(torch.unravel_index(index, tensor.shape), values)
+
+    def still_holds(self, index: Tensor, values: Tensor) -> bool:
+        """Return False if elements were overwritten in a way that changes no version counter."""
+        return True
+
+    def differs_outside(self, index: Tensor, loaded: Tensor) -> bool:
+        """Return True if a tensor of the same shape differs in any element that is not in `index`."""
+        differs = (loaded.to(self._tensor) != self._tensor).reshape(-1)
+        differs[index] = False
+        return bool(differs.any())
+
+
+class TorchPartialParameter(PartialParameter):
+    """A parameter of which some elements train: its storage and its element groups."""
+
+    def __init__(self, storage: ParameterStorage):
+        self.storage = storage
+        self.tensor = storage.tensor
+        self.groups: list[TorchElementGroup] = []
+        self._compare_values = False
+        self.refresh()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # a deep copy or an unpickled model, whose elements train as well
+        self._update_hooks()
+
+    def refresh(self) -> None:
+        """Recompute what depends on the groups and on the device, after either has changed."""
+        self.leaves = tuple([group.leaf for group in self.groups])
+        self.leaf_names = tuple([group.leaf_name for group in self.groups])
+        self.sizes = [len(group.positions) for group in self.groups]
+        self.positions = np.concatenate([np.zeros(0, dtype=np.int64), *[group.positions for group in self.groups]])
+        self.index = index_tensor(self.positions, self.tensor.device)
+        for group in self.groups:
+            group.parameter = self
+            group.originals = group.originals.to(self.tensor.device)
+        self._mark_synced()
+        self._update_hooks()
+
+    def _update_hooks(self) -> None:
+        (install_hooks if self.groups else remove_hooks)(self)
+
+    def sync(self) -> None:
+        """Copy the leaves into the parameter if they changed, or the parameter into the leaves if it was written to."""
+        if torch.compiler.is_compiling():
+            # Versions are unknown to a compiler, so it always copies. What of a sharded parameter is gathered is
+            # unknown as well: there the graph breaks.
+            if self.storage.sharded:
+                _sync_uncompiled(self)
+            else:
+                self.storage.write(self.index, self._leaf_values())
+            return
+        versions = self._versions()
+        # Writes to `.data` change no version. They are found by comparing values, except right after a copy.
+        if versions[1:] != self._synced_versions[1:] or (
+            self._compare_values and not torch.equal(self._leaf_values(), self._synced_values)
+        ):
+            self.write_to_parameter()
+        elif versions != self._synced_versions:
+            self.read_from_parameter()
+        self._compare_values = True
+
+    def write_to_parameter(self) -> None:
+        """Copy the values of the leaves into the parameter."""
+        self._mark_synced()
+        self.storage.write(self.index, self._synced_values)
+        self._synced_versions[0] = self.tensor._version
+
+    def read_from_parameter(self) -> None:
+        """Copy the parameter into the leaves, where it holds other values than theirs."""
+        with torch.no_grad():
+            values = self.storage.read(self.index)
+            for leaf, new in zip(self.leaves, values.split(self.sizes), strict=True):
+                # A leaf may be more precise than the parameter: keep it where it rounds to the parameter's value.
+                leaf.copy_(torch.where(same_bits(cast(leaf, new.dtype), new), leaf, cast(new, leaf.dtype)))
+        self._mark_synced()
+
+    def prepare_step(self) -> None:
+        """Copy what was written to the parameter since the last forward into the leaves, before an optimizer step."""
+        versions = self._versions()
+        if versions[0] != self._synced_versions[0] and versions[1:] == self._synced_versions[1:]:
+            self.read_from_parameter()
+        self.check_not_overwritten()
+
+    def check_not_overwritten(self) -> None:
+        """Raise if shards were written to without a trace, as the next copy would undo that."""
+        if not self.storage.still_holds(self.index, self._synced_values):
+            raise FrameworkError(
+                "shards of the model were written to in place, as torch.distributed.checkpoint does, and elements that "
+                "train do not know of it; call model.load_state_dict with what was loaded"
+            )
+
+    def insert(self, tensor: Tensor, leaves: Iterable[Tensor]) -> Tensor:
+        """Return `tensor` with the values of `leaves` in it, by operations that every transform can differentiate."""
+        values = torch.cat([leaf.reshape(-1) for leaf in leaves]).to(tensor.dtype)
+        return tensor.reshape(-1).index_put((self.index,), values).view(tensor.shape)
+
+    def _leaf_values(self) -> Tensor:
+        return self.leaves[0].detach() if len(self.leaves) == 1 else torch.cat([leaf.detach() for leaf in self.leaves])
+
+    def _versions(self) -> list[int]:
+        return [self.tensor._version, *[leaf._version for leaf in self.leaves]]
+
+    def _mark_synced(self) -> None:
+        self._synced_versions = self._versions()
+        self._synced_values = self._leaf_values().clone() if self.leaves else self.index
+        self._compare_values = False
+
+
+@torch.compiler.disable
+def _sync_uncompiled(parameter: TorchPartialParameter) -> None:
+    parameter.sync()
+
+
+_global_hooks: list[tuple[MutableMapping[int, Any], Any]] = []
+_hook_users: dict[int, "ref[Any]"] = {}
+_hooks_lock = Lock()
+_OPTIMIZER_FILE, _MODULE_FILE = getfile(torch.optim.Optimizer), getfile(torch.nn.Module)
+_HOOK_CALLERS = {(_OPTIMIZER_FILE, "wrapper"), (_MODULE_FILE, "add_module"), (_MODULE_FILE, "__setattr__")}
+"""The functions of PyTorch that iterate over global hooks, which must not change meanwhile."""
+
+
+def global_hook(hooks: MutableMapping[int, Any]) -> Callable[[Any], Any]:
+    """Mark a function as a hook that is in one of PyTorch's tables of global hooks while elements train."""
 
     def mark(hook: Any) -> Any:
-        _wanted.append((hooks, hook))
+        _global_hooks.append((hooks, hook))
         return hook
 
     return mark
 
 
-def need(user: Any) -> None:
-    """Have the hooks registered, until `user` is done or is no more."""
-    with _lock.hold():
+def install_hooks(user: Any) -> None:
+    """Install the global hooks until `remove_hooks(user)`, or until `user` is garbage collected."""
+    with _hooks_lock.hold():
         key = id(user)
-        _users[key] = ref(user, lambda gone: _lose(key, gone))
-        for hooks, hook in _wanted:
+        _hook_users[key] = ref(user, lambda dead: _remove_dead_user(key, dead))
+        for hooks, hook in _global_hooks:
+            # PyTorch's own function for this returns a handle, which an interrupt may lose. This can be repeated.
             hooks[id(hook)] = hook
 
 
-def done(user: Any) -> None:
-    """Remove the hooks if nothing else needs them."""
-    with _lock.hold():
-        _users.pop(id(user), None)
-        _tidy()
+def remove_hooks(user: Any) -> None:
+    """Remove the global hooks if there is no other user."""
+    with _hooks_lock.hold():
+        _hook_users.pop(id(user), None)
+        _remove_unused_hooks()
 
 
-def _lose(key: int, gone: "ref[Any]") -> None:
-    with _lock.hold():
-        if _users.get(key) is gone:
-            del _users[key]
-        _tidy()
+def _remove_dead_user(key: int, dead: "ref[Any]") -> None:
+    with _hooks_lock.hold():
+        if _hook_users.get(key) is dead:
+            del _hook_users[key]
+        _remove_unused_hooks()
 
 
-def _tidy() -> None:
-    """Remove the hooks after the last user, unless PyTorch goes through them right now, in whichever thread.
-
-    Garbage is collected at any time, also in the middle of a step. Then they stay, and do nothing, until elements train
-    or are released the next time.
-    """
-    if not _users and not any(_running(frame) for frame in sys._current_frames().values()):
-        for hooks, hook in _wanted:
+def _remove_unused_hooks() -> None:
+    # Garbage is collected at any time, also while PyTorch iterates over the hooks in some thread. Then they stay, and
+    # do nothing, until elements train or are released the next time.
+    if not _hook_users and not any(_calls_hooks(frame) for frame in sys._current_frames().values()):
+        for hooks, hook in _global_hooks:
             hooks.pop(id(hook), None)
 
 
-def _running(frame: Any) -> bool:
-    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) not in RUNNING:
+def _calls_hooks(frame: Any) -> bool:
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) not in _HOOK_CALLERS:
         frame = frame.f_back
     return frame is not None
 
 
-Module = torch.nn.Module
+_stepping: WeakKeyDictionary[torch.optim.Optimizer, list[TorchPartialParameter]] = WeakKeyDictionary()
+"""For each optimizer in the middle of a step, the parameters whose elements it moves."""
 
 
-class TorchFreezer(Freezer):
-    """Freezes parameters by `requires_grad`, and puts their gradients aside meanwhile."""
-
-    def __init__(self) -> None:
-        self._claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def get_claim(self, parameter: Tensor) -> FreezeClaim | None:
-        return self._claims.get(parameter)
-
-    def set_claim(self, parameter: Tensor, claim: FreezeClaim | None) -> None:
-        if claim is None:
-            del self._claims[parameter]
-        else:
-            self._claims[parameter] = claim
-
-    def is_trainable(self, parameter: Tensor) -> bool:
-        return parameter.requires_grad
-
-    def set_trainable(self, parameter: Tensor, trainable: bool) -> None:
-        parameter.requires_grad_(trainable)
-
-    def get_gradient(self, parameter: Tensor) -> Tensor | None:
-        return parameter.grad
-
-    def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        parameter.grad = gradient
-
-    def claim_copies(self, tensors: Iterable[tuple[Tensor, bool, bool]], owner: object) -> None:
-        """Claim copies of frozen parameters, given which of them were trainable before and which are kept."""
-        for tensor, trainable, kept in tensors:
-            claim = self._claims.setdefault(tensor, FreezeClaim(trainable))
-            claim.owners.add(owner)
-            if kept:
-                claim.keepers.add(owner)
+@global_hook(_global_optimizer_pre_hooks)
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Copy what was written to parameters into the leaves, where the step starts from."""
+    _stepping[optimizer] = parameters = _trained_by(optimizer)
+    if parameters and isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptionError("SparseAdam takes sparse gradients, and those of elements are dense; use torch.optim.Adam")
+    for parameter in parameters:
+        parameter.prepare_step()
 
 
-freezer = TorchFreezer()
+@global_hook(_global_optimizer_post_hooks)
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Copy the leaves into the parameters, however the optimizer wrote to the leaves."""
+    for parameter in _stepping.pop(optimizer, ()):
+        parameter.write_to_parameter()
 
 
-def whole_parameters(model: Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of a model without the leaves of elements."""
-    return [tensor for tensor in model.parameters() if part_of(tensor) is None]
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[TorchPartialParameter]:
+    parameters = {}
+    for param_group in optimizer.param_groups:
+        for leaf in param_group["params"]:
+            group = group_of(leaf)
+            if group is not None and group.parameter is not None and group in group.parameter.groups:
+                parameters[id(group.parameter)] = group.parameter
+    return list(parameters.values())
 
 
-@contextmanager
-def muted(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Let no hook of a leaf run: those run once, when the gradient is delivered."""
-    with scope():
-        for held in [held for leaf in leaves if (held := leaf._backward_hooks)]:
-            defer(held.update, dict(held))
-            held.clear()
-        yield
+_INTEGERS = {8 * dtype.itemsize: dtype for dtype in (torch.int16, torch.int32, torch.int64)}
 
 
-def deliver(gradients: Sequence[tuple[Tensor, Tensor]], every: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
-    """Add gradients to those of leaves, by one backward for all.
-
-    `DistributedDataParallel` reduces when it has heard of every leaf that a forward used, and of each once: those that
-    hear none of the losses hear a zero for it, and nothing remains of that.
-    """
-    heard = {id(leaf) for leaf, _ in gradients}
-    silent: list[Tensor] = []
-    if is_distributed():
-        used = {id(step.variable) for loss in losses for step in _steps(loss) if hasattr(step, "variable")} - heard
-        silent = [leaf for leaf in every if id(leaf) in used]
-    empty = [leaf for leaf in silent if leaf.grad is None]
-    leaves = [leaf for leaf, _ in gradients] + silent
-    torch.autograd.backward(leaves, [each for _, each in gradients] + [torch.zeros_like(leaf) for leaf in silent])
-    if any(leaf.grad is not None and leaf.grad.any() for leaf in empty):
-        raise FrameworkError(
-            "another process has a loss for a place that this one has none for, and they would train apart; give "
-            "losses for the same places in each"
-        )
-    for leaf in empty:
-        leaf.grad = None
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values` in another dtype, with the payload of each NaN kept as far as it fits."""
+    if values.dtype is dtype:
+        return values
+    if values.is_complex() and dtype.is_complex:
+        return torch.view_as_complex(cast(torch.view_as_real(values.resolve_conj()), dtype.to_real()))
+    converted = values.to(dtype)
+    before, after = (str(each).removeprefix("torch.") for each in (values.dtype, dtype))
+    if not {before, after} <= LAYOUTS.keys():
+        return converted
+    bits = _as_integers(values).to(_INTEGERS[common_width(before, after)])
+    nans = nan_bits(bits, before, after, torch.where).to(_INTEGERS[LAYOUTS[after].bits])
+    return torch.where(values.isnan(), nans, _as_integers(converted)).view(dtype)
 
 
-def check(loss: Tensor, of: str) -> None:
-    """Refuse a loss of a model whose wrapper reduces at the end of the first backward, which is not the last here."""
-    if is_distributed() and any(_static(step) for step in _steps(loss)):
-        raise FrameworkError(
-            f"the loss for {of} is of a model in DistributedDataParallel(static_graph=True), which reduces before all "
-            "losses are heard; leave static_graph out"
-        )
+def same_bits(left: Tensor, right: Tensor) -> Tensor:
+    """Return where two tensors of one dtype are equal to the bit: -0.0 is not 0.0, and a NaN equals itself."""
+    if left.is_complex():
+        return same_bits(*(torch.view_as_real(each.resolve_conj()) for each in (left, right))).all(-1)
+    if 8 * left.dtype.itemsize not in _INTEGERS:
+        return left == right
+    return _as_integers(left) == _as_integers(right)
 
 
-def is_distributed() -> bool:
-    """Whether there may be other processes."""
-    return distributed.is_available() and distributed.is_initialized()
+def _as_integers(values: Tensor) -> Tensor:
+    return values.view(_INTEGERS[8 * values.dtype.itemsize])
 
 
-def _static(step: Any) -> bool:
-    wrapper = getattr(step, "ddp_weakref", None)
-    return wrapper is not None and bool(wrapper().static_graph)
+def tensor_bits(tensor: Tensor) -> tuple[str, np.ndarray]:
+    """Return the name of a tensor's dtype, and its elements as rows of bytes."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    rows = flat.view(torch.uint8).numpy().reshape(len(flat), flat.element_size())
+    return str(tensor.dtype).removeprefix("torch."), rows
 
 
-def _steps(loss: Tensor) -> Iterator[Any]:
-    """Every step of the graph that a loss was computed by."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        step = waiting.pop()
-        yield step
-        for other, _ in getattr(step, "next_functions", ()):
-            if other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
+def index_tensor(positions: np.ndarray, device: torch.device | str) -> Tensor:
+    """Return a copy of positions as a flat int64 tensor."""
+    return torch.from_numpy(np.array(positions, dtype=np.int64).reshape(-1)).to(device)

@@ -1,37 +1,40 @@
-"""Training elements of a PyTorch model: which parameters there are, freezing the others, routing losses."""
+"""`TorchTrainer`: checks, starts and stops the training of elements of a model, and freezes the rest of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elementgrad._backends.torch.distributed import (
     ShardedStorage,
-    hear,
-    is_spread,
-    require_unwrapped,
+    accumulate,
+    check_not_static_graph,
+    check_not_wrapped,
+    is_dtensor,
+    register_allreduce,
     reshard,
-    shards,
-    unhear,
+    sharded_storages,
+    unregister_allreduce,
 )
 from elementgrad._backends.torch.names import TorchModel, unwrap
-from elementgrad._backends.torch.train import modules, parameter
-from elementgrad._backends.torch.train.kernels import index
-from elementgrad._backends.torch.train.layers import TorchPartialParameter
 from elementgrad._backends.torch.train.modules import TrainedModule, attach, detach
 from elementgrad._backends.torch.train.parameter import (
     ParameterStorage,
     TorchElementGroup,
-    bits,
+    TorchPartialParameter,
     cast,
-    freezer,
-    part_of,
-    whole_parameters,
+    default_leaf_dtype,
+    group_of,
+    index_tensor,
+    tensor_bits,
 )
+from elementgrad._cleanup import defer, scope
 from elementgrad._train.backend import TrainBackend
-from elementgrad._train.freeze import TrainingState
+from elementgrad._train.freeze import FreezeClaim, Freezer, TrainingState
 from elementgrad._train.trainer import ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
@@ -49,22 +52,22 @@ class TorchTrainer(Trainer):
     other_nouns: Mapping[str, str] = {"activation": "a layer", "buffer": "a buffer"}
 
     def __init__(self, model: Module):
-        require_unwrapped(model)
+        check_not_wrapped(model)
         self._model = model
-        self._named = TorchModel(model)
+        self._names = TorchModel(model)
         reshard(model)
-        self._shards = {id(shard.tensor): shard for shard in shards(model)}
-        self._alone: set[int] = set()
+        self._shards = {id(storage.tensor): storage for storage in sharded_storages(model)}
+        self._checked_memory: set[int] = set()
         self._frozen: list[tuple[torch.nn.Parameter, bool, bool]] = []
         self._owner = object()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._owner = object()
-        freezer.claim_copies(self._frozen, self._owner)
+        _freezer.claim_copies(self._frozen, self._owner)
 
     def names(self) -> Iterator[str]:
-        return (name for name, kind, _ in self._named.named_tensors() if kind == "parameter")
+        return (name for name, kind, _ in self._names.named_tensors() if kind == "parameter")
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         def walk(module: Module, path: str, above: tuple[Module, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -72,8 +75,8 @@ class TorchTrainer(Trainer):
             if module in above:
                 return
             for name, tensor in module._parameters.items():
-                if tensor is not None and part_of(tensor) is None:
-                    yield f"{path}{name}", self._lasting(tensor)
+                if tensor is not None and group_of(tensor) is None:
+                    yield f"{path}{name}", self._resharded(tensor)
             for name, child in module._modules.items():
                 if child is not None:
                     yield from walk(child, f"{path}{name}.", (*above, module))
@@ -81,28 +84,28 @@ class TorchTrainer(Trainer):
         return walk(self._model, "", ())
 
     def training_state(self, tensor: Tensor) -> TrainingState:
-        return freezer.state(tensor, can_train=tensor.is_floating_point() or tensor.is_complex())
+        return _freezer.state(tensor, can_train=tensor.is_floating_point() or tensor.is_complex())
 
     def has_gradient_hooks(self, tensor: Tensor) -> bool:
         return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
     def parameter(self, name: str) -> Tensor:
-        bearing = self._named.lookup(name)
+        bearing = self._names.lookup(name)
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
-                return self._lasting(tensor)
+                return self._resharded(tensor)
         raise self.unknown_name_error(name, bearing[0][0] if bearing else None)
 
     def name_of(self, tensor: Tensor) -> str:
-        tensor = getattr(tensor, "_elements_of", tensor)  # what a module hands out of a sharded one
-        for name, kind, held in self._named.named_tensors():
-            if kind == "parameter" and (self._lasting(held) is tensor or _same(held, tensor)):
+        tensor = getattr(tensor, "_elements_of", tensor)  # as modules return a sharded parameter while elements train
+        for name, kind, parameter in self._names.named_tensors():
+            if kind == "parameter" and (self._resharded(parameter) is tensor or _is_alias(parameter, tensor)):
                 return name
         raise self.not_a_parameter_error(tensor)
 
     def groups_of(self, tensor: Tensor) -> Sequence[TorchElementGroup]:
-        weight = self._weights().get(id(tensor))
-        return weight.groups if weight is not None else []
+        parameter = self._partial_parameters().get(id(tensor))
+        return parameter.groups if parameter is not None else []
 
     def check_parameter(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
@@ -112,7 +115,7 @@ class TorchTrainer(Trainer):
         shard = self._shards.get(id(tensor))
         if shard is not None:
             shard.check(name)
-        elif is_spread(tensor):
+        elif is_dtensor(tensor):
             raise FrameworkError(
                 f"{name} is spread over processes as {tensor.placements}, and not by fully_shard of this model or of "  # type: ignore[attr-defined]
                 "modules in it; give the model that fully_shard was called on"
@@ -128,121 +131,119 @@ class TorchTrainer(Trainer):
             )
         if tensor.is_meta:
             raise FrameworkError(f"{name} is on the meta device and has no values; load the model first")
-        if modules.repeats(tensor):
+        if _repeats_memory(tensor):
             raise FrameworkError(f"{name} is expanded, so that one number is many elements; make it contiguous first")
         if tensor.is_inference():
             raise FrameworkError(f"{name} was made in inference mode and cannot be written to; make the model outside")
         for module in self._model.modules():
-            if getattr(module, "max_norm", None) is not None and any(
-                held is tensor for held in module._parameters.values()
-            ):
+            has_table = any(parameter is tensor for parameter in module._parameters.values())
+            if has_table and getattr(module, "max_norm", None) is not None:
                 raise FrameworkError(
                     f"{name} is the table of an embedding with max_norm, which rewrites its rows in every forward; "
                     "set max_norm=None"
                 )
 
     def parse_dtype(self, dtype: Any) -> torch.dtype | None:
-        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if dtype is not None and not (isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex)):
+        parsed: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        is_dtype = isinstance(parsed, torch.dtype)
+        if dtype is not None and not (is_dtype and (parsed.is_floating_point or parsed.is_complex)):
             raise OptionError(f"dtype={dtype!r} is no floating dtype; give torch.float32 or torch.float64, or None")
-        return found
+        return parsed
 
+    @torch.inference_mode(False)
     def make_group(
         self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None
     ) -> TorchElementGroup:
-        with torch.inference_mode(False):
-            return self._make_group(target, dtype, values, originals)
-
-    def _make_group(self, target: ResolvedPlace, dtype: Any, values: Any, originals: Any) -> TorchElementGroup:
         tensor = target.tensor
-        self._require_alone(tensor)
-        held = self._take(tensor, target.positions)
-        before = held if originals is None else _of_bits(originals, tensor)
+        self._check_memory(tensor)
         if dtype is not None and torch.promote_types(dtype, tensor.dtype) != dtype:
             raise OptionError(f"dtype={dtype} cannot hold what {tensor.dtype} holds; give a wider one, or None")
         if dtype is not None and dtype.is_complex and not tensor.is_complex():
             raise OptionError(
                 f"dtype={dtype} is complex, and the parameter is {tensor.dtype}; give a real one, or None"
             )
-        group = TorchElementGroup(target, held, before, held, dtype)
-        now = held if values is None else _of_bits(values, tensor)
-        kept = group.kept_dtype(tensor.dtype) if values is None or dtype is not None else now.dtype
-        group.dtype = kept if values is not None else dtype
-        group.become(torch.nn.Parameter(cast(now, kept).clone()))
-        return group
+        initial = self._read(tensor, target.positions)
+        if values is None:
+            new, leaf_dtype = initial, dtype or default_leaf_dtype(tensor.dtype)
+        else:
+            new = _from_bits(values, tensor)
+            dtype = leaf_dtype = dtype or new.dtype
+        leaf = torch.nn.Parameter(cast(new, leaf_dtype).clone())
+        before = initial if originals is None else _from_bits(originals, tensor)
+        return TorchElementGroup(target, leaf, before, initial, dtype)
 
-    def _require_alone(self, tensor: Tensor) -> None:
-        """Refuse a parameter that shares memory with another one, unless it is that very parameter."""
-        if id(tensor) in self._alone:
+    def _check_memory(self, tensor: Tensor) -> None:
+        """Raise if another parameter shares memory with this one."""
+        if id(tensor) in self._checked_memory:
             return
-        every = list(self.named_parameters())
-        for other, held in every:
-            if modules.overlap(tensor, held):
-                name = next(name for name, held in every if held is tensor)
+        parameters = list(self.named_parameters())
+        for other, parameter in parameters:
+            if _share_memory(tensor, parameter):
+                name = next(name for name, parameter in parameters if parameter is tensor)
                 raise FrameworkError(
                     f"{name} and {other} are two parameters that share memory, so that one number would be two "
                     "elements; make them one parameter, or give each its own copy"
                 )
-        self._alone.add(id(tensor))
+        self._checked_memory.add(id(tensor))
 
     def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
-        weights = self._weights()
+        parameters = self._partial_parameters()
         for group in groups:
-            weight = weights.setdefault(id(group.tensor), TorchPartialParameter(self._home(group.tensor)))
-            group.key = self._key(weight)
-            group.parameter = weight
-            weight.groups.append(group)
-            weight.arrange()
-        changed = [weights[key] for key in dict.fromkeys(id(group.tensor) for group in groups)]
+            parameter = parameters.setdefault(id(group.tensor), TorchPartialParameter(self._storage(group.tensor)))
+            group.leaf_name = self._free_leaf_name(parameter)
+            group.parameter = parameter
+            parameter.groups.append(group)
+            parameter.refresh()
+        changed = [parameters[key] for key in dict.fromkeys(id(group.tensor) for group in groups)]
         attach(self._model, changed)
-        frozen = whole_parameters(self._model)
-        freezer.claim(frozen, self._owner, keep)
-        states = [(tensor, freezer.state(tensor)) for tensor in frozen]
+        frozen = _whole_parameters(self._model)
+        _freezer.claim(frozen, self._owner, keep)
+        states = [(tensor, _freezer.state(tensor)) for tensor in frozen]
         self._frozen = [(tensor, state.trained, state.kept) for tensor, state in states]
-        for weight in changed:
-            weight.write_to_parameter()
+        for parameter in changed:
+            parameter.write_to_parameter()
         for group in groups:
-            hear(group)
+            register_allreduce(group)
 
     def stop(self, groups: Sequence[Any]) -> None:
         reshard(self._model)
         for group in groups:
             self.sync(group)
-        self._forget(groups)
+        self._remove(groups)
 
     def cancel(self, groups: Sequence[Any]) -> None:
         for group in groups:
-            self._put(group, group.initial)
-        self._forget(groups)
+            self._write(group, group.initial)
+        self._remove(groups)
 
-    def _forget(self, groups: Sequence[Any]) -> None:
-        """Let groups train no longer; done again, it goes on from wherever it was interrupted."""
+    def _remove(self, groups: Sequence[Any]) -> None:
+        """Let groups train no longer. Idempotent, so that it can be run again after an interrupt."""
         for group in groups:
-            unhear(group)
-            weight = group.parameter
-            if weight is not None:
-                weight.groups[:] = [other for other in weight.groups if other is not group]
-                weight.arrange()
+            unregister_allreduce(group)
+            parameter = group.parameter
+            if parameter is not None:
+                parameter.groups[:] = [other for other in parameter.groups if other is not group]
+                parameter.refresh()
         detach(self._model)
-        freezer.leave(whole_parameters(self._model), self._owner)
+        _freezer.leave(_whole_parameters(self._model), self._owner)
         self._frozen = []
         for group in groups:
             group.parameter = None
 
     def sync(self, group: Any) -> None:
         if group.parameter is not None and any(other is group for other in group.parameter.groups):
-            group.parameter.current()
-            group.parameter.require_kept()
+            group.parameter.sync()
+            group.parameter.check_not_overwritten()
 
     def write_to_parameter(self, group: Any) -> None:
-        self._put(group, group.leaf)
+        self._write(group, group.leaf)
         if group.parameter is not None:
             group.parameter.write_to_parameter()
 
     def restore(self, group: Any) -> None:
         with torch.no_grad():
             group.leaf.copy_(cast(group.originals, group.leaf.dtype))
-        self._put(group, group.originals)
+        self._write(group, group.originals)
         if group.parameter is not None:
             group.parameter.write_to_parameter()
 
@@ -258,25 +259,26 @@ class TorchTrainer(Trainer):
                 f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
                 "into a function and ask eg.explain(step), which names the line"
             ).about(loss)
-        parameter.check(loss, of)
+        check_not_static_graph(loss, of)
 
     def gradients(self, loss: Tensor, groups: Sequence[Any], last: bool, tape: Any = None) -> list[Tensor | None]:
         leaves = [group.leaf for group in groups]
-        with parameter.muted(leaves):
+        with _without_tensor_hooks(leaves):
             return list(torch.autograd.grad(loss.reshape(()), leaves, retain_graph=not last, allow_unused=True))
 
     def accumulate_gradients(
         self, gradients: Sequence[tuple[Any, Tensor, np.ndarray]], losses: Sequence[Tensor]
     ) -> None:
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
         for group, gradient, elements in gradients:
             if len(elements) < len(gradient):
-                chosen = index(elements, gradient.device)
+                chosen = index_tensor(elements, gradient.device)
                 gradient = torch.zeros_like(gradient).index_copy(0, chosen, gradient.index_select(0, chosen))
-            before = totals.get(id(group))
-            totals[id(group)] = group.leaf, gradient if before is None else before[1] + gradient
-        every = [leaf for weight in self._weights().values() if not weight.home.spread for leaf in weight.leaves]
-        parameter.deliver(list(totals.values()), every, losses)
+            before = sums.get(id(group))
+            sums[id(group)] = group.leaf, gradient if before is None else before[1] + gradient
+        parameters = self._partial_parameters().values()
+        leaves = [leaf for parameter in parameters if not parameter.storage.sharded for leaf in parameter.leaves]
+        accumulate(list(sums.values()), leaves, losses)
 
     @property
     def is_distributed(self) -> bool:
@@ -287,60 +289,46 @@ class TorchTrainer(Trainer):
         return self._shared[0].rank == 0
 
     def allgather(self, row: np.ndarray) -> np.ndarray:
-        return self._shared[0].gathered(row)
+        return self._shared[0].allgather(row)
 
     @property
     def _shared(self) -> list[ShardedStorage]:
-        """The parameters that are spread over one axis of processes, which all train the model."""
-        return [shard for shard in self._shards.values() if shard.tensor.device_mesh.ndim == 1]
+        return [storage for storage in self._shards.values() if storage.tensor.device_mesh.ndim == 1]
 
     def read_bits(self, tensor: Tensor, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        return bits(tensor if positions is None else self._take(tensor, positions))
+        return tensor_bits(tensor if positions is None else self._read(tensor, positions))
 
-    def _take(self, tensor: Tensor, positions: np.ndarray) -> Tensor:
-        return self._home(tensor).take(index(positions, tensor.device))
+    def _read(self, tensor: Tensor, positions: np.ndarray) -> Tensor:
+        return self._storage(tensor).read(index_tensor(positions, tensor.device))
 
-    def _put(self, group: TorchElementGroup, values: Tensor) -> None:
+    def _write(self, group: TorchElementGroup, values: Tensor) -> None:
         device = group.tensor.device
         with torch.no_grad():
-            self._home(group.tensor).put(index(group.positions, device), values.detach().to(device))
+            self._storage(group.tensor).write(index_tensor(group.positions, device), values.detach().to(device))
 
-    def _home(self, tensor: Tensor) -> ParameterStorage:
+    def _storage(self, tensor: Tensor) -> ParameterStorage:
         return self._shards.get(id(tensor)) or ParameterStorage(tensor)
 
-    def _lasting(self, tensor: Tensor) -> Tensor:
-        """The parameter, where a module holds what stands for it during a computation."""
-        return next((shard.tensor for shard in self._shards.values() if shard.stands(tensor)), tensor)
+    def _resharded(self, tensor: Tensor) -> Tensor:
+        """Return the sharded tensor if `tensor` is the whole that a module holds in a forward, else `tensor`."""
+        return next((storage.tensor for storage in self._shards.values() if storage.matches(tensor)), tensor)
 
-    def _weights(self) -> dict[int, TorchPartialParameter]:
-        """What trains already, by the parameter it is of."""
-        swapped = [module for module in self._model.modules() if isinstance(module, TrainedModule)]
-        uses = [use.weight for module in swapped for use in module._trained.values()]
-        return {id(weight.tensor): weight for weight in uses}
+    def _partial_parameters(self) -> dict[int, TorchPartialParameter]:
+        modules = [module for module in self._model.modules() if isinstance(module, TrainedModule)]
+        parameters = [parameter for module in modules for parameter in module._trained.values()]
+        return {id(parameter.tensor): parameter for parameter in parameters}
 
-    def _key(self, weight: TorchPartialParameter) -> str:
-        """What another leaf is called beside its parameter, in every module that has that parameter."""
+    def _free_leaf_name(self, parameter: TorchPartialParameter) -> str:
+        """Return a name for another leaf that is free in all modules that own the parameter."""
         owners = [
             (module, name)
             for module in self._model.modules()
             for name, tensor in module._parameters.items()
-            if tensor is weight.tensor
+            if tensor is parameter.tensor
         ]
-        taken = {key for module, _ in owners for key in dir(module)} | set(weight.keys)
-        keys = (f"{owners[0][1]}_elements_{number}" for number in count())
-        return next(key for key in keys if key not in taken)
-
-
-def _of_bits(numbers: Any, like: Tensor) -> Tensor:
-    flat = torch.from_numpy(numbers.bits.copy()).reshape(-1)
-    return flat.view(getattr(torch, numbers.dtype)).to(like.device)
-
-
-def _same(held: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor is the alias that a module gives of a parameter in training."""
-    if is_spread(held) or is_spread(tensor):
-        return False  # these are handed out as they are
-    return held.data_ptr() == tensor.data_ptr() and held.shape == tensor.shape and held.dtype == tensor.dtype
+        taken = {name for module, _ in owners for name in dir(module)} | set(parameter.leaf_names)
+        names = (f"{owners[0][1]}_elements_{suffix}" for suffix in count())
+        return next(name for name in names if name not in taken)
 
 
 class TorchTrain(TrainBackend):
@@ -351,3 +339,115 @@ class TorchTrain(TrainBackend):
 
 
 implementation = TorchTrain()
+
+
+def _from_bits(array: Any, like: Tensor) -> Tensor:
+    flat = torch.from_numpy(array.bits.copy()).reshape(-1)
+    return flat.view(getattr(torch, array.dtype)).to(like.device)
+
+
+def _is_alias(parameter: Tensor, tensor: Tensor) -> bool:
+    """Return True if `tensor` is the alias that a module returns for a parameter while elements of it train."""
+    if is_dtensor(parameter) or is_dtensor(tensor):
+        return False
+    same_memory = parameter.data_ptr() == tensor.data_ptr()
+    return same_memory and parameter.shape == tensor.shape and parameter.dtype == tensor.dtype
+
+
+@contextmanager
+def _without_tensor_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Switch off the hooks of leaves: they run once, when the sum of the gradients is added to the leaf."""
+    with scope():
+        for hooks in [hooks for leaf in leaves if (hooks := leaf._backward_hooks)]:
+            defer(hooks.update, dict(hooks))
+            hooks.clear()
+        yield
+
+
+class TorchFreezer(Freezer):
+    """Freezes parameters by `requires_grad`, and puts their gradients aside meanwhile."""
+
+    def __init__(self) -> None:
+        self._claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get_claim(self, parameter: Tensor) -> FreezeClaim | None:
+        return self._claims.get(parameter)
+
+    def set_claim(self, parameter: Tensor, claim: FreezeClaim | None) -> None:
+        if claim is None:
+            del self._claims[parameter]
+        else:
+            self._claims[parameter] = claim
+
+    def is_trainable(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad
+
+    def set_trainable(self, parameter: Tensor, trainable: bool) -> None:
+        parameter.requires_grad_(trainable)
+
+    def get_gradient(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad
+
+    def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        parameter.grad = gradient
+
+    def claim_copies(self, tensors: Iterable[tuple[Tensor, bool, bool]], owner: object) -> None:
+        """Claim copies of frozen parameters, given which of them were trainable before and which are kept."""
+        for tensor, trainable, kept in tensors:
+            claim = self._claims.setdefault(tensor, FreezeClaim(trainable))
+            claim.owners.add(owner)
+            if kept:
+                claim.keepers.add(owner)
+
+
+_freezer = TorchFreezer()
+
+
+def _whole_parameters(model: Module) -> list[torch.nn.Parameter]:
+    return [tensor for tensor in model.parameters() if group_of(tensor) is None]
+
+
+def _repeats_memory(tensor: Tensor) -> bool:
+    """Return True if one number in memory is several elements of a tensor."""
+    if not _is_strided(tensor) or tensor.is_contiguous() or not tensor.numel():
+        return False
+    axes = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    if any(stride == 0 for stride, _ in axes):
+        return True
+    # In a permutation of a contiguous tensor, each axis steps over all that the narrower ones span.
+    span = 0
+    for stride, size in sorted(axes):
+        if stride <= span:
+            return len(_storage_positions(tensor).unique()) < tensor.numel()
+        span += (size - 1) * stride
+    return False
+
+
+def _share_memory(left: Tensor, right: Tensor) -> bool:
+    """Return True if two different tensors have a number in common."""
+    if left is right or not (_is_strided(left) and _is_strided(right) and left.numel() and right.numel()):
+        return False
+    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
+        return False
+    (left_first, left_last), (right_first, right_last) = _byte_span(left), _byte_span(right)
+    if left_last < right_first or right_last < left_first:  # as weights of recurrent layers, one after another
+        return False
+    if left.dtype.itemsize != right.dtype.itemsize or (left.is_contiguous() and right.is_contiguous()):
+        return True
+    return bool(torch.isin(_storage_positions(left), _storage_positions(right)).any())
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    lazy = isinstance(tensor, torch.nn.parameter.UninitializedParameter)
+    return not lazy and not is_dtensor(tensor) and tensor.layout is torch.strided and type(tensor.data) is Tensor
+
+
+def _byte_span(tensor: Tensor) -> tuple[int, int]:
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    width, start = tensor.dtype.itemsize, int(tensor.storage_offset())
+    return start * width, (start + steps + 1) * width - 1
+
+
+def _storage_positions(tensor: Tensor) -> Tensor:
+    positions = torch.arange(tensor.untyped_storage().nbytes() // tensor.dtype.itemsize)
+    return positions.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1)
