@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from elementgrad._backends.topk import group_by_size
-from elementgrad._backends.torch.autodiff import call_plainly
+from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
@@ -40,7 +40,7 @@ def slopes(
     """
     now = state()
     with scope():
-        call_plainly(False)
+        disable_checkpointing(False)
         # In this thread: what is computed again on the way back must find the buffers that are lent to it.
         defer(torch._C._set_multithreading_enabled, torch._C._is_multithreading_enabled())
         torch._C._set_multithreading_enabled(False)
