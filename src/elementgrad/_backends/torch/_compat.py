@@ -139,11 +139,6 @@ def is_fused_attention_error(error: BaseException) -> bool:
     return "scaled_dot_product" in str(error)
 
 
-def is_missing_derivative(error: BaseException) -> bool:
-    """Return True if an operation has no derivative in this direction or order."""
-    return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
-
-
 def is_zero_tensor(x: torch.Tensor) -> bool:
     """Return True for a tensor of zeros without memory, as some derivative rules return."""
     return x._is_zerotensor()

@@ -41,13 +41,13 @@ from elementgrad._backends.torch._compat import (
     _remove_batch_dim,
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
+    derivative_is_missing,
     is_freed_graph_error,
     is_frozen_leaf_error,
     is_functional_tensor,
     is_functorch_wrapped_tensor,
     is_fused_attention_error,
     is_inplace_error,
-    is_missing_derivative,
     is_zero_tensor,
     lazy_load_decompositions,
     output_bytes,
@@ -292,7 +292,7 @@ class TorchLinearization(Linearization):
             return unshare(list(sweep(seed)), self._create_graph)
         except (NotImplementedError, RuntimeError) as error:
             self._explain_graph_error(error)
-            if not is_missing_derivative(error) or self._needs_plain_attention(error):
+            if not derivative_is_missing(error) or self._needs_plain_attention(error):
                 raise
             raise UnsupportedError(reason(error)) from error
 
