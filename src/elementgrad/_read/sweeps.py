@@ -356,7 +356,7 @@ class SweepRunner:
 
     def note_missing_rule(self, mode: Mode, error: UnsupportedError) -> None:
         """Remember that a direction has no rule; raise `FrameworkError` if the other one has none either."""
-        if self.missing_rules:
+        if self.missing_rules.keys() - {mode}:  # another thread may have noted this one meanwhile
             raise FrameworkError(f"{self.backend.name} can differentiate this in no direction: {error}") from error
         self.missing_rules[mode] = str(error)
 
