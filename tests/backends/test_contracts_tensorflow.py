@@ -198,7 +198,7 @@ def test_a_compiled_method_of_tensorflow_holds_its_object_in_a_box():
 
     holder = Holder()
     for _ in range(2):  # AutoGraph changes what it wraps when it first runs
-        assert staging.written(holder.method).__self__ is holder
+        assert staging.python_function_of(holder.method).__self__ is holder
         holder.method(tf.ones(2))
 
 

@@ -354,7 +354,7 @@ def test_pytorch_calls_what_stands_among_its_global_hooks_and_those_that_come_du
 
 
 def test_pytorch_stacks_by_steps_as_vmap_does():
-    from elementgrad._backends.torch.autodiff import together
+    from elementgrad._backends.torch.autodiff import batched_vjp
 
     x, other = torch.arange(3.0).requires_grad_(), torch.ones(2, requires_grad=True)
     y = torch.sin(x) * x.sum()
@@ -363,16 +363,16 @@ def test_pytorch_stacks_by_steps_as_vmap_does():
         return torch.autograd.grad(y, [x, other], seed, retain_graph=True, allow_unused=True)
 
     seeds = torch.eye(3)
-    rows, nothing = together(sweep, seeds)
+    rows, nothing = batched_vjp(sweep, seeds)
     assert nothing is None
     torch.testing.assert_close(rows, torch.func.vmap(lambda seed: sweep(seed)[0])(seeds))
-    (same,) = together(lambda seed: [torch.ones(2)], seeds)  # what does not depend on the seed is repeated
+    (same,) = batched_vjp(lambda seed: [torch.ones(2)], seeds)  # what does not depend on the seed is repeated
     assert same.shape == (3, 2)
     with pytest.raises(RuntimeError, match="random"):
-        together(lambda seed: [torch.rand_like(seed)], seeds)
+        batched_vjp(lambda seed: [torch.rand_like(seed)], seeds)
     assert torch._C._functorch.maybe_current_level() is None
     with pytest.raises(RuntimeError, match="saved tensor hooks"), torch.autograd.graph.save_on_cpu():
-        together(sweep, seeds)
+        batched_vjp(sweep, seeds)
 
 
 def test_a_leaf_is_known_by_the_last_node_of_pytorch_before_it():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad._read import budget as bytes_of
-from elementgrad._read.plan import AT_ONCE, Task, direction, fit
+from elementgrad._read.plan import AT_ONCE, Task, choose_direction, fit
 
 counts = st.integers(1, 10**6)
 
@@ -28,19 +28,19 @@ def tasks(draw):
 
 @given(tasks())
 def test_sweeps_are_the_fewer_of_rows_and_columns(task):
-    plan = fit(task, direction(task, {}))
+    plan = fit(task, choose_direction(task, {}))
     assert plan.sweeps == min(task.rows, task.columns)
     assert plan.mode == ("reverse" if task.rows <= task.columns else "forward")
 
 
 @given(tasks(), st.sampled_from(["reverse", "forward"]))
 def test_a_direction_without_a_rule_is_not_taken(task, missing):
-    assert direction(task, {missing: "because"}) != missing
+    assert choose_direction(task, {missing: "because"}) != missing
 
 
 @given(tasks(), st.integers(1, 10**9), st.integers(1, 10**7))
 def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
-    plan = fit(task, direction(task, {}), work, budget)
+    plan = fit(task, choose_direction(task, {}), work, budget)
     each = (task.of_size + task.wrt_size) * task.itemsize + AT_ONCE * work
     assert plan.chunk * plan.chunks >= plan.sweeps
     assert plan.chunk * (plan.chunks - 1) < plan.sweeps
@@ -52,7 +52,7 @@ def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
 
 @given(tasks(), st.integers(1, 10**9))
 def test_a_plan_prints_what_is_asked_and_what_it_saves(task, budget):
-    plan = fit(task, direction(task, {}), 100, budget)
+    plan = fit(task, choose_direction(task, {}), 100, budget)
     printed = str(plan)
     assert f"{plan.sweeps} {plan.mode} sweep" in printed
     assert [line.split()[0] for line in printed.splitlines()][:4] == ["asked", "naive", "planned", "speed-up"]
@@ -62,7 +62,7 @@ def test_a_plan_prints_what_is_asked_and_what_it_saves(task, budget):
     ("text", "count"), [("200MB", 200 * 10**6), ("1.5 GiB", 3 * 2**29), ("10 kb", 10**4), (1024, 1024), (None, None)]
 )
 def test_budgets_are_read(text, count):
-    assert bytes_of.parse(text) == count
+    assert bytes_of.parse_budget(text) == count
 
 
 @pytest.mark.parametrize("given_budget", ["much", "20", "MB", "-3MB", 0, -1, 1.5, True, [], "1e9B"])
@@ -78,7 +78,7 @@ def test_what_is_no_budget_is_refused_before_any_work(given_budget):
     [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (123_456, "123 KB"), (4e10, "40 GB"), (1e15, "1e+03 TB")],
 )
 def test_bytes_are_printed_for_people(count, text):
-    assert bytes_of.to_text(count) == text
+    assert bytes_of.format_bytes(count) == text
 
 
 def test_sweeps_are_no_more_than_the_distinct_rows_or_columns_touched():

@@ -31,7 +31,7 @@ def threads():
 def assembled(J: eg.Jacobian, executor: Executor | None = None) -> np.ndarray:
     """The matrix of a Jacobian from its blocks, each of which must be its own."""
     blocks = J.blocks(executor)
-    shape = J.shape[: 0 if J._batch is None else 1]
+    shape = J.shape[: 0 if J._options.batch is None else 1]
     matrix = np.full((*shape, np.prod(J._of.shape, dtype=int), np.prod(J._wrt.shape, dtype=int)), np.nan)
     count = 0
     for block in blocks:

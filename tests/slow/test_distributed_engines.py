@@ -105,7 +105,7 @@ def test_leaving_early_cancels_what_is_on_its_way_and_reads_no_more(tmp_path):
         pool.gate.set()  # for the one that had begun
         assert pool.futures[1].result().values is None
     assert len(log.read_text().splitlines()) == before
-    assert not worker._kept
+    assert not worker._evaluations
     with ThreadPoolExecutor(1) as pool:
         assert torch.equal(J.dense(executor=pool), J.dense())  # the same again is another read
 
@@ -116,12 +116,12 @@ def test_a_worker_lets_go_of_what_nobody_asks_for(monkeypatch):
     blocks = J.blocks()
     payload = driver._make_payload(J, blocks.plan, blocks.layout)
     for _ in range(2):
-        worker.run(worker.BlockTask("digest", "flight", 0, 0, payload, None, None, ""))
-        assert "digest" in worker._kept
+        worker.run_task(worker.BlockTask("digest", "flight", 0, 0, payload, None, None, ""))
+        assert "digest" in worker._evaluations
         end = time.monotonic() + 60
-        while worker._kept and time.monotonic() < end:
+        while worker._evaluations and time.monotonic() < end:
             time.sleep(0.02)
-        assert not worker._kept
+        assert not worker._evaluations
 
 
 def test_many_are_in_flight_only_while_workers_write_themselves(tmp_path):
@@ -130,7 +130,7 @@ def test_many_are_in_flight_only_while_workers_write_themselves(tmp_path):
     assert len(blocks) == 100
     payload = driver._make_payload(J, blocks.plan, blocks.layout)
     store = Store.at(
-        tmp_path / "j.zarr", blocks.layout, np.dtype("float32"), "J", fingerprint(J, blocks.layout, blocks._swept)
+        tmp_path / "j.zarr", blocks.layout, np.dtype("float32"), "J", fingerprint(J, blocks.layout, blocks._probes)
     )
     for seeing, late in ((100, False), (20, True)):
         with Counted(seeing) as pool:

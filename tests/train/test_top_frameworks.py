@@ -187,7 +187,7 @@ def test_the_first_of_equal_ones_across_pieces_on_jax(monkeypatch, count, floor)
 def test_a_sweep_makes_no_derivative_of_other_parameters_on_jax():
     params = [jnp.ones((500, 64)), jnp.ones((64, 8)), jnp.ones((8, 8))]
     linear = JaxLinearization(lambda table, w, v: [jnp.tanh(table[jnp.array([0, 3])] @ w @ v).sum(1)], params)
-    sweep = linear.sweeper(0, [1, 2])
+    sweep = linear.compile_vjp(0, [1, 2])
     assert [found.shape for found in sweep(jnp.ones(2))] == [(64, 8), (8, 8)]
     made = sweep.func.lower(*sweep.args, jnp.ones(2)).compile().memory_analysis()
     assert made.temp_size_in_bytes + made.output_size_in_bytes < params[0].nbytes / 10

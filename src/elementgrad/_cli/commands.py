@@ -35,7 +35,7 @@ from elementgrad._cli.parser import make_parser
 from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
 from elementgrad._optional import require
-from elementgrad._read.budget import parse
+from elementgrad._read.budget import parse_budget
 from elementgrad._train.api import reverse_patch
 from elementgrad._train.resolve import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
@@ -80,7 +80,7 @@ def grad(
 ) -> int:
     """Print, write and draw derivatives."""
     require_places(of, *(wrt or []))
-    parse(budget)
+    parse_budget(budget)
     _require_writable(out, ARRAY_FILES)
     _require_writable(plot, PICTURE_FILES)
     if len(wrt or []) > 1 and ((out or "").endswith(".npy") or plot is not None):
@@ -178,7 +178,7 @@ def report(
 ) -> None:
     """Write a page about a derivative or about a patch."""
     require_places(of, *(wrt or []))
-    parse(budget)
+    parse_budget(budget)
     _require_writable(out, (".html", ".htm"))
     if model.endswith(".safetensors"):
         if of is not None or wrt is not None or any(target_options.values()):

@@ -20,7 +20,7 @@ from elementgrad._explain.probe import Probe
 from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, cannot_follow
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef, require_callable
 from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, parsed, parsed_target
+from elementgrad._read.api import NOTHING, parse_place, parse_target
 from elementgrad.errors import DtypeError, ElementgradError, OptionError, PlaceError, SelectionError, quoted
 
 Tensor = Any
@@ -271,13 +271,13 @@ def explain(
     require_callable(f)
     if not args and not kwargs and of is None and registry.backend_of_model(f) is None:
         return _step(f, wrt)
-    place, target_place = parsed(wrt), parsed_target(of)
+    place, target_place = parse_place(wrt), parse_target(of)
     call = BoundCall(f, args, kwargs)
     return Explanation(call, place, target_place, probe).diagnosis()
 
 
 def _step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
-    tensor = None if wrt is None else parsed(wrt).tensor
+    tensor = None if wrt is None else parse_place(wrt).tensor
     if wrt is not None and tensor is None:
         raise PlaceError(
             f"wrt={quoted(wrt)} names no live tensor; a step without arguments is asked about a tensor itself"
@@ -289,7 +289,7 @@ def _step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
 def _live(of: Any, wrt: Any) -> Diagnosis:
     if of is None or wrt is None:
         raise PlaceError("eg.explain without a function needs both tensors, as in eg.explain(of=loss, wrt=x)")
-    places = [parsed(side) for side in (of, wrt)]
+    places = [parse_place(side) for side in (of, wrt)]
     for place in places:
         if place.tensor is None:
             raise PlaceError(f"{place} names no live tensor; give a tensor, or the function and its arguments")

@@ -32,7 +32,7 @@ from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, Named, parsed, parsed_target
+from elementgrad._read.api import NOTHING, Named, parse_place, parse_target
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = Any
@@ -141,7 +141,7 @@ def check(
     >>> print(eg.check(lambda x: x + (x.round() - x).detach(), torch.tensor([0.2])).operation)
     detach
     """
-    place, target_place = parsed(wrt), parsed_target(of)
+    place, target_place = parse_place(wrt), parse_target(of)
     call = BoundCall(f, args, kwargs)
     source, target = call.find_source(place), call.find_target(target_place)
     evaluated = _evaluated(call, source, target)

@@ -1,7 +1,4 @@
-"""Bytes: what a budget may be written as, how much memory is free, how an amount is read by a person.
-
-A progress bar for work that lasts: on a terminal, where rich is installed; silent elsewhere.
-"""
+"""Memory and patience: parse a budget, find the free memory, print bytes, and show the progress of long work."""
 
 import os
 import re
@@ -18,13 +15,16 @@ from elementgrad.errors import OptionError, quoted
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SHARE = 8
-"""Sweeps take at most one part in so many of what is free, unless told otherwise."""
+"""By default sweeps take at most one part in so many of the free memory."""
 FITS = 'give bytes as an int, or a text such as "200MB" or "1.5 GiB"'
+PATIENCE = 2.0
+"""Seconds before a progress bar is shown."""
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+_local = threading.local()
 
 
-def parse(budget: int | str | None) -> int | None:
-    """A budget in bytes; None leaves it to what is free."""
+def parse_budget(budget: int | str | None) -> int | None:
+    """Return a budget in bytes; None stands for a part of the free memory."""
     if budget is None:
         return None
     if isinstance(budget, str):
@@ -37,32 +37,23 @@ def parse(budget: int | str | None) -> int | None:
     return budget
 
 
-def default(free: int | None) -> int:
-    """A part of what is free: on the device where that is known, on this machine otherwise."""
-    return max(1, (free if free is not None else _available_in(int(time.monotonic()))) // SHARE)
+def default_budget(free: int | None) -> int:
+    """Return a part of what is free: on the device where that is known, on this machine otherwise."""
+    return max(1, (free if free is not None else _free_memory_in(int(time.monotonic()))) // SHARE)
 
 
 @lru_cache(maxsize=1)
-def _available_in(_: int) -> int:
-    """What is free in this second of the clock: asking takes as long as a small sweep."""
-    return available()
+def _free_memory_in(second: int) -> int:
+    # Looked up once in a second of the clock, since that takes as long as a small sweep.
+    return free_memory()
 
 
-def to_text(count: float) -> str:
-    """Bytes for a person: three digits and a unit."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def available() -> int:
-    """The bytes of memory that are free on this machine, as far as it says."""
+def free_memory() -> int:
+    """Return the bytes of memory that are free on this machine, as far as it says."""
     try:
         with open("/proc/meminfo", "rb", buffering=0) as file:
-            told = file.read(256)  # it stands in one of the first lines, and every read of a block asks
-        return int(told.partition(b"MemAvailable:")[2].split()[0]) * 1024
+            head = file.read(256)  # the number is in one of the first lines, and every read of a block needs it
+        return int(head.partition(b"MemAvailable:")[2].split()[0]) * 1024
     except (OSError, IndexError, ValueError):
         try:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -70,25 +61,21 @@ def available() -> int:
             return 4 * 10**9
 
 
-PATIENCE = 2.0
-"""Seconds before anything is shown."""
-_local = threading.local()
-
-
-@contextmanager
-def hushed() -> Iterator[None]:
-    """For work that is a part of other work, whose bar counts it, here or in another process."""
-    with scope():
-        assign(_local, "hushed", True)
-        yield
+def format_bytes(count: float) -> str:
+    """Return bytes for a person to read: three digits and a unit."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 class Progress:
-    """Counts what is done; once that has taken a while, a bar shows it until the end of the `with` block."""
+    """A counter that shows a bar once the work has taken a while: on a terminal, with rich installed."""
 
-    def __init__(self, total: int, what: str):
+    def __init__(self, total: int, title: str):
         self._total = total
-        self._what = what
+        self._title = title
         self._start = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
@@ -96,23 +83,31 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def done(self, count: int) -> None:
-        """So many of the total are done by now."""
+    def advance_to(self, count: int) -> None:
+        """Set how many of the total are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=count)
         elif count < self._total and time.monotonic() - self._start > PATIENCE:
-            self._bar = _bar()
+            self._bar = _make_bar()
             if self._bar is not None:
                 self._bar.start()
-                self._task = self._bar.add_task(self._what, total=self._total, completed=count)
+                self._task = self._bar.add_task(self._title, total=self._total, completed=count)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-def _bar() -> Any:
-    if getattr(_local, "hushed", False) or not sys.stderr.isatty():
+@contextmanager
+def no_progress() -> Iterator[None]:
+    """Show no bar in this block, which is a part of work that is counted as a whole, here or in another process."""
+    with scope():
+        assign(_local, "silent", True)
+        yield
+
+
+def _make_bar() -> Any:
+    if getattr(_local, "silent", False) or not sys.stderr.isatty():
         return None
     try:
         from rich import progress

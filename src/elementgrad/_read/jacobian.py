@@ -1,20 +1,13 @@
-"""Why there is no path between two tensors, and the error that says so.
-
-One Jacobian as a question, which can be asked again in another process.
-
-All of a Jacobian: at once, block by block, on workers, or straight to disk.
-
-The lazy Jacobian: an array that you index, and nothing else is computed.
-"""
+"""The lazy Jacobian: an array that is computed where it is indexed, and nowhere else."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elementgrad._backends.autodiff import Linearization
+from elementgrad._backends.autodiff import Linearization, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import backend_of, not_compiled
 from elementgrad._edit import edit
@@ -22,12 +15,23 @@ from elementgrad._html import box, never_raise
 from elementgrad._names.call import BoundCall, Operand
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
-from elementgrad._read.budget import to_text
-from elementgrad._read.plan import Plan
-from elementgrad._read.sparse import Again, Sparse
-from elementgrad._read.sweeps import EntryReader
+from elementgrad._read.budget import format_bytes
+from elementgrad._read.compressed import Compressed, EntryRequest
+from elementgrad._read.plan import BlockLayout, Plan
+from elementgrad._read.sparse import Format, Prepared
+from elementgrad._read.sweeps import SweepRunner
 from elementgrad._sparsity.pattern import Pattern
-from elementgrad.errors import BroadcastError, DtypeError, FrameworkError, SelectionError, UnconnectedError
+from elementgrad.errors import (
+    BroadcastError,
+    DtypeError,
+    FrameworkError,
+    OptionError,
+    PatternError,
+    SelectionError,
+    TracedError,
+    UnconnectedError,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -35,43 +39,40 @@ if TYPE_CHECKING:
 
     from elementgrad._read.blocks import Blocks
 
+Tensor = Any
 Reason = tuple[str, str]
-"""Why there is no path, and what to do about it."""
+"""The cause of a missing path, and a remedy."""
+SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
+LARGEST_COLOURED = 2 * 10**7
+"""Blocks of more numbers are read row by row: the positions of so many would take more memory than they do."""
 
 
-def unconnected_error(of: Operand, wrt: Operand, backend: Backend, reason: Reason | None = None) -> UnconnectedError:
-    """The error about two tensors without a path between them, with the reason and what helps, if they are known."""
-    backwards = of.order is not None and wrt.order is not None and of.order < wrt.order
-    hint = (
-        f'{wrt.name} is computed after {of.name}, so ask the other way round, of="{wrt.name}" and wrt="{of.name}"'
-        if backwards
-        else 'pass unconnected="zero" if zeros will do'
-    )
-    why, fix = "no path leads from one to the other", ""
-    if reason is not None and not backwards:
-        why, fix = reason[0], f"{reason[1]}, or "
-    return UnconnectedError(
-        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: {why}, so there is no "
-        f"gradient, not even a zero one; {fix}{hint}"
-    )
+@dataclass(frozen=True, eq=False)
+class Derivative:
+    """A linearized function with one of its outputs and one of its inputs."""
+
+    backend: Backend
+    linear: Linearization
+    of: Operand
+    wrt: Operand
 
 
-def explain_missing_path(call: BoundCall, of: Place | None, wrt: Place | None) -> Reason | None:
-    """Why there is no path, if that can be told; the function runs again for it."""
-    from elementgrad._explain.api import Explanation  # only where an error is about to be raised
+@dataclass(frozen=True, eq=False)
+class ReadOptions:
+    """The options of a read."""
 
-    if of is None or wrt is None:
-        return None
-    try:
-        found = Explanation(call, wrt, of, probe=True).diagnosis()
-    except Exception:  # the error that is about to be raised matters more
-        return None
-    return found.reason if found.verdict == "unconnected" and found.cause is not None else None
+    zero: bool = False
+    """True if zeros will do where there is no path."""
+    budget: int | None = None
+    batch: int | None = None
+    """The number of examples, with `batch=True`."""
+    missing_rules: Mapping[str, str] = field(default_factory=dict)
+    """Directions that are not to be used, and why."""
 
 
 @dataclass(frozen=True, eq=False)
 class JacobianSpec:
-    """The arguments of `jacobian`, or of `hessian`, for one output and one input."""
+    """The arguments of `jacobian`, or of `hessian`, for one output and one input, to be evaluated in any process."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -85,12 +86,9 @@ class JacobianSpec:
     element: Place | None = None
     """The output element that has the Hessian."""
 
-    def ask(self, budget: int | None, pattern: "Pattern | None") -> "Jacobian":
+    def evaluate(self, budget: int | None, pattern: Pattern | None) -> "Jacobian":
         """Evaluate the function, here and now."""
-        from elementgrad._read.api import (
-            hessian,
-            jacobian,  # they make Jacobians, which know their question
-        )
+        from elementgrad._read.api import hessian, jacobian  # which import this module
 
         options: Any = {"unconnected": "zero" if self.zero else "error", "batch": self.batch, "budget": budget}
         options |= {"kwargs": self.kwargs, "pattern": pattern}
@@ -98,60 +96,24 @@ class JacobianSpec:
             return jacobian(self.function, *self.args, of=self.of, wrt=self.wrt, **options)
         if self.of == self.wrt:
             return hessian(self.function, *self.args, of=self.element, wrt=self.wrt, **options)
-        options["pattern"] = None  # which is that of one of four
+        options["pattern"] = None  # it is that of one of the four blocks
         return hessian(self.function, *self.args, of=self.element, wrt=[self.of, self.wrt], **options)[0][1]
 
 
-Tensor = Any
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The call that a derivative comes from: evaluated again at another point, in another process, or to explain it."""
+
+    spec: JacobianSpec
+    relinearize: Callable[[int, Tensor], Linearization]
+    """Linearize the function anew, with another tensor for one of its inputs."""
+    call: BoundCall | None = None
+    """The call, unless the derivative is a second one, of which a missing path is not explained."""
+    symmetric: bool = False
+    """True for a Hessian with the same input on both sides."""
 
 
-class Whole:
-    """The part of a Jacobian that is about all of it."""
-
-    @not_compiled
-    def dense(self, executor: "Executor | None" = None, out: "str | PathLike[str] | None" = None) -> Any:
-        """The whole Jacobian, of shape `J.shape`.
-
-        With an `executor` of concurrent.futures (a `ProcessPoolExecutor` that spawns, Dask's `client.get_executor()`,
-        mpi4py's `MPIPoolExecutor`) its blocks are read by workers. With `out`, a path, it is written to a Zarr array
-        there block by block, which is what comes back. A call with the same `out` goes on where an earlier one
-        ended.
-
-        >>> import torch, elementgrad as eg
-        >>> eg.jacobian(lambda x: x * x.sum(), torch.ones(2)).dense()
-        tensor([[3., 1.],
-                [1., 3.]])
-        """
-        if executor is None and out is None:
-            return cast("Jacobian", self)[..., ...]
-        if out is not None:
-            from elementgrad._read.zarr import check_out
-
-            check_out(out)
-        blocks = self.blocks(executor)
-        return blocks.gathered() if out is None else blocks.stored(out)
-
-    @not_compiled
-    def blocks(self, executor: "Executor | None" = None) -> "Blocks":
-        """The whole Jacobian as blocks of rows or columns, to be iterated over: NumPy arrays with where they belong.
-
-        Each is read when it is its turn, and none is kept, so that a Jacobian larger than the memory can be passed
-        through. With an `executor` workers read them, and they come as they are done.
-
-        >>> import torch, elementgrad as eg
-        >>> J = eg.jacobian(lambda x: x**2, torch.tensor([1.0, 2.0, 3.0]))
-        >>> float(max(abs(block.values).max() for block in J.blocks()))
-        6.0
-        """
-        from elementgrad._read.blocks import Blocks
-
-        return Blocks(cast("Jacobian", self), executor)
-
-
-SIDES = "a Jacobian has two sides, J[out, in], each an index such as 3, (0, 1), (0, ...) or :"
-
-
-class Jacobian(Whole, Sparse):
+class Jacobian:
     """The derivative of one tensor with respect to another, computed where you index it. Make one with `eg.jacobian`.
 
     The function was evaluated when the Jacobian was made. Each read plans the fewest sweeps it can: reverse ones
@@ -174,42 +136,29 @@ class Jacobian(Whole, Sparse):
     __array_ufunc__ = None  # NumPy leaves `u @ J` to us
     __iter__ = None
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise FrameworkError(
-            "a Jacobian is no array until it is read, and J.dense() is all of it; if this was a product u @ J, "
-            "J.__rmatmul__(u) did not fit: it says why"
-        )
-
-    def __init__(
-        self,
-        backend: Backend,
-        linear: Linearization,
-        of: Operand,
-        wrt: Operand,
-        zero: bool = False,
-        budget: int | None = None,
-        batch: int | None = None,
-        why: Callable[[Operand, Operand], Reason | None] | None = None,
-        pattern: Pattern | None = None,
-        again: Again | None = None,
-        symmetric: bool = False,
-        question: JacobianSpec | None = None,
-    ):
-        self._backend = backend
+    def __init__(self, derivative: Derivative, options: ReadOptions, origin: Origin | None = None, pattern: Any = None):
+        of, wrt = derivative.of, derivative.wrt
+        self._backend = derivative.backend
         self._of = of
         self._wrt = wrt
-        self._zero = zero
-        self._batch = batch
-        self._linear = linear
-        self._why = why
-        self._again = again
-        self._symmetric = symmetric
-        self._question = question
-        sizes = math.prod(of.of), [math.prod(wrt.of)]
-        self._reader = EntryReader(
-            backend, linear, of.index, [wrt.index], *sizes, 1 if batch is None else batch, budget
+        self._options = options
+        self._origin = origin
+        self._examples = () if options.batch is None else (options.batch,)
+        self._runner = SweepRunner(
+            derivative.backend,
+            derivative.linear,
+            of.index,
+            [wrt.index],
+            math.prod(of.of),
+            [math.prod(wrt.of)],
+            1 if options.batch is None else options.batch,
+            options.budget,
+            dict(options.missing_rules),
         )
-        self._known = None if pattern is None else self._given(pattern)
+        self._known_pattern = None if pattern is None else self._check_pattern(pattern)
+        """The pattern of the whole tensors, once it was given or found."""
+        self._pattern_is_local = False
+        """True if that is the pattern at this point alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,22 +167,30 @@ class Jacobian(Whole, Sparse):
 
     @property
     def value(self) -> Tensor:
-        """What the function gave: the tensor that is differentiated."""
-        return self._backend.copy(self._picked(self._of.tensor[None], self._of)[0])
+        """The value of the function: the tensor that is differentiated."""
+        return self._backend.copy(self._pick(self._of.tensor[None], self._of)[0])
 
     @not_compiled
     def __getitem__(self, sides: Any) -> Tensor:
-        """The derivative of `y[out]` with respect to `x[in]`, of shape `y[out].shape + x[in].shape`."""
-        rows, columns = self._sides(sides)
-        coloured = self._block(rows, columns)
-        block = coloured.read(self._reader) if coloured else self._reader.block(rows, [columns])[0]
-        return self._shaped(block, (*rows.shape, *columns.shape))
+        """Return the derivative of `y[out]` with respect to `x[in]`, of shape `y[out].shape + x[in].shape`."""
+        if not isinstance(sides, tuple) or len(sides) != 2:
+            count = f"{len(sides)} indices" if isinstance(sides, tuple) else "one index"
+            raise SelectionError(f"{count}: {SIDES}")
+        rows, columns = self._select(sides[0], self._of), self._select(sides[1], self._wrt)
+        coloured = self._colour_block(rows, columns)
+        block = coloured.read(self._runner) if coloured else self._runner.read_block(rows, [columns])[0]
+        return self._finish(block, (*rows.shape, *columns.shape))
 
     @not_compiled
     def entries(self, outs: Any, ins: Any) -> Tensor:
-        """One number per pair: the derivative of each element of `y[outs]` with respect to its partner in `x[ins]`.
+        """Return one number per pair: the derivative of each element of `y[outs]` by its partner in `x[ins]`.
 
-        The two broadcast, as index arrays do.
+        Args:
+            outs: An index into the output.
+            ins: An index into the input. The two broadcast, as index arrays do.
+
+        Returns:
+            A tensor of the shape to which the two broadcast.
 
         >>> import torch, elementgrad as eg
         >>> J = eg.jacobian(lambda x: x**2, torch.tensor([1.0, 2.0, 3.0]))
@@ -248,13 +205,16 @@ class Jacobian(Whole, Sparse):
                 f"outs of shape {rows.shape} and ins of shape {columns.shape} do not pair up; give as many of each"
             ) from None
         outs, ins = (pair.reshape(-1) for pair in pairs)
-        coloured = self._coloured(outs, ins, min(len(np.unique(outs)), len(np.unique(ins))))
-        block = coloured.read(self._reader) if coloured else self._reader.pairs(outs, ins)
-        return self._shaped(block, pairs[0].shape)
+        coloured = self._colour(outs, ins, min(len(np.unique(outs)), len(np.unique(ins))))
+        block = coloured.read(self._runner) if coloured else self._runner.read_pairs(outs, ins)
+        return self._finish(block, pairs[0].shape)
 
     @not_compiled
     def diagonal(self) -> Tensor:
-        """The derivative of each element of the output with respect to its own element of the input.
+        """Return the derivative of each element of the output with respect to its own element of the input.
+
+        Returns:
+            A tensor of the shape of the output, which must be that of the input.
 
         >>> import torch, elementgrad as eg
         >>> eg.jacobian(torch.exp, torch.zeros(3)).diagonal()
@@ -269,7 +229,14 @@ class Jacobian(Whole, Sparse):
 
     @not_compiled
     def plan(self, out: Any = ..., in_: Any = ...) -> Plan:
-        """What `J[out, in]` would do: sweeps, their direction, chunks and bytes, against the whole.
+        """Return what `J[out, in]` would do: sweeps, their direction, chunks and bytes, against the whole.
+
+        Args:
+            out: An index into the output; all of it by default.
+            in_: An index into the input; all of it by default.
+
+        Returns:
+            The plan, which prints itself.
 
         >>> import torch, elementgrad as eg
         >>> print(eg.jacobian(torch.sin, torch.ones(500)).plan(3, ...))
@@ -279,27 +246,179 @@ class Jacobian(Whole, Sparse):
         speed-up   500x fewer sweeps
         """
         rows, columns = self._select(out, self._of), self._select(in_, self._wrt)
-        coloured = self._block(rows, columns)
-        return coloured.plan(self._reader) if coloured else self._reader.plan_of(rows, [columns])
+        coloured = self._colour_block(rows, columns)
+        return coloured.plan(self._runner) if coloured else self._runner.plan_block(rows, [columns])
+
+    @not_compiled
+    def dense(self, executor: "Executor | None" = None, out: "str | PathLike[str] | None" = None) -> Any:
+        """Return the whole Jacobian, of shape `J.shape`.
+
+        Args:
+            executor: An executor of concurrent.futures whose workers read blocks: a `ProcessPoolExecutor` that spawns,
+                Dask's `client.get_executor()`, mpi4py's `MPIPoolExecutor`.
+            out: A path, where the Jacobian is written to a Zarr array block by block. A call with the same path goes
+                on where an earlier one ended.
+
+        Returns:
+            A tensor, or with `out` the Zarr array.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.jacobian(lambda x: x * x.sum(), torch.ones(2)).dense()
+        tensor([[3., 1.],
+                [1., 3.]])
+        """
+        if executor is None and out is None:
+            return self[..., ...]
+        if out is not None:
+            from elementgrad._read.zarr import check_out
+
+            check_out(out)
+        blocks = self.blocks(executor)
+        return blocks.gathered() if out is None else blocks.stored(out)
+
+    @not_compiled
+    def blocks(self, executor: "Executor | None" = None) -> "Blocks":
+        """Return the whole Jacobian as blocks of rows or columns, to be iterated over.
+
+        A block is read when the loop gets to it, and none is kept, so that a Jacobian larger than the memory can be
+        passed through.
+
+        Args:
+            executor: An executor of concurrent.futures. Its workers read the blocks, which come as they are done.
+
+        Returns:
+            The blocks, each a NumPy array with its rows and columns.
+
+        >>> import torch, elementgrad as eg
+        >>> J = eg.jacobian(lambda x: x**2, torch.tensor([1.0, 2.0, 3.0]))
+        >>> float(max(abs(block.values).max() for block in J.blocks()))
+        6.0
+        """
+        from elementgrad._read.blocks import Blocks
+
+        return Blocks(self, executor)
+
+    @not_compiled
+    def pattern(self, local: bool = False) -> Pattern:
+        """Return which entries can be nonzero: a row for each element of the output, a column for each of the input.
+
+        It is found from the derivative program and misses nothing; an operation that is not known counts as dense.
+        From then on reads of this Jacobian go by it.
+
+        Args:
+            local: Find the pattern at this input, instead of one for every input of the same shape and dtype.
+
+        Returns:
+            The pattern.
+
+        Raises:
+            PatternError: No pattern can be found, as for a function that branches on its values.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.jacobian(lambda x: x[1:] * x[:-1], torch.ones(5)).pattern().dense().astype(int)
+        array([[1, 1, 0, 0, 0],
+               [0, 1, 1, 0, 0],
+               [0, 0, 1, 1, 0],
+               [0, 0, 0, 1, 1]])
+        """
+        self._require_no_batch()
+        if not isinstance(local, bool):
+            raise OptionError(f"local={quoted(local)} is neither True nor False; give one of them")
+        if local or self._pattern_is_local:
+            self._known_pattern, self._pattern_is_local = self._find_pattern(local), local
+        return self._restrict(self._whole_pattern())
+
+    @not_compiled
+    def sparse(self, format: Format | None = None) -> Any:
+        """Return the whole Jacobian as a sparse matrix, of as many rows as the output has elements.
+
+        It takes as many sweeps as the pattern has colours.
+
+        Args:
+            format: `"csr"`, `"coo"` or `"scipy"` (an array of scipy.sparse, by rows); by default the framework's own
+                matrix in the layout that it likes best.
+
+        Returns:
+            The sparse matrix.
+
+        >>> import torch, elementgrad as eg
+        >>> eg.jacobian(lambda x: x[1:] * x[:-1], torch.arange(4.0)).sparse().to_dense()
+        tensor([[1., 0., 0., 0.],
+                [0., 2., 1., 0.],
+                [0., 0., 3., 2.]])
+        """
+        return self._prepare(format).sparse()
+
+    @not_compiled
+    def prepare(self, format: Format | None = None) -> Prepared:
+        """Do once what does not depend on the numbers: `S = J.prepare()`, then `S(x)` at many x.
+
+        Args:
+            format: The format of the matrices, as for `sparse`.
+
+        Returns:
+            A function from an input to the sparse Jacobian there.
+
+        >>> import torch, elementgrad as eg
+        >>> S = eg.jacobian(lambda x: x**2, torch.zeros(3)).prepare()
+        >>> S(torch.tensor([1.0, 2.0, 3.0])).to_dense().diagonal()
+        tensor([2., 4., 6.])
+        >>> print(S.plan)
+        asked      3 rows, 3 columns: 3 numbers, 12 B
+        naive      3 reverse sweeps for the whole Jacobian, 36 B
+        coloured   1 colour against 3 rows and 3 columns
+        planned    1 reverse sweep by rows
+        speed-up   3x fewer sweeps
+        """
+        return self._prepare(format)
+
+    @not_compiled
+    def verify(self) -> bool:
+        """Check by random products that the pattern misses nothing here.
+
+        One or two reverse sweeps are compared with the entries read by colours.
+
+        Returns:
+            True.
+
+        Raises:
+            PatternError: The pattern misses an entry.
+
+        >>> import numpy as np, torch, elementgrad as eg
+        >>> eg.jacobian(torch.sin, torch.ones(3), pattern=eg.Pattern.from_dense(np.eye(3))).verify()
+        True
+        """
+        self._prepare(None).verify()
+        return True
+
+    def require_apart(self) -> None:
+        """Raise `BatchError` if the examples of a batch mix."""
+        self._runner.check_examples_do_not_mix()
 
     @not_compiled
     def __matmul__(self, v: Any) -> Tensor:
-        """The product with a tensor of the input's shape (more axes behind it are as many products)."""
+        """Return the product with a tensor of the input's shape (more axes behind it are as many products)."""
         return self._product(v, self._wrt, self._of, forward=True)
 
     @not_compiled
     def __rmatmul__(self, u: Any) -> Tensor:
-        """The product with a tensor of the output's shape (more axes before it are as many products)."""
+        """Return the product with a tensor of the output's shape (more axes before it are as many products)."""
         return self._product(u, self._of, self._wrt, forward=False)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise FrameworkError(
+            "a Jacobian is no array until it is read, and J.dense() is all of it; if this was a product u @ J, "
+            "J.__rmatmul__(u) did not fit: it says why"
+        )
 
     def __repr__(self) -> str:
         wrt, of = self._wrt, self._of
         size = math.prod(self.shape) * self._backend.itemsize(wrt.tensor)
         dtype = str(wrt.tensor.dtype).replace("torch.", "").replace("<dtype: ", "").strip("'>")
-        batch = "" if self._batch is None else f" for each of {self._batch} examples"
+        batch = "" if self._options.batch is None else f" for each of {self._options.batch} examples"
         return (
             f"<Jacobian of {of.name} {of.shape} with respect to {wrt.name} {wrt.shape}{batch}: "
-            f"{self._backend.name} {dtype}, shape {self.shape}, {to_text(size)} if dense>"
+            f"{self._backend.name} {dtype}, shape {self.shape}, {format_bytes(size)} if dense>"
         )
 
     @never_raise
@@ -307,28 +426,14 @@ class Jacobian(Whole, Sparse):
         head, *lines = repr(self)[1:-1].split(": ", 1)
         return box(head, lines)
 
-    def require_apart(self) -> None:
-        """Raise `BatchError` if the examples of a batch mix."""
-        self._reader.require_apart()
-
-    @property
-    def _examples(self) -> tuple[int, ...]:
-        return () if self._batch is None else (self._batch,)
-
-    def _sides(self, sides: Any) -> tuple[Selection, Selection]:
-        if not isinstance(sides, tuple) or len(sides) != 2:
-            given = f"{len(sides)} indices" if isinstance(sides, tuple) else "one index"
-            raise SelectionError(f"{given}: {SIDES}")
-        return self._select(sides[0], self._of), self._select(sides[1], self._wrt)
-
     def _select(self, index: Any, side: Operand) -> Selection:
         return side.select(index, self._backend)
 
-    def _shaped(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """What was read, in the shape it is wanted in; where there is no path, zeros or an error."""
+    def _finish(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Return what was read in its shape and dtype; zeros or an error where there is no path."""
         shape = (*self._examples, *shape)
         if block is None:
-            self._require_zero()
+            self._require_zero_allowed()
             return self._backend.zeros(shape, self._wrt.tensor)
         if block.dtype != self._wrt.tensor.dtype:  # a forward sweep gives it in that of the output
             block = self._backend.cast(block, self._wrt.tensor)
@@ -336,83 +441,244 @@ class Jacobian(Whole, Sparse):
             block = self._backend.reshape(block, shape)
         return self._backend.load("read").materialize(block)
 
-    def _require_zero(self) -> None:
-        if not self._zero:
-            reason = self._why(self._of, self._wrt) if self._why is not None else None
-            raise unconnected_error(self._of, self._wrt, self._backend, reason)
+    def _require_zero_allowed(self) -> None:
+        if self._options.zero:
+            return
+        call = None if self._origin is None else self._origin.call
+        reason = None if call is None else explain_missing_path(call, self._of.place, self._wrt.place)
+        raise unconnected_error(self._of, self._wrt, self._backend, reason)
 
-    def _product(self, other: Any, this: Operand, that: Operand, forward: bool) -> Tensor:
+    def _read_part(self, plan: Plan, layout: BlockLayout, index: int) -> np.ndarray:
+        """Return the values of a block, (rows, columns), after the examples if there is a batch."""
+        rows, columns = self._select(..., self._of), self._select(..., self._wrt)
+        down, right = layout.bounds(index)
+        if layout.mode == "reverse":
+            rows = Selection.at_flat(rows.flat().reshape(-1)[down], rows.of)
+        else:
+            columns = Selection.at_flat(columns.flat().reshape(-1)[right], columns.of)
+        coloured = self._colour_block(rows, columns)
+        block = coloured.read(self._runner) if coloured else self._runner.read_part(plan, rows, columns)
+        return to_numpy(self._finish(block, (rows.size, columns.size)), self._backend)
+
+    # Products
+
+    def _product(self, factor: Any, source: Operand, target: Operand, forward: bool) -> Tensor:
         backend = self._backend
-        if isinstance(other, Jacobian):
-            raise FrameworkError("two Jacobians are not multiplied; read one of them first, as in J @ K.dense()")
-        if backend_of(other) not in (None, backend):
-            raise FrameworkError(f"the Jacobian is {backend.name}'s and the other factor is not; use one framework")
-        complex_ = backend.kind(other) == "c" if backend_of(other) else np.iscomplexobj(other)
-        if complex_ and backend.kind(this.tensor) != "c":
-            raise DtypeError(
-                f"a complex factor for {this.name}, which is real; take its real and imaginary parts apart"
-            )
-        try:
-            other = backend.cast(other if other is not None else "", this.tensor)  # old JAX makes a number of None
-        except Exception:
-            raise DtypeError(
-                f"{type(other).__name__} is no factor for {this.name}; give a tensor of its shape"
-            ) from None
-        shape, mine = tuple(backend.shape(other)), (*self._examples, *this.shape)
-        count = len(shape) - len(mine)
-        fits = count >= 0 and mine == (shape[: len(mine)] if forward else shape[count:])
+        factor = self._check_factor(factor, source)
+        shape, side = tuple(backend.shape(factor)), (*self._examples, *source.shape)
+        count = len(shape) - len(side)
+        fits = count >= 0 and side == (shape[: len(side)] if forward else shape[count:])
         if not fits:
             raise BroadcastError(
-                f"a factor of shape {shape} against {this.name} of shape {mine}; give the same shape, with more axes "
+                f"a factor of shape {shape} against {source.name} of shape {side}; give the same shape, with more axes "
                 f"{'behind' if forward else 'before'} it for several products"
             )
-        more = shape[len(mine) :] if forward else shape[:count]
+        stack = shape[len(side) :] if forward else shape[:count]
         if forward and count:
-            axes = (*range(len(mine), len(shape)), *range(len(mine)))
-            other = backend.load("read").transpose(other, axes)
-        seeds = self._embedded(backend.reshape(other, (math.prod(more), *mine)), this)
-        product = self._reader.product(seeds, forward)
+            factor = backend.load("read").transpose(factor, (*range(len(side), len(shape)), *range(len(side))))
+        seeds = self._embed(backend.reshape(factor, (math.prod(stack), *side)), source)
+        product = self._runner.product(seeds, forward)
         if product is None:
-            self._require_zero()
-            product = backend.zeros((math.prod(more), *backend.shape(that.tensor)), this.tensor)
-        rest = (*self._examples, *that.shape)
-        product = backend.reshape(backend.cast(self._picked(product, that), that.tensor), (*more, *rest))
+            self._require_zero_allowed()
+            product = backend.zeros((math.prod(stack), *backend.shape(target.tensor)), source.tensor)
+        rest = (*self._examples, *target.shape)
+        product = backend.reshape(backend.cast(self._pick(product, target), target.tensor), (*stack, *rest))
         if forward and count:
             product = backend.load("read").transpose(product, (*range(count, count + len(rest)), *range(count)))
         return backend.load("read").materialize(product)
 
-    def _embedded(self, seeds: Tensor, side: Operand) -> Tensor:
-        """Seeds for some elements of a tensor, as seeds for all of it."""
+    def _check_factor(self, factor: Any, side: Operand) -> Tensor:
+        backend = self._backend
+        if isinstance(factor, Jacobian):
+            raise FrameworkError("two Jacobians are not multiplied; read one of them first, as in J @ K.dense()")
+        owner = backend_of(factor)
+        if owner not in (None, backend):
+            raise FrameworkError(f"the Jacobian is {backend.name}'s and the other factor is not; use one framework")
+        is_complex = backend.kind(factor) == "c" if owner else np.iscomplexobj(factor)
+        if is_complex and backend.kind(side.tensor) != "c":
+            raise DtypeError(
+                f"a complex factor for {side.name}, which is real; take its real and imaginary parts apart"
+            )
+        try:
+            return backend.cast(factor if factor is not None else "", side.tensor)  # old JAX makes a number of None
+        except Exception:
+            raise DtypeError(
+                f"{type(factor).__name__} is no factor for {side.name}; give a tensor of its shape"
+            ) from None
+
+    def _embed(self, seeds: Tensor, side: Operand) -> Tensor:
+        """Return seeds for the elements that make up a side as seeds for the whole tensor."""
         if side.base is None:
             return seeds
         backend = self._backend
-        where = side.base.stacked((backend.shape(seeds)[0], self._batch or 1))
+        where = side.base.stacked((backend.shape(seeds)[0], self._runner.batch))
         filled = edit.VERBS["add"](backend, backend.zeros(where.of, seeds), where, backend.reshape(seeds, where.shape))
         return backend.reshape(filled, (where.of[0], *backend.shape(side.tensor)))
 
-    def _picked(self, stack: Tensor, side: Operand) -> Tensor:
-        """Of each of a stack of tensors the elements that make up a side."""
+    def _pick(self, stack: Tensor, side: Operand) -> Tensor:
+        """Return the elements that make up a side, of each of a stack of tensors."""
         if side.base is None:
             return stack
         backend = self._backend
-        where = side.base.stacked((backend.shape(stack)[0], self._batch or 1))
+        where = side.base.stacked((backend.shape(stack)[0], self._runner.batch))
         picked = backend.take(backend.reshape(stack, where.of), where)
         return backend.reshape(picked, (where.of[0], *self._examples, *side.shape))
 
+    # Sparsity
+
+    def _prepare(self, format: Format | None) -> Prepared:
+        self._require_no_batch()
+        if format not in (None, "csr", "coo", "scipy"):
+            raise OptionError(
+                f'format={quoted(format)} is none of "csr", "coo" and "scipy"; give one of them or leave it out'
+            )
+        whole = self._whole_pattern()
+        rows, columns = self._positions()
+        pattern = self._restrict(whole)
+        symmetric = self._origin is not None and self._origin.symmetric
+        symmetric = symmetric and self._backend.kind(self._wrt.tensor) == "f"
+        symmetric = symmetric and self._of.base is self._wrt.base is None
+        shapes = self._of.of, self._wrt.of
+        request = EntryRequest(whole, rows[pattern.rows], columns[pattern.columns], symmetric, shapes)
+        return Prepared(self, pattern, request, format)
+
+    def _require_no_batch(self) -> None:
+        if self._options.batch is not None:
+            raise OptionError("with batch=True there is a Jacobian for each example; leave it out for a sparse one")
+
+    def _whole_pattern(self) -> Pattern:
+        if self._known_pattern is None:
+            self._known_pattern = self._find_pattern(False)
+        return self._known_pattern
+
+    def _find_pattern(self, local: bool) -> Pattern:
+        """Return the pattern of the whole tensors, from the derivative program."""
+        shape = self._runner.of_size, self._runner.wrt_sizes[0]
+        if 0 in shape:
+            return Pattern.from_entries([], [], shape)
+        try:
+            pattern = self._runner.linear.pattern(self._of.index, self._wrt.index, local)
+        except UnsupportedError as error:
+            here = "" if local else f" that holds for every {self._wrt.name}"
+            then = "" if local else "use J.pattern(local=True) for the one at this point, or "
+            raise PatternError(
+                f"no pattern{here} can be found: {error}; {then}give one, eg.jacobian(f, x, pattern=P)"
+            ) from error
+        if pattern is None:
+            self._require_zero_allowed()
+            return Pattern.from_entries([], [], shape)
+        return pattern
+
+    def _check_pattern(self, pattern: Any) -> Pattern:
+        """Return the user's pattern of both sides as one of the whole tensors."""
+        if not isinstance(pattern, Pattern):
+            if not hasattr(pattern, "tocoo"):
+                raise OptionError(
+                    f"pattern is {type(pattern).__name__}; give an eg.Pattern or a matrix of scipy.sparse"
+                )
+            pattern = Pattern.from_scipy(pattern)
+        shape = math.prod(self._of.shape), math.prod(self._wrt.shape)
+        if pattern.shape != shape:
+            raise OptionError(
+                f"the pattern is of shape {pattern.shape}, and {self._of.name} with respect to {self._wrt.name} is "
+                f"{shape}; give one row for each element of the output, one column for each of the input"
+            )
+        if self._of.base is None and self._wrt.base is None:
+            return pattern
+        rows, columns = self._positions()
+        whole = self._runner.of_size, self._runner.wrt_sizes[0]
+        return Pattern.from_entries(rows[pattern.rows], columns[pattern.columns], whole)
+
+    def _positions(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the elements of both sides are in their flattened tensors."""
+        rows, columns = (self._select(..., side).flat().reshape(-1) for side in (self._of, self._wrt))
+        return rows, columns
+
+    def _restrict(self, whole: Pattern) -> Pattern:
+        """Return the part of a pattern of the whole tensors that is about both sides."""
+        if self._of.base is None and self._wrt.base is None:
+            return whole
+        return whole.taken(*self._positions())
+
+    def _colour(self, rows: np.ndarray, columns: np.ndarray, limit: int) -> Compressed | None:
+        """Return a read of entries by colours, if the pattern is known and that takes fewer sweeps than `limit`."""
+        if self._known_pattern is None or self._options.batch is not None or not len(rows):
+            return None
+        request = EntryRequest(self._known_pattern, rows, columns)
+        coloring = request.color(self._runner.missing_rules)
+        return Compressed(request, self._runner, coloring) if coloring.sweeps < limit else None
+
+    def _colour_block(self, rows: Selection, columns: Selection) -> Compressed | None:
+        if self._known_pattern is None or not 0 < rows.size * columns.size <= LARGEST_COLOURED:
+            return None
+        down, right = (selection.flat().reshape(-1) for selection in (rows, columns))
+        limit = min(len(np.unique(down)), len(np.unique(right)))
+        return self._colour(np.repeat(down, len(right)), np.tile(right, len(down)), limit) if limit > 1 else None
+
 
 def read_together(jacobians: Sequence[Jacobian]) -> list[Tensor]:
-    """All of several Jacobians of one output, from sweeps that they share."""
+    """Read all of several Jacobians of one output, from sweeps that they share."""
     first = jacobians[0]
-    numbers = [jacobian._reader.inputs[0] for jacobian in jacobians]
-    sizes = [jacobian._reader.wrt_sizes[0] for jacobian in jacobians]
     columns = [jacobian._select(..., jacobian._wrt) for jacobian in jacobians]
-    blocks = replace(first._reader, inputs=numbers, wrt_sizes=sizes).block(first._select(..., first._of), columns)
+    runner = first._runner
+    if len(jacobians) > 1:
+        numbers = [jacobian._wrt.index for jacobian in jacobians]
+        sizes = [jacobian._runner.wrt_sizes[0] for jacobian in jacobians]
+        runner = replace(runner, inputs=numbers, wrt_sizes=sizes)
+    blocks = runner.read_block(first._select(..., first._of), columns)
     return [
-        jacobian._shaped(block, (*jacobian._of.shape, *jacobian._wrt.shape))
+        jacobian._finish(block, (*jacobian._of.shape, *jacobian._wrt.shape))
         for jacobian, block in zip(jacobians, blocks, strict=True)
     ]
 
 
-def sides(jacobian: Jacobian) -> tuple[Operand, Operand]:
-    """What is differentiated, and with respect to what."""
+def operands(jacobian: Jacobian) -> tuple[Operand, Operand]:
+    """Return the output that is differentiated, and the input."""
     return jacobian._of, jacobian._wrt
+
+
+def to_numpy(x: Tensor, backend: Backend) -> np.ndarray:
+    """Return the values of a tensor; a dtype that NumPy lacks comes as float32, which holds it exactly."""
+    values = backend.to_numpy(x)
+    if values is None:
+        raise TracedError(
+            "blocks are numbers, and these are traced, so nobody knows them; read blocks outside of what is compiled"
+        )
+    return values
+
+
+def reverse_only(backend: Backend, sides: Sequence[Operand]) -> Mapping[str, str]:
+    """Return that forward sweeps are not used for complex numbers, where the directions mean different derivatives."""
+    if any(backend.kind(side.tensor) == "c" for side in sides):
+        return {"forward": "derivatives of complex numbers follow reverse mode"}
+    return {}
+
+
+def unconnected_error(of: Operand, wrt: Operand, backend: Backend, reason: Reason | None = None) -> UnconnectedError:
+    """Return the error about two tensors without a path between them, with the reason and a remedy if known."""
+    backwards = of.order is not None and wrt.order is not None and of.order < wrt.order
+    hint = (
+        f'{wrt.name} is computed after {of.name}, so ask the other way round, of="{wrt.name}" and wrt="{of.name}"'
+        if backwards
+        else 'pass unconnected="zero" if zeros will do'
+    )
+    why, fix = "no path leads from one to the other", ""
+    if reason is not None and not backwards:
+        why, fix = reason[0], f"{reason[1]}, or "
+    return UnconnectedError(
+        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: {why}, so there is no "
+        f"gradient, not even a zero one; {fix}{hint}"
+    )
+
+
+def explain_missing_path(call: BoundCall, of: Place | None, wrt: Place | None) -> Reason | None:
+    """Return why there is no path, if that can be found out by running the function again."""
+    from elementgrad._explain.api import Explanation  # only where an error is about to be raised
+
+    if of is None or wrt is None:
+        return None
+    try:
+        diagnosis = Explanation(call, wrt, of, probe=True).diagnosis()
+    except Exception:  # the error that is about to be raised matters more
+        return None
+    return diagnosis.reason if diagnosis.verdict == "unconnected" and diagnosis.cause is not None else None

@@ -1,6 +1,7 @@
-"""The plan: from numbers of rows, columns and bytes to sweeps, their direction and how many run at once.
+"""The plan of a read: from numbers of rows, columns and bytes to sweeps, their direction and how many run at once.
 
-A whole Jacobian cut into blocks of rows or columns, which are boxes in an array of its shape.
+`BlockLayout` cuts a whole Jacobian into blocks of rows or columns, which are boxes in an array of its shape. All of
+this is arithmetic: nothing here runs a sweep.
 """
 
 import math
@@ -11,17 +12,18 @@ from typing import Literal
 import numpy as np
 
 from elementgrad._html import grid, never_raise
-from elementgrad._read.budget import to_text
+from elementgrad._read.budget import format_bytes
 from elementgrad._sparsity.coloring import Coloring
 
 Mode = Literal["reverse", "forward"]
+Shape = tuple[int, ...]
 AT_ONCE = 3
-"""Of the derivatives on the way about so many of the largest are held together: one read, one made, one on a detour."""
+"""About so many of the largest intermediate derivatives are alive at once: one read, one made, one on a detour."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked for, in numbers alone.
+    """A read in numbers alone.
 
     `rows` and `columns` are distinct; `numbers` is how many come back. With a batch, rows, columns and sizes are
     those of one example.
@@ -38,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a read will do. It prints itself: what is asked, what the whole Jacobian would cost, what this costs.
+    """The plan of a read. It prints itself: what is asked, what the whole Jacobian would cost, what this costs.
 
     >>> import torch, elementgrad as eg
     >>> J = eg.jacobian(torch.tanh, torch.ones(1000, dtype=torch.float64))
@@ -58,38 +60,38 @@ class Plan:
     mode: Mode
     sweeps: int
     chunk: int
-    """How many sweeps run at once."""
+    """The number of sweeps that run at once."""
     bytes: int
-    """About how much memory grows with the sweeps of one chunk, the result aside."""
+    """About the memory that one chunk of sweeps takes, the result aside."""
     budget: int | None
-    """The bytes that it may grow by; None for a single sweep, which needs none."""
+    """The bytes that a chunk may take; None for a single sweep, which needs none."""
     notes: tuple[str, ...] = ()
     colouring: Coloring | None = None
-    """How rows and columns go together in sweeps, where a pattern is known and that is fewer."""
+    """The rows and columns that share a sweep, where a pattern is known and that takes fewer sweeps."""
 
     @property
     def chunks(self) -> int:
-        """How many times a chunk of sweeps runs."""
+        """The number of chunks."""
         return -(-self.sweeps // self.chunk)
 
     @property
     def naive(self) -> int:
-        """The sweeps of a whole Jacobian by reverse mode, of which one would then pick."""
+        """The sweeps of a whole Jacobian by reverse mode, from which one would then pick."""
         return self.task.of_size * self.task.batch
 
     @property
     def lines(self) -> tuple[tuple[str, str], ...]:
-        """What it prints, as pairs of a word and what there is to say."""
+        """The lines that it prints, as pairs of a word and a text."""
         task = self.task
         whole = task.of_size * task.wrt_size * task.batch**2 * task.itemsize
-        rows, columns = _count(task.rows, "row"), _count(task.columns, "column")
-        result = to_text(task.numbers * task.itemsize)
+        rows, columns = pluralize(task.rows, "row"), pluralize(task.columns, "column")
+        result = format_bytes(task.numbers * task.itemsize)
         return (
-            ("asked", f"{rows}, {columns}: {_count(task.numbers, 'number')}, {result}"),
-            ("naive", f"{_count(self.naive, 'reverse sweep')} for the whole Jacobian, {to_text(whole)}"),
-            *self._colours(),
-            ("planned", self._sweeps() + self._chunks()),
-            ("speed-up", f"{_times(self.naive / max(1, self.sweeps))} fewer sweeps"),
+            ("asked", f"{rows}, {columns}: {pluralize(task.numbers, 'number')}, {result}"),
+            ("naive", f"{pluralize(self.naive, 'reverse sweep')} for the whole Jacobian, {format_bytes(whole)}"),
+            *self._color_lines(),
+            ("planned", self._sweep_text() + self._chunk_text()),
+            ("speed-up", f"{_format_ratio(self.naive / max(1, self.sweeps))} fewer sweeps"),
             *(("note", note) for note in self.notes),
         )
 
@@ -102,59 +104,57 @@ class Plan:
     def _repr_html_(self) -> str:
         return grid(self.lines, heads=False)
 
-    def _sweeps(self) -> str:
-        return _count(self.sweeps, f"{self.mode} sweep") if self.colouring is None else self.colouring.text
+    def _sweep_text(self) -> str:
+        return pluralize(self.sweeps, f"{self.mode} sweep") if self.colouring is None else self.colouring.text
 
-    def _colours(self) -> list[tuple[str, str]]:
+    def _color_lines(self) -> list[tuple[str, str]]:
         if self.colouring is None:
             return []
-        rows, columns = _count(self.task.rows, "row"), _count(self.task.columns, "column")
+        rows, columns = pluralize(self.task.rows, "row"), pluralize(self.task.columns, "column")
         dense = ", which is dense" if 0 < min(self.task.rows, self.task.columns) <= self.sweeps else ""
-        return [("coloured", f"{_count(self.sweeps, 'colour')} against {rows} and {columns}{dense}")]
+        return [("coloured", f"{pluralize(self.sweeps, 'colour')} against {rows} and {columns}{dense}")]
 
-    def _chunks(self) -> str:
+    def _chunk_text(self) -> str:
         if self.budget is None:
             return ""
-        grows = f"about {to_text(self.bytes)} of a budget of {to_text(self.budget)}"
+        grows = f"about {format_bytes(self.bytes)} of a budget of {format_bytes(self.budget)}"
         each = f"{self.chunks} chunks of {self.chunk}" if self.chunks > 1 else "one chunk"
         return f" in {each}, {grows}"
 
 
-def direction(task: Task, without: Mapping[str, str]) -> Mode:
-    """Rows are reverse sweeps and columns forward ones; whichever is fewer, unless this function cannot have it."""
+def choose_direction(task: Task, missing_rules: Mapping[str, str]) -> Mode:
+    """Return the direction with fewer sweeps, reverse ones for rows or forward ones for columns, if it has a rule."""
     mode: Mode = "forward" if task.columns < task.rows else "reverse"
     other: Mode = "reverse" if mode == "forward" else "forward"
-    return other if mode in without and other not in without else mode
+    return other if mode in missing_rules and other not in missing_rules else mode
 
 
 def fit(
-    task: Task, mode: Mode, work: int = 0, budget: int | None = None, notes: tuple[str, ...] = (), looped: bool = False
+    task: Task, mode: Mode, peak: int = 0, budget: int | None = None, notes: tuple[str, ...] = (), looped: bool = False
 ) -> Plan:
     """Fit the sweeps of a direction into a budget, in chunks of about equal size.
 
-    `work` is the largest derivative that a sweep makes on its way, in bytes.
+    `peak` is the size of the largest intermediate derivative of a sweep, in bytes. With `looped` they run one by one.
     """
     sweeps = task.columns if mode == "forward" else task.rows
     if sweeps <= 1 or budget is None:
         return Plan(task, mode, sweeps, max(1, sweeps), 0, None, notes)
     ends = (task.of_size + task.wrt_size) * task.batch * task.itemsize
-    each = ends + AT_ONCE * work
-    most = 1 if looped else max(1, min(sweeps, budget // each))
-    chunk = -(-sweeps // -(-sweeps // most))
+    each = ends + AT_ONCE * peak
+    limit = 1 if looped else max(1, min(sweeps, budget // each))
+    chunk = -(-sweeps // -(-sweeps // limit))
     if each > budget:
-        notes = (*notes, f"one sweep takes about {to_text(each)}, more than the budget")
+        notes = (*notes, f"one sweep takes about {format_bytes(each)}, more than the budget")
     return Plan(task, mode, sweeps, chunk, chunk * each, budget, notes)
 
 
-def _times(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-Shape = tuple[int, ...]
+def pluralize(count: int, noun: str) -> str:
+    """Return a count with its noun, as in `3 rows`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the blocks are. Each is one piece of the flattened side that is cut, and a box of it as well."""
+    """The positions of all blocks. Each is one piece of the flattened side that is cut, and a box of it as well."""
 
     examples: Shape
     of: Shape
@@ -190,19 +190,19 @@ class BlockLayout:
     """The sizes of a block along the axes of the side that is cut; the last along an axis may be smaller."""
 
     @classmethod
-    def cut(cls, examples: Shape, of: Shape, wrt: Shape, mode: Mode, most: int) -> "BlockLayout":
-        """Blocks of at most so many rows, for reverse sweeps, or columns.
+    def cut(cls, examples: Shape, of: Shape, wrt: Shape, mode: Mode, limit: int) -> "BlockLayout":
+        """Return blocks of at most `limit` rows, for reverse sweeps, or columns.
 
         >>> from elementgrad._read.plan import BlockLayout
-        >>> BlockLayout.cut((), (4, 10), (7,), "reverse", most=25).box, BlockLayout.cut((), (4, 10), (7,), "reverse", most=6).box
-        ((2, 10), (1, 5))
+        >>> [BlockLayout.cut((), (4, 10), (7,), "reverse", limit).box for limit in (25, 6)]
+        [(2, 10), (1, 5)]
         """
         box: list[int] = []
         for size in reversed(of if mode == "reverse" else wrt):
             size = max(1, size)
-            fits = min(size, most)
+            fits = min(size, limit)
             box.append(-(-size // -(-size // fits)))  # of about equal size
-            most = max(1, most // size) if fits == size else 1
+            limit = max(1, limit // size) if fits == size else 1
         return cls(examples, of, wrt, mode, tuple(reversed(box)))
 
     @property
@@ -223,39 +223,39 @@ class BlockLayout:
 
     @property
     def grid(self) -> Shape:
-        """How many blocks there are along each axis of the whole."""
+        """The number of blocks along each axis of the whole."""
         return tuple([-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)])
 
     def __len__(self) -> int:
         return math.prod(self.grid)
 
     @property
-    def most(self) -> int:
-        """How many rows or columns the largest block has."""
+    def largest(self) -> int:
+        """The number of rows or columns of the largest block."""
         return math.prod(self.box)
 
     @property
     def numbers(self) -> int:
-        """How many numbers the largest block has."""
+        """The size of the largest block."""
         return math.prod(self.chunks)
 
-    def coordinates(self, number: int) -> Shape:
-        """Where a block is in the grid."""
-        return tuple(map(int, np.unravel_index(number, self.grid))) if self.grid else ()
+    def coordinates(self, index: int) -> Shape:
+        """Return the place of a block in the grid."""
+        return tuple(map(int, np.unravel_index(index, self.grid))) if self.grid else ()
 
-    def region(self, number: int) -> tuple[slice, ...]:
-        """The box of a block in an array of the whole's shape."""
-        boxes = zip(self.coordinates(number), self.chunks, self.shape, strict=True)
+    def region(self, index: int) -> tuple[slice, ...]:
+        """Return the box of a block in an array of the whole's shape."""
+        boxes = zip(self.coordinates(index), self.chunks, self.shape, strict=True)
         return tuple([slice(at * chunk, min((at + 1) * chunk, size)) for at, chunk, size in boxes])
 
-    def sizes(self, number: int) -> Shape:
-        """The shape of that box."""
-        return tuple([piece.stop - piece.start for piece in self.region(number)])
+    def sizes(self, index: int) -> Shape:
+        """Return the shape of that box."""
+        return tuple([piece.stop - piece.start for piece in self.region(index)])
 
-    def bounds(self, number: int) -> tuple[slice, slice]:
-        """The rows and columns of a block."""
+    def bounds(self, index: int) -> tuple[slice, slice]:
+        """Return the rows and columns of a block."""
         first = len(self.examples) + (0 if self.mode == "reverse" else len(self.of))
-        box = self.region(number)[first : first + len(self.side)]
+        box = self.region(index)[first : first + len(self.side)]
         start = 0
         for size, piece in zip(self.side, box, strict=True):
             start = start * size + piece.start

@@ -14,10 +14,17 @@ from elementgrad._cleanup import InterruptSafeExit, OwnedUndos, with_rollback
 from elementgrad._names import pytree
 from elementgrad._names.call import Operand
 from elementgrad._place.place import Place
-from elementgrad._read.api import asks_for_zeros, forbid_forward
-from elementgrad._read.budget import parse
+from elementgrad._read.api import parse_unconnected
+from elementgrad._read.budget import parse_budget
 from elementgrad._read.contributions import Share, Shares
-from elementgrad._read.jacobian import Jacobian, read_together, unconnected_error
+from elementgrad._read.jacobian import (
+    Derivative,
+    Jacobian,
+    ReadOptions,
+    read_together,
+    reverse_only,
+    unconnected_error,
+)
 from elementgrad._read.recorder import ElementRequest, Recorder
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
 
@@ -197,10 +204,10 @@ class _RecordedRead:
     """One read of a recording: its linearization, and `of` and `wrt` as operands in their own structure."""
 
     def __init__(self, recording: Recording, of: Tree, wrt: Tree, unconnected: str, budget: int | str | None):
-        self.zero = asks_for_zeros(unconnected)
+        self.zero = parse_unconnected(unconnected)
         if not recording._begun:
             raise OptionError("nothing is recorded yet; ask inside of the block, with eg.record(x) as rec: ...")
-        self.budget = parse(budget)
+        limit = parse_budget(budget)
         self.backend = backend = recording._backend
         self.recorder = recording._recorder
         outputs, inputs = [[_element_request(leaf, backend) for leaf in pytree.leaves_of(side)] for side in (of, wrt)]
@@ -210,10 +217,11 @@ class _RecordedRead:
         self.linear = self.recorder.linear(outputs, inputs)
         self.of = _operands(of, outputs, "of", self.linear.value, backend)
         self.wrt = _operands(wrt, inputs, "wrt", self.linear.inputs.__getitem__, backend)
-        forbid_forward(self.linear, backend, pytree.leaves_of(self.of), pytree.leaves_of(self.wrt))
+        sides = [*pytree.leaves_of(self.of), *pytree.leaves_of(self.wrt)]
+        self.options = ReadOptions(self.zero, limit, missing_rules=reverse_only(backend, sides))
 
     def jacobian(self, of: Operand, wrt: Operand) -> Jacobian:
-        return Jacobian(self.backend, self.linear, of, wrt, self.zero, self.budget)
+        return Jacobian(Derivative(self.backend, self.linear, of, wrt), self.options)
 
     def gradients(self, of: Operand, leaf: Tensor | Place) -> Tree:
         """Compute the gradients for all inputs by the same sweeps. `leaf` is what the caller gave for `of`."""

@@ -1,6 +1,9 @@
-"""What runs in a worker: it evaluates a function once, and reads blocks of its Jacobian as it is asked for them.
+"""Blocks of a Jacobian that are read by the workers of an executor.
 
-Blocks from workers: few tasks in flight, what was lost tried again, what the function raises passed on.
+The driver (`read_on_workers`) pickles the function and its arguments once, keeps few tasks in flight, and sends a block
+again whose worker was lost. A worker (`run_task`) evaluates the function when the first task of a Jacobian arrives,
+keeps that evaluation for the next ones, and writes blocks to the array on disk itself if it sees that. What the
+function raises in a worker is returned as a result and raised in the driver: it differs from a worker that was lost.
 """
 
 import hashlib
@@ -26,32 +29,32 @@ import numpy as np
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import close_scopes_after
 from elementgrad._optional import require
-from elementgrad._read.budget import default, hushed
-from elementgrad._read.jacobian import Jacobian
+from elementgrad._read.budget import default_budget, no_progress
+from elementgrad._read.jacobian import Jacobian, to_numpy
 from elementgrad._read.plan import BlockLayout, Plan
 from elementgrad._read.sweeps import PRECISION
-from elementgrad._read.zarr import Store, numbers, part
+from elementgrad._read.zarr import Store
 from elementgrad.errors import FrameworkError, OptionError, WorkerError
 
 KEPT = 2
-"""So many evaluated functions are kept in a process; the oldest goes first."""
+"""The number of evaluations that a process keeps; the oldest goes first."""
 IDLE = 300.0
-"""So many seconds without a block, and a function is kept no longer: a cluster is there for others too."""
+"""After so many seconds without a block an evaluation is kept no longer: a cluster is there for others too."""
 
 
 @dataclass(frozen=True)
 class JacobianPayload:
-    """A Jacobian in words that another process understands."""
+    """A Jacobian as another process can evaluate it."""
 
     framework: str
-    surroundings: Any
-    """What the evaluation ran from beside its arguments; it holds before they are unpickled."""
-    asked: bytes
-    """The question, by cloudpickle."""
+    ambient_state: Any
+    """The state that the evaluation ran from beside its arguments, such as random numbers; restored first."""
+    pickled_spec: bytes
+    """The `JacobianSpec`, budget and pattern, by cloudpickle."""
     plan: Plan
     layout: BlockLayout
     value: np.ndarray
-    """What the function gave where it was asked: it must give the same here."""
+    """The value of the function in the driver: it must be the same in the worker."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class BlockTask:
     digest: str
     flight: str
     """The read that it is part of."""
-    number: int
+    index: int
     attempt: int
     payload: bytes | None
     file: str | None
@@ -72,15 +75,15 @@ class BlockTask:
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What came of a ticket. An exception that is raised instead is not the function's: a worker was lost.
+    """The outcome of a task. An exception that is raised instead is not the function's: a worker was lost.
 
-    Without anything it is for a read that was left, where nobody looks at it.
+    An empty one is for a read that was left early.
     """
 
     values: np.ndarray | None = None
     written: bool = False
     unknown: bool = False
-    """Whether the payload was not to be had."""
+    """True if the payload could not be loaded."""
     error: bytes | None = None
     """The function's own exception."""
     trace: str = ""
@@ -89,32 +92,31 @@ class BlockResult:
 class WorkerEvaluation:
     """A function at its arguments, in this process, ready for blocks."""
 
-    def __init__(self, payload: bytes):
-        told: JacobianPayload = pickle.loads(payload)
-        self._backend: Backend = import_module(f"elementgrad._backends.{told.framework}.tensor").backend
-        with self._backend.load("read").restore_ambient_state(told.surroundings):
-            question, budget, pattern = _unpickled(told.asked)
-            self._told = replace(told, asked=b"")
-            self._jacobian: Jacobian = question.ask(budget, pattern)
-        self._require_same()
-        self.used = time.monotonic()
-        """When it was last asked for a block."""
+    def __init__(self, pickled: bytes):
+        payload: JacobianPayload = pickle.loads(pickled)
+        self._backend: Backend = import_module(f"elementgrad._backends.{payload.framework}.tensor").backend
+        with self._backend.load("read").restore_ambient_state(payload.ambient_state):
+            spec, budget, pattern = _unpickle_spec(payload.pickled_spec)
+            self._payload = replace(payload, pickled_spec=b"")
+            self._jacobian: Jacobian = spec.evaluate(budget, pattern)
+        self._check_value()
+        self.last_used = time.monotonic()
 
-    def read(self, ticket: BlockTask) -> BlockResult:
-        """One block: written, if this process sees where to, and given otherwise."""
-        told = self._told
-        with self._backend.load("read").restore_ambient_state(told.surroundings):
-            values = part(self._jacobian, told.plan, told.layout, ticket.number)
-        self.used = time.monotonic()
-        store = None if ticket.out is None else Store.shared(Path(ticket.out), told.layout, ticket.mark)
+    def read(self, task: BlockTask) -> BlockResult:
+        """Read one block; write it if this process sees the array on disk, and return it otherwise."""
+        payload = self._payload
+        with self._backend.load("read").restore_ambient_state(payload.ambient_state):
+            values = self._jacobian._read_part(payload.plan, payload.layout, task.index)
+        self.last_used = time.monotonic()
+        store = None if task.out is None else Store.shared(Path(task.out), payload.layout, task.mark)
         if store is None:
             return BlockResult(values=np.ascontiguousarray(values))
-        store.write(ticket.number, values)
+        store.write(task.index, values)
         return BlockResult(written=True)
 
-    def _require_same(self) -> None:
-        """What is random, or depends on what was not carried here, gives another value."""
-        here, there = numbers(self._jacobian.value, self._backend), self._told.value
+    def _check_value(self) -> None:
+        # A function that is random, or depends on what was not carried here, gives another value.
+        here, there = to_numpy(self._jacobian.value, self._backend), self._payload.value
         of = self._jacobian._of
         near = PRECISION[min(8, self._backend.itemsize(of.tensor))] ** 0.5
         size = np.abs(there[np.isfinite(there)]).max(initial=0)
@@ -126,75 +128,75 @@ class WorkerEvaluation:
             )
 
 
-_kept: OrderedDict[str, WorkerEvaluation] = OrderedDict()
-_left: deque[str] = deque(maxlen=1000)
-"""Reads that were left early in this process, whose threads may still come with tickets of theirs."""
-_tidying = False
+_evaluations: OrderedDict[str, WorkerEvaluation] = OrderedDict()
+_abandoned: deque[str] = deque(maxlen=1000)
+"""Reads that were left early in this process, whose threads may still run tasks of theirs."""
+_is_tidying = False
 _lock = threading.Lock()
-"""One block at a time: what a Jacobian learns of itself in a read is not made for several threads."""
+"""One block at a time: the frameworks use all cores for one, and a second would take as much memory again."""
 
 
 @close_scopes_after
-def run(ticket: BlockTask) -> BlockResult:
-    """Read a block; what the function raises is given back, so that it is told from a worker that was lost."""
-    with hushed(), _lock:
-        if ticket.flight in _left:
+def run_task(task: BlockTask) -> BlockResult:
+    """Read a block in a worker; return what the function raises, so that it differs from a worker that was lost."""
+    with no_progress(), _lock:
+        if task.flight in _abandoned:
             return BlockResult()
         try:
-            evaluated = _kept.get(ticket.digest)
-            if evaluated is None:
-                payload = _load_payload(ticket)
+            evaluation = _evaluations.get(task.digest)
+            if evaluation is None:
+                payload = _load_payload(task)
                 if payload is None:
                     return BlockResult(unknown=True)
-                evaluated = _keep(ticket.digest, WorkerEvaluation(payload))
-            return evaluated.read(ticket)
+                evaluation = _keep(task.digest, WorkerEvaluation(payload))
+            return evaluation.read(task)
         except Exception as error:
-            return BlockResult(error=_pickled(error), trace="".join(traceback.format_exception(error)))
+            return BlockResult(error=_pickle_error(error), trace="".join(traceback.format_exception(error)))
 
 
 def forget(digest: str, flight: str) -> None:
-    """Keep nothing of a Jacobian in this process, where its blocks were read by threads, nor read more for it."""
+    """Drop a Jacobian and its remaining tasks in this process, where threads may have read its blocks."""
     with _lock:
-        _left.append(flight)
-        _kept.pop(digest, None)
+        _abandoned.append(flight)
+        _evaluations.pop(digest, None)
 
 
-def _keep(digest: str, evaluated: WorkerEvaluation) -> WorkerEvaluation:
-    global _tidying
-    _kept[digest] = evaluated
-    if not _tidying:
-        _tidying = True
-        threading.Thread(target=_tidy, name="elementgrad-tidy", daemon=True).start()
-    while len(_kept) > KEPT:
-        _kept.popitem(last=False)
-    return evaluated
+def _keep(digest: str, evaluation: WorkerEvaluation) -> WorkerEvaluation:
+    global _is_tidying
+    _evaluations[digest] = evaluation
+    if not _is_tidying:
+        _is_tidying = True
+        threading.Thread(target=_drop_idle, name="elementgrad-tidy", daemon=True).start()
+    while len(_evaluations) > KEPT:
+        _evaluations.popitem(last=False)
+    return evaluation
 
 
-def _tidy() -> None:
-    """Let go of what nobody asks for any more, until nothing is kept."""
-    global _tidying
-    while _tidying:
+def _drop_idle() -> None:
+    """Drop evaluations that are not used any more, until none is left."""
+    global _is_tidying
+    while _is_tidying:
         time.sleep(min(1.0, IDLE))
         with _lock:
             now = time.monotonic()
-            for digest in [digest for digest, evaluated in _kept.items() if now - evaluated.used >= IDLE]:
-                del _kept[digest]
-            _tidying = bool(_kept)
+            for digest in [digest for digest, each in _evaluations.items() if now - each.last_used >= IDLE]:
+                del _evaluations[digest]
+            _is_tidying = bool(_evaluations)
 
 
-def _load_payload(ticket: BlockTask) -> bytes | None:
-    if ticket.payload is not None or ticket.file is None:
-        return ticket.payload
+def _load_payload(task: BlockTask) -> bytes | None:
+    if task.payload is not None or task.file is None:
+        return task.payload
     try:
-        content = Path(ticket.file).read_bytes()
+        content = Path(task.file).read_bytes()
     except OSError:  # another machine, another disk
         return None
-    return content if hashlib.sha256(content).hexdigest() == ticket.digest else None
+    return content if hashlib.sha256(content).hexdigest() == task.digest else None
 
 
-def _unpickled(asked: bytes) -> Any:
+def _unpickle_spec(pickled: bytes) -> Any:
     try:
-        return pickle.loads(asked)
+        return pickle.loads(pickled)
     except Exception as error:
         raise OptionError(
             f"the function or its arguments cannot be read in another process: {error}; install there what they come "
@@ -202,7 +204,7 @@ def _unpickled(asked: bytes) -> Any:
         ) from error
 
 
-def _pickled(error: Exception) -> bytes:
+def _pickle_error(error: Exception) -> bytes:
     import cloudpickle
 
     try:
@@ -216,7 +218,7 @@ def _pickled(error: Exception) -> bytes:
 INLINE = 2**18
 """Payloads of up to so many bytes come with every task; larger ones are written to a file once."""
 TRIES = 3
-"""How often a block that was lost with its worker is tried again."""
+"""The number of times that a block which was lost with its worker is tried again."""
 FEWEST, MOST = 4, 1024
 """Tasks in flight: as many as fit into memory if all came back at once, and more while workers write themselves."""
 
@@ -224,7 +226,7 @@ GUARD = 'in a script put what starts workers below if __name__ == "__main__":, s
 
 
 def check_executor(executor: Any, jacobian: Jacobian) -> Executor | None:
-    """An executor that can be given blocks of this Jacobian, before anything is computed."""
+    """Return the executor if it can be given blocks of this Jacobian; checked before anything is computed."""
     if executor is None:
         return None
     if not isinstance(executor, Executor):
@@ -236,55 +238,55 @@ def check_executor(executor: Any, jacobian: Jacobian) -> Executor | None:
             "a pool that forks copies frameworks in the middle of their work, and hangs; give "
             'ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))'
         )
-    if jacobian._question is None:
+    if jacobian._origin is None:
         raise OptionError("eager code that was recorded runs in no other process; put it into a function, eg.jacobian")
-    if jacobian._question.create_graph:
+    if jacobian._origin.spec.create_graph:
         raise OptionError("with create_graph=True results stay in a graph, which no other process has; leave it out")
     require("cloudpickle", "executor=", "distributed")
     return executor
 
 
-def results(
+def read_on_workers(
     jacobian: Jacobian, plan: Plan, layout: BlockLayout, executor: Executor, which: Sequence[int], store: Store | None
 ) -> Iterator[tuple[int, np.ndarray | None]]:
-    """The number and values of each block as it is done; no values for one that a worker has written itself."""
+    """Yield index and values of each block as it is done; None for the values that a worker has written itself."""
     payload = _make_payload(jacobian, plan, layout)
     each = layout.numbers * jacobian._backend.itemsize(jacobian._wrt.tensor)
-    fitting = max(FEWEST, min(MOST, default(None) // max(1, each)))
-    with _filed(payload) as file:
-        yield from _Flight(executor, payload, file, store, fitting).results(which)
+    room = max(FEWEST, min(MOST, default_budget(None) // max(1, each)))
+    with _write_payload(payload) as file:
+        yield from _Flight(executor, payload, file, store, room).results(which)
 
 
 class _Flight:
     """The tasks that were given to an executor and are not done."""
 
-    def __init__(self, executor: Executor, payload: bytes, file: str | None, store: Store | None, fitting: int):
+    def __init__(self, executor: Executor, payload: bytes, file: str | None, store: Store | None, room: int):
         self._executor = executor
         self._payload = payload
         self._store = store
-        self._fitting = fitting
+        self._fitting = room
         self._pending: dict[Future[BlockResult], BlockTask] = {}
-        self._lost: Counter[int] = Counter()
+        self._losses: Counter[int] = Counter()
         self._done = 0
-        self._given = False
-        """Whether a block came back with its values."""
+        self._values_came_back = False
         digest, inline = hashlib.sha256(payload).hexdigest(), payload if file is None else None
         out, mark = (None, "") if store is None else (str(store.path), store.mark)
         self._blank = BlockTask(digest, secrets.token_hex(8), 0, 0, inline, file, out, mark)
 
     def results(self, which: Sequence[int]) -> Iterator[tuple[int, np.ndarray | None]]:
-        left = deque(which)
+        """Submit a task for each block and yield the results as they are done."""
+        waiting = deque(which)
         try:
-            while left or self._pending:
-                while left and len(self._pending) < self._room:
-                    self._submit(replace(self._blank, number=left.popleft()))
+            while waiting or self._pending:
+                while waiting and len(self._pending) < self._room:
+                    self._submit(replace(self._blank, index=waiting.popleft()))
                 for future in wait(self._pending, return_when=FIRST_COMPLETED).done:
-                    ticket = self._pending.pop(future)
-                    answer = self._answer(future, ticket)
-                    if answer is not None:
+                    task = self._pending.pop(future)
+                    result = self._take_result(future, task)
+                    if result is not None:
                         self._done += 1
-                        self._given |= not answer.written
-                        yield ticket.number, answer.values
+                        self._values_came_back |= not result.written
+                        yield task.index, result.values
         finally:
             for future in self._pending:
                 future.cancel()
@@ -292,57 +294,57 @@ class _Flight:
 
     @property
     def _room(self) -> int:
-        """How many may be in flight: with each that was written one more, until one was not."""
-        return self._fitting if self._given else min(MOST, self._fitting + self._done)
+        # With each block that a worker wrote one more may be in flight, until values come back.
+        return self._fitting if self._values_came_back else min(MOST, self._fitting + self._done)
 
-    def _submit(self, ticket: BlockTask) -> None:
+    def _submit(self, task: BlockTask) -> None:
         try:
-            self._pending[self._executor.submit(run, ticket)] = ticket
+            self._pending[self._executor.submit(run_task, task)] = task
         except BrokenExecutor as error:
-            self._broken(error)
+            self._raise_broken(error)
         except RuntimeError as error:  # of every engine of Python's, and of MPI's
             if "bootstrapping" in str(error):  # Python's word where a worker starts workers as it imports the script
                 raise OptionError(f"a worker cannot start a pool while it imports the script; {GUARD}") from error
             raise OptionError(f"the executor takes no tasks: {error}; give one that is not shut down") from error
 
-    def _answer(self, future: Future[BlockResult], ticket: BlockTask) -> BlockResult | None:
-        """What came of a task; None if it was sent once more."""
-        again = replace(ticket, attempt=ticket.attempt + 1)
+    def _take_result(self, future: Future[BlockResult], task: BlockTask) -> BlockResult | None:
+        """Return the result of a task, or None if the task was sent once more."""
+        retry = replace(task, attempt=task.attempt + 1)
         try:
-            answer = future.result()
+            result = future.result()
         except BrokenExecutor as error:
-            self._broken(error)
-        except (Exception, CancelledError) as error:  # not the function's own, which come as answers
-            self._lost[ticket.number] += 1
-            if self._lost[ticket.number] > TRIES:
+            self._raise_broken(error)
+        except (Exception, CancelledError) as error:  # not the function's own, which come as results
+            self._losses[task.index] += 1
+            if self._losses[task.index] > TRIES:
                 raise WorkerError(
                     f"a block was lost with its worker {TRIES + 1} times, at last by {type(error).__name__}: {error}; "
                     f"{_remedy(error)}"
                 ) from error
-            self._submit(again)
+            self._submit(retry)
             return None
-        if answer.unknown:
-            self._submit(replace(again, payload=self._payload))
+        if result.unknown:
+            self._submit(replace(retry, payload=self._payload))
             return None
-        if answer.error is not None:
-            own: Exception = pickle.loads(answer.error)
-            own.add_note(f"in a worker:\n{answer.trace}")
-            raise own
-        return answer
+        if result.error is not None:
+            raised: Exception = pickle.loads(result.error)
+            raised.add_note(f"in a worker:\n{result.trace}")
+            raise raised
+        return result
 
-    def _broken(self, error: BaseException) -> NoReturn:
-        kept = 'with out="j.zarr" what is done would be kept'
+    def _raise_broken(self, error: BaseException) -> NoReturn:
+        hint = 'with out="j.zarr" what is done would be kept'
         if self._store is not None:
-            kept = f"what was done is in {self._store.path}, and the same call goes on from there"
+            hint = f"what was done is in {self._store.path}, and the same call goes on from there"
         raise WorkerError(
             f"a worker died after {self._done} blocks, and its pool takes no more tasks; "
             f"{'' if self._done else f'if it never began, which it tells on stderr, {GUARD}; else '}"
-            f"make a new pool and call again: {kept}"
+            f"make a new pool and call again: {hint}"
         ) from error
 
 
 def _remedy(error: BaseException) -> str:
-    """What to do about workers that do not come to an answer."""
+    """Return what to do about workers that do not finish their tasks."""
     if isinstance(error, (ImportError, AttributeError, pickle.UnpicklingError)):
         return "install where workers run what is installed here: elementgrad[distributed], and the framework"
     if isinstance(error, CancelledError):
@@ -351,28 +353,28 @@ def _remedy(error: BaseException) -> str:
 
 
 def _make_payload(jacobian: Jacobian, plan: Plan, layout: BlockLayout) -> bytes:
-    """All that a worker needs, as bytes."""
     import cloudpickle
 
-    backend, asked = jacobian._backend, io.BytesIO()
-    value = numbers(jacobian.value, backend)
-    pattern = None if jacobian._known is None else jacobian._within(jacobian._known)
+    backend, pickled, origin = jacobian._backend, io.BytesIO(), jacobian._origin
+    assert origin is not None
+    value = to_numpy(jacobian.value, backend)
+    pattern = None if jacobian._known_pattern is None else jacobian._restrict(jacobian._known_pattern)
     table = ChainMap(dict(backend.load("read").reducers()), cloudpickle.CloudPickler.dispatch_table)
     pickler = type("Pickler", (cloudpickle.CloudPickler,), {"dispatch_table": table})  # which is read off the class
     try:
-        pickler(asked).dump((jacobian._question, jacobian._reader.budget, pattern))
+        pickler(pickled).dump((origin.spec, jacobian._runner.budget, pattern))
     except Exception as error:
         raise OptionError(
             f"the function or its arguments cannot be sent to another process: {error}; leave out what is no data, "
             "such as files, locks and handles"
         ) from error
-    surroundings = backend.load("read").ambient_state(jacobian._reader.linear)
-    return pickle.dumps(JacobianPayload(backend.name, surroundings, asked.getvalue(), plan, layout, value), protocol=5)
+    state = backend.load("read").ambient_state(jacobian._runner.linear)
+    return pickle.dumps(JacobianPayload(backend.name, state, pickled.getvalue(), plan, layout, value), protocol=5)
 
 
 @contextmanager
-def _filed(payload: bytes) -> Iterator[str | None]:
-    """A large payload in a file for the time of a read, so that it is not sent with every task."""
+def _write_payload(payload: bytes) -> Iterator[str | None]:
+    """Write a large payload to a file for the time of a read, so that it is not sent with every task."""
     if len(payload) <= INLINE:
         yield None
         return

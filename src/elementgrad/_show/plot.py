@@ -15,7 +15,7 @@ from elementgrad._backends import registry
 from elementgrad._names.call import Operand
 from elementgrad._optional import require
 from elementgrad._read.contributions import Shares
-from elementgrad._read.jacobian import Jacobian, sides
+from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.values import (
     IMAGE_CHANNELS,
     MAX_MARKS,
@@ -250,7 +250,7 @@ def _draw_jacobian(jacobian: Jacobian, mark: Any, theme: "Theme") -> "Drawing":
     """Draw where some rows and columns of a Jacobian, evenly spread, are not zero."""
     from elementgrad._show import heatmaps
 
-    of, wrt = sides(jacobian)
+    of, wrt = operands(jacobian)
     require_elements(jacobian.shape)
     of_size, width = math.prod(of.shape), math.prod(wrt.shape)
     of_positions, columns = _spread_positions(of_size), _spread_positions(width)

@@ -23,8 +23,8 @@ from elementgrad._names import pytree
 from elementgrad._names.call import BoundCall, Operand
 from elementgrad._optional import require
 from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, jacobian, parsed, parsed_target
-from elementgrad._read.jacobian import Jacobian, sides
+from elementgrad._read.api import NOTHING, jacobian, parse_place, parse_target
+from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.page import (
     DOWNLOAD_LIMIT,
     Callout,
@@ -179,7 +179,7 @@ class ReportQuery:
     @property
     def wrt_values(self) -> np.ndarray | None:
         """The values of the tensor that `wrt` names; None for one that is known only after the forward."""
-        tensor = BoundCall(self.f, self.args, self.kwargs).find_source(parsed(self.wrt)).tensor
+        tensor = BoundCall(self.f, self.args, self.kwargs).find_source(parse_place(self.wrt)).tensor
         return None if tensor is None else to_floats(tensor)
 
     @property
@@ -205,8 +205,8 @@ class ReportItem:
         if self.diagnosis is not None:
             return shorten(self.diagnosis.of), shorten(self.diagnosis.wrt)
         assert self.jacobian is not None
-        places = parsed_target(self.query.of), parsed(self.query.wrt)
-        of, wrt = [_place_text(side.name, place) for side, place in zip(sides(self.jacobian), places, strict=True)]
+        places = parse_target(self.query.of), parse_place(self.query.wrt)
+        of, wrt = [_place_text(side.name, place) for side, place in zip(operands(self.jacobian), places, strict=True)]
         return of, wrt
 
     def make_sections(self, download_limit: int, tokens: Sequence[str] | None, channels: str | None) -> list[Section]:
@@ -214,7 +214,7 @@ class ReportItem:
         answer: list[Part] = [self._verdict()]
         sections = [Section("The question", self._question_parts()), Section("The answer", answer)]
         if self.values is not None and self.jacobian is not None:
-            of, wrt = sides(self.jacobian)
+            of, wrt = operands(self.jacobian)
             gradient, inputs = self.values, None
             if math.prod(of.shape) == 1:
                 gradient, inputs = self.values.reshape(wrt.shape), self.query.wrt_values
@@ -231,7 +231,7 @@ class ReportItem:
         of, wrt = self.names
         rows = [("function", self.query.name), ("derivative of", of), ("with respect to", wrt)]
         if self.jacobian is not None:
-            of_side, wrt_side = sides(self.jacobian)
+            of_side, wrt_side = operands(self.jacobian)
             value = to_floats(self.jacobian.value)
             size = f"value {value.item():.6g}" if value.size == 1 else f"shape {of_side.shape}"
             backend = registry.require_backend(wrt_side.tensor)

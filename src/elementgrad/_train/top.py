@@ -21,7 +21,7 @@ from elementgrad._names.backend import Model
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
-from elementgrad._read.api import parsed
+from elementgrad._read.api import parse_place
 from elementgrad._read.jacobian import Reason
 from elementgrad._train.routing import explain_unconnected
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
@@ -246,7 +246,7 @@ def _find_candidates(model: Model, among: Any, backend: Backend) -> list[Candida
         return [Candidate(name, tensor, tuple(backend.shape(tensor))) for name, tensor in floating]
     single = isinstance(among, str | Place) or not isinstance(among, Iterable) or registry.backend_of(among) is not None
     places: dict[int, list[Place]] = {}
-    for place in map(parsed, [among] if single else among):
+    for place in map(parse_place, [among] if single else among):
         places.setdefault(_parameter_number(place, params, model, backend), []).append(place)
     if not places:
         raise PlaceError("among names no parameter; name some, or leave it out to choose among all")

@@ -19,3 +19,8 @@ from jax._src.source_info_util import user_context as user_context
 # A recorder has tracers of its own. `get_aval` became `typeof`, and tracers compute what they once stored in a slot.
 typeof = getattr(core, "typeof" if hasattr(core, "typeof") else "get_aval")
 TRACERS_STORE_AVAL = "aval" in core.Tracer.__slots__
+
+
+def is_missing_rule(error: BaseException) -> bool:
+    """Return True if an operation has no derivative rule; JAX says so in several wordings."""
+    return any(word in str(error) for word in ("JVP", "ifferentiation", "autodiff"))

@@ -1,7 +1,7 @@
-"""Sweeps through a JAX function: its linear program, run forward or transposed, over stacks and compiled."""
+"""Sweeps through a JAX function: its linear program, run forward or transposed, in batches and compiled."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -17,29 +17,27 @@ from elementgrad._backends.autodiff import (
     UnsupportedError,
     reason,
 )
-from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
+from elementgrad._backends.jax._compat import dce_jaxpr, is_missing_rule, jaxprs_in_params
 from elementgrad._backends.jax.program import communicating_axes, is_reverse_only, shift
 from elementgrad._backends.jax.sharding import make_varying, mapped_axes, varying_axes
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
 
 Array = jax.Array
-Sweep = Callable[[Any, Array], tuple[Array, ...]]
-MISSING = ("JVP", "ifferentiation", "autodiff")
-"""One of these stands in the errors about rules that an operation does not have."""
-ONE_WAY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
+Sweep = Callable[[Any, Array], list[Array]]
+"""From the linear program and one seed to derivatives."""
+REVERSE_ONLY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
 
 
 class JaxLinearization(Linearization):
-    """`jax.linearize` at the inputs: what it saved is shared by all sweeps, and nothing runs the function again.
+    """`jax.linearize` at the inputs: its residuals are shared by all sweeps, and nothing runs the function again.
 
     Programs are compiled for this object alone. A cache by function would give stale answers once a closure changes.
     """
 
-    mirrored = True
+    jvp_transposes_vjp = True
 
     def __init__(self, run: Function, inputs: Sequence[Array]):
-        super().__init__()
         self.inputs = inputs
         self._run = run
         try:
@@ -48,81 +46,78 @@ class JaxLinearization(Linearization):
         except ElementgradError:
             raise
         except (NotImplementedError, TypeError, ValueError) as error:
-            if not any(word in str(error) for word in MISSING):
+            if not is_missing_rule(error):
                 raise
             raise FrameworkError(f"jax can differentiate this in no direction: {reason(error)}") from error
         self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
-        self._single: set[Any] = set()
+        self._ran_once: set[Any] = set()
 
     @classmethod
     def of(cls, run: TensorFunction, inputs: Sequence[Array | None]) -> "JaxLinearization":
-        """Evaluate a function at its inputs; one that it computes on its way has a change for an input, at zero."""
+        """Evaluate a function at its inputs; the input that stands for an activation is a change of it, at zero."""
         if not any(x is None for x in inputs):
             return cls(run, inputs)  # type: ignore[arg-type]
-        met = [x is None for x in inputs]
+        is_activation = [x is None for x in inputs]
 
-        def changed(*xs: Array) -> Sequence[Array]:
-            return run(*[partial(_changed, x) if new else x for x, new in zip(xs, met, strict=True)])
+        def run_changed(*xs: Array) -> Sequence[Array]:
+            return run(*[partial(_add_change, x) if new else x for x, new in zip(xs, is_activation, strict=True)])
 
-        return cls(changed, _with_changes(run, inputs))
+        return cls(run_changed, _fill_in_changes(run, inputs))
 
     def gradient(self, output: int, seed: Array) -> "JaxLinearization":
-        def pulled(*xs: Array) -> tuple[Array, ...]:
-            y, back = jax.vjp(lambda *xs: self._run(*xs)[output], *xs)
-            return back(make_varying(seed, varying_axes(y)))
+        def gradient(*xs: Array) -> tuple[Array, ...]:
+            y, vjp = jax.vjp(lambda *xs: self._run(*xs)[output], *xs)
+            return vjp(make_varying(seed, varying_axes(y)))
 
-        return JaxLinearization(pulled, self.inputs)
+        return JaxLinearization(gradient, self.inputs)
 
     def vjp(self, output: int, inputs: Sequence[int], seeds: Array) -> list[Array | None]:
         paths = [i in self.paths[output] for i in inputs]
         if not any(paths):
             return [None] * len(inputs)
 
+        derivatives = self._sweep(("reverse", output, *inputs), self._make_vjp(output, inputs), seeds)
+        return [derivative if path else None for derivative, path in zip(derivatives, paths, strict=True)]
+
+    def compile_vjp(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
+        """Return a compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
+        return partial(jax.jit(self._make_vjp(output, inputs)), self._program)
+
+    def _make_vjp(self, output: int, inputs: Sequence[int]) -> Sweep:
         xs, axes = self.inputs, varying_axes(self.outputs[output])  # a sweep that held the object would keep it alive
-
-        def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
-            transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(make_varying(seed, axes))
-            return tuple([transposed[i] for i in inputs])
-
-        swept = self._sweep(("reverse", output, *inputs), sweep, seeds)
-        return [derivative if path else None for derivative, path in zip(swept, paths, strict=True)]
-
-    def sweeper(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
-        """A compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
-        xs, axes = self.inputs, varying_axes(self.outputs[output])
 
         def sweep(program: Any, seed: Array) -> list[Array]:
             transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(make_varying(seed, axes))
             return [transposed[i] for i in inputs]
 
-        return partial(jax.jit(sweep), self._program)
+        return sweep
 
     def jvp(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
-        if self.one_way:  # compiled, it would be found out too late
-            raise UnsupportedError(self.one_way)
+        if self.reverse_only:  # compiled, it would be found out too late
+            raise UnsupportedError(self.reverse_only)
         xs = self.inputs
 
-        def sweep(program: Any, seed: Array) -> tuple[Array, ...]:
+        def sweep(program: Any, seed: Array) -> list[Array]:
             tangents = [
                 make_varying(seed if i == input else jnp.zeros_like(x), varying_axes(x)) for i, x in enumerate(xs)
             ]
-            pushed = program(*tangents)
-            return tuple([pushed[o] for o in outputs])
+            derivatives = program(*tangents)
+            return [derivatives[o] for o in outputs]
 
-        swept = self._sweep(("forward", input, *outputs), sweep, seeds)
-        return [y if input in self.paths[o] else None for o, y in zip(outputs, swept, strict=True)]
+        derivatives = self._sweep(("forward", input, *outputs), sweep, seeds)
+        return [y if input in self.paths[o] else None for o, y in zip(outputs, derivatives, strict=True)]
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
         if key not in self._sweeps:
             self._sweeps[key] = jax.jit(sweep), jax.jit(jax.vmap(sweep, (None, 0)))
-        single, stacked = self._sweeps[key]
+        single, batched = self._sweeps[key]
         if len(seeds) > 1:
             try:
-                return stacked(self._program, seeds)
+                return batched(self._program, seeds)
             except Exception as error:
                 raise NotBatchableError(reason(error)) from error
-        if key not in self._single:  # compiling pays from the second time on
-            self._single.add(key)
+        if key not in self._ran_once:  # compiling pays from the second time on
+            self._ran_once.add(key)
             single = sweep
         try:
             return [derivative[None] for derivative in single(self._program, seeds[0])]
@@ -134,8 +129,6 @@ class JaxLinearization(Linearization):
 
         if input not in self.paths[output]:
             return None
-        if self.one_way:
-            self.without[output]["forward"] = self.one_way
         try:
             if local:
                 xs, program = self.inputs, self._program
@@ -143,39 +136,42 @@ class JaxLinearization(Linearization):
                 return sparsity.pattern_here(
                     lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input]
                 )
-            return sparsity.pattern_everywhere(partial(self._at, output, input), self.inputs[input])
+            return sparsity.pattern_everywhere(partial(self._output_at, output, input), self.inputs[input])
         except ElementgradError:
             raise
         except Exception as error:  # it has run with numbers, so that this is about their absence
             raise UnsupportedError(reason(error)) from error
 
-    def _at(self, output: int, input: int, x: Array) -> Array:
-        """One output as a function of one input."""
+    def _output_at(self, output: int, input: int, x: Array) -> Array:
         return self._run(*[x if i == input else other for i, other in enumerate(self.inputs)])[output]
 
-    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
-        return max(map(_bytes, _made(self._jaxpr.jaxpr)), default=0)
+    def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+        return max(map(_bytes, _iter_results(self._jaxpr.jaxpr)), default=0)
 
     @cached_property
     def _jaxpr(self) -> Any:
         return jax.make_jaxpr(self._program)(*self.inputs)
 
+    @property
+    def missing_rules(self) -> Mapping[str, str]:  # type: ignore[override]
+        return {"forward": self.reverse_only} if self.reverse_only else {}
+
     @cached_property
-    def one_way(self) -> str:
-        """Why there are reverse sweeps alone; empty if there are others too.
+    def reverse_only(self) -> str:
+        """The reason for reverse sweeps alone; empty if there are others too.
 
         A function may be run by each member of an axis, and send numbers to others. Then a reverse sweep from one
         element is what `jax.grad` gives to each member, while a forward sweep would move the same element of all of
         them at once, which is another number.
         """
         if is_reverse_only(self._jaxpr.jaxpr):
-            return ONE_WAY
+            return REVERSE_ONLY
         axes = communicating_axes(self._jaxpr.jaxpr, mapped_axes())
         return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
     def paths(self) -> list[set[int]]:
-        """For each output the inputs that its derivative is computed from."""
+        """For each output, the inputs that its derivative is computed from."""
         jaxpr = self._jaxpr.jaxpr
         return [
             {i for i, used in enumerate(dce_jaxpr(jaxpr, [o == output for o in range(len(self.outputs))])[1]) if used}
@@ -192,52 +188,52 @@ def plain_errors() -> Iterator[None]:
         raise type(error)(*error.args).with_traceback(error.__traceback__) from None
 
 
-def _with_changes(run: TensorFunction, inputs: Sequence[Array | None]) -> list[Array]:
-    """The inputs, with zeros in place of what the function computes on its way, of the shape that it turns out to have.
+def _fill_in_changes(run: TensorFunction, inputs: Sequence[Array | None]) -> list[Array]:
+    """Return the inputs, with zeros of the right shape for activations.
 
-    That is found without computing anything, where the function can be traced.
+    The shapes are found without computing anything, where the function can be traced.
     """
-    found: dict[int, tuple[Any, Any, frozenset[Any]]] = {}
+    shapes: dict[int, tuple[Any, Any, frozenset[Any]]] = {}
 
     def note(number: int, x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
             raise DtypeError(
                 f"what is named is of dtype {x.dtype}, which has no gradients; name a floating point array"
             )
-        found[number] = x.shape, x.dtype, varying_axes(x)
+        shapes[number] = x.shape, x.dtype, varying_axes(x)
         return x
 
-    def look(*given: Array) -> tuple[()]:
-        left = iter(given)
-        run(*[partial(note, number) if x is None else next(left) for number, x in enumerate(inputs)])
+    def run_and_note(*arrays: Array) -> tuple[()]:
+        remaining = iter(arrays)
+        run(*[partial(note, number) if x is None else next(remaining) for number, x in enumerate(inputs)])
         return ()
 
-    given = [x for x in inputs if x is not None]
+    arrays = [x for x in inputs if x is not None]
     try:
-        jax.eval_shape(look, *given)
+        jax.eval_shape(run_and_note, *arrays)
         traced = True
-    except Exception:  # one that is not about tracing comes again
+    except Exception:  # an error that is not about tracing comes again
         traced = False
     if not traced:
         with plain_errors():
-            look(*given)
-    return [_zeros(*found[n]) if x is None else x for n, x in enumerate(inputs)]
+            run_and_note(*arrays)
+    return [_zeros(*shapes[n]) if x is None else x for n, x in enumerate(inputs)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, axes: frozenset[Any]) -> Array:
     return make_varying(jnp.zeros(shape, dtype), axes)
 
 
-def _changed(change: Array, met: Array) -> Array:
-    return shift(met, change) if jnp.issubdtype(met.dtype, jnp.inexact) else met
+def _add_change(change: Array, activation: Array) -> Array:
+    return shift(activation, change) if jnp.issubdtype(activation.dtype, jnp.inexact) else activation
 
 
-def _made(jaxpr: Any) -> Iterator[Any]:
-    """What a program makes on its way, inner programs included."""
+def _iter_results(jaxpr: Any) -> Iterator[Any]:
+    """Yield the types of all intermediate results of a program, inner programs included."""
     for equation in jaxpr.eqns:
         yield from [variable.aval for variable in equation.outvars]
         for inner in jaxprs_in_params(equation.params):
-            yield from _made(inner)
+            yield from _iter_results(inner)
 
 
 def _bytes(aval: Any) -> int:

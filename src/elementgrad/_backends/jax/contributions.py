@@ -1,4 +1,4 @@
-"""The uses that a JAX function makes of one value: every argument slot of every equation that takes it."""
+"""`eg.contributions` on JAX: every argument slot of every equation that takes one value, as an input of its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,27 +17,29 @@ from elementgrad.errors import DtypeError, FrameworkError
 
 Array = jax.Array
 MARK = "elementgrad"
-"""The name that the value bears in the program, so that it is known there: no tag has it, as theirs go on."""
+"""The name of the value in the program; no tag has it, as theirs go on after a colon."""
 JAX_PACKAGES = ("jax", "jaxlib", "flax")
-"""Whose lines of code are not the user's."""
+"""Packages whose lines of code are not the user's."""
 
 
-def uses(run: TensorFunction, inputs: Sequence[Array | None], input: int) -> tuple[JaxLinearization, list[Use]]:
-    """A function of changes to one of its inputs, each in one of its uses alone, at zero."""
-    watching = _WatchedProgram(run, inputs, input)
-    found = watching.found()
-    linear = JaxLinearization(watching.outputs, watching.zeros(len(found)))
-    leading = sorted(set().union(*linear.paths))
-    if leading and len(leading) == len(found):
-        return linear, found
-    if not leading:  # one input all the same, since it tells the shape
-        return JaxLinearization(lambda _: watching.outputs(*[None] * len(found)), watching.zeros(1)), []
+def linearize_uses(
+    run: TensorFunction, inputs: Sequence[Array | None], input: int
+) -> tuple[JaxLinearization, list[Use]]:
+    """Linearize a function in changes to one of its inputs, each in one of its uses alone, at zero."""
+    program = _WatchedProgram(run, inputs, input)
+    uses = program.find_uses()
+    linear = JaxLinearization(program.outputs, program.zeros(len(uses)))
+    connected = sorted(set().union(*linear.paths))
+    if connected and len(connected) == len(uses):
+        return linear, uses
+    if not connected:  # one input all the same, since it tells the shape
+        return JaxLinearization(lambda _: program.outputs(*[None] * len(uses)), program.zeros(1)), []
 
-    def fewer(*changes: Array) -> Sequence[Array]:
-        placed = dict(zip(leading, changes, strict=True))
-        return watching.outputs(*[placed.get(number) for number in range(len(found))])
+    def run_connected(*changes: Array) -> Sequence[Array]:
+        by_use = dict(zip(connected, changes, strict=True))
+        return program.outputs(*[by_use.get(index) for index in range(len(uses))])
 
-    return JaxLinearization(fewer, watching.zeros(len(leading))), [found[number] for number in leading]
+    return JaxLinearization(run_connected, program.zeros(len(connected))), [uses[index] for index in connected]
 
 
 class _WatchedValue:
@@ -48,7 +50,7 @@ class _WatchedValue:
 
 
 class _WatchedProgram:
-    """A program in which one value is watched, and changed in some of its uses."""
+    """A program that follows one value, and changes it in some of its uses."""
 
     def __init__(self, run: TensorFunction, inputs: Sequence[Array | None], input: int):
         x = inputs[input]
@@ -64,27 +66,27 @@ class _WatchedProgram:
                 f"uses are told in a function that jax can trace, and this one branches on values: {reason(error)}"
             ) from error
 
-    def found(self) -> list[Use]:
-        """All uses, in the order in which they come."""
-        found: list[Use] = []
-        jax.eval_shape(lambda: self._run([], found))
-        return found
+    def find_uses(self) -> list[Use]:
+        """Return all uses, in the order of computation."""
+        uses: list[Use] = []
+        jax.eval_shape(lambda: self._run([], uses))
+        return uses
 
     def outputs(self, *changes: Array | None) -> list[Array]:
-        """The results, with a change in each of the uses, or None for none."""
+        """Return the results, with a change in each of the uses, or None for none."""
         return self._run(changes, [])
 
     def zeros(self, count: int) -> list[Array]:
-        """So many changes that change nothing."""
+        """Return `count` changes that change nothing."""
         return [make_varying(jnp.zeros(self._shape, self._dtype), self._axes) for _ in range(count)]
 
-    def _run(self, changes: Sequence[Array | None], found: list[Use]) -> list[Array]:
-        def used(value: Any, operation: str, where: str | None) -> Any:
-            change = changes[len(found)] if changes else None
-            found.append(Use(operation, where))
+    def _run(self, changes: Sequence[Array | None], uses: list[Use]) -> list[Array]:
+        def change_in_use(value: Any, operation: str, where: str | None) -> Any:
+            change = changes[len(uses)] if changes else None
+            uses.append(Use(operation, where))
             return value if change is None else shift(value, change)
 
-        def inside(call: str | None) -> Step:
+        def make_step(call: str | None) -> Step:
             def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
                 if equation.primitive.name == "name" and equation.params["name"] == MARK:
                     return [_WatchedValue(*operands)]
@@ -92,17 +94,20 @@ class _WatchedProgram:
                     return bind(equation, operands)
                 if equation.primitive.name == "name":
                     return operands  # a name is no use
-                where = _where(equation) or call  # JAX's own functions know nothing of who called them
+                where = _line_of(equation) or call  # JAX's own functions know nothing of their caller
                 if equation.primitive.name in FOLLOWED:
-                    return follow(equation, operands, inside(where))
-                told = _operation(equation), where
-                return bind(equation, [used(x.value, *told) if isinstance(x, _WatchedValue) else x for x in operands])
+                    return follow(equation, operands, make_step(where))
+                use = _name_of(equation), where
+                return bind(
+                    equation, [change_in_use(x.value, *use) if isinstance(x, _WatchedValue) else x for x in operands]
+                )
 
             return step
 
-        results = evaluate(self._program.jaxpr, self._program.consts, [], inside(None))
+        results = evaluate(self._program.jaxpr, self._program.consts, [], make_step(None))
         return [
-            used(result.value, "return", None) if isinstance(result, _WatchedValue) else result for result in results
+            change_in_use(result.value, "return", None) if isinstance(result, _WatchedValue) else result
+            for result in results
         ]
 
     def _mark(self, x: Array) -> Array:
@@ -114,8 +119,8 @@ class _WatchedProgram:
         return checkpoint_name(x, MARK)
 
 
-def _operation(equation: Any) -> str:
-    """What the user knows an equation by: the function that has rules of its own, or the body of a loop."""
+def _name_of(equation: Any) -> str:
+    """Return the name that the user knows: of the function that has rules of its own, or of the body of a loop."""
     primitive = equation.primitive.name
     inner = next(iter(jaxprs_in_params(equation.params)), None)
     if inner is None or primitive in ("cond", "while"):
@@ -127,8 +132,8 @@ def _operation(equation: Any) -> str:
     return primitive if own or not name.isidentifier() else name
 
 
-def _where(equation: Any) -> str | None:
-    """The innermost line of the user's code that an equation comes from."""
+def _line_of(equation: Any) -> str | None:
+    """Return the innermost line of the user's code that an equation comes from."""
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         if is_user_code(frame.file_name, JAX_PACKAGES):

@@ -23,7 +23,7 @@ Array = jax.Array
 
 
 class JaxRead(ReadBackend):
-    uses = staticmethod(contributions.uses)
+    uses = staticmethod(contributions.linearize_uses)
 
     def one_hot_seeds(self, like: Array, positions: np.ndarray, batch: int) -> Array:
         return _one_hot_seeds(positions, like.shape, like.dtype, batch)

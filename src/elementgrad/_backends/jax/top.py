@@ -49,7 +49,7 @@ class JaxTop(TopBackend):
         linear = JaxLinearization(numbers, list(parameters.values()))
         reached = [name for number, name in enumerate(names) if number in linear.paths[0]]
         for group in group_by_size({name: parameters[name].size for name in reached}) if reached else []:
-            sweep = linear.sweeper(0, [names.index(name) for name in group])
+            sweep = linear.compile_vjp(0, [names.index(name) for name in group])
             output = linear.outputs[0]
             gradients = _sum_of_squares(sweep, output) if squared else sweep(jnp.ones_like(output))
             for name in group:

@@ -123,3 +123,35 @@ def op_type_without_gradient(error: Exception) -> str | None:
 def is_about_gradients(error: Exception) -> bool:
     """Return True if an error may come from a gradient that is None, as those of optimizers do."""
     return any(word in str(error) for word in ("None", "gradients"))
+
+
+def convert_with_autograph_on(function: Any) -> Any:
+    """Return a function rewritten by AutoGraph, as `tf.function` has it in a graph, whatever is on outside."""
+    return tf.__internal__.autograph.tf_convert(function, ControlStatusCtx(Status.ENABLED))
+
+
+def uses_autograph(function: Any) -> bool:
+    """Return True if a function of `tf.function` has its code rewritten."""
+    return bool(function._autograph)
+
+
+def bind_arguments(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the arguments of a function of `tf.function`, with its defaults and the tensors of its signature."""
+    return bind_function_inputs(args, kwargs, function.function_type, function._default_values)
+
+
+def replace_input(operation: Any, slot: int, tensor: Any) -> None:
+    """Have an operation of a graph take another tensor."""
+    operation._update_input(slot, tensor)
+
+
+def copy_gradient_function(source: Any, target: Any) -> None:
+    """Give a call of a concrete function the gradient that it lost when its graph was pruned."""
+    target._gradient_function = source._gradient_function
+
+
+def copy_keras_mask(source: Any, target: Any) -> None:
+    """Give a tensor the mask by which Keras knows which steps of another count."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None:
+        target._keras_mask = mask

@@ -17,7 +17,7 @@ import tensorflow as tf
 from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import location_text
 from elementgrad._backends.tensorflow._compat import is_about_gradients, is_tape_used_up, op_type_without_gradient
-from elementgrad._backends.tensorflow.autodiff import again, passed_by, unstaged
+from elementgrad._backends.tensorflow.autodiff import came_through_function, copy_tensor, run_functions_as_python
 from elementgrad._backends.tensorflow.explain_rules import (
     TensorflowOp,
     cause_at_bound,
@@ -69,7 +69,7 @@ class TensorflowTrace(Trace):
         self._later_ids: Sequence[int] = ()
         """Of a source that is a variable, the values after writes to it."""
         try:
-            recorder = self._record(unstaged())
+            recorder = self._record(run_functions_as_python())
         except FrameworkError:
             if not self._explain_inner_tape():  # the function returns what its own tape gave, and that is None
                 raise
@@ -77,7 +77,7 @@ class TensorflowTrace(Trace):
         except ElementgradError:
             raise
         except Exception as error:  # some code runs only where it is compiled; then such a function is one operation
-            if not passed_by(error):
+            if not came_through_function(error):
                 raise
             recorder = self._record(nullcontext())
         self._target_id = recorder.value_id(self.target)
@@ -101,7 +101,7 @@ class TensorflowTrace(Trace):
         def start(x: Tensor) -> Tensor:
             if self._holds_source and change is not None:
                 x.assign(change(x))
-            self.source = x if self._holds_source else again(x if change is None else change(x))
+            self.source = x if self._holds_source else copy_tensor(x if change is None else change(x))
             self._tape.watch(self.source)
             self._source_id = recorder.new_id(getattr(self.source, "handle", self.source))
             return self.source
@@ -164,7 +164,7 @@ class TensorflowTrace(Trace):
             with scope():
                 for name in ("source", "target", "_tape", "_source_id"):
                     assign(self, name, getattr(self, name))
-                recorder = self._record(unstaged(), _nudge)
+                recorder = self._record(run_functions_as_python(), _nudge)
         except Exception:  # it is the user's function, at numbers that were not theirs
             return []
         after = {value: x.numpy() for value, x, _ in recorder.imported_tensors()}
@@ -234,7 +234,7 @@ class TensorflowExplain(ExplainBackend):
         _require_eager()
         recorder = TensorflowOpRecorder(function, TensorflowExplain.report_step.__code__)
         try:
-            with unstaged(), recorder.record_thread():
+            with run_functions_as_python(), recorder.record_thread():
                 function()
         except Exception as error:
             report = _report_error(recorder, error, wrt)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_symbolic_scope, keras_backend
-from elementgrad._backends.tensorflow.autodiff import inside, unstaged, written
+from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
 from elementgrad._cleanup import assign, defer, enter, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import CaptureLike, Model, NamesBackend
@@ -41,7 +41,7 @@ class TensorflowNames(NamesBackend):
         return TensorflowModel(function) if layer_of(function) is None else KerasModel(function)
 
     def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        original = written(function)
+        original = python_function_of(function)
         return original.call if layer_of(function) is original else original
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ class TensorflowNames(NamesBackend):
         return is_computing()
 
     def is_single_value(self, x: Tensor) -> bool:
-        return not inside(x)
+        return not is_in_inner_graph(x)
 
 
 class TensorflowModel(Model):
@@ -68,7 +68,7 @@ class TensorflowModel(Model):
         else:
             with scope():
                 enter(capture.open())
-                enter(unstaged())
+                enter(run_functions_as_python())
                 enter(self._watch_layers(capture))
                 yield self.function
 
@@ -113,7 +113,7 @@ class KerasModel(TensorflowModel):
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
         functional: Any = getattr(self._root, "_functional", None) or self._root
         structure = getattr(functional, "_inputs_struct", None)
-        if structure is None or getattr(written(self.function), "__name__", "call") != "call":
+        if structure is None or getattr(python_function_of(self.function), "__name__", "call") != "call":
             return {}
         # Keras takes them in the structure that the model was made with, in a dict by name, or in a list.
         places = {id(tensor): [place] for place, tensor in pytree.named_leaves(structure, "inputs")}
@@ -182,7 +182,7 @@ def layer_of(function: Any) -> Layer:
     kind = layer_type()
     if kind is None:
         return None
-    function = written(function)
+    function = python_function_of(function)
     owner = function if isinstance(function, kind) else getattr(function, "__self__", None)
     return owner if isinstance(owner, kind) else None
 

@@ -25,7 +25,7 @@ HARMLESS = {"Placeholder", "ReadVariableOp", "StatefulPartitionedCall"}
 
 
 class TensorflowRead(ReadBackend):
-    uses = staticmethod(contributions.of)
+    uses = staticmethod(contributions.linearize_uses)
 
     def one_hot_seeds(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
         seeds = tf.one_hot(positions, math.prod(like.shape) // batch, dtype=like.dtype)

@@ -73,17 +73,17 @@ class _RecordedTape(TensorflowLinearization):
     def value(self, output: int) -> Tensor:
         return tf.convert_to_tensor(self.outputs[output])
 
-    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+    def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         with _pause_tape(self._tapes[-1]):
-            return super().work(forward, source, targets, sweeps)
+            return super().peak_bytes(forward, source, targets, sweeps)
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
         with _pause_tape(self._tapes[-1]):
             return super().pattern(output, input, local)
 
-    def _swept(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+    def _trace_and_run(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         with _pause_tape(self._tapes[-1]):
-            return super()._swept(key, sweep, seeds)
+            return super()._trace_and_run(key, sweep, seeds)
 
 
 @contextmanager

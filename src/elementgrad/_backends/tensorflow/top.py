@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from elementgrad._backends import topk
 from elementgrad._backends.tensorflow._compat import context, op_callbacks, should_record_backprop
-from elementgrad._backends.tensorflow.autodiff import unstaged
+from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.topk import group_by_size
@@ -50,7 +50,7 @@ class TensorflowTop(TopBackend):
         first_values: list[float] = []
         reached: set[int] = set()
         for number, group in enumerate(groups):
-            with isolated(), unstaged(), _StandIns(model) as stand_ins:
+            with isolated(), run_functions_as_python(), _StandIns(model) as stand_ins:
                 tape = stand_ins.new_tape(group if number else parameters)
                 with tape, stand_ins.turns:
                     returned = losses()

@@ -1,6 +1,7 @@
 """Every private name of PyTorch that this backend relies on, so that an upgrade is one file."""
 
 # ruff: noqa: I001 (grouped by what they are for)
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +175,50 @@ def backward_threads_enabled() -> bool:
     return torch._C._is_multithreading_enabled()
 
 
-def is_freed_graph_error(error: RuntimeError) -> bool:
-    """Return True if a backward failed since an earlier one had freed the graph."""
+def is_inplace_error(error: BaseException) -> bool:
+    """Return True if a tensor that the graph saved was changed in place since."""
+    return "modified by an inplace operation" in str(error)
+
+
+def is_freed_graph_error(error: BaseException) -> bool:
+    """Return True if `backward()` freed the graph."""
     return "backward through the graph a second time" in str(error)
+
+
+def is_frozen_leaf_error(error: BaseException) -> bool:
+    """Return True if the function freezes a parameter, which a computed tensor stands for and does not allow."""
+    return "change requires_grad flags of leaf" in str(error)
+
+
+def is_fused_attention_error(error: BaseException) -> bool:
+    """Return True if a fused attention kernel lacks a derivative which the plain kernel has."""
+    return "scaled_dot_product" in str(error)
+
+
+def is_zero_tensor(x: torch.Tensor) -> bool:
+    """Return True for a tensor of zeros without memory, as some derivative rules return."""
+    return x._is_zerotensor()
+
+
+def storage_uses(x: torch.Tensor) -> int:
+    """Return how many tensors hold the storage of x, the look at it included; there is no public count."""
+    return _storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Return the counter that writes in place increase."""
+    return x._version
+
+
+def output_bytes(node: Any) -> list[int]:
+    """Return the bytes of the derivatives that arrive at a node of the graph; no public attribute has them."""
+    return [math.prod(each.shape) * each.dtype.itemsize for each in node._input_metadata]
+
+
+REENTRANT_CHECKPOINT, OTHER_CHECKPOINT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+"""The names in `torch.utils.checkpoint` of the two sorts of checkpoints; the second since 2.1."""
+
+
+def node_number(node: Any) -> int:
+    """Return the number of a node of the graph, which grows in the order of computation."""
+    return int(node._sequence_nr())

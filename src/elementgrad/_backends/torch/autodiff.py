@@ -1,28 +1,16 @@
-"""Memory of results: PyTorch hands out derivatives that are not stored anywhere, or that somebody else holds too.
+"""Sweeps through a PyTorch function: reverse through the graph of one evaluation, forward by transposing those.
 
-A derivative may be a tensor of zeros without memory, a number expanded to a shape, a conjugate or negative that is only
-marked as such, or a small part of a large tensor. Such a result cannot be written to, converted to NumPy, or saved at
-its own size. It may also be the seed of the sweep, the derivative for another input (`x + y` passes one tensor on to
-both), or a tensor that a backward of the user's own has saved and returns: writing to it would change the user's
-numbers, or those of the next read.
+Where that cannot be, and for a single one, forward sweeps go by dual numbers, and the function runs again. Batches of
+sweeps run under vmap. While the function runs, checkpoints inside are plain calls, since in a sweep they would run
+parts of it again.
 
-
-Sweeps that run as one stack: what `torch.func.vmap` does for a function of one tensor, without its trees.
-
-The graph of one evaluation: where gradients end, and how large they get on their way.
-
-Checkpoints run a part of a function again when its gradients are asked for: while we look inside, they do not.
-
-A reentrant one keeps no graph, so nothing inside has a derivative. Any other would run again after the tensors that we
-replaced are back in their places. They differ from plain calls in the memory that they take alone.
-
-
-Sweeps through a PyTorch function: reverse through the graph of one evaluation, forward by transposing those.
-
-Where that cannot be, and for a single one, forward sweeps go by dual numbers.
+PyTorch hands out derivatives that are not stored anywhere, or that something else holds too. One may be a tensor of
+zeros without memory, a number expanded to a shape, a conjugate or negative that is only marked as such, or a small part
+of a large tensor. Such a result cannot be written to, converted to NumPy, or saved at its own size (`materialize`). It
+may also be the seed of the sweep, the derivative for another input (`x + y` passes one tensor on to both), or a tensor
+that a backward of the user's own has saved and returns: writing to it would change the user's numbers (`unshare`).
 """
 
-import math
 import sys
 import threading
 import warnings
@@ -46,106 +34,365 @@ from elementgrad._backends.autodiff import (
 )
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch._compat import (
+    OTHER_CHECKPOINT,
+    REENTRANT_CHECKPOINT,
     _add_batch_dim,
+    _engine_run_backward,
     _remove_batch_dim,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+    derivative_is_missing,
+    is_freed_graph_error,
+    is_frozen_leaf_error,
+    is_functional_tensor,
     is_functorch_wrapped_tensor,
+    is_fused_attention_error,
+    is_inplace_error,
+    is_zero_tensor,
     lazy_load_decompositions,
+    output_bytes,
+    storage_uses,
+    version_of,
 )
-from elementgrad._backends.torch._compat import _engine_run_backward as engine
-from elementgrad._backends.torch._compat import _storage_Use_Count as use_count
-from elementgrad._backends.torch._compat import _vmap_decrement_nesting as leave_vmap
-from elementgrad._backends.torch._compat import _vmap_increment_nesting as enter_vmap
 from elementgrad._backends.torch.isolate import NOTHING, Freezable, State, in_mode, isolated, plainly, state
 from elementgrad._cleanup import enter, push, safe_context, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
-ALONE = 2
-"""The uses of a storage that one tensor holds: the tensor's own, and the one through which we look at it."""
-
-
-def materialize(x: Tensor) -> Tensor:
-    """Return x, copied unless it holds all of its numbers itself and no others."""
-    if _is_opaque(x):
-        return x
-    if x._is_zerotensor() or x.is_conj() or x.is_neg():
-        return x.clone()
-    if x.untyped_storage().nbytes() != x.numel() * x.element_size() or _is_expanded(x):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def unshare(derivatives: list[Tensor | None], create_graph: bool) -> list[Tensor | None]:
-    """Copy those of the derivatives in a list whose memory is held by anything else as well, and return the list.
-
-    With `create_graph` each is copied, since what it was computed from may hold it.
-    """
-    for i in range(len(derivatives)):
-        x = derivatives[i]
-        if x is None:
-            continue
-        # Another tensor for the same memory takes its place: the first is gone then, unless something else holds it.
-        derivatives[i] = x = x.clone() if create_graph else x.detach()
-        if create_graph or _is_opaque(x) or x._is_zerotensor():
-            continue
-        if use_count(x.untyped_storage()._cdata) > ALONE:
-            derivatives[i] = x.clone()
-    return derivatives
-
-
-def _is_opaque(x: Tensor) -> bool:
-    """Return whether there is no memory to look at: in a transform of the user's, or in a class of its own."""
-    return type(x) is not Tensor or is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x)
-
-
-def _is_expanded(x: Tensor) -> bool:
-    return 0 in x.stride() and any(not step and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-
-
-# type: ignore[attr-defined]
-# type: ignore[attr-defined]
-
-
-HOOKS = "saved tensor hooks do not go with a stack of sweeps"
-
-
-def together(sweep: Callable[[Tensor], Sequence[Tensor | None]], seeds: Tensor) -> list[Tensor | None]:
-    """Sweeps from a stack of seeds.
-
-    Not by `is_grads_batched=True`, which knows fewer rules and worse ones.
-    """
-    lazy_load_decompositions()
-    count = len(seeds)
-    with scope():
-        enter(no_advice())
-        enter(disable_saved_tensors_hooks(HOOKS))
-        level = enter_vmap(count, "error")
-        try:
-            swept = sweep(_add_batch_dim(seeds, 0, level))
-            return [None if x is None else _remove_batch_dim(x, level, count, 0) for x in swept]
-        finally:
-            leave_vmap()
-
-
-@contextmanager
-def no_advice() -> Iterator[None]:
-    """Leave out PyTorch's warnings about speed: they are about our stacks and not about the user's code."""
-    with safe_context(warnings.catch_warnings()):
-        warnings.filterwarnings("ignore", message=".*performance drop")
-        yield
-
-
+Graph = tuple[list[Any], list[Tensor]]
+"""The ends at which gradients of one evaluation arrive, and its outputs."""
+Sweep = Callable[[Any], Sequence[Tensor | None]]
+"""One reverse sweep as a function of its seed."""
 End = Tensor | GradientEdge
+GraphErrors = Mapping[Callable[[BaseException], bool], str]
+"""Tests for PyTorch's errors about a graph that can no longer be used, and what they mean."""
+
+GRAPH_ERRORS: GraphErrors = {
+    is_inplace_error: "a tensor that this derivative needs was changed in place since it was used, "
+    "by the function itself or afterwards, as an optimizer does; write to a clone of it, use eg.record, or make the "
+    "Jacobian anew",
+    is_freed_graph_error: "backward() freed the graph that this derivative needs; call it with "
+    "retain_graph=True, or make the Jacobian anew",
+}
+TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
+"""Options of the autograd engine: return the gradients, None where no path leads, and add to no `.grad`."""
+WRITES = "the function writes to an argument in place"
+CHANGED = "an argument was changed in place after the function was evaluated"
+SAVED_TENSOR_HOOKS = "saved tensor hooks do not go with a stack of sweeps"
 UNBATCHABLE_NODES = ("CdistBackward0",)
 """Reverse rules that give wrong numbers, and no error, for a stack of seeds under `torch.func.vmap`."""
+UNSHARED = 2
+"""The uses of a storage that one tensor holds: the tensor's own, and the one through which it is counted."""
+
+
+class TorchLinearization(Linearization):
+    """One evaluation with its graph.
+
+    A batch of forward sweeps transposes a reverse one. A single one goes by dual numbers, which know no reverse rule,
+    and so does a batch where a reverse rule has no derivative: the function runs again, from the same random numbers.
+    """
+
+    graph_errors: GraphErrors = GRAPH_ERRORS
+    _sweep_state: State | None = None
+    """The state for sweeps, where no code of the user's can run in them."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        evaluate: Callable[[bool], Graph],
+        replay: Function,
+        state: State,
+        create_graph: bool,
+    ):
+        self.inputs = inputs
+        self._evaluate = evaluate
+        self._replay = replay
+        self.state = state
+        self._sweep_state = state if state[0] is None else None
+        self._create_graph = create_graph
+        self._plain_attention = False
+        self._can_transpose = True
+        self._unbatchable: dict[int, str | None] = {}
+        self._versions = [_version(x) for x in inputs]
+        self.leaves, self.outputs = evaluate(False)
+
+    @classmethod
+    def of(cls, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinearization":
+        """Evaluate a function at its inputs."""
+        for x in inputs:
+            if x is not None and x.layout is not torch.strided:
+                raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
+        before = state(run.function)
+        values = list(inputs)
+        freezes = False
+
+        def evaluate(plain_attention: bool) -> Graph:
+            again, now = (before, None) if plain_attention else (None, before)
+            leaves: list[Any] = []
+            arguments: list[Any] = []
+            with (
+                isolated(run.function, again, plain_attention, now) as runs_user_code,
+                checkpointing_disabled(run.inside) if runs_user_code else NOTHING,
+                in_mode(Freezable()) if freezes else NOTHING,
+            ):
+                for x in inputs:
+                    leaf: Any = ActivationTap() if x is None else _make_leaf(x, create_graph)
+                    leaves.append(leaf)
+                    # The user's code may write to its arguments, which a leaf does not allow.
+                    arguments.append(leaf.clone() if runs_user_code and x is not None else leaf)
+                outputs = run(*arguments)
+                if not runs_user_code:  # an argument that is returned as it is must be an output all the same
+                    outputs = [y.clone() if y.is_leaf and y.requires_grad else y for y in outputs]
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, ActivationTap):
+                    values[i], leaves[i] = leaf.like, leaf.end
+            return leaves, list(outputs)
+
+        others = run.others
+        versions = [_version(x) for x in others]
+        try:
+            linear = cls(values, evaluate, run, before, create_graph)
+        except RuntimeError as error:
+            if not is_frozen_leaf_error(error):
+                raise
+            freezes = True
+            linear = cls(values, evaluate, run, before, create_graph)
+        if [_version(x) for x in others] != versions:
+            linear.missing_rules = {"forward": WRITES}
+        return linear
+
+    def gradient(self, output: int, seed: Tensor) -> "TorchLinearization":
+        def evaluate(plain_attention: bool) -> Graph:
+            leaves, outputs = self._evaluate(True) if plain_attention else (self.leaves, self.outputs)
+            y = outputs[output]
+            if not y.requires_grad:
+                return leaves, [torch.zeros_like(x, requires_grad=False) for x in self.inputs]
+            with isolated(None):
+                options: Any = {"create_graph": True, "allow_unused": True}
+                gradients = torch.autograd.grad(y, leaves, clone_inference_tensor(seed), **options)
+            pairs = zip(gradients, self.inputs, strict=True)
+            return leaves, [torch.zeros_like(x, requires_grad=False) if g is None else g for g, x in pairs]
+
+        def replay(*xs: Tensor) -> Sequence[Tensor]:
+            return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](clone_inference_tensor(seed))
+
+        linear = TorchLinearization(self.inputs, evaluate, replay, self.state, self._create_graph)
+        linear.missing_rules = self.missing_rules
+        return linear
+
+    def value(self, output: int) -> Tensor:
+        y = self.outputs[output]
+        return y if self._create_graph else y.detach().clone()  # it may share its memory with the user's
+
+    def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        try:
+            return self._vjp(output, inputs, seeds)
+        except RuntimeError as error:
+            if not self._needs_plain_attention(error):
+                raise
+        self._evaluate_with_plain_attention(output)
+        return self._vjp(output, inputs, seeds)
+
+    def vjp_of_element(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Tensor | None] | None:
+        y = self.outputs[output]
+        if type(y) is not Tensor or not y.requires_grad or not y.is_floating_point():
+            return None
+        with isolated(None, now=self._sweep_state), plainly():
+            try:
+                return self._run_one(self._make_vjp(y[index], [self.leaves[i] for i in inputs]), None)
+            except RuntimeError as error:
+                if not self._needs_plain_attention(error):
+                    raise
+        return None
+
+    def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        if [_version(x) for x in self.inputs] != self._versions:
+            raise UnsupportedError(CHANGED)
+        if len(seeds) > 1 and self._can_transpose:
+            try:
+                return unshare([self._transpose_vjp(input, output, seeds) for output in outputs], self._create_graph)
+            except Exception:  # reverse rules without derivatives of their own; then the function runs again
+                self._can_transpose = False
+        sweep = self._dual_jvp if len(seeds) == 1 else self._batched_jvp
+        tangents: list[Tensor | None]
+        try:
+            try:
+                tangents = list(sweep(input, outputs, seeds, self._plain_attention))
+            except Exception as error:  # the function ran before, so that what fails now is a missing rule
+                if not self._needs_plain_attention(error):
+                    raise
+                tangents = list(sweep(input, outputs, seeds, True))
+        except Exception as error:
+            raise (UnsupportedError if len(seeds) == 1 else NotBatchableError)(reason(error)) from error
+        return unshare(tangents, self._create_graph)
+
+    def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+        inputs, outputs = ([source], targets) if forward else (targets, [source])
+        ends = {node_of(self.leaves[i]) for i in inputs}
+        return max(largest_derivative(self.outputs[output].grad_fn, ends) for output in outputs)
+
+    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
+        from elementgrad._backends.torch.sparsity import find_pattern
+
+        if WRITES in self.missing_rules.values():
+            raise UnsupportedError(f"{WRITES}, so it is not run again")
+        if local and [_version(x) for x in self.inputs] != self._versions:
+            raise UnsupportedError(CHANGED)
+        x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
+        jvp = partial(self._dual_jvp, input, [output], plain_attention=True)
+        try:
+            return find_pattern(partial(self._evaluate, True), jvp, self.outputs[output], output, x, input, local)
+        except RuntimeError as error:
+            self._explain_graph_error(error)
+            raise
+
+    # Reverse sweeps
+
+    def _vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        sweep = self._make_sweep(output, inputs)
+        if sweep is None:
+            return [None] * len(inputs)
+        seeds = clone_inference_tensor(seeds)
+        with isolated(None, now=self._sweep_state), plainly():  # a rule may run parts of the function again
+            if seeds.shape[0] == 1:
+                return [None if g is None else g.unsqueeze(0) for g in self._run_one(sweep, seeds[0])]
+            if output not in self._unbatchable:
+                self._unbatchable[output] = first_unbatchable_node(self._start_nodes(output, inputs))
+            if self._unbatchable[output] is not None:
+                raise NotBatchableError(f"{self._unbatchable[output]} is wrong for a stack of seeds")
+            try:
+                return unshare(batched_vjp(sweep, seeds), self._create_graph)
+            except Exception as error:
+                if self._needs_plain_attention(error):
+                    raise
+                raise NotBatchableError(reason(error)) from error
+
+    def _start_nodes(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
+        """Return the nodes of the graph at which reverse sweeps start."""
+        return [self.outputs[output].grad_fn]
+
+    def _make_sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
+        """Return one reverse sweep as a function of its seed; None if there is no path at all."""
+        y = self.outputs[output]
+        return self._make_vjp(y, [self.leaves[i] for i in inputs]) if y.requires_grad else None
+
+    def _make_vjp(self, y: Tensor, ends: Sequence[Any]) -> Sweep:
+        """Return sweeps from a tensor; the seed of a single number may be None."""
+
+        def sweep(seed: Tensor | None) -> Sequence[Tensor | None]:
+            # What `torch.autograd.grad` does after checks of its arguments, which take a fourth of a small read.
+            seeds = (torch.ones_like(y) if seed is None else seed,)
+            return _engine_run_backward((y,), seeds, True, self._create_graph, tuple(ends), **TO_INPUTS)
+
+        return sweep
+
+    def _run_one(self, sweep: Sweep, seed: Tensor | None) -> list[Tensor | None]:
+        try:
+            return unshare(list(sweep(seed)), self._create_graph)
+        except (NotImplementedError, RuntimeError) as error:
+            self._explain_graph_error(error)
+            if not derivative_is_missing(error) or self._needs_plain_attention(error):
+                raise
+            raise UnsupportedError(reason(error)) from error
+
+    def _explain_graph_error(self, error: Exception) -> None:
+        for fits, meaning in self.graph_errors.items():
+            if fits(error):
+                raise FrameworkError(meaning) from error
+
+    def _needs_plain_attention(self, error: Exception) -> bool:
+        return not self._plain_attention and is_fused_attention_error(error)
+
+    def _evaluate_with_plain_attention(self, output: int) -> None:
+        """Evaluate once more, with attention by kernels that have every derivative."""
+        self._plain_attention = True
+        before = self.outputs[output]
+        self.leaves, self.outputs = self._evaluate(True)
+        if not _is_close(before, self.outputs[output]):
+            raise FrameworkError(
+                "attention must be evaluated again for this derivative, and the function gives another value by now; "
+                "make the Jacobian anew"
+            )
+
+    # Forward sweeps
+
+    def _transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
+        """Run forward sweeps as transposes of a reverse one, which is linear in its seed: the function does not run."""
+        y, leaf = self.outputs[output], self.leaves[input]
+        if not y.requires_grad:
+            return None
+        with isolated(None), plainly():
+            cotangent = torch.zeros_like(y, requires_grad=True)
+            (gradient,) = torch.autograd.grad(y, leaf, cotangent, create_graph=True, allow_unused=True)
+            if gradient is None:
+                return None
+            (tangents,) = batched_vjp(self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds))
+        if tangents is None:
+            raise UnsupportedError("a reverse rule on the way cannot be transposed")
+        return tangents
+
+    def _batched_jvp(
+        self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool
+    ) -> Sequence[Tensor]:
+        def one(seed: Tensor) -> Any:
+            return torch.func.jvp(lambda x: self._rerun(input, outputs, x), (x,), (seed,))[1]
+
+        with (
+            isolated(self._replay, self.state, plain_attention),
+            checkpointing_disabled(True),
+            no_performance_warnings(),
+        ):
+            x = self.inputs[input]
+            x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
+            return torch.func.vmap(one, randomness="same")(seeds)
+
+    def _dual_jvp(self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool) -> Sequence[Tensor]:
+        with (
+            isolated(self._replay, self.state, plain_attention),
+            checkpointing_disabled(True),
+            forward_ad.dual_level(),
+        ):
+            x = forward_ad.make_dual(_make_leaf(self.inputs[input], self._create_graph), seeds[0])
+            duals = [forward_ad.unpack_dual(y) for y in self._rerun(input, outputs, x)]
+            tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]
+            return [tangent.unsqueeze(0) for tangent in tangents]
+
+    def _rerun(self, input: int, outputs: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
+        xs = [x if i == input else other for i, other in enumerate(self.inputs)]
+        values = self._replay(*[x.clone() for x in xs])
+        return tuple([values[o] for o in outputs])
+
+
+def _is_close(x: Tensor, y: Tensor) -> bool:
+    near = torch.finfo(x.dtype).eps ** 0.5
+    return torch.allclose(x.detach(), y.detach(), near, near, equal_nan=True)
+
+
+def _make_leaf(x: Tensor, create_graph: bool) -> Tensor:
+    """Return the same values as a tensor where gradients end, apart from the user's own."""
+    if x.is_inference():
+        return x.clone().requires_grad_()
+    return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+
+
+def clone_inference_tensor(x: Tensor) -> Tensor:
+    """Return x, cloned if it was made in inference mode, since it could not be saved for a gradient."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
+def _version(x: Tensor | None) -> int | None:
+    return 0 if x is None else None if x.is_inference() else version_of(x)
 
 
 class ActivationTap:
-    """Where gradients end at a value that the function computes, from where it passes.
+    """Marks where gradients end at a value that the function computes.
 
-    What goes on is a copy of it: the function may have the value by another way as well, which is none of ours, and may
-    write to it in place, which would leave no trace of a view.
+    The function goes on with a copy of the value: it may have the value by another way as well, through which no
+    gradients are meant, and may write to it in place, which would leave no trace of a view.
     """
 
     end: GradientEdge | None
@@ -154,7 +401,7 @@ class ActivationTap:
     """Zeros of its shape, to which forward sweeps add their seeds."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What goes on in the place of the value."""
+        """Return what goes on in the place of the value."""
         self.like = torch.zeros_like(x, requires_grad=False)
         if not (x.is_floating_point() or x.is_complex()):
             self.end = None
@@ -164,13 +411,37 @@ class ActivationTap:
         return copy
 
 
-def node_of(end: End) -> Any:
-    """The node of the graph at which gradients end; for a leaf, to which its node leads, the tensor itself."""
-    return end.node if isinstance(end, GradientEdge) else end if end.grad_fn is None else end.grad_fn
+# Batches of sweeps
 
 
-def alone(starts: Sequence[Any]) -> str | None:
-    """A reverse rule behind nodes of the graph that must get its seeds one by one, if there is any."""
+def batched_vjp(sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
+    """Run sweeps from a batch of seeds, as `torch.func.vmap` does for a function of one tensor, without its trees.
+
+    Not by `is_grads_batched=True`, which knows fewer rules and worse ones.
+    """
+    lazy_load_decompositions()
+    count = len(seeds)
+    with scope():
+        enter(no_performance_warnings())
+        enter(disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS))
+        level = _vmap_increment_nesting(count, "error")
+        try:
+            derivatives = sweep(_add_batch_dim(seeds, 0, level))
+            return [None if x is None else _remove_batch_dim(x, level, count, 0) for x in derivatives]
+        finally:
+            _vmap_decrement_nesting()
+
+
+@contextmanager
+def no_performance_warnings() -> Iterator[None]:
+    """Silence PyTorch's warnings about speed, which are about our batches and not about the user's code."""
+    with safe_context(warnings.catch_warnings()):
+        warnings.filterwarnings("ignore", message=".*performance drop")
+        yield
+
+
+def first_unbatchable_node(starts: Sequence[Any]) -> str | None:
+    """Return the name of a reverse rule behind some nodes that must get its seeds one by one, if there is any."""
     ahead = list(starts)
     seen = set(ahead)
     while ahead:
@@ -184,10 +455,15 @@ def alone(starts: Sequence[Any]) -> str | None:
     return None
 
 
-def largest(start: Any, ends: set[Any]) -> int:
-    """The bytes of the largest derivative on the way from a node of the graph to some others, or to leaves."""
-    before: dict[Any, list[Any]] = {}  # who leads to a node
-    leading: set[Any] = set()  # parameters of a model hang on the graph as well
+def node_of(end: End) -> Any:
+    """Return the node of the graph at which gradients end; for a leaf, to which its node leads, the tensor itself."""
+    return end.node if isinstance(end, GradientEdge) else end if end.grad_fn is None else end.grad_fn
+
+
+def largest_derivative(start: Any, ends: set[Any]) -> int:
+    """Return the bytes of the largest derivative between a node of the graph and some others, or leaves."""
+    before: dict[Any, list[Any]] = {}  # the nodes that lead to a node
+    leading: set[Any] = set()  # the nodes that lead to the ends; parameters of a model hang on the graph as well
     ahead = [start] if start is not None else []
     seen = set(ahead)
     while ahead:
@@ -208,33 +484,75 @@ def largest(start: Any, ends: set[Any]) -> int:
             if node not in leading:
                 leading.add(node)
                 ahead.append(node)
-    sizes = [math.prod(made.shape) * made.dtype.itemsize for node in leading for made in node._input_metadata]
-    return max(sizes, default=0)
+    return max([size for node in leading for size in output_bytes(node)], default=0)
 
 
-REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-"""What the two sorts of checkpoints are called in PyTorch's module."""
+# The memory of results
+
+
+def materialize(x: Tensor) -> Tensor:
+    """Return x, copied unless it holds all of its numbers itself and no others."""
+    if _is_opaque(x):
+        return x
+    if is_zero_tensor(x) or x.is_conj() or x.is_neg():
+        return x.clone()
+    if x.untyped_storage().nbytes() != x.numel() * x.element_size() or _is_expanded(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def unshare(derivatives: list[Tensor | None], create_graph: bool) -> list[Tensor | None]:
+    """Copy those derivatives in a list whose memory is held by anything else as well, and return the list.
+
+    With `create_graph` each is copied, since what it was computed from may hold it.
+    """
+    for i in range(len(derivatives)):
+        x = derivatives[i]
+        if x is None:
+            continue
+        # Another tensor for the same memory takes its place: the first is gone then, unless something else holds it.
+        derivatives[i] = x = x.clone() if create_graph else x.detach()
+        if create_graph or _is_opaque(x) or is_zero_tensor(x):
+            continue
+        if storage_uses(x) > UNSHARED:
+            derivatives[i] = x.clone()
+    return derivatives
+
+
+def _is_opaque(x: Tensor) -> bool:
+    """Return True if there is no memory to look at: in a transform of the user's, or in a class of its own."""
+    return type(x) is not Tensor or is_functorch_wrapped_tensor(x) or is_functional_tensor(x)
+
+
+def _is_expanded(x: Tensor) -> bool:
+    return 0 in x.stride() and any(not step and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+
+
+# Checkpoints
 
 
 @dataclass(eq=False)
 class _DisabledCheckpoints:
-    """One `straight` that a thread is in."""
+    """One `checkpointing_disabled` block that a thread is in."""
 
-    inside: bool
+    all_kinds: bool
     faithful: bool
 
 
 class _CheckpointState(threading.local):
-    looks: tuple[_DisabledCheckpoints, ...] = ()
+    blocks: tuple[_DisabledCheckpoints, ...] = ()
 
 
 _local = _CheckpointState()
 
 
 class checkpointing_disabled(scope):  # noqa: N801
-    """In here this thread's reentrant checkpoints are plain calls, and all others too if we look inside.
+    """Make this thread's reentrant checkpoints plain calls, and with `inside` all others too.
 
-    With `faithful`, a reentrant one without a tracked argument stays what it is: nothing inside gets a gradient.
+    A reentrant one keeps no graph, so that nothing inside has a derivative. Any other would run its part of the
+    function again in a sweep, when the tensors that we replaced are back in their places. They differ from plain calls
+    in the memory that they take alone. With `faithful`, a reentrant one without a tracked argument stays what it is:
+    nothing inside gets a gradient.
     """
 
     __slots__ = ("_faithful", "_inside")
@@ -245,365 +563,47 @@ class checkpointing_disabled(scope):  # noqa: N801
 
     def __enter__(self) -> None:
         super().__enter__()
-        call_plainly(self._inside, self._faithful)
+        disable_checkpointing(self._inside, self._faithful)
 
 
-def call_plainly(inside: bool, faithful: bool = False) -> None:
-    """Do the same until the innermost open scope is left."""
+def disable_checkpointing(inside: bool, faithful: bool = False) -> None:
+    """Do the same as `checkpointing_disabled` until the innermost open scope is left."""
     if "torch.utils.checkpoint" in sys.modules:
-        push(_local, "looks", _DisabledCheckpoints(inside, faithful))
-        _stand_ins.enter()
+        push(_local, "blocks", _DisabledCheckpoints(inside, faithful))
+        _checkpoint_patch.enter()
 
 
 def _install(replace: Replace) -> None:
     module: Any = sys.modules["torch.utils.checkpoint"]
-    replace(module, OTHER, _around(getattr(module, OTHER)))
-    replace(module, REENTRANT, _ReentrantProxy(getattr(module, REENTRANT)))
+    replace(module, OTHER_CHECKPOINT, _wrap_generator(getattr(module, OTHER_CHECKPOINT)))
+    replace(module, REENTRANT_CHECKPOINT, _ReentrantProxy(getattr(module, REENTRANT_CHECKPOINT)))
 
 
 class _ReentrantProxy:
-    """Stands in for what a reentrant checkpoint calls, and is that for threads that are not ours."""
+    """Stands in for the function that a reentrant checkpoint calls, and calls that in threads that are not ours."""
 
     def __init__(self, original: Any):
         self._original = original
 
     def apply(self, function: Any, preserve_rng_state: bool, *arguments: Any) -> Any:
         """Call the function plainly in our threads."""
-        looks = _local.looks
-        if looks and (not looks[-1].faithful or any(getattr(x, "requires_grad", False) for x in arguments)):
+        blocks = _local.blocks
+        if blocks and (not blocks[-1].faithful or any(getattr(x, "requires_grad", False) for x in arguments)):
             return function(*arguments)
         return self._original.apply(function, preserve_rng_state, *arguments)
 
 
-def _around(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """Stand in for what other checkpoints do before and after their call."""
+def _wrap_generator(original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """Wrap the generator that other checkpoints run before and after their call."""
 
     def around(*arguments: Any, **options: Any) -> Iterator[None]:
-        inside = any(look.inside for look in _local.looks)
-        return _nothing() if inside else original(*arguments, **options)
+        return _do_nothing() if any(block.all_kinds for block in _local.blocks) else original(*arguments, **options)
 
     return around
 
 
-def _nothing() -> Iterator[None]:
-    """Do nothing before and after; a generator, as PyTorch throws into it what the call raises."""
-    yield
+def _do_nothing() -> Iterator[None]:
+    yield  # in a generator, as PyTorch throws into it what the call raises
 
 
-_stand_ins = AttributePatch(_install)
-
-
-Graph = tuple[list[Any], list[Tensor]]
-"""Where gradients of one evaluation end, and its outputs."""
-Sweep = Callable[[Tensor], Sequence[Tensor | None]]
-FUSED = "scaled_dot_product"
-"""Stands in the errors about attention kernels that lack a derivative which the plain kernel has."""
-
-GONE = {
-    "modified by an inplace operation": "a tensor that this derivative needs was changed in place since it was used, "
-    "by the function itself or afterwards, as an optimizer does; write to a clone of it, use eg.record, or make the "
-    "Jacobian anew",
-    "backward through the graph a second time": "backward() freed the graph that this derivative needs; call it with "
-    "retain_graph=True, or make the Jacobian anew",
-}
-"""What PyTorch says when the graph of the evaluation can no longer be used, and what that means."""
-TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
-"""Of the autograd engine: give the gradients, None where no path leads, and add to no `.grad`."""
-FROZEN = "change requires_grad flags of leaf"
-"""Stands in the error about a parameter that the function freezes while a computed tensor stands for it."""
-WRITES = "the function writes to an argument in place"
-CHANGED = "an argument was changed in place after the function was evaluated"
-MISSING = "is not implemented"
-"""Stands in the errors about derivatives that an operation does not have."""
-
-
-class TorchLinearization(Linearization):
-    """One evaluation with its graph.
-
-    A stack of forward sweeps transposes a reverse one. A single one goes by dual numbers, which know no reverse rule,
-    and so does a stack where a reverse rule has no derivative: the function runs again, from the same random numbers.
-    """
-
-    gone: Mapping[str, str] = GONE
-    _now: State | None = None
-    """For sweeps: that no code of the user's can run in them, where that is known."""
-
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        evaluate: Callable[[bool], Graph],
-        replay: Function,
-        state: State,
-        create_graph: bool,
-    ):
-        super().__init__()
-        self.inputs = inputs
-        self._evaluate = evaluate
-        self._replay = replay
-        self.state = state
-        self._now = state if state[0] is None else None
-        self._create_graph = create_graph
-        self._attention = False
-        self._transposes = True
-        self._alone: dict[int, str | None] = {}
-        self._versions = [_version(x) for x in inputs]
-        self.leaves, self.outputs = evaluate(False)
-
-    @classmethod
-    def of(cls, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinearization":
-        """Evaluate a function at its inputs."""
-        for x in inputs:
-            if x is not None and x.layout is not torch.strided:
-                raise FrameworkError(f"elements of layout {x.layout} have no derivatives; give x.to_dense()")
-        now = state(run.function)
-        given = inputs
-        inputs = list(inputs)
-        freezes = False
-
-        def evaluate(attention: bool) -> Graph:
-            again, this = (now, None) if attention else (None, now)
-            leaves: list[Any] = []
-            passed: list[Any] = []
-            with (
-                isolated(run.function, again, attention, this) as anything,
-                checkpointing_disabled(run.inside) if anything else NOTHING,
-                in_mode(Freezable()) if freezes else NOTHING,
-            ):
-                for x in given:
-                    leaf: Any = ActivationTap() if x is None else _leaf(x, create_graph)
-                    leaves.append(leaf)
-                    passed.append(leaf.clone() if anything and x is not None else leaf)  # clones may be written to
-                outputs = run(*passed)
-                if not anything:  # what is handed through is an output nevertheless
-                    outputs = [y.clone() if y.is_leaf and y.requires_grad else y for y in outputs]
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, ActivationTap):
-                    inputs[i], leaves[i] = leaf.like, leaf.end
-            return leaves, list(outputs)
-
-        others = run.others
-        versions = [_version(x) for x in others]
-        try:
-            linear = cls(inputs, evaluate, run, now, create_graph)
-        except RuntimeError as error:
-            if FROZEN not in str(error):
-                raise
-            freezes = True
-            linear = cls(inputs, evaluate, run, now, create_graph)
-        if [_version(x) for x in others] != versions:
-            for output in range(len(linear.outputs)):
-                linear.without[output]["forward"] = WRITES
-        return linear
-
-    def gradient(self, output: int, seed: Tensor) -> "TorchLinearization":
-        def evaluate(attention: bool) -> Graph:
-            leaves, outputs = self._evaluate(True) if attention else (self.leaves, self.outputs)
-            y = outputs[output]
-            if not y.requires_grad:
-                return leaves, [torch.zeros_like(x, requires_grad=False) for x in self.inputs]
-            with isolated(None):
-                options: Any = {"create_graph": True, "allow_unused": True}
-                gradients = torch.autograd.grad(y, leaves, normal(seed), **options)
-            pairs = zip(gradients, self.inputs, strict=True)
-            return leaves, [torch.zeros_like(x, requires_grad=False) if g is None else g for g, x in pairs]
-
-        def replay(*xs: Tensor) -> Sequence[Tensor]:
-            return torch.func.vjp(lambda *xs: self._replay(*xs)[output], *xs)[1](normal(seed))
-
-        linear = TorchLinearization(self.inputs, evaluate, replay, self.state, self._create_graph)
-        for i in range(len(linear.outputs)):
-            linear.without[i].update(self.without[output])
-        return linear
-
-    def value(self, output: int) -> Tensor:
-        y = self.outputs[output]
-        return y if self._create_graph else y.detach().clone()  # it may share its memory with the user's
-
-    def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        try:
-            return self._pull(output, inputs, seeds)
-        except RuntimeError as error:
-            if FUSED not in str(error) or self._attention:
-                raise
-        self._attend(output)
-        return self._pull(output, inputs, seeds)
-
-    def _attend(self, output: int) -> None:
-        """Evaluate once more, with attention by kernels that have every derivative."""
-        self._attention = True
-        before = self.outputs[output]
-        self.leaves, self.outputs = self._evaluate(True)
-        if not _alike(before, self.outputs[output]):
-            raise FrameworkError(
-                "attention must be evaluated again for this derivative, and the function gives another value by now; "
-                "make the Jacobian anew"
-            )
-
-    def row(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Tensor | None] | None:
-        y = self.outputs[output]
-        if type(y) is not Tensor or not y.requires_grad or not y.is_floating_point():
-            return None
-        with isolated(None, now=self._now), plainly():
-            try:
-                return self._one(self._back(y[index], [self.leaves[i] for i in inputs]), None)
-            except RuntimeError as error:
-                if FUSED not in str(error) or self._attention:
-                    raise
-        return None
-
-    def _pull(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        sweep = self._sweep(output, inputs)
-        if sweep is None:
-            return [None] * len(inputs)
-        seeds = normal(seeds)
-        with isolated(None, now=self._now), plainly():  # a rule may run parts of the function again
-            if seeds.shape[0] == 1:
-                return [None if g is None else g.unsqueeze(0) for g in self._one(sweep, seeds[0])]
-            if output not in self._alone:
-                self._alone[output] = alone(self._starts(output, inputs))
-            if self._alone[output] is not None:
-                raise NotBatchableError(f"{self._alone[output]} is wrong for a stack of seeds")
-            try:
-                return unshare(together(sweep, seeds), self._create_graph)
-            except Exception as error:
-                if FUSED in str(error) and not self._attention:
-                    raise
-                raise NotBatchableError(reason(error)) from error
-
-    def _starts(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
-        """The nodes of the graph at which reverse sweeps start."""
-        return [self.outputs[output].grad_fn]
-
-    def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
-        """One reverse sweep as a function of its seed; None if there is no path at all."""
-        y, leaves = self.outputs[output], [self.leaves[i] for i in inputs]
-        return self._back(y, leaves) if y.requires_grad else None
-
-    def _back(self, y: Tensor, ends: list[Any]) -> Callable[[Tensor | None], Sequence[Tensor | None]]:
-        """Sweeps from a tensor; the seed of a single number may be None."""
-
-        def sweep(seed: Tensor | None) -> Sequence[Tensor | None]:
-            # What `torch.autograd.grad` does when it has looked at its arguments, which takes a fourth of a small read.
-            seeds = (torch.ones_like(y) if seed is None else seed,)
-            return engine((y,), seeds, True, self._create_graph, tuple(ends), **TO_INPUTS)
-
-        return sweep
-
-    def _one(self, sweep: Callable[[Any], Sequence[Tensor | None]], seed: Tensor | None) -> list[Tensor | None]:
-        try:
-            return unshare(list(sweep(seed)), self._create_graph)
-        except (NotImplementedError, RuntimeError) as error:
-            self._require_there(error)
-            if MISSING not in str(error) and not isinstance(error, NotImplementedError):
-                raise
-            if FUSED in str(error) and not self._attention:
-                raise
-            raise UnsupportedError(reason(error)) from error
-
-    def _require_there(self, error: Exception) -> None:
-        """Say what PyTorch means when the graph can no longer be used."""
-        for sign, why in self.gone.items():
-            if sign in str(error):
-                raise FrameworkError(why) from error
-
-    def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        if [_version(x) for x in self.inputs] != self._versions:
-            raise UnsupportedError(CHANGED)
-        if len(seeds) > 1 and self._transposes:
-            try:
-                return unshare([self._push_back(input, output, seeds) for output in outputs], self._create_graph)
-            except Exception:  # reverse rules without derivatives of their own; then the function runs again
-                self._transposes = False
-        sweep = self._push_one if len(seeds) == 1 else self._push_stack
-        tangents: list[Tensor | None]
-        try:
-            try:
-                tangents = list(sweep(input, outputs, seeds, self._attention))
-            except Exception as error:  # it ran before: what fails now fails for want of a rule
-                if FUSED not in str(error) or self._attention:
-                    raise
-                tangents = list(sweep(input, outputs, seeds, True))
-        except Exception as error:
-            raise (UnsupportedError if len(seeds) == 1 else NotBatchableError)(reason(error)) from error
-        return unshare(tangents, self._create_graph)
-
-    def _push_back(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
-        """Forward sweeps as transposes of reverse ones, which are linear in their seed: the function does not run."""
-        y, leaf = self.outputs[output], self.leaves[input]
-        if not y.requires_grad:
-            return None
-        with isolated(None), plainly():
-            seed = torch.zeros_like(y, requires_grad=True)
-            (pulled,) = torch.autograd.grad(y, leaf, seed, create_graph=True, allow_unused=True)
-            if pulled is None:
-                return None
-            (pushed,) = together(self._back(pulled, [seed]), normal(seeds))
-        if pushed is None:
-            raise UnsupportedError("a reverse rule on the way cannot be transposed")
-        return pushed
-
-    def _push_stack(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
-        def one(seed: Tensor) -> Any:
-            return torch.func.jvp(lambda x: self._again(input, outputs, x), (x,), (seed,))[1]
-
-        with isolated(self._replay, self.state, attention), checkpointing_disabled(True), no_advice():
-            x = self.inputs[input]
-            x = x if self._create_graph else x.clone() if x.is_inference() else x.detach()
-            return torch.func.vmap(one, randomness="same")(seeds)
-
-    def _push_one(self, input: int, outputs: Sequence[int], seeds: Tensor, attention: bool) -> Sequence[Tensor]:
-        with isolated(self._replay, self.state, attention), checkpointing_disabled(True), forward_ad.dual_level():
-            x = forward_ad.make_dual(_leaf(self.inputs[input], self._create_graph), seeds[0])
-            duals = [forward_ad.unpack_dual(y) for y in self._again(input, outputs, x)]
-            tangents = [torch.zeros_like(y) if tangent is None else tangent for y, tangent in duals]
-            return [tangent.unsqueeze(0) for tangent in tangents]
-
-    def _again(self, input: int, outputs: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
-        xs = [x if i == input else other for i, other in enumerate(self.inputs)]
-        values = self._replay(*[x.clone() for x in xs])
-        return tuple([values[o] for o in outputs])
-
-    def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
-        from elementgrad._backends.torch.sparsity import find_pattern
-
-        if WRITES in self.without[output].values():
-            raise UnsupportedError(f"{WRITES}, so it is not run again")
-        if local and [_version(x) for x in self.inputs] != self._versions:
-            raise UnsupportedError(CHANGED)
-        x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
-        push = partial(self._push_one, input, [output], attention=True)
-        try:
-            return find_pattern(partial(self._evaluate, True), push, self.outputs[output], output, x, input, local)
-        except RuntimeError as error:
-            self._require_there(error)
-            raise
-
-    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
-        ends = [source] if forward else targets
-        outputs = targets if forward else [source]
-        nodes = {node_of(self.leaves[i]) for i in ends}
-        return max(largest(self.outputs[output].grad_fn, nodes) for output in outputs)
-
-
-def _alike(x: Tensor, y: Tensor) -> bool:
-    near = torch.finfo(x.dtype).eps ** 0.5
-    return torch.allclose(x.detach(), y.detach(), near, near, equal_nan=True)
-
-
-def _leaf(x: Tensor, create_graph: bool) -> Tensor:
-    """The same values, as the place where gradients are asked for, apart from the user's own tensor."""
-    if x.is_inference():
-        return x.clone().requires_grad_()
-    return x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
-
-
-def normal(x: Tensor) -> Tensor:
-    """What was made in inference mode cannot be saved for a gradient."""
-    if not x.is_inference():
-        return x
-    with torch.inference_mode(False):
-        return x.clone()
-
-
-def _version(x: Tensor | None) -> int | None:
-    return 0 if x is None else None if x.is_inference() else x._version
+_checkpoint_patch = AttributePatch(_install)

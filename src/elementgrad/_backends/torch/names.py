@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
-from elementgrad._backends.torch.contributions import kept
+from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.distributed import check_replaceable
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
 from elementgrad._cleanup import Lock, defer, enter, scope
@@ -32,7 +32,7 @@ _originals: dict[
 class TorchNames(NamesBackend):
     """Names in PyTorch modules."""
 
-    snapshot = staticmethod(kept)
+    snapshot = staticmethod(clone_unrecorded)
 
     def is_model(self, function: Any) -> bool:
         return isinstance(function, Module) or module_of(function) is not None

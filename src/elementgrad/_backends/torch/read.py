@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 class TorchRead(ReadBackend):
     materialize = staticmethod(autodiff.materialize)
-    uses = staticmethod(contributions.uses)
+    uses = staticmethod(contributions.linearize_uses)
 
     def one_hot_seeds(self, like: Tensor, positions: np.ndarray, batch: int) -> Tensor:
         count = len(positions)

@@ -10,7 +10,7 @@ import torch
 
 from elementgrad._backends.topk import group_by_size
 from elementgrad._backends.torch._compat import backward_threads_enabled, is_freed_graph_error, set_backward_threads
-from elementgrad._backends.torch.autodiff import call_plainly
+from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
@@ -47,7 +47,7 @@ def parameter_gradients(
     """
     now = state()
     with scope():
-        call_plainly(False)
+        disable_checkpointing(False)
         # Checkpoints that run again in the backward must do so in this thread, where modules have copies of buffers.
         defer(set_backward_threads, backward_threads_enabled())
         set_backward_threads(False)

@@ -34,7 +34,7 @@ from elementgrad._backends.torch._compat import (
     _global_forward_pre_hooks,
     sequence_number,
 )
-from elementgrad._backends.torch.contributions import kept
+from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.explain_ops import COPIES, Meter, Overwrite, TorchCall
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_freezing_call
 from elementgrad._backends.torch.names import TorchModel, unwrap
@@ -404,7 +404,7 @@ class TorchOpRecorder:
             return func(*args, **kwargs)
         if explain_ops.leaves(name):
             return self._leaving(func, name, args, kwargs)
-        quiet = name == "clone" and sys._getframe(2).f_code is kept.__code__
+        quiet = name == "clone" and sys._getframe(2).f_code is clone_unrecorded.__code__
         return self._step(func, name, explain_ops.word(func), args, kwargs, quiet=quiet)
 
     def run(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow import distributed
-from elementgrad._backends.tensorflow.autodiff import written
+from elementgrad._backends.tensorflow.autodiff import python_function_of
 from elementgrad._backends.tensorflow.names import KerasModel, layer_of
 from elementgrad._backends.tensorflow.train.layers import patch_class
 from elementgrad._backends.tensorflow.train.parameter import (
@@ -231,7 +231,7 @@ class KerasTrain(TrainBackend):
 
     def trainer(self, model: Any) -> Trainer:
         owner = layer_of(model)
-        if owner is None or written(model) is not owner:
+        if owner is None or python_function_of(model) is not owner:
             raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
         return KerasTrainer(owner)
 

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge
 
-from elementgrad._backends.autodiff import Linearization, Use
-from elementgrad._backends.torch.autodiff import Sweep, TorchLinearization, largest
+from elementgrad._backends.autodiff import Use
+from elementgrad._backends.torch._compat import is_freed_graph_error, is_inplace_error
+from elementgrad._backends.torch.autodiff import GraphErrors, Sweep, TorchLinearization, largest_derivative
 from elementgrad._backends.torch.isolate import isolated, plainly, removed_later
 from elementgrad._backends.torch.record.history import (
     Region,
@@ -31,10 +33,10 @@ from elementgrad.errors import FrameworkError
 Tensor = torch.Tensor
 Request = tuple[ElementRequest, TrackedTensor]
 """Named elements, and the history of the tensor that they are of."""
-GONE = {
-    "modified by an inplace operation": "a tensor that this derivative needs was saved before the recording and "
+GRAPH_ERRORS: GraphErrors = {
+    is_inplace_error: "a tensor that this derivative needs was saved before the recording and "
     "changed in place since; record from before it was made",
-    "backward through the graph a second time": "backward() freed the graph that this derivative needs; call it with "
+    is_freed_graph_error: "backward() freed the graph that this derivative needs; call it with "
     "retain_graph=True, or record again",
 }
 """Texts of PyTorch's errors about a graph that cannot be swept, and what to say instead."""
@@ -70,19 +72,17 @@ class VersionPath:
 class RecordedLinearization(TorchLinearization):
     """The graph of a recording with its outputs and inputs, each made of one or several versions of a tensor."""
 
-    gone = GONE
+    graph_errors = GRAPH_ERRORS
+    missing_rules = MappingProxyType({"forward": "a recording has no function to run again"})
 
     def __init__(self, of: Sequence[Request], wrt: Sequence[Request]):
-        Linearization.__init__(self)
         self._of, self._wrt = of, wrt
         self.outputs = [request.tensor.detach() for request, _ in of]
         self.inputs = [request.tensor.detach() for request, _ in wrt]
         self._create_graph = False
-        self._attention = True  # elsewhere attention is evaluated again, which a recording cannot do
-        self._alone = {}
+        self._plain_attention = True  # elsewhere attention is evaluated again, which a recording cannot do
+        self._unbatchable = {}
         self._paths: dict[Any, list[VersionPath]] = {}
-        for output in range(len(of)):
-            self.without[output]["forward"] = "a recording has no function to run again"
 
     def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         with pause_recording():
@@ -100,17 +100,17 @@ class RecordedLinearization(TorchLinearization):
     def value(self, output: int) -> Tensor:
         return self.outputs[output].clone()
 
-    def work(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+    def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         sizes = [0]
         for path in self.paths(source, targets):
             ends = {pick.edge.node for picks in path.picks for pick in picks}
-            sizes.append(largest(path.edge.node, ends))
+            sizes.append(largest_derivative(path.edge.node, ends))
         return max(sizes)
 
-    def _starts(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
+    def _start_nodes(self, output: int, inputs: Sequence[int]) -> Sequence[Any]:
         return [path.edge.node for path in self.paths(output, inputs)]
 
-    def _sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
+    def _make_sweep(self, output: int, inputs: Sequence[int]) -> Sweep | None:
         paths = self.paths(output, inputs)
         if not paths:
             return None

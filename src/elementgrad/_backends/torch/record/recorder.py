@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.torch._compat import TorchDispatchMode, sequence_number
-from elementgrad._backends.torch.autodiff import call_plainly
+from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_mode, enter_modes, restore_after_interrupt
 from elementgrad._backends.torch.record import intercept
 from elementgrad._backends.torch.record.history import (
@@ -69,7 +69,7 @@ class TorchRecorder(Recorder):
         defer(restore_after_interrupt())
         defer(self._close_window)
         enter_modes()
-        call_plainly(True)
+        disable_checkpointing(True)
         self.saved = outer[-1].saved if outer else self.saved  # what one saves, another may overwrite
         self._window = (sequence_number(), sys.maxsize)
         self.history = WriteHistory()
