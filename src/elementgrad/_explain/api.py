@@ -100,7 +100,7 @@ class Explanation:
         self._target = call.find_target(target_place)
         self._value: Tensor = None
         self._failures: list[str] = []
-        """Why the run could not be followed, if it could not."""
+        """Evidence that the run could not be followed, with the reasons."""
         self._names = _with_index(target_place.name or "output", target_place), ""
 
     def diagnosis(self) -> Diagnosis:
@@ -220,14 +220,18 @@ class Explanation:
         rounding = bool(gradient.any()) and probe.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():
             return self._diagnosis("zero", self._why_zero(trace, path, probe, rounding), path)
-        return self._flowing(path, gradient)
+        return self._diagnose_flowing(path, gradient)
 
     def _judge_without_path(self, path: DataPath, gradient: np.ndarray | None) -> Diagnosis:
         if gradient is None:
             return self._diagnosis("unconnected", CauseFinding(None), path)
         if not np.isfinite(gradient).all():
             return self._diagnosis("nonfinite", CauseFinding(None), path)
-        return self._flowing(path, gradient) if gradient.any() else self._diagnosis("zero", CauseFinding(None), path)
+        return (
+            self._diagnose_flowing(path, gradient)
+            if gradient.any()
+            else self._diagnosis("zero", CauseFinding(None), path)
+        )
 
     def _why_nonfinite(self, trace: Trace, path: DataPath, probe: Probe, value: np.ndarray) -> CauseFinding:
         finite = bool(np.isfinite(value).all())
@@ -260,7 +264,7 @@ class Explanation:
         sizes = None if tangents is None else tangents[0]
         return why_zero(path, sizes, reaches, elsewhere, EPSILON[probe.dtype], further)
 
-    def _flowing(self, path: DataPath, gradient: np.ndarray) -> Diagnosis:
+    def _diagnose_flowing(self, path: DataPath, gradient: np.ndarray) -> Diagnosis:
         evidence = []
         zeros = int((gradient == 0).sum())
         if zeros:

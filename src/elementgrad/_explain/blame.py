@@ -56,12 +56,7 @@ def describe(op: Op) -> str:
 
 
 def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
-    """Find why the framework's derivative has no path.
-
-    Args:
-        path: The run.
-        moves: True if the target moves with the chosen elements; None if unknown.
-    """
+    """Find why the framework's derivative has no path. `moves` is True if the target moves with the elements."""
     graph = path.graph
     readers = [op for op in graph.ops if graph.source in op.inputs]
     for hint in graph.hints:
@@ -144,16 +139,11 @@ def why_nonfinite(
     tangents: Callable[[], Sequence[TangentSizes | None] | None] = lambda: None,
     overflows: Callable[[], bool] = lambda: False,
 ) -> CauseFinding:
-    """Find why the gradient is not finite.
+    """Find why the gradient is not finite; `finite` is True if the value itself is.
 
-    Args:
-        path: The run.
-        flags: Which inputs and outputs are finite, if known.
-        cotangents: The sizes of the gradient at each operation, if known.
-        finite: True if the value itself is finite.
-        tangents: Follows the chosen elements, which takes one more run. It is called where several operations may be
-            to blame; then those count that the elements move.
-        overflows: Computes whether the gradient is finite in higher precision and too large for this one.
+    `tangents` and `overflows` take more runs. The first is called where several operations may be to blame: then those
+    count that the chosen elements move. The second tells whether the gradient is finite in higher precision, and too
+    large for this one.
     """
     ops = path.graph.ops
     flag_of = {} if flags is None else {id(op): flag for op, flag in zip(ops, flags, strict=True) if flag is not None}
@@ -272,13 +262,7 @@ def why_zero(
 ) -> CauseFinding:
     """Find why the gradient is zero.
 
-    Args:
-        path: The run.
-        tangents: The tangents at each operation, if known.
-        reaches: The largest tangent of the target's chosen elements, if known.
-        elsewhere: True if other elements of the target have a tangent.
-        epsilon: The unit of rounding.
-        further: What takes more runs.
+    `reaches` is the largest tangent of the target's chosen elements, and `elsewhere` is True if others have one.
     """
     if tangents is None:
         return _verify_unrelated(path, _search_backwards(path, further), further, None)
@@ -293,7 +277,7 @@ def why_zero(
         if finding.cause == "row-not-used" and finding.op is not None:  # it is looked up, and gets no gradient
             finding.op = replace(finding.op, operation="padding_idx")
         return finding
-    return _VanishedTangent(path, sizes, elsewhere, epsilon, further).finding()
+    return _VanishedTangent(path, sizes, elsewhere, epsilon, further).find()
 
 
 class _VanishedTangent:
@@ -309,7 +293,7 @@ class _VanishedTangent:
         self._further = further
         self._overlap = further.overlap()
 
-    def finding(self) -> CauseFinding:
+    def find(self) -> CauseFinding:
         ended = [op for op, size in self._sizes if size.at_inputs > 0 and size.at_outputs == 0]
         lost = self._ops_losing_gradient()
         both = [op for op in ended if any(op is other for other in lost)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
 
 Fix = str | Mapping[str, str]
-"""What to do: one text, or one for each framework."""
+"""The remedy: one text, or one for each framework."""
 Variant = tuple[str, str]
 """A cause and an operation, or a phrase that stands for one."""
 
@@ -21,7 +21,7 @@ class Cause:
     """The words for one cause."""
 
     clause: str
-    """What is wrong, to follow the verdict."""
+    """The clause that follows the verdict and says what is wrong."""
     fix: Fix
 
     def fix_in(self, framework: str) -> str:
@@ -168,12 +168,10 @@ CAUSES: Mapping[str, Cause] = {
         "scale its input down, normalise before it, or use a loss that takes logits",
     ),
     "clamped": Cause(
-        "{operation} is flat beyond its bounds",
-        "widen the bounds, or use a smooth bound such as tanh or softplus",
+        "{operation} is flat beyond its bounds", "widen the bounds, or use a smooth bound such as tanh or softplus"
     ),
     "masked": Cause(
-        "{operation} puts something else in its place",
-        "let the mask keep {wrt}, or ask about an element that it keeps",
+        "{operation} puts something else in its place", "let the mask keep {wrt}, or ask about an element that it keeps"
     ),
     "dropped": Cause(
         "{operation} dropped it in this run",
@@ -235,8 +233,7 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "singular": Cause(
-        "{operation} has no finite slope at this input",
-        "keep the input away from there, or clamp it before",
+        "{operation} has no finite slope at this input", "keep the input away from there, or clamp it before"
     ),
     "accumulated": Cause(
         "its .grad holds the sum of several calls of backward()",
@@ -414,9 +411,7 @@ VARIANTS: Mapping[Variant, Cause] = {
     **_variants("singular", _ARCS, _clamped("keep its input inside of its interval, as in {{operation}}({})")),
     **_variants("singular", _POWERS, "keep its base above zero, as in pow(x + 1e-12, p)"),
     **_variants(
-        "singular",
-        "atan2 arctan2",
-        "keep its two inputs from being zero at once, as in {operation}(y, x + 1e-12)",
+        "singular", "atan2 arctan2", "keep its two inputs from being zero at once, as in {operation}(y, x + 1e-12)"
     ),
     **_variants("masked-branch", DIVISIONS, _safe("x / {}", x="y")),
     **_variants("masked-branch", _ARCS, _safe("{{operation}}({})", "0.0")),

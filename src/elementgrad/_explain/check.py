@@ -37,11 +37,11 @@ class CheckedEntry:
     """None where the framework's derivative has no path."""
     difference: float
     bound: float
-    """How far off the difference may be."""
+    """The largest error that the difference may have."""
     agrees: bool | None
     """None if differences do not decide."""
     why: str = ""
-    """Why they do not decide."""
+    """The reason if they do not decide."""
 
     def __str__(self) -> str:
         gradient = "none" if self.gradient is None else f"{self.gradient:.6g}"

@@ -29,7 +29,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a gradient is what it is. Returned by `eg.explain`; `print` it. It is true if nothing is wrong.
+    """The explanation of a gradient, by `eg.explain`. `print` it; it is true if nothing is wrong.
 
     >>> import torch, elementgrad as eg
     >>> diagnosis = eg.explain(lambda x: x.detach().sum(), torch.ones(2), wrt="x[0]")
@@ -104,7 +104,7 @@ class Diagnosis:
 
     @property
     def clause(self) -> str | None:
-        """What is wrong, as a part of a sentence."""
+        """The clause that says what is wrong."""
         if self.fix is None:
             return None
         clause = words_for(self.cause, self.variant or self.operation).clause
@@ -112,7 +112,7 @@ class Diagnosis:
 
     @property
     def reason(self) -> tuple[str, str] | None:
-        """What is wrong with its line, and the fix, for an error message that goes on from there."""
+        """The clause with its line, and the fix, for an error message that goes on from there."""
         if self.clause is None or self.fix is None:
             return None
         location = ", in ".join([part for part in (self.where, self.module) if part])

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 STEP_SIZES = {"float64": 1e-5, "float32": 4e-3, "float16": 3e-2, "bfloat16": 6e-2}
-"""How far an element is moved for a difference: about the third root of the precision."""
+"""The usual move of an element for a difference: about the third root of the precision."""
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SLACK = {"float64": 1e-6, "float32": 1e-3, "float16": 1e-1, "bfloat16": 2e-1}
 """By how much of its size a difference may be off beyond its own bound."""
@@ -71,7 +71,7 @@ class DifferenceVerdict:
     difference: float
     bound: float
     why: str = ""
-    """Why it is undecided."""
+    """The reason if it is undecided."""
 
 
 @dataclass(frozen=True)
