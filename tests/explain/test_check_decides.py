@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad._explain import differences as precision
+from elementgrad._explain import probe
 from tests.explain.test_check import wrong
 from tests.support.frameworks import JAX, TORCH
 from tests.support.operations import OPS
@@ -158,7 +158,7 @@ def test_arguments_by_name_are_a_dict(compiled):
 
 
 def test_many_slow_runs_are_compiled_where_that_can_be(monkeypatch):
-    monkeypatch.setattr(precision, "PAYS", 0.0)
+    monkeypatch.setattr(probe, "COMPILE_AFTER", 0.0)
     calls = []
 
     def f(x, branch):

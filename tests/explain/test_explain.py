@@ -10,7 +10,7 @@ from torch import nn
 
 import elementgrad as eg
 from elementgrad._explain.blame import FurtherEvidence, why_nonfinite, why_unconnected, why_zero
-from elementgrad._explain.causes import CAUSES, KILLS, UNDECIDED
+from elementgrad._explain.causes import CAUSE_BY_OPERATION, CAUSES, UNDECIDED
 from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import CotangentSizes, Op, OpGraph, TangentSizes
 
@@ -33,11 +33,11 @@ def test_every_cause_has_its_words_in_every_framework():
     for cause in (*CAUSES.values(), UNDECIDED):
         for framework in FRAMEWORKS:
             words = {"operation": "f", "of": "y", "wrt": "x"}
-            said, fix = cause.says.format(**words), cause.remedy(framework).format(**words)
+            said, fix = cause.clause.format(**words), cause.fix_in(framework).format(**words)
             assert said.strip(".") == said != "", said
             assert fix.strip(".") == fix != "", fix
             assert not {"AccumulateGrad", "aten", "jaxpr", "autodiff", "vjp", "jvp"} & set(said.split())
-    assert set(KILLS.values()) <= set(CAUSES)
+    assert set(CAUSE_BY_OPERATION.values()) <= set(CAUSES)
 
 
 def test_the_text_is_one_verdict_one_line_and_one_fix():
@@ -221,21 +221,21 @@ def test_kinks_are_reported_as_pytorch_takes_them(name):
 
 
 def test_following_needs_no_framework():
-    steps = [
+    ops = [
         Op("mul", "a.py:1", inputs=(0,), outputs=(1,)),
         Op("stop_gradient", "a.py:2", inputs=(1,), outputs=(2,), cut_cause="detached"),
         Op("relu", "a.py:3", inputs=(1,), outputs=(3,)),
         Op("add", "a.py:4", inputs=(2, 3), outputs=(4,)),
     ]
-    cut = DataPath(OpGraph([*steps[:2], Op("sum", inputs=(2,), outputs=(4,))], 0, 4, {0, 1}))
-    assert why_unconnected(cut, None).step is steps[1]
-    assert cut.line(steps[1]) == ["mul", "stop_gradient (broken here)", "sum"]
-    trail = DataPath(OpGraph(steps, 0, 4, {0, 1, 3, 4}))
-    pushed = [TangentSizes(1, 2), TangentSizes(2, 0), TangentSizes(2, 0), TangentSizes(0, 0)]
-    dead = why_zero(trail, pushed, 0.0, False, 1e-7, FurtherEvidence(precise=lambda: 0.0))
-    assert (dead.cause, dead.step, dead.others) == ("dead-relu", steps[2], [steps[1]])
-    pulled = [CotangentSizes(np.nan, np.nan, 0), None, CotangentSizes(1, np.inf, 1), CotangentSizes(1, 1, 1)]
-    assert why_nonfinite(trail, None, pulled, finite=True).step is steps[2]
+    cut = DataPath(OpGraph([*ops[:2], Op("sum", inputs=(2,), outputs=(4,))], 0, 4, {0, 1}))
+    assert why_unconnected(cut, None).op is ops[1]
+    assert cut.operations(ops[1]) == ["mul", "stop_gradient (broken here)", "sum"]
+    path = DataPath(OpGraph(ops, 0, 4, {0, 1, 3, 4}))
+    tangents = [TangentSizes(1, 2), TangentSizes(2, 0), TangentSizes(2, 0), TangentSizes(0, 0)]
+    dead = why_zero(path, tangents, 0.0, False, 1e-7, FurtherEvidence(precise=lambda: 0.0))
+    assert (dead.cause, dead.op, dead.others) == ("dead-relu", ops[2], [ops[1]])
+    cotangents = [CotangentSizes(np.nan, np.nan, 0), None, CotangentSizes(1, np.inf, 1), CotangentSizes(1, 1, 1)]
+    assert why_nonfinite(path, None, cotangents, finite=True).op is ops[2]
 
 
 def test_gpt2_names_the_module_and_the_line():

@@ -9,12 +9,13 @@ import torch
 import elementgrad as eg
 from elementgrad._backends.jax.trace import JaxOpRecorder as JaxWatch
 from elementgrad._backends.tensorflow import explain_rules as tensorflow_words
-from elementgrad._backends.torch import explain_live as torch_live
-from elementgrad._backends.torch import trace as torch_watch
+from elementgrad._backends.torch import explain as torch_explain
+from elementgrad._backends.torch import explain_ops
+from elementgrad._backends.torch import trace as torch_trace
 from tests.support.operations import OPS
 
 INTERNALS = {
-    "torch": (torch_watch, "version_of"),
+    "torch": (explain_ops, "may_write"),
     "tensorflow": (tensorflow_words, "op_word"),
     "jax": (JaxWatch, "process_primitive"),
 }
@@ -51,7 +52,7 @@ def test_what_the_function_raises_comes_through(fw, monkeypatch):
 
 
 def test_a_gradient_whose_way_was_not_seen_is_said_to_be_so(monkeypatch):
-    monkeypatch.setattr(torch_watch.TorchOpRecorder, "call", lambda self, func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(torch_trace.TorchOpRecorder, "call", lambda self, func, args, kwargs: func(*args, **kwargs))
     found = eg.explain(lambda x: (x**2).sum(), torch.ones(2))
     assert (found.verdict, found.path) == ("flows", ())
     assert "no step was seen" in str(found)
@@ -83,7 +84,7 @@ def test_a_step_goes_on_though_it_cannot_be_watched(monkeypatch):
 
 def test_live_tensors_whose_graph_cannot_be_followed_have_a_verdict(monkeypatch):
     x = torch.tensor([1.0, -1.0], requires_grad=True)
-    monkeypatch.setattr(torch_live, "_graph", gone)
+    monkeypatch.setattr(torch_explain, "_graph_nodes", gone)
     for verdict, y in (("flows", x * 2), ("zero", torch.relu(-x[0])), ("unconnected", x.detach() * x.new_ones(1))):
         found = eg.explain(of=y.sum() + 0 * x.detach().sum(), wrt=x)
         assert found.verdict == verdict

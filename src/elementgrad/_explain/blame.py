@@ -1,527 +1,529 @@
-"""Where a derivative was lost, from the account of a run: no framework, only steps, values and what flows through.
+"""Find the operation to blame for a gradient that is missing, zero or not finite, and the cause, from an `OpGraph`.
 
-Why a gradient is zero though there is a path: the steps at which what could move meets a gradient, and none passes.
-
-Forwards go the elements that can move with those asked for, whatever the numbers are; backwards goes the gradient of
-what was asked for. A step that gives elements where both meet, and takes none, is where the derivative was lost.
+No framework is involved, only operations, values and sizes. `why_unconnected` looks for where the path was cut,
+`why_nonfinite` for the operation at which infinity or NaN appears. `why_zero` compares two sweeps: forwards go the
+elements that can move with the chosen ones, at whatever numbers; backwards goes the gradient of the target. An
+operation whose outputs have elements with both, and whose inputs have none, is where the derivative was lost.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from elementgrad._explain.causes import (
-    BANDS,
+    ADDITIONS,
+    CAUSE_BY_OPERATION,
+    DIVISIONS,
     ELSEWHERE,
-    GROWS,
-    KILLS,
-    MATRICES,
-    NORMALISE,
-    QUOTIENTS,
-    SATURATE,
-    SELECT,
+    GROWING,
+    MATRIX_PRODUCTS,
+    OWN_MASK,
+    SATURATING,
+    SELECTING,
     SINGULAR,
-    SUMMANDS,
+    SOFTMAXES,
 )
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.trace import CotangentSizes, FiniteFlags, Op, ReachOverlap, TangentSizes
 
-DECISIVE = ("not-tracked", "integer", "freed-graph")
-"""Remarks after which nobody need look for a step."""
-MASKS = frozenset("masked unused not-selected overwritten dropped clamped dead-relu row-not-used step-function".split())  # noqa: SIM905
-"""What takes elements out of a value, so that no gradient comes back to them."""
-FLAT = ("discrete", "step-function")
+DECISIVE_CAUSES = ("not-tracked", "integer", "freed-graph")
+"""Hints of these causes settle why there is no path."""
+MASKING_CAUSES = frozenset(
+    "masked unused not-selected overwritten dropped clamped dead-relu row-not-used step-function".split()  # noqa: SIM905
+)
+"""Elements are taken out of a value, so that no gradient comes back to them."""
+FLAT_CAUSES = ("discrete", "step-function")
 """Ends of a path at which no slope is lost, since there is none."""
+UNRELATED_CAUSES = ("unused", "row-not-used")
+"""The value has nothing to do with the elements."""
+SELECTION_CAUSES = (*UNRELATED_CAUSES, "not-selected")
+"""Other elements are taken, which explains nothing where another path ends too."""
+CONSEQUENT_CAUSES = ("stationary", "masked", "kink")
+"""They may only follow from an earlier zero: its square is flat, and so is what it multiplies."""
+MAYBE_UNDERFLOW = (None, "masked", "cancelled")
+"""A number that is too small for its precision looks like these."""
+ROUNDING = 64.0
+"""Up to so many units of rounding count as nothing where sums cancel."""
+
+Sizes = Sequence[tuple[Op, TangentSizes]]
 
 
-def why_unconnected(trail: DataPath, moves: bool | None) -> CauseFinding:
-    """Why the framework's derivative has no path. `moves` says whether the target moves with the element, if known."""
-    account = trail.graph
-    for remark in account.hints:
-        if remark.cause in DECISIVE or (remark.cause == "no-rule" and not account.ops):
-            finding = CauseFinding.of_remark(remark)
-            finding.step = finding.step or next((step for step in account.ops if account.source in step.inputs), None)
+def describe(op: Op) -> str:
+    return f"{op.operation} at {op.where}" if op.where else op.operation
+
+
+def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
+    """Find why the framework's derivative has no path. `moves` is True if the target moves with the elements."""
+    graph = path.graph
+    readers = [op for op in graph.ops if graph.source in op.inputs]
+    for hint in graph.hints:
+        if hint.cause in DECISIVE_CAUSES or (hint.cause == "no-rule" and not graph.ops):
+            finding = CauseFinding.of_hint(hint)
+            finding.op = finding.op or next(iter(readers), None)
             return finding
-    cuts = trail.cuts()
-    exits = trail.exits()
+    cuts, exits = path.cuts(), path.exits()
     if cuts:
         return cut_by(cuts, exits if moves else [])
-    if trail.joined:
-        return _own(trail) or CauseFinding(None, None, ["every step that was seen passes derivatives on"])
-    decided = decision(trail, exits)
-    if decided is not None:
+    if path.reaches_target:
+        return _custom_rule(path) or CauseFinding(None, None, ["every step that was seen passes derivatives on"])
+    branch = _only_branch(path, exits)
+    if branch is not None:
         if moves:
-            return CauseFinding("discrete", decided, ["it only decides which way the code takes"])
-        evidence = [f"it only decides which way the code takes, in {spelled(decided)}"]
+            return CauseFinding("discrete", branch, ["it only decides which way the code takes"])
+        evidence = [f"it only decides which way the code takes, in {describe(branch)}"]
         if moves is None:
-            return CauseFinding(None, decided, [*evidence, "whether the value moves with it was not tried"])
+            return CauseFinding(None, branch, [*evidence, "whether the value moves with it was not tried"])
         return CauseFinding("unused", None, [*evidence, "the value did not move with it"])
     if exits and moves is not False:
-        if moves is None and not trail.came_back(exits[0]):
+        if moves is None and not path.comes_back(exits[0]):
             return CauseFinding(
                 None, exits[0], ["its values left the framework, and whether they came back was not tried"]
             )
-        return left([step for step in exits if not step.branches])
+        return _left_framework([op for op in exits if not op.branches])
     if moves:
         return CauseFinding(None, None, ["the value moves with it, though no step was seen that takes it there"])
-    closed = trail.closed()
-    if closed is not None:
-        return closed
-    used = [step for step in account.ops if account.source in step.inputs]
-    if not used:
+    opaque = path.opaque_finding()
+    if opaque is not None:
+        return opaque
+    if not readers:
         return CauseFinding("unused", None, ["no step takes it"])
-    evidence = [f"what it goes into, {spelled(used[0])}, is not used for it"]
+    evidence = [f"what it goes into, {describe(readers[0])}, is not used for it"]
     return CauseFinding("unused", None, evidence, variant=ELSEWHERE)
 
 
-def decision(trail: DataPath, exits: Sequence[Op]) -> Op | None:
-    """The step that only decides which way the code takes, if numbers leave the framework for that alone."""
-    if not exits or not all(step.branches for step in exits):
-        return None
-    return (trail.cuts(trail.before(exits[0])) or exits)[0]
-
-
-def _own(trail: DataPath) -> CauseFinding | None:
-    """A rule that somebody wrote: no other step can be part of a path and give no derivative."""
-    steps = [remark.op for remark in trail.graph.hints if remark.cause == "custom-rule" and remark.op]
-    found = [step for step in steps if trail.between(step)]
-    if len(found) == 1:
-        return CauseFinding("custom-rule", found[0], ["its rule gives None"])
-    ways = Op("one of several rules")
-    return CauseFinding("custom-rule", ways, [f"it may be {spelled(step)}" for step in found]) if found else None
-
-
-def left(exits: Sequence[Op]) -> CauseFinding:
-    """Numbers left the framework; which of several ways mattered is not known."""
-    if len({step.where for step in exits}) == 1:
-        return CauseFinding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
-    ways = Op("one of several ways", module=exits[0].module)
-    return CauseFinding("left-framework", ways, [f"they leave in {spelled(step)}" for step in exits])
-
-
 def cut_by(cuts: Sequence[Op], exits: Sequence[Op]) -> CauseFinding:
-    """A step cuts the path; of several one that is not there for a mask, mostly."""
-    named = [step for step in cuts if step.cut_cause]
-    # comparisons are there for masks, mostly; and what is no step of the user's is to blame where nothing else is
-    named.sort(key=lambda step: (step.hidden, step.cut_cause == "discrete"))
-    step = named[0] if named else cuts[0]
-    evidence = [step.note] if step.note else []
-    others = [other for other in (*cuts, *exits) if other is not step]
-    if step.cut_cause is None:
+    """Return the finding for a path that is cut: blame one operation, and list the others."""
+    known = [op for op in cuts if op.cut_cause]
+    # Comparisons are mostly there for masks, and hidden operations are to blame only where nothing else is.
+    known.sort(key=lambda op: (op.hidden, op.cut_cause == "discrete"))
+    op = known[0] if known else cuts[0]
+    evidence = [op.note] if op.note else []
+    others = [other for other in (*cuts, *exits) if other is not op]
+    if op.cut_cause is None:
         evidence.append("a connected value goes in and one without derivatives comes out, for no reason that is known")
-    return CauseFinding(step.cut_cause, step, evidence, others)
+    return CauseFinding(op.cut_cause, op, evidence, others)
+
+
+def _only_branch(path: DataPath, exits: Sequence[Op]) -> Op | None:
+    """Return the operation that decides which way the code takes, if values leave the framework for that alone."""
+    if not exits or not all(op.branches for op in exits):
+        return None
+    return (path.cuts(path.ancestors(exits[0])) or exits)[0]
+
+
+def _custom_rule(path: DataPath) -> CauseFinding | None:
+    """Blame a rule of the user's: no other operation can be on the path and give no derivative."""
+    ops = [hint.op for hint in path.graph.hints if hint.cause == "custom-rule" and hint.op]
+    ops = [op for op in ops if path.is_between(op)]
+    if len(ops) == 1:
+        return CauseFinding("custom-rule", ops[0], ["its rule gives None"])
+    several = Op("one of several rules")
+    return CauseFinding("custom-rule", several, [f"it may be {describe(op)}" for op in ops]) if ops else None
+
+
+def _left_framework(exits: Sequence[Op]) -> CauseFinding:
+    if len({op.where for op in exits}) == 1:
+        return CauseFinding("left-framework", exits[0], [exits[0].note] if exits[0].note else [])
+    several = Op("one of several ways", module=exits[0].module)
+    return CauseFinding("left-framework", several, [f"they leave in {describe(op)}" for op in exits])
 
 
 def why_nonfinite(
-    trail: DataPath,
-    seen: Sequence[FiniteFlags | None] | None,
-    pulled: Sequence[CotangentSizes | None] | None,
+    path: DataPath,
+    flags: Sequence[FiniteFlags | None] | None,
+    cotangents: Sequence[CotangentSizes | None] | None,
     finite: bool,
-    push: Callable[[], Sequence[TangentSizes | None] | None] = lambda: None,
+    tangents: Callable[[], Sequence[TangentSizes | None] | None] = lambda: None,
     overflows: Callable[[], bool] = lambda: False,
 ) -> CauseFinding:
-    """Why the gradient is not finite; `finite` says whether the value itself is.
+    """Find why the gradient is not finite; `finite` is True if the value itself is.
 
-    Where several steps may be to blame, those count that the elements asked for move, which takes one more run. So it
-    does to know whether the gradient overflows: whether it is finite in higher precision, and too large for this one.
+    `tangents` and `overflows` take more runs. The first is called where several operations may be to blame: then those
+    count that the chosen elements move. The second tells whether the gradient is finite in higher precision, and too
+    large for this one.
     """
-    steps = trail.graph.ops
-    if not finite and seen is not None:
-        step = _first_bad(trail, seen, {trail.graph.target})
-        if step is not None:
-            grows = step.operation in GROWS and any(
-                look is not None and look.overflows for other, look in zip(steps, seen, strict=True) if other is step
-            )
-            cause = "singular" if step.operation in SINGULAR and not grows and not overflows() else "overflow"
-            for remark in trail.graph.hints:
-                if remark.cause == "out-of-range" and remark.op is step:
-                    return CauseFinding.of_remark(remark)
-            return CauseFinding(cause, step, ["the value itself is not finite from there on"])
-        return CauseFinding(None, None, ["the value itself is not finite, and so are numbers that were given"])
-    born = [
-        (step, flow)
-        for step, flow in zip(steps, pulled or (), strict=False)
-        if flow is not None and np.isfinite(flow.at_outputs) and not np.isfinite(flow.at_inputs)
+    ops = path.graph.ops
+    flag_of = {} if flags is None else {id(op): flag for op, flag in zip(ops, flags, strict=True) if flag is not None}
+    if not finite and flags is not None:
+        op = _first_nonfinite(path, flag_of, {path.graph.target})
+        if op is None:
+            return CauseFinding(None, None, ["the value itself is not finite, and so are numbers that were given"])
+        grows = op.operation in GROWING and id(op) in flag_of and flag_of[id(op)].overflows
+        cause = "singular" if op.operation in SINGULAR and not grows and not overflows() else "overflow"
+        for hint in path.graph.hints:
+            if hint.cause == "out-of-range" and hint.op is op:
+                return CauseFinding.of_hint(hint)
+        return CauseFinding(cause, op, ["the value itself is not finite from there on"])
+    suspects = [
+        (op, sizes)
+        for op, sizes in zip(ops, cotangents or (), strict=False)
+        if sizes is not None and np.isfinite(sizes.at_outputs) and not np.isfinite(sizes.at_inputs)
     ]
-    pushed = push() if len(born) > 1 else None
-    if pushed is not None:
-        moved = {id(step) for step, flow in zip(steps, pushed, strict=True) if flow is not None and flow.at_inputs != 0}
-        born = [pair for pair in born if id(pair[0]) in moved] or born
-    if not born:
+    tangent_sizes = tangents() if len(suspects) > 1 else None
+    if tangent_sizes is not None:
+        pairs = zip(ops, tangent_sizes, strict=True)
+        moving = {id(op) for op, sizes in pairs if sizes is not None and sizes.at_inputs != 0}
+        suspects = [pair for pair in suspects if id(pair[0]) in moving] or suspects
+    if not suspects:
         return CauseFinding(None, None, ["no step was seen at which it stops being finite"])
-    born.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
-    step, flow = born[-1]
-    if seen is not None and any(
-        other is step and it is not None and not it.inputs for other, it in _pairs(steps, seen)
-    ):
-        return _met(step, _first_bad(trail, seen, set(step.inputs)))
-    if flow.where_nonfinite == 0:
-        masks = _masks(trail, step, flow, pulled or ())
-        cause = "masked-branch" if masks else "singular" if step.operation in SINGULAR else "overflow"
-        return CauseFinding(cause, step, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
-    singular = step.operation in SINGULAR and not overflows()
-    why = "singular" if singular else "overflow" if step.operation in (*SINGULAR, *KILLS) else None
-    return CauseFinding(
-        why, step, [f"a gradient of {flow.at_outputs:.3g} arrives, and what leaves is {flow.at_inputs}"]
-    )
+    suspects.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
+    op, sizes = suspects[-1]
+    if id(op) in flag_of and not flag_of[id(op)].inputs:
+        return _nonfinite_input(op, _first_nonfinite(path, flag_of, set(op.inputs)))
+    if sizes.where_nonfinite == 0:
+        masked = _is_masked_later(path, op, sizes, cotangents or ())
+        cause = "masked-branch" if masked else "singular" if op.operation in SINGULAR else "overflow"
+        return CauseFinding(cause, op, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
+    singular = op.operation in SINGULAR and not overflows()
+    known = op.operation in SINGULAR or op.operation in CAUSE_BY_OPERATION
+    evidence = f"a gradient of {sizes.at_outputs:.3g} arrives, and what leaves is {sizes.at_inputs}"
+    return CauseFinding("singular" if singular else "overflow" if known else None, op, [evidence])
 
 
-def _met(step: Op, maker: Op | None) -> CauseFinding:
-    """A step meets numbers that are not finite, which a mask takes out of the value and not out of the gradient."""
+def _first_nonfinite(path: DataPath, flag_of: Mapping[int, FiniteFlags], values: set[int]) -> Op | None:
+    """Walk back from `values` along values that are not finite, to the operation that made the first of them."""
+    first = None
+    for op in reversed(path.graph.ops):
+        flag = flag_of.get(id(op))
+        if flag is not None and not flag.outputs and not values.isdisjoint(op.outputs):
+            first = op
+            if flag.inputs:
+                return op
+            values |= set(op.inputs)
+    return first if first is not None and not first.inputs else None
+
+
+def _nonfinite_input(op: Op, maker: Op | None) -> CauseFinding:
+    """Blame a value that is not finite, which a mask takes out of the target and not out of the gradient."""
     if maker is None:
-        return CauseFinding("masked-branch", step, ["numbers that were given are not finite"])
+        return CauseFinding("masked-branch", op, ["numbers that were given are not finite"])
     return CauseFinding(
-        "masked-branch", maker, [f"what it gives is not finite, and the gradient meets it in {spelled(step)}"]
+        "masked-branch", maker, [f"what it gives is not finite, and the gradient meets it in {describe(op)}"]
     )
 
 
-def _masks(trail: DataPath, step: Op, flow: CotangentSizes, pulled: Sequence[CotangentSizes | None]) -> bool:
-    """Whether what a step gives is masked afterwards, and not just multiplied by what is zero there, as in a square.
+def _is_masked_later(
+    path: DataPath, op: Op, sizes: CotangentSizes, cotangents: Sequence[CotangentSizes | None]
+) -> bool:
+    """Return True if the outputs are masked later, and not just multiplied by what is zero there, as in a square.
 
-    If no gradient arrives at all, that is for the step behind it to say into which one flows; of some elements, for
-    any step on their way.
+    If no gradient arrives at all, the next operation that gets one decides. If some elements get none, any operation
+    on their way does.
     """
-    behind: set[int] = set(step.outputs)
-    found = []
-    for other, came in zip(trail.graph.ops, pulled, strict=False):
-        if other is step or behind.isdisjoint(other.inputs):
+    downstream: set[int] = set(op.outputs)
+    deciding = []
+    for later, arriving in zip(path.graph.ops, cotangents, strict=False):
+        if later is op or downstream.isdisjoint(later.inputs):
             continue
-        alive = came is not None and not came.all_zero
-        found += [other] if alive else []
-        if not (flow.all_zero and alive):
-            behind.update(other.outputs)
-    return any(_is_mask(trail, other, behind) for other in found)
+        alive = arriving is not None and not arriving.all_zero
+        deciding += [later] if alive else []
+        if not (sizes.all_zero and alive):
+            downstream.update(later.outputs)
+    return any(_masks_elements(path, later, downstream) for later in deciding)
 
 
-def _is_mask(trail: DataPath, step: Op, behind: AbstractSet[int]) -> bool:
-    """Whether a step takes elements out, by its name; a product does unless its other factor moves as well."""
-    if step.operation in QUOTIENTS:
+def _masks_elements(path: DataPath, op: Op, downstream: AbstractSet[int]) -> bool:
+    """Return True if an operation takes elements out, by its name; a product does unless its other factor moves too."""
+    if op.operation in DIVISIONS:
         return False
-    cause = "masked" if step.operation in MATRICES else KILLS.get(step.operation)
-    if cause == "masked" and step.operation not in SELECT:
-        others = [value for value in step.inputs if value not in behind]
-        return not any(value in trail.graph.connected for value in others) and len(set(step.inputs) & behind) < 2
-    return cause in MASKS
-
-
-def _pairs(steps: Sequence[Op], seen: Sequence[FiniteFlags | None]) -> Iterator[tuple[Op, FiniteFlags | None]]:
-    return zip(steps, seen, strict=True)
-
-
-def _first_bad(trail: DataPath, seen: Sequence[FiniteFlags | None], wanted: set[int]) -> Op | None:
-    """Back from values along those that are not finite, to the step that made the first of them."""
-    account = trail.graph
-    found = None
-    for step, look in reversed(list(_pairs(account.ops, seen))):
-        if look is not None and not look.outputs and not wanted.isdisjoint(step.outputs):
-            found = step
-            if look.inputs:
-                return step
-            wanted |= set(step.inputs)
-    return found if found is not None and not found.inputs else None
-
-
-def spelled(step: Op) -> str:
-    """A step in a few words."""
-    return f"{step.operation} at {step.where}" if step.where else step.operation
-
-
-DOUBTFUL = (None, "masked", "cancelled")
-"""What a zero looks like that may be a number too small for its precision."""
-APART = ("unused", "row-not-used")
-"""Causes that say that the value has nothing to do with the elements."""
-SELECTS = (*APART, "not-selected")
-"""Causes that only say that other elements are taken, which is no news where another path ends too."""
-FOLLOWS = ("stationary", "masked", "kink")
-"""Causes that may only follow from a zero that was made before: its square is flat, and so is what it multiplies."""
-ROUNDING = 64.0
-"""So many units of rounding count as nothing where sums cancel."""
-Flows = Sequence[tuple[Op, TangentSizes]]
+    cause = "masked" if op.operation in MATRIX_PRODUCTS else CAUSE_BY_OPERATION.get(op.operation)
+    if cause == "masked" and op.operation not in SELECTING:
+        others = [value for value in op.inputs if value not in downstream]
+        return not any(value in path.graph.connected for value in others) and len(set(op.inputs) & downstream) < 2
+    return cause in MASKING_CAUSES
 
 
 @dataclass(frozen=True)
 class FurtherEvidence:
-    """What takes further runs, and is asked for only where it decides; each may be unknown."""
+    """Evidence that takes more runs, and is computed only where it decides. Each function returns None if unknown."""
 
-    vjp: Callable[[], Sequence[CotangentSizes | None] | None] = lambda: None
-    """What comes back by each step."""
+    cotangents: Callable[[], Sequence[CotangentSizes | None] | None] = lambda: None
+    """Computes the sizes of the gradient at each operation."""
     precise: Callable[[], float | None] = lambda: None
-    """The size of the gradient in higher precision."""
+    """Computes the size of the gradient in higher precision."""
     moves: Callable[[], bool | None] = lambda: None
-    """Whether the target moves with the elements."""
-    meet: Callable[[], ReachOverlap | None] = lambda: None
-    """Where what can move meets a gradient."""
+    """Tries whether the target moves with the chosen elements."""
+    overlap: Callable[[], ReachOverlap | None] = lambda: None
+    """Finds where elements that can move have a gradient."""
     rounding: bool = False
-    """Whether a gradient arrives that is mere rounding."""
+    """True if the gradient is mere rounding, and not exactly zero."""
 
 
 def why_zero(
-    trail: DataPath,
-    pushed: Sequence[TangentSizes | None] | None,
+    path: DataPath,
+    tangents: Sequence[TangentSizes | None] | None,
     reaches: float | None,
     elsewhere: bool,
     epsilon: float,
-    asked: FurtherEvidence,
+    further: FurtherEvidence,
 ) -> CauseFinding:
-    """Why the gradient is zero. `reaches` is the forward derivative of what was asked for, `elsewhere` whether other
-    elements of the target have one.
+    """Find why the gradient is zero.
+
+    `reaches` is the largest tangent of the target's chosen elements, and `elsewhere` is True if others have one.
     """
-    if pushed is None:
-        return _checked(trail, _by_gradient(trail, asked.vjp(), asked.precise), asked, None)
-    steps = trail.graph.ops
-    flows = [(step, flow) for step, flow in zip(steps, pushed, strict=True) if flow is not None and trail.between(step)]
-    leaky = any(step.cut_cause == "no-grad" for step in trail.cuts())  # forward derivatives pass there
-    if reaches is not None and reaches > 0 and not leaky and not _tiny(reaches, flows, epsilon):
-        finding = _by_gradient(trail, asked.vjp(), asked.precise)
+    if tangents is None:
+        return _verify_unrelated(path, _search_backwards(path, further), further, None)
+    pairs = zip(path.graph.ops, tangents, strict=True)
+    sizes = [(op, size) for op, size in pairs if size is not None and path.is_between(op)]
+    leaky = any(op.cut_cause == "no-grad" for op in path.cuts())  # forward derivatives pass there
+    largest = max([size.at_outputs for _, size in sizes], default=0.0)
+    tiny = reaches is not None and reaches <= ROUNDING * epsilon * largest
+    if reaches is not None and reaches > 0 and not leaky and not tiny:
+        finding = _search_backwards(path, further)
         finding.evidence.append("forwards the derivative is not zero")
-        if finding.cause == "row-not-used" and finding.step is not None:  # it is looked up, and gets no gradient
-            finding.step = replace(finding.step, operation="padding_idx")
+        if finding.cause == "row-not-used" and finding.op is not None:  # it is looked up, and gets no gradient
+            finding.op = replace(finding.op, operation="padding_idx")
         return finding
-    return _VanishedDerivative(trail, flows, elsewhere, epsilon, asked).finding()
+    return _VanishedTangent(path, sizes, elsewhere, epsilon, further).find()
 
 
-class _VanishedDerivative:
-    """A derivative that was followed forwards, and does not arrive."""
+class _VanishedTangent:
+    """Tangents that were followed forwards, and do not arrive at the target."""
 
-    def __init__(self, trail: DataPath, flows: Flows, elsewhere: bool, epsilon: float, asked: FurtherEvidence):
-        self._trail = trail
-        self._flows = flows
+    def __init__(self, path: DataPath, sizes: Sizes, elsewhere: bool, epsilon: float, further: FurtherEvidence):
+        self._path = path
+        self._graph = path.graph
+        self._sizes = sizes
+        self._size_of = {id(op): size for op, size in sizes}
         self._elsewhere = elsewhere
         self._epsilon = epsilon
-        self._asked = asked
-        self._met = asked.meet()
-        self._flow = {id(step): flow for step, flow in flows}
+        self._further = further
+        self._overlap = further.overlap()
 
-    def finding(self) -> CauseFinding:
-        ended = [step for step, flow in self._flows if flow.at_inputs > 0 and flow.at_outputs == 0]
-        lost = self._lost()
-        both = [step for step in ended if any(step is other for other in lost)]
-        whole = self._chosen(ended) if ended else None
-        some = self._asked.rounding or not ended
-        rounded = [step for step, flow in self._flows if self._is_rounding(flow)] if some else []
+    def find(self) -> CauseFinding:
+        ended = [op for op, size in self._sizes if size.at_inputs > 0 and size.at_outputs == 0]
+        lost = self._ops_losing_gradient()
+        both = [op for op in ended if any(op is other for other in lost)]
+        end = self._most_telling(ended) if ended else None
+        exact = ended and not self._further.rounding
+        rounded = [] if exact else [op for op, size in self._sizes if self._is_rounding(size)]
         if both:
-            return self._ended(self._chosen(both), ended)
-        if whole is not None and not self._trail.cut(whole) and self._cause(whole) not in (None, *SELECTS, *FOLLOWS):
-            return self._ended(whole, ended)  # nothing is left of it, and the step says why
-        if rounded and (not lost or KILLS.get(rounded[-1].operation) == "cancelled"):
+            return self._finding_at(self._most_telling(both), ended)
+        inconclusive = (None, *SELECTION_CAUSES, *CONSEQUENT_CAUSES)
+        if end is not None and not self._path.is_cut(end) and self._cause(end) not in inconclusive:
+            return self._finding_at(end, ended)  # nothing is left of it, and the operation says why
+        if rounded and (not lost or CAUSE_BY_OPERATION.get(rounded[-1].operation) == "cancelled"):
             return CauseFinding("cancelled", rounded[-1], ["what remains is rounding"], ended)
-        if lost and not (whole is not None and self._made_before(whole, self._chosen(lost))):
-            return self._ended(self._chosen(lost), lost)
-        if whole is not None:
-            return self._ended(whole, ended)
-        bands = [step for step, flow in self._flows if flow.at_outputs > 0 and step.operation in BANDS]
-        if bands:
-            return CauseFinding("masked", bands[-1], ["other elements of what it gives depend on it"])
+        if lost and not (end is not None and self._may_explain(end, self._most_telling(lost))):
+            return self._finding_at(self._most_telling(lost), lost)
+        if end is not None:
+            return self._finding_at(end, ended)
+        used = [op for op, size in self._sizes if size.at_outputs > 0]
+        masking = [op for op in used if op.operation in OWN_MASK]
+        if masking:
+            return CauseFinding("masked", masking[-1], ["other elements of what it gives depend on it"])
         if self._elsewhere:
             finding = CauseFinding(
                 "unused", None, ["other elements of the output depend on it, those asked for do not"]
             )
-            return _checked(self._trail, finding, self._asked, self._met)
-        used = [step for step, flow in self._flows if flow.at_outputs > 0]
+            return _verify_unrelated(self._path, finding, self._further, self._overlap)
         if used:
             finding = CauseFinding("unused", used[-1], ["that part of what it gives is not used"])
-            return _checked(self._trail, finding, self._asked, self._met)
-        return self._trail.closed() or CauseFinding(None, None, ["no step was seen at which it ends"])
+            return _verify_unrelated(self._path, finding, self._further, self._overlap)
+        return self._path.opaque_finding() or CauseFinding(None, None, ["no step was seen at which it ends"])
 
-    def _lost(self) -> list[Op]:
-        """The steps that give what could move and has a gradient, and take nothing of the kind."""
-        met = self._met
-        if met is None or self._trail.graph.source in met.alive:
+    def _ops_losing_gradient(self) -> list[Op]:
+        """Return the operations with a gradient at outputs that can move, and with none at their inputs."""
+        overlap = self._overlap
+        if overlap is None or self._graph.source in overlap.alive:
             return []
         lost = [
-            step
-            for step in self._trail.graph.ops
-            if not met.alive.isdisjoint(step.outputs) and met.alive.isdisjoint(step.inputs)
+            op
+            for op in self._graph.ops
+            if not overlap.alive.isdisjoint(op.outputs) and overlap.alive.isdisjoint(op.inputs)
         ]
-        return [self._masking(step) or step for step in lost if not met.dependent.isdisjoint(step.inputs)]
+        return [self._mask_before_softmax(op) or op for op in lost if not overlap.dependent.isdisjoint(op.inputs)]
 
-    def _masking(self, step: Op) -> Op | None:
-        """A softmax is flat where a mask has put its smallest number: the mask is meant."""
-        if step.operation not in NORMALISE:
+    def _mask_before_softmax(self, op: Op) -> Op | None:
+        """Return the mask in front of a softmax, which is flat where the mask has put its lowest number."""
+        if op.operation not in SOFTMAXES:
             return None
-        makers = [other for other in self._trail.graph.ops if not set(other.outputs).isdisjoint(step.inputs)]
-        return next((other for other in makers if other.operation in SELECT), None)
+        return next((maker for maker in self._makers(op) if maker.operation in SELECTING), None)
 
-    def _made_before(self, step: Op, lost: Op) -> bool:
-        """Whether a zero that a step made may be why another loses the gradient."""
-        told = not self._trail.cut(step) and self._cause(step) not in (*APART, "kink")  # a kink is not flat
-        return told and self._cause(lost) in FOLLOWS and not self._trail.before(lost).isdisjoint(step.outputs)
+    def _mask_addition(self, op: Op) -> Op | None:
+        """Return the operation that adds a mask to the input of a softmax."""
+        connected = set(self._graph.connected)
+        additions = [
+            maker for maker in self._makers(op) if maker.operation in ADDITIONS and not set(maker.inputs) <= connected
+        ]
+        return additions[-1] if additions else None
 
-    def _is_rounding(self, flow: TangentSizes) -> bool:
-        return 0 < flow.at_outputs <= ROUNDING * self._epsilon * flow.at_inputs
+    def _makers(self, op: Op) -> list[Op]:
+        return [other for other in self._graph.ops if not set(other.outputs).isdisjoint(op.inputs)]
 
-    def _chosen(self, ended: Sequence[Op]) -> Op:
-        """Of several steps one that tells most: where a derivative is lost, and not where other elements are taken."""
-        rank = {id(step): (self._trail.cut(step), self._cause(step) in SELECTS) for step in ended}
-        best = min(rank.values())
-        return self._trail.last_of([step for step in ended if rank[id(step)] == best])
-
-    def _cause(self, step: Op) -> str | None:
-        flow = self._flow.get(id(step))
-        stops = step.cut_cause if self._trail.cut(step) else None
-        known = flow.cause if flow is not None else None
-        cause = known or stops or _kills(step)
-        if known is None and cause == "masked" and self._squares(step):
-            return "stationary"
-        return "masked" if known is None and cause == "cancelled" and step.operation in MATRICES else cause
-
-    def _squares(self, step: Op) -> bool:
-        """Whether a step multiplies what comes from a kink by another number that moves: at a kink no slope is seen."""
-        if self._met is None or step.operation in (*SELECT, *BANDS):
+    def _may_explain(self, end: Op, lost: Op) -> bool:
+        """Return True if a zero made by `end` may be why `lost` loses the gradient."""
+        if self._path.is_cut(end) or self._cause(end) in (*UNRELATED_CAUSES, "kink"):  # a kink is not flat
             return False
-        moving = self._met.dependent & set(self._trail.graph.connected)
+        return self._cause(lost) in CONSEQUENT_CAUSES and not self._path.ancestors(lost).isdisjoint(end.outputs)
+
+    def _is_rounding(self, size: TangentSizes) -> bool:
+        return 0 < size.at_outputs <= ROUNDING * self._epsilon * size.at_inputs
+
+    def _most_telling(self, ops: Sequence[Op]) -> Op:
+        """Choose the operation that explains most: prefer lost derivatives to cuts and to selections of elements."""
+        rank = {id(op): (self._path.is_cut(op), self._cause(op) in SELECTION_CAUSES) for op in ops}
+        best = min(rank.values())
+        return self._path.most_downstream([op for op in ops if rank[id(op)] == best])
+
+    def _cause(self, op: Op) -> str | None:
+        size = self._size_of.get(id(op))
+        if size is not None and size.cause is not None:
+            return size.cause
+        cause = (op.cut_cause if self._path.is_cut(op) else None) or _usual_cause(op)
+        if cause == "masked" and self._is_square_of_kink(op):
+            return "stationary"
+        return "masked" if cause == "cancelled" and op.operation in MATRIX_PRODUCTS else cause
+
+    def _is_square_of_kink(self, op: Op) -> bool:
+        """Return True if an operation multiplies the output of a kink by another moving value.
+
+        At a kink the slope is taken to be zero, so the factor seems not to move.
+        """
+        if self._overlap is None or op.operation in (*SELECTING, *OWN_MASK):
+            return False
+        moving = self._overlap.dependent & set(self._graph.connected)
         kinks = [
             other
-            for other, flow in self._flows
-            if flow.at_inputs > 0 and flow.at_outputs == 0 and _kills(other) == "kink"
+            for other, size in self._sizes
+            if size.at_inputs > 0 and size.at_outputs == 0 and _usual_cause(other) == "kink"
         ]
-        behind = self._trail.before(step)
-        return set(step.inputs) <= moving and any(not behind.isdisjoint(kink.outputs) for kink in kinks)
+        ancestors = self._path.ancestors(op)
+        return set(op.inputs) <= moving and any(not ancestors.isdisjoint(kink.outputs) for kink in kinks)
 
-    def _ended(self, step: Op, ended: Sequence[Op]) -> CauseFinding:
-        cause = self._cause(step)
-        if cause == "masked" and step.operation in NORMALISE:
-            seen = f"it is so low that {step.operation} gives it no weight"
-            return CauseFinding("masked", self._lowering(step) or step, [seen])
-        if cause in (*SELECTS, "masked") or self._only_by_cut(step):
-            finding = self._by_cut(step)
+    def _finding_at(self, op: Op, ended: Sequence[Op]) -> CauseFinding:
+        cause = self._cause(op)
+        if cause == "masked" and op.operation in SOFTMAXES:
+            evidence = [f"it is so low that {op.operation} gives it no weight"]
+            return CauseFinding("masked", self._mask_addition(op) or op, evidence)
+        if cause in (*SELECTION_CAUSES, "masked") or self._moves_only_by_cuts(op):
+            finding = self._finding_by_cuts(op)
             if finding is not None:
                 return finding
-        if cause in DOUBTFUL and step.operation not in SATURATE:
-            scale = max([flow.at_outputs for _, flow in self._flows], default=0.0)
-            cause = "underflow" if _is_left(self._asked.precise(), cause, scale) else cause
-        stops = step.cut_cause if self._trail.cut(step) else None
-        evidence = [step.note] if step.note and (stops or not step.cut_cause) else []
-        finding = CauseFinding(cause, step, evidence, [other for other in ended if other is not step])
-        return _checked(self._trail, finding, self._asked, self._met) if cause in APART else finding
+        if cause in MAYBE_UNDERFLOW and op.operation not in SATURATING:
+            scale = max([size.at_outputs for _, size in self._sizes], default=0.0)
+            cause = "underflow" if _survives_in_float64(self._further.precise(), cause, scale) else cause
+        noted = op.note and (self._path.is_cut(op) or not op.cut_cause)
+        finding = CauseFinding(cause, op, [op.note] if noted else [], [other for other in ended if other is not op])
+        if cause in UNRELATED_CAUSES:
+            return _verify_unrelated(self._path, finding, self._further, self._overlap)
+        return finding
 
-    def _lowering(self, step: Op) -> Op | None:
-        """The step that adds a mask to what a softmax takes."""
-        makers = [other for other in self._trail.graph.ops if not set(other.outputs).isdisjoint(step.inputs)]
-        connected = self._trail.graph.connected
-        added = [other for other in makers if other.operation in SUMMANDS and not set(other.inputs) <= set(connected)]
-        return added[-1] if added else None
+    def _moves_only_by_cuts(self, op: Op) -> bool:
+        """Return True if every input that can move does so by ways that are cut."""
+        dependent = () if self._overlap is None else self._overlap.dependent
+        return not any(value in dependent and value in self._graph.connected for value in op.inputs)
 
-    def _only_by_cut(self, step: Op) -> bool:
-        """Whether all that can move comes to a step by ways that are cut."""
-        touched = () if self._met is None else self._met.dependent
-        return not any(value in touched and value in self._trail.graph.connected for value in step.inputs)
-
-    def _by_cut(self, step: Op) -> CauseFinding | None:
-        """A step that takes other elements, or masks them, is no news where the value moves by a way that is cut."""
-        cuts = [other for other in _touched_cuts(self._trail, self._met) if other.cut_cause not in FLAT]
-        if self._only_by_cut(step):
-            before = self._trail.before(step)
-            cuts = [cut for cut in _touched_cuts(self._trail, self._met) if not before.isdisjoint(cut.outputs)]
+    def _finding_by_cuts(self, op: Op) -> CauseFinding | None:
+        """Blame the cuts instead of an operation that selects or masks, where the value moves by a way that is cut."""
+        cuts = _dependent_cuts(self._path, self._overlap)
+        if self._moves_only_by_cuts(op):
+            ancestors = self._path.ancestors(op)
+            cuts = [cut for cut in cuts if not ancestors.isdisjoint(cut.outputs)]
             return cut_by(cuts, []) if cuts else None
+        cuts = [cut for cut in cuts if cut.cut_cause not in FLAT_CAUSES]
         if not cuts:
             return None
-        moved = self._asked.moves()
+        moved = self._further.moves()
         if moved is None:
-            return CauseFinding(None, None, [f"it ends in {spelled(other)}" for other in (step, *cuts)])
+            return CauseFinding(None, None, [f"it ends in {describe(other)}" for other in (op, *cuts)])
         return cut_by(cuts, []) if moved else None
 
 
-def _touched_cuts(trail: DataPath, met: ReachOverlap | None) -> list[Op]:
-    """The cuts to which the elements come."""
-    return [cut for cut in trail.cuts() if met is None or not met.dependent.isdisjoint(cut.inputs)]
+def _search_backwards(path: DataPath, further: FurtherEvidence) -> CauseFinding:
+    """Blame the last operation, going backwards, with a gradient at its outputs and none at its inputs."""
+    graph, cotangents = path.graph, further.cotangents()
+    for hint in graph.hints:
+        if hint.cause in ("hook", "custom-rule") and cotangents is None:
+            return CauseFinding.of_hint(hint)
+    ended = [
+        op
+        for op, sizes in zip(graph.ops, cotangents or (), strict=False)
+        if sizes is not None and path.is_between(op) and sizes.at_outputs > 0 and sizes.at_inputs == 0
+    ]
+    if not ended:
+        hooks = [hint for hint in graph.hints if hint.cause in ("hook", "out-of-range")]
+        if hooks:
+            return CauseFinding.of_hint(hooks[0])
+        join = _join_of_gradients(path, cotangents or ())
+        if join is not None:
+            return CauseFinding("cancelled", join, ["gradients come back by several ways, and add up to zero"])
+        return CauseFinding("underflow" if further.precise() else None, None, [])
+    op = ended[-1]
+    for hint in graph.hints:
+        if hint.cause == "out-of-range" and hint.op is op:
+            return CauseFinding.of_hint(hint)
+    cause = _usual_cause(op)
+    survives = cause in MAYBE_UNDERFLOW and _survives_in_float64(further.precise(), cause, 1.0)
+    return CauseFinding("underflow" if survives else cause, op)
 
 
-def _checked(trail: DataPath, finding: CauseFinding, asked: FurtherEvidence, met: ReachOverlap | None) -> CauseFinding:
-    """That the value has nothing to do with the elements is said only if it does not move with them."""
-    if finding.cause not in APART:
+def _join_of_gradients(path: DataPath, cotangents: Sequence[CotangentSizes | None]) -> Op | None:
+    """Return the first operation that all readers of the source with a gradient lead to, if they are several."""
+    graph = path.graph
+    readers = [
+        op
+        for op, sizes in zip(graph.ops, cotangents, strict=False)
+        if sizes is not None
+        and graph.source in op.inputs
+        and path.is_between(op)
+        and 0 < sizes.at_inputs < float("inf")
+    ]
+    for op in graph.ops if len(readers) > 1 else ():
+        if not path.is_between(op):
+            continue
+        ancestors = path.ancestors(op)
+        if all(reader is op or not ancestors.isdisjoint(reader.outputs) for reader in readers):
+            return op
+    return None
+
+
+def _verify_unrelated(
+    path: DataPath, finding: CauseFinding, further: FurtherEvidence, overlap: ReachOverlap | None
+) -> CauseFinding:
+    """Keep a finding that the value is unrelated to the elements only if it does not move with them."""
+    if finding.cause not in UNRELATED_CAUSES:
         return finding
-    moved = asked.moves()
-    cuts = _touched_cuts(trail, met)
-    exits = [step for step in trail.exits() if met is None or not met.dependent.isdisjoint(step.inputs)]
+    moved = further.moves()
+    cuts = _dependent_cuts(path, overlap)
+    exits = [op for op in path.exits() if overlap is None or not overlap.dependent.isdisjoint(op.inputs)]
+    op = finding.op
     if moved is None and (cuts or exits):
-        ends = [step for step in (finding.step, *cuts, *exits) if step is not None]
-        return CauseFinding(None, None, [f"it ends in {spelled(step)}" for step in ends])
+        ends = [end for end in (op, *cuts, *exits) if end is not None]
+        return CauseFinding(None, None, [f"it ends in {describe(end)}" for end in ends])
     if not moved:
         return finding
-    step = finding.step
-    if step is not None and cuts and all(_is_mask_of(cut, step) for cut in cuts):
-        return CauseFinding("masked", step, ["a mask takes other elements"])
+    if op is not None and cuts and all(_is_boolean_index(cut, op) for cut in cuts):
+        return CauseFinding("masked", op, ["a mask takes other elements"])
     if cuts:
         return cut_by(cuts, exits)
-    decided = decision(trail, exits)
-    if decided is not None:
-        return CauseFinding("discrete", decided, ["it only decides which way the code takes"])
+    branch = _only_branch(path, exits)
+    if branch is not None:
+        return CauseFinding("discrete", branch, ["it only decides which way the code takes"])
     if exits:
-        return left([step for step in exits if not step.branches])
+        return _left_framework([exit for exit in exits if not exit.branches])
     return CauseFinding(
         None, None, [*finding.evidence, "the value moves with it, though no step was seen that takes it there"]
     )
 
 
-def _meeting(trail: DataPath, pulled: Sequence[CotangentSizes | None]) -> Op | None:
-    """The first step to which all those lead that bring a gradient to the source, if they are several."""
-    account = trail.graph
-    firsts = [
-        step
-        for step, flow in zip(account.ops, pulled, strict=False)
-        if flow is not None
-        and account.source in step.inputs
-        and trail.between(step)
-        and 0 < flow.at_inputs < float("inf")
-    ]
-    for step in account.ops if len(firsts) > 1 else ():
-        if not trail.between(step):
-            continue
-        before = trail.before(step)
-        if all(first is step or not before.isdisjoint(first.outputs) for first in firsts):
-            return step
-    return None
+def _dependent_cuts(path: DataPath, overlap: ReachOverlap | None) -> list[Op]:
+    return [cut for cut in path.cuts() if overlap is None or not overlap.dependent.isdisjoint(cut.inputs)]
 
 
-def _is_left(precise: float | None, cause: str | None, scale: float) -> bool:
-    """Whether a gradient is there in float64; of a sum that cancels there may be the rounding of its parts."""
+def _is_boolean_index(cut: Op, op: Op) -> bool:
+    """Return True if `cut` makes booleans by which `op` takes elements."""
+    return cut.cut_cause == "discrete" and cut.note.startswith("bool") and not set(cut.outputs).isdisjoint(op.inputs)
+
+
+def _survives_in_float64(precise: float | None, cause: str | None, scale: float) -> bool:
+    """Return True if there is a gradient in float64, beyond the rounding of the parts of a sum that cancels."""
     least = ROUNDING * sys.float_info.epsilon * scale if cause == "cancelled" else 0.0
     return precise is not None and precise > least
 
 
-def _is_mask_of(cut: Op, step: Op) -> bool:
-    """Whether a step takes elements by truths that another gives."""
-    return cut.cut_cause == "discrete" and cut.note.startswith("bool") and not set(cut.outputs).isdisjoint(step.inputs)
-
-
-def _kills(step: Op) -> str | None:
-    return "custom-rule" if step.custom_gradient else KILLS.get(step.operation)
-
-
-def _tiny(reaches: float, flows: Flows, epsilon: float) -> bool:
-    largest = max([flow.at_outputs for _, flow in flows], default=0.0)
-    return reaches <= ROUNDING * epsilon * largest
-
-
-def _by_gradient(
-    trail: DataPath, pulled: Sequence[CotangentSizes | None] | None, precise: Callable[[], float | None]
-) -> CauseFinding:
-    """The last step, going backwards, into which a gradient flows and out of which none does."""
-    steps = trail.graph.ops
-    for remark in trail.graph.hints:
-        if remark.cause in ("hook", "custom-rule") and pulled is None:
-            return CauseFinding.of_remark(remark)
-    ended = [
-        (step, flow)
-        for step, flow in zip(steps, pulled or (), strict=False)
-        if flow is not None and trail.between(step) and flow.at_outputs > 0 and flow.at_inputs == 0
-    ]
-    if not ended:
-        hooks = [remark for remark in trail.graph.hints if remark.cause in ("hook", "out-of-range")]
-        if hooks:
-            return CauseFinding.of_remark(hooks[0])
-        meeting = _meeting(trail, pulled or ())
-        if meeting is not None:
-            return CauseFinding("cancelled", meeting, ["gradients come back by several ways, and add up to zero"])
-        return CauseFinding("underflow" if precise() else None, None, [])
-    step = ended[-1][0]
-    for remark in trail.graph.hints:
-        if remark.cause == "out-of-range" and remark.op is step:
-            return CauseFinding.of_remark(remark)
-    cause = _kills(step)
-    left = cause in DOUBTFUL and _is_left(precise(), cause, 1.0)
-    return CauseFinding("underflow" if left else cause, step)
+def _usual_cause(op: Op) -> str | None:
+    return "custom-rule" if op.custom_gradient else CAUSE_BY_OPERATION.get(op.operation)

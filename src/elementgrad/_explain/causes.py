@@ -1,32 +1,38 @@
-"""Every cause of a gradient that is missing, zero, not finite or wrong: what it is called, said as, and mended by.
+"""The words for every cause: the clause that says what is wrong, and the fix, one table for all frameworks.
 
-One table for all frameworks. A cause says one clause, in which `{operation}`, `{of}` and `{wrt}` are filled in, and one
-remedy, which may differ by framework.
-
-
-What it means that a derivative goes into an operation and none comes out. The words are those of all frameworks.
-
-Causes in closer words, where the operation at hand tells more than its cause: what is said, and what helps.
+`CAUSES` has the general words, and `VARIANTS` closer ones where the operation says more than the cause alone:
+"multiplies it by zero" for `mul` where the cause is `masked`. `{operation}`, `{of}` and `{wrt}` are filled in.
+`CAUSE_BY_OPERATION` says what it usually means that a derivative goes into an operation and none comes out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
 
+Fix = str | Mapping[str, str]
+"""The remedy: one text, or one for each framework."""
+Variant = tuple[str, str]
+"""A cause and an operation, or a phrase that stands for one."""
+
 
 @dataclass(frozen=True)
 class Cause:
-    """One reason for which a gradient is not what somebody expects."""
+    """The words for one cause."""
 
-    says: str
-    """The clause behind the verdict."""
-    fix: str | Mapping[str, str]
-    """What to do, in the framework's own words where they differ."""
+    clause: str
+    """The clause that follows the verdict and says what is wrong."""
+    fix: Fix
 
-    def remedy(self, framework: str) -> str:
-        """What to do about it in a framework."""
+    def fix_in(self, framework: str) -> str:
         return self.fix if isinstance(self.fix, str) else self.fix[framework]
+
+
+def words_for(cause: str | None, operation: str | None) -> Cause:
+    """Return the words for a cause, closer ones where the operation has some."""
+    if cause is None:
+        return UNDECIDED
+    return VARIANTS.get((cause, operation or ""), CAUSES[cause])
 
 
 CAUSES: Mapping[str, Cause] = {
@@ -162,12 +168,10 @@ CAUSES: Mapping[str, Cause] = {
         "scale its input down, normalise before it, or use a loss that takes logits",
     ),
     "clamped": Cause(
-        "{operation} is flat beyond its bounds",
-        "widen the bounds, or use a smooth bound such as tanh or softplus",
+        "{operation} is flat beyond its bounds", "widen the bounds, or use a smooth bound such as tanh or softplus"
     ),
     "masked": Cause(
-        "{operation} puts something else in its place",
-        "let the mask keep {wrt}, or ask about an element that it keeps",
+        "{operation} puts something else in its place", "let the mask keep {wrt}, or ask about an element that it keeps"
     ),
     "dropped": Cause(
         "{operation} dropped it in this run",
@@ -229,8 +233,7 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "singular": Cause(
-        "{operation} has no finite slope at this input",
-        "keep the input away from there, or clamp it before",
+        "{operation} has no finite slope at this input", "keep the input away from there, or clamp it before"
     ),
     "accumulated": Cause(
         "its .grad holds the sum of several calls of backward()",
@@ -258,7 +261,7 @@ UNDECIDED = Cause(
 )
 
 
-_KILLERS = {
+_OPERATIONS_BY_CAUSE = {
     "dead-relu": "relu relu_ relu6 threshold rrelu",
     "clamped": """
         clamp clamp_ clip clip_ clip_by_value clamp_min clamp_max hardtanh hardtanh_ hardsigmoid hardswish
@@ -297,17 +300,17 @@ _KILLERS = {
     "underflow": "exp exp2",
     "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std atan2 arctan2",
 }
-KILLS: Mapping[str, str] = {
+CAUSE_BY_OPERATION: Mapping[str, str] = {
     "item assignment": "overwritten",
     "eg.at(...).set": "overwritten",
     "eg.at(...).stop": "detached",
     "eg.at(...).only": "detached",
     "eg.at(...).get": "unused",
     "eg.at(...).multiply": "masked",
-    **{word: cause for cause, words in _KILLERS.items() for word in words.split()},
+    **{word: cause for cause, words in _OPERATIONS_BY_CAUSE.items() for word in words.split()},
 }
-"""For an operation, the cause that ends a derivative in it, unless the numbers say another."""
-SATURATE = frozenset(_KILLERS["saturated"].split())
+"""The cause that usually ends a derivative in an operation; the numbers may say another."""
+SATURATING = frozenset(_OPERATIONS_BY_CAUSE["saturated"].split())
 """Operations that flatten out."""
 SINGULAR = frozenset(
     """
@@ -318,47 +321,64 @@ SINGULAR = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
-MATRICES = frozenset(
+MATRIX_PRODUCTS = frozenset(
     "matmul mm bmm mv dot linear einsum baddbmm addmm dot_general dense vdot inner tensordot bilinear".split()  # noqa: SIM905
 )
 """Sums of products: what is lost for some rows alone was multiplied by zero."""
-QUOTIENTS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
+DIVISIONS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
 """Divisions, which multiply by zero only where their other part is zero or infinite."""
-SELECT = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
-"""Operations that put other numbers in the place of some."""
-SUMMANDS = frozenset(["add", "add_", "sub", "sub_", "rsub", "subtract"])
+SELECTING = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
+"""Operations that replace some of the numbers."""
+ADDITIONS = frozenset(["add", "add_", "sub", "sub_", "rsub", "subtract"])
 """Operations that add two numbers."""
-NORMALISE = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
+SOFTMAXES = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
 """Operations in which a masked element counts for nothing."""
-BANDS = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])
+OWN_MASK = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])
 """Operations with a mask of their own, which no tensor shows."""
-GROWS = frozenset(
+GROWING = frozenset(
     "pow pow_ power float_power square div div_ true_divide divide truediv realdiv rdiv reciprocal".split()  # noqa: SIM905
 )
-"""Operations that give infinity for a zero that they take, or where numbers become too large."""
+"""Operations that give infinity for an input of zero, or where numbers become too large."""
 
 
-Fix = str | Mapping[str, str]
 _ROOTS = """
     sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance hypot
     normalize cosine_similarity"""
 _LOGS = "log log_ log2 log10 xlogy logit binary_cross_entropy"
-_QUOTIENTS = "div div_ true_divide truediv rdiv realdiv divide reciprocal"
 _PRODUCTS = "mul mul_ multiply div true_divide divide prod reduce_prod cumprod multiply_no_nan divide_no_nan"
 _ARCS = "acos asin atanh arccos arcsin arctanh"
 _POWERS = "pow pow_ power float_power"
 _COPIES = "tensor as_tensor asarray from_numpy new_tensor"
+_POOLS = """
+    max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    fractional_max_pool2d fractional_max_pool3d reduce_window"""
+_ORDERS = "topk top_k sort kthvalue median nanmedian mode cummax cummin"
+_CROSS_ENTROPIES = """
+    cross_entropy softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits"""
+_SEGMENTS = """
+    segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max
+    unsorted_segment_min"""
 ELSEWHERE = "another result"
-"""In place of an operation: what it goes into is used for other results."""
+"""Stands for the operation where the source is used for other results only."""
 CONSTANT = "a constant"
-"""In place of an operation: the result is computed from plain numbers alone."""
-PHRASES = ("item assignment", LEAF_WRITE, MOVING_STATISTIC, ELSEWHERE, CONSTANT)
-"""Operations of several words."""
-_AUGMENTED = "add_ sub_ mul_ div_ pow_"
+"""Stands for the operation where the result is computed from plain numbers alone."""
+
+_ZERO_FACTOR = (
+    "look at what {operation} multiplies it by: a mask, or weights that are zero at the start; behind such weights "
+    "nothing learns, so that others need random numbers"
+)
+_COPY_FIRST = "write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where"
+
+
+def _variants(cause: str, operations: str | Iterable[str], fix: Fix, clause: str | None = None) -> dict[Variant, Cause]:
+    """Return the words for a cause at some operations, given as one string of words or one by one."""
+    words = operations.split() if isinstance(operations, str) else operations
+    known = CAUSES[cause]
+    return {(cause, word): replace(known, clause=clause or known.clause, fix=fix) for word in words}
 
 
 def _clamped(call: str) -> dict[str, str]:
-    """A call with its input kept in an interval, in each framework."""
+    """Return a call with its input kept in an interval, in each framework."""
     interval = "-1 + 1e-6, 1 - 1e-6"
     return {
         "torch": call.format(f"x.clamp({interval})"),
@@ -368,94 +388,117 @@ def _clamped(call: str) -> dict[str, str]:
 
 
 def _safe(call: str, value: str = "1.0", x: str = "x") -> dict[str, str]:
-    """A call with what it cannot take replaced before, in each framework."""
-    homes = {"torch": "torch.where", "tensorflow": "tf.where", "jax": "jnp.where"}
-    inner = {framework: call.format(f"{where}(ok, {x}, {value})") for framework, where in homes.items()}
+    """Return a call with what it cannot take replaced before, in each framework."""
+    functions = {"torch": "torch.where", "tensorflow": "tf.where", "jax": "jnp.where"}
+    inner = {framework: call.format(f"{where}(ok, {x}, {value})") for framework, where in functions.items()}
     return {framework: f"make the input safe: {text}, and mask the result too" for framework, text in inner.items()}
 
 
-def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
-    """A cause, its operations, what is said of them if it is something else, and what to do."""
-    root = "keep what is under the root above zero, as in sqrt(x + 1e-12); of a square take the sum of squares itself"
-    yield "singular", _ROOTS, None, root
-    variance = "give it several numbers that differ, or keep the variance above zero, as in sqrt(var + 1e-12)"
-    yield "singular", "std var", None, variance
-    yield "singular", _LOGS, None, "keep its input above zero, as in log(x + 1e-12), or clamp it before"
-    yield "singular", "log1p", None, "keep its input above -1, or clamp it before"
-    yield "singular", _QUOTIENTS, None, "keep what it divides by away from zero, as in x / (y + 1e-12)"
-    yield "singular", _ARCS, None, _clamped("keep its input inside of its interval, as in {{operation}}({})")
-    yield "singular", _POWERS, None, "keep its base above zero, as in pow(x + 1e-12, p)"
-    yield (
+VARIANTS: Mapping[Variant, Cause] = {
+    **_variants(
         "singular",
-        "atan2 arctan2",
-        None,
-        "keep its two inputs from being zero at once, as in {operation}(y, x + 1e-12)",
-    )
-    yield "masked-branch", _QUOTIENTS, None, _safe("x / {}", x="y")
-    yield "masked-branch", _ARCS, None, _safe("{{operation}}({})", "0.0")
-    yield "masked-branch", _POWERS, None, _safe("pow({}, p)")
-    for words in ("mul mul_ multiply", " ".join(MATRICES)):
-        yield (
-            "masked-branch",
-            words,
-            "{operation} takes a number that is not finite, and masking the result does not help",
-            {
-                "torch": "replace it before {operation}, as in torch.nan_to_num(x), and mask the result too",
-                "tensorflow": "replace it before {operation}, as in tf.where(tf.math.is_finite(x), x, 0.0), and mask "
-                "the result too",
-                "jax": "replace it before {operation}, as in jnp.nan_to_num(x), and mask the result too",
-            },
-        )
-    factor = "look at what {operation} multiplies it by: a mask, or weights that are zero at the start; behind such "
-    factor += "weights nothing learns, so that others need random numbers"
-    for words in (_PRODUCTS, " ".join(MATRICES)):
-        yield (
-            "masked",
-            words,
-            "{operation} multiplies it by zero",
-            {
-                "torch": f"{factor}, as with torch.nn.init.xavier_uniform_(weight)",
-                "tensorflow": f"{factor}, as with kernel_initializer='glorot_uniform'",
-                "jax": f"{factor}, as with jax.nn.initializers.glorot_uniform()",
-            },
-        )
-    yield "masked", " ".join(BANDS), "{operation} leaves it out by its mask", CAUSES["masked"].fix
-    lowered = "{operation} adds a number to it that is so low that it counts for nothing"
-    yield "masked", " ".join(SUMMANDS), lowered, CAUSES["masked"].fix
-    yield "masked", " ".join(NORMALISE), "{operation} gives it no weight, as its number is so low", CAUSES["masked"].fix
-    alone = "normalise over several numbers: of one nothing is left once the mean is taken away"
-    yield "cancelled", "layer_norm group_norm instance_norm batch_norm", None, alone
-    hinge = "nothing, if it is a hinge or a bound that is meant; otherwise check what goes in, or use softplus"
-    yield "dead-relu", "maximum fmax clamp clamp_min clip max", None, hinge
-    item = "write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where"
-    yield "modified-in-place", "setitem", None, item
-    yield "modified-in-place", "item assignment", None, item
-    yield "modified-in-place", _AUGMENTED, None, "write x = x + y instead of x += y or x.add_(y), or work on a clone()"
-    leaf = "update it inside of torch.no_grad(), or write to a clone(), as in y = x.clone()"
-    yield "modified-in-place", LEAF_WRITE, "a tensor that requires gradients is written to in place", leaf
-    order = "call every backward() before optimizer.step(), or compute the second loss after it"
-    yield "modified-in-place", "optimizer.step", None, order
-    yield (
+        _ROOTS,
+        "keep what is under the root above zero, as in sqrt(x + 1e-12); of a square take the sum of squares itself",
+    ),
+    **_variants(
+        "singular",
+        "std var",
+        "give it several numbers that differ, or keep the variance above zero, as in sqrt(var + 1e-12)",
+    ),
+    **_variants("singular", _LOGS, "keep its input above zero, as in log(x + 1e-12), or clamp it before"),
+    **_variants("singular", "log1p", "keep its input above -1, or clamp it before"),
+    **_variants("singular", DIVISIONS, "keep what it divides by away from zero, as in x / (y + 1e-12)"),
+    **_variants("singular", _ARCS, _clamped("keep its input inside of its interval, as in {{operation}}({})")),
+    **_variants("singular", _POWERS, "keep its base above zero, as in pow(x + 1e-12, p)"),
+    **_variants(
+        "singular", "atan2 arctan2", "keep its two inputs from being zero at once, as in {operation}(y, x + 1e-12)"
+    ),
+    **_variants("masked-branch", DIVISIONS, _safe("x / {}", x="y")),
+    **_variants("masked-branch", _ARCS, _safe("{{operation}}({})", "0.0")),
+    **_variants("masked-branch", _POWERS, _safe("pow({}, p)")),
+    **_variants(
+        "masked-branch",
+        ("mul", "mul_", "multiply", *MATRIX_PRODUCTS),
+        {
+            "torch": "replace it before {operation}, as in torch.nan_to_num(x), and mask the result too",
+            "tensorflow": "replace it before {operation}, as in tf.where(tf.math.is_finite(x), x, 0.0), and mask "
+            "the result too",
+            "jax": "replace it before {operation}, as in jnp.nan_to_num(x), and mask the result too",
+        },
+        "{operation} takes a number that is not finite, and masking the result does not help",
+    ),
+    **_variants(
+        "masked",
+        (*_PRODUCTS.split(), *MATRIX_PRODUCTS),
+        {
+            "torch": f"{_ZERO_FACTOR}, as with torch.nn.init.xavier_uniform_(weight)",
+            "tensorflow": f"{_ZERO_FACTOR}, as with kernel_initializer='glorot_uniform'",
+            "jax": f"{_ZERO_FACTOR}, as with jax.nn.initializers.glorot_uniform()",
+        },
+        "{operation} multiplies it by zero",
+    ),
+    **_variants("masked", OWN_MASK, CAUSES["masked"].fix, "{operation} leaves it out by its mask"),
+    **_variants(
+        "masked",
+        ADDITIONS,
+        CAUSES["masked"].fix,
+        "{operation} adds a number to it that is so low that it counts for nothing",
+    ),
+    **_variants("masked", SOFTMAXES, CAUSES["masked"].fix, "{operation} gives it no weight, as its number is so low"),
+    **_variants(
+        "cancelled",
+        "layer_norm group_norm instance_norm batch_norm",
+        "normalise over several numbers: of one nothing is left once the mean is taken away",
+    ),
+    **_variants(
+        "dead-relu",
+        "maximum fmax clamp clamp_min clip max",
+        "nothing, if it is a hinge or a bound that is meant; otherwise check what goes in, or use softplus",
+    ),
+    **_variants("modified-in-place", ["setitem", "item assignment"], _COPY_FIRST),
+    **_variants(
+        "modified-in-place",
+        "add_ sub_ mul_ div_ pow_",
+        "write x = x + y instead of x += y or x.add_(y), or work on a clone()",
+    ),
+    **_variants(
+        "modified-in-place",
+        [LEAF_WRITE],
+        "update it inside of torch.no_grad(), or write to a clone(), as in y = x.clone()",
+        "a tensor that requires gradients is written to in place",
+    ),
+    **_variants(
+        "modified-in-place",
+        "optimizer.step",
+        "call every backward() before optimizer.step(), or compute the second loss after it",
+    ),
+    **_variants(
         "no-grad",
         "checkpoint",
+        "call checkpoint with use_reentrant=False",
         "it runs in a reentrant checkpoint, of which no input is tracked",
-        ("call checkpoint with use_reentrant=False"),
-    )
-    draw = "use rsample() instead of sample(), or a loss of log_prob() where there is none"
-    yield "discrete", "sample", "it is a draw, and {operation} passes nothing on", draw
-    for word in _COPIES.split():
-        says = f"torch.{word} copies its numbers and not where they came from"
-        yield "left-framework", word, says, "put the tensors together with torch.stack or torch.cat instead"
-    yield (
+    ),
+    **_variants(
+        "discrete",
+        "sample",
+        "use rsample() instead of sample(), or a loss of log_prob() where there is none",
+        "it is a draw, and {operation} passes nothing on",
+    ),
+    **_variants(
+        "left-framework",
+        _COPIES,
+        "put the tensors together with torch.stack or torch.cat instead",
+        "torch.{operation} copies its numbers and not where they came from",
+    ),
+    **_variants(
         "detached",
         "Parameter",
+        "use the tensor itself, as with torch.nn.functional or torch.func.functional_call, and not a new Parameter",
         "a new {operation} takes its numbers and not where they came from",
-        ("use the tensor itself, as with torch.nn.functional or torch.func.functional_call, and not a new Parameter"),
-    )
-    yield (
+    ),
+    **_variants(
         "not-tracked",
-        MOVING_STATISTIC,
-        "{wrt} is a statistic that its layer moves by itself, and no gradient trains it",
+        [MOVING_STATISTIC],
         {
             "torch": "train the weight and the bias of the layer, or ask about those; its statistics follow the data "
             "while model.train() is on",
@@ -463,59 +506,40 @@ def _said() -> Iterator[tuple[str, str, str | None, Fix]]:
             "it is called with training=True",
             "jax": "train the scale and the bias of the layer, or ask about those; its statistics follow the data",
         },
-    )
-    classes = "it takes differences between classes alone: give it two or more, and what moves them apart"
-    yield "cancelled", "cross_entropy softmax_cross_entropy_with_logits", None, classes
-    yield "cancelled", "sparse_softmax_cross_entropy_with_logits", None, classes
-    pools = "max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
-    pools += " fractional_max_pool2d fractional_max_pool3d reduce_window"
-    first = (
-        "nothing, if those that tie may stand for each other, as zeros behind a rectifier do; ask about the one taken"
-    )
-    yield "tie", f"{pools} topk top_k sort kthvalue median nanmedian mode cummax cummin", None, first
-    yield (
+        "{wrt} is a statistic that its layer moves by itself, and no gradient trains it",
+    ),
+    **_variants(
+        "cancelled",
+        _CROSS_ENTROPIES,
+        "it takes differences between classes alone: give it two or more, and what moves them apart",
+    ),
+    **_variants(
+        "tie",
+        f"{_POOLS} {_ORDERS}",
+        "nothing, if those that tie may stand for each other, as zeros behind a rectifier do; ask about the one taken",
+    ),
+    **_variants(
         "unused",
-        ELSEWHERE,
-        None,
-        (
-            "ask about the result that {wrt} leads to, or add that one to the loss; leave {wrt} out of what is trained "
-            "if neither is meant"
-        ),
-    )
-    yield (
+        [ELSEWHERE],
+        "ask about the result that {wrt} leads to, or add that one to the loss; leave {wrt} out of what is trained "
+        "if neither is meant",
+    ),
+    **_variants(
         "unused",
-        CONSTANT,
-        "it is a constant, and nothing that is given goes into it",
+        [CONSTANT],
         "compute {of} from {wrt}, or ask about another result: this one is made of plain numbers alone",
-    )
-    segments = "segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max "
-    segments += "unsorted_segment_min"
-    yield (
+        "it is a constant, and nothing that is given goes into it",
+    ),
+    **_variants(
         "out-of-range",
-        segments,
-        "{operation} is given an id that is of no segment, and drops what bears it",
+        _SEGMENTS,
         "check the ids before, as in assert ((ids >= 0) & (ids < num_segments)).all()",
-    )
-    yield (
+        "{operation} is given an id that is of no segment, and drops what bears it",
+    ),
+    **_variants(
         "row-not-used",
         "padding_idx",
+        "leave padding_idx out if the row is to learn, or ask about another one",
         "it is the padding row, which gets no gradient, by {operation}",
-        ("leave padding_idx out if the row is to learn, or ask about another one"),
-    )
-
-
-def _variants() -> Iterator[tuple[tuple[str, str], Cause]]:
-    for cause, words, says, fix in _said():
-        known = CAUSES[cause]
-        for word in [words] if words in PHRASES else words.split():
-            yield (cause, word), replace(known, says=says or known.says, fix=fix)
-
-
-VARIANTS: Mapping[tuple[str, str], Cause] = dict(_variants())
-
-
-def known(cause: str | None, operation: str | None) -> Cause:
-    """What is said of a cause, by its operation where that matters."""
-    if cause is None:
-        return UNDECIDED
-    return VARIANTS.get((cause, operation or ""), CAUSES[cause])
+    ),
+}

@@ -1,49 +1,35 @@
-"""`check`: the entries of a derivative against differences of the function's values."""
+"""`eg.check`: compare entries of a derivative with differences of the function's values."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 
-from elementgrad._backends.autodiff import UnsupportedError
+from elementgrad._backends.autodiff import Linearization, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
-from elementgrad._explain.api import Explanation, blamed, suspected
-from elementgrad._explain.blame import FLAT, why_unconnected
+from elementgrad._explain.api import Explanation, blame_hints, suspect_hints
+from elementgrad._explain.blame import FLAT_CAUSES, why_unconnected
 from elementgrad._explain.diagnosis import Diagnosis
-from elementgrad._explain.differences import (
-    EPSILON,
-    SIZES,
-    UNSTEADY,
-    LineFunctions,
-    SampledCall,
-    moved,
-    parts,
-    positions_in_parts,
-    precision_of,
-    unit,
-    verdicts,
-)
+from elementgrad._explain.differences import EPSILON, STEP_SIZES, UNSTEADY, LineFunctions, judge_gradients
 from elementgrad._explain.path import CauseFinding, DataPath
+from elementgrad._explain.probe import SampledCall, part_positions, precision_of, real_parts, slope_unit
 from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._place.place import Place
 from elementgrad._read.api import NOTHING, Named, parse_place, parse_target
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = Any
-MOST = 1024
-"""So many entries are compared at once, and no more: each element takes at least six evaluations."""
-RUNS = 6
+MAX_ENTRIES = 1024
+"""More entries are refused: each element takes at least six evaluations."""
+RUNS_PER_ELEMENT = 6
 
 
 @dataclass(frozen=True)
 class CheckedEntry:
-    """One entry of a derivative, and the difference of values that it is held against."""
+    """One entry of a derivative, and the difference of values that it is compared with."""
 
     of: str
     wrt: str
@@ -51,11 +37,11 @@ class CheckedEntry:
     """None where the framework's derivative has no path."""
     difference: float
     bound: float
-    """How far off the difference may be."""
+    """The largest error that the difference may have."""
     agrees: bool | None
     """None if differences do not decide."""
     why: str = ""
-    """Why they do not."""
+    """The reason if they do not decide."""
 
     def __str__(self) -> str:
         gradient = "none" if self.gradient is None else f"{self.gradient:.6g}"
@@ -65,7 +51,7 @@ class CheckedEntry:
 
 @dataclass(frozen=True)
 class Check:
-    """Entries of a derivative against differences. Made by `eg.check`; `print` it. It is true if all agree for sure."""
+    """Entries of a derivative compared with differences, by `eg.check`. `print` it; it is true if all agree."""
 
     __module__ = "elementgrad"
 
@@ -73,11 +59,11 @@ class Check:
     dtype: str
     """The precision in which values were compared."""
     diagnosis: Diagnosis | None = None
-    """Where the two part, if they do."""
+    """The operation at which gradient and values part, if they do."""
 
     @property
     def verdict(self) -> Literal["agrees", "differs", "undecided"]:
-        """Whether all agree, some differ, or none differs and some are open."""
+        """`agrees` if all entries do, `differs` if one does, `undecided` if none differs and some are open."""
         return "differs" if self.mismatches else "undecided" if self.undecided else "agrees"
 
     @property
@@ -87,7 +73,7 @@ class Check:
 
     @property
     def undecided(self) -> list[CheckedEntry]:
-        """The entries of which differences do not tell whether they are right."""
+        """The entries that differences do not decide."""
         return [entry for entry in self.entries if entry.agrees is None]
 
     @property
@@ -99,41 +85,52 @@ class Check:
         return self.verdict == "agrees"
 
     def __str__(self) -> str:
-        wrong, undecided, count = self.mismatches, self.undecided, len(self.entries)
-        if not wrong and not undecided:
+        mismatches, undecided, count = self.mismatches, self.undecided, len(self.entries)
+        if not mismatches and not undecided:
             bound = max([entry.bound for entry in self.entries], default=0.0)
             entries = "the entry agrees" if count == 1 else f"all {count} entries agree"
             return f"{entries} with differences in {self.dtype}, which are off by at most {bound:.1g}."
         lines = []
-        if wrong:
-            lines += [f"{len(wrong)} of {count} entries differ from differences in {self.dtype}."]
-            lines += _told(wrong, ".mismatches")
+        if mismatches:
+            lines += [f"{len(mismatches)} of {count} entries differ from differences in {self.dtype}."]
+            lines += _first_three(mismatches, ".mismatches")
         if undecided:
             lines += [f"{len(undecided)} of {count} entries are undecided by differences in {self.dtype}."]
-            lines += _told(undecided, ".undecided")
+            lines += _first_three(undecided, ".undecided")
         if self.diagnosis is not None:
             lines.append(str(self.diagnosis))
         return "\n".join(lines)
 
 
-def _told(entries: Sequence[CheckedEntry], where: str) -> list[str]:
-    more = [f"and {len(entries) - 3} more in {where}"] if len(entries) > 3 else []
-    return [str(entry) for entry in entries[:3]] + more
+def _first_three(entries: Sequence[CheckedEntry], field: str) -> list[str]:
+    rest = [f"and {len(entries) - 3} more in {field}"] if len(entries) > 3 else []
+    return [str(entry) for entry in entries[:3]] + rest
 
 
 @not_compiled
 def check(
     f: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOTHING, of: Named = None, wrt: Named = None
 ) -> Check:
-    """Whether entries of a derivative are the slopes of the function's values, by central differences.
+    """Check that entries of a derivative are the slopes of the function's values, by central differences.
 
     Values are computed in float64 where the function accepts it, with its arguments and parameters converted, and in
-    its own precision otherwise; each entry says how far off its difference may be, by how differences of neighbouring
+    its own precision otherwise. Each entry says how far off its difference may be, by how differences of neighbouring
     widths spread. At a kink any slope between the two sides agrees. Where entries differ, `.diagnosis` names the
-    operation: a rule that somebody wrote, a hook, a detach.
+    operation: a custom rule, a hook, a detach. Of complex numbers both parts are moved and compared.
 
-    The verdict is `agrees`, `differs`, or `undecided` where differences do not tell, as for a function that gives other
-    numbers each time. `bool()` is true for the first alone. Of complex numbers both parts are moved and compared.
+    Args:
+        f: The function or model.
+        *args: Its arguments.
+        kwargs: Its keyword arguments.
+        of: What is differentiated, by name or place; the only floating output if left out.
+        wrt: What it is differentiated by; the only floating input if left out.
+
+    Returns:
+        The check. Its verdict is `agrees`, `differs`, or `undecided` where differences do not tell, as for a function
+        that gives other numbers each time. `bool()` is true for the first alone.
+
+    Raises:
+        OptionError: If more than 1024 entries are named.
 
     >>> import torch, elementgrad as eg
     >>> print(eg.check(lambda x: x.sin().sum(), torch.tensor([0.5, 1.0]), wrt="x[0]"))
@@ -144,152 +141,149 @@ def check(
     place, target_place = parse_place(wrt), parse_target(of)
     call = BoundCall(f, args, kwargs)
     source, target = call.find_source(place), call.find_target(target_place)
-    evaluated = _evaluated(call, source, target)
-    with call.backend.precision(evaluated[0].dtype):
-        entries = _entries(call, (place, target_place), (source, target), *evaluated)
-    found = Check(entries, evaluated[1])
-    if not found.mismatches:
-        return found
+    sampled, dtype, linear = _linearize(call, source, target)
+    with call.backend.precision(sampled.dtype):
+        x = linear.inputs[0] if source.computed else sampled.tensors[0]
+        wrt_operand = call.operand(place, source, 0, x, batch=False)
+        of_operand = call.operand(target_place, target, 0, linear.value(0), batch=False)
+        entries = _compare(sampled, dtype, linear, of_operand, wrt_operand, source.computed)
+    result = Check(entries, dtype)
+    if not result.mismatches:
+        return result
     if any(entry.gradient is not None and not np.isfinite(entry.gradient) for entry in entries):
-        real = "c" not in [call.backend.kind(x) for x in (evaluated[2].value(0), evaluated[2].inputs[0])]
+        real = "c" not in [call.backend.kind(x) for x in (linear.value(0), linear.inputs[0])]
         diagnosis = Explanation(call, place, target_place, probe=False).diagnosis() if real else None
     else:
-        diagnosis = _parting(call, source, target, found.mismatches[0])
-    return replace(found, diagnosis=diagnosis)
+        diagnosis = _blame_mismatch(call, source, target, result.mismatches[0])
+    return replace(result, diagnosis=diagnosis)
 
 
-def _entries(
-    call: BoundCall, places: Sequence[Place], named: Sequence[TensorRef], sampled: SampledCall, dtype: str, linear: Any
-) -> list[CheckedEntry]:
-    """Every entry asked for, with its difference."""
-    (place, target_place), (source, target), backend = places, named, call.backend
-    since = call.operand(place, source, 0, linear.inputs[0] if source.computed else sampled.tensors[0], batch=False)
-    to = call.operand(target_place, target, 0, linear.value(0), batch=False)
-    rows, columns = _positions(to, backend), _positions(since, backend)
-    if len(rows) * len(columns) > MOST:
-        raise OptionError(
-            f"{len(rows)} x {len(columns)} entries are more than {MOST}; name some of {to.name} and of {since.name}"
-        )
-    pulled = _rows(linear, backend, to, rows, since, columns)
-    base = backend.zeros(tuple(backend.shape(since.tensor)), since.tensor) if source.computed else sampled.tensors[0]
-    numbers = sampled.numbers()
-    middle, steady = sampled.steady(base, RUNS * len(columns))
-    other, first = _elsewhere(sampled, base, columns, numbers, dtype) or (base, middle)
-    steady &= sampled.same(first, other)
-    largest = [0.0 if row is None else float(np.abs(row).max(initial=0.0)) for row in pulled]
-    judged = []
-    for column in columns:
-        at = partial(_at, sampled, base, rows, int(column))
-        slopes = [0.0 if row is None else float(row[column]) for row in pulled]
-        line = LineFunctions(
-            at, middle[rows], float(numbers[column]), dtype, unit(middle, numbers, max(largest, default=0.0))
-        )
-        judged.append(verdicts(line, slopes, largest))
-    steady &= sampled.same(first, other)
-    entries = []
-    for number, (column, row) in enumerate(product(columns, rows)):
-        found, derivatives = judged[number // len(rows)][number % len(rows)], pulled[number % len(rows)]
-        if not steady[row]:
-            found = replace(found, agrees=None, why=UNSTEADY)
-        gradient = None if derivatives is None else float(derivatives[column])
-        names = _element(to, int(row), backend), _element(since, int(column), backend)
-        entries.append(CheckedEntry(*names, gradient, found.difference, found.bound, found.agrees, found.why))
-    return entries
-
-
-def _elsewhere(
-    sampled: SampledCall, base: Tensor, columns: np.ndarray, numbers: np.ndarray, dtype: str
-) -> tuple[Tensor, np.ndarray] | None:
-    """Move all that is asked about, since noise may be nothing at the point itself; None if the function refuses it."""
-    sizes = np.abs(numbers[columns])
-    by = SIZES[dtype] * uneven_weights(len(columns)) * np.where(np.isfinite(sizes), np.fmax(sizes, 1.0), 0.0)
-    other = moved(sampled, base, list(columns), by)
-    try:
-        return other, parts(sampled.backend, sampled(other))
-    except Exception:  # it is the user's function, at numbers that are not theirs
-        return None
-
-
-def _at(sampled: SampledCall, base: Tensor, rows: np.ndarray, column: int, by: float) -> np.ndarray:
-    return sampled.beside(moved(sampled, base, [column], by), rows)
-
-
-def _evaluated(call: BoundCall, source: TensorRef, target: TensorRef) -> tuple[SampledCall, str, Any]:
-    """The function ready for sweeps, in float64 if it accepts that."""
+def _linearize(call: BoundCall, source: TensorRef, target: TensorRef) -> tuple[SampledCall, str, Linearization]:
+    """Return the function ready for sweeps, in float64 if it accepts that, and its precision."""
     backend = call.backend
     try:
         sampled = SampledCall(call, source, target, "float64")
-        linear = sampled.linear()
+        linear = sampled.linearize()
         if precision_of(backend, linear.value(0)) == precision_of(backend, linear.inputs[0]) == "float64":
             return sampled, "float64", linear
-    except Exception:  # the user's function is made for another precision: what it says then is raised below
+    except Exception:  # the user's function is made for another precision; its error, if any, comes again below
         pass
     sampled = SampledCall(call, source, target)
-    linear = sampled.linear()
-    both = [precision_of(backend, x) for x in (linear.value(0), linear.inputs[0])]
-    known = [name for name in both if name in EPSILON]
+    linear = sampled.linearize()
+    names = [precision_of(backend, x) for x in (linear.value(0), linear.inputs[0])]
+    known = [name for name in names if name in EPSILON]
     return sampled, max(known, key=EPSILON.__getitem__, default="float32"), linear
 
 
-def _positions(side: Operand, backend: Backend) -> np.ndarray:
-    chosen = np.asarray(side.select(..., backend).flat()).reshape(-1)
-    return positions_in_parts(backend, side.tensor, chosen)
+def _compare(
+    sampled: SampledCall, dtype: str, linear: Linearization, of: Operand, wrt: Operand, computed: bool
+) -> list[CheckedEntry]:
+    """Return every chosen entry with its difference; `computed` if the source exists only during the run."""
+    backend = sampled.backend
+    rows, columns = part_positions(of, backend), part_positions(wrt, backend)
+    if len(rows) * len(columns) > MAX_ENTRIES:
+        raise OptionError(
+            f"{len(rows)} x {len(columns)} entries are more than {MAX_ENTRIES}; name some of {of.name} and of "
+            f"{wrt.name}"
+        )
+    jacobian = _jacobian_rows(linear, backend, of, rows, wrt, columns)
+    base = backend.zeros(tuple(backend.shape(wrt.tensor)), wrt.tensor) if computed else sampled.tensors[0]
+    numbers = sampled.source_parts()
+    middle, steady = sampled.find_steady(base, RUNS_PER_ELEMENT * len(columns))
+    # Noise may be zero at the point itself, so steadiness is judged at another one, before and after all other runs.
+    other, value_there = _move_all(sampled, base, columns, numbers, dtype) or (base, middle)
+    steady &= sampled.is_same(value_there, other)
+    largest = [0.0 if row is None else float(np.abs(row).max(initial=0.0)) for row in jacobian]
+    unit = slope_unit(middle, numbers, max(largest, default=0.0))
+    verdicts = []
+    for column in columns:
+
+        def at(by: float, column: int = int(column)) -> np.ndarray:
+            return sampled.parts_or_nan(sampled.move(base, [column], by), rows)
+
+        gradients = [0.0 if row is None else float(row[column]) for row in jacobian]
+        line = LineFunctions(at, middle[rows], float(numbers[column]), dtype, unit)
+        verdicts.append(judge_gradients(line, gradients, largest))
+    steady &= sampled.is_same(value_there, other)
+    entries = []
+    for column, column_verdicts in zip(columns, verdicts, strict=True):
+        for row, derivatives, verdict in zip(rows, jacobian, column_verdicts, strict=True):
+            if not steady[row]:
+                verdict = replace(verdict, agrees=None, why=UNSTEADY)
+            gradient = None if derivatives is None else float(derivatives[column])
+            names = _element_name(of, int(row), backend), _element_name(wrt, int(column), backend)
+            difference, bound = verdict.difference, verdict.bound
+            entries.append(CheckedEntry(*names, gradient, difference, bound, verdict.agrees, verdict.why))
+    return entries
 
 
-def _rows(
-    linear: Any, backend: Backend, to: Operand, rows: np.ndarray, since: Operand, columns: np.ndarray
-) -> list[np.ndarray | None]:
-    """Derivatives of some parts of the target: by reverse sweeps, or by forward ones where those have no rule."""
+def _move_all(
+    sampled: SampledCall, base: Tensor, columns: np.ndarray, numbers: np.ndarray, dtype: str
+) -> tuple[Tensor, np.ndarray] | None:
+    """Move all chosen elements a little, and return them with the value there; None if the function refuses them."""
+    sizes = np.abs(numbers[columns])
+    by = STEP_SIZES[dtype] * uneven_weights(len(columns)) * np.where(np.isfinite(sizes), np.fmax(sizes, 1.0), 0.0)
+    other = sampled.move(base, list(columns), by)
     try:
-        return [_row(linear, backend, to, int(row)) for row in rows]
+        return other, real_parts(sampled.backend, sampled(other))
+    except Exception:  # the user's function, at numbers that are not theirs
+        return None
+
+
+def _jacobian_rows(
+    linear: Linearization, backend: Backend, of: Operand, rows: np.ndarray, wrt: Operand, columns: np.ndarray
+) -> list[np.ndarray | None]:
+    """Return rows of the Jacobian: by reverse sweeps, or by forward ones where an operation has no reverse rule."""
+    try:
+        return [_jacobian_row(linear, backend, of, int(row)) for row in rows]
     except UnsupportedError as error:
-        if "c" in (backend.kind(to.tensor), backend.kind(since.tensor)):
+        if "c" in (backend.kind(of.tensor), backend.kind(wrt.tensor)):
             raise FrameworkError(f"{backend.name} has no reverse rule for these complex numbers: {error}") from error
-    found = np.zeros((len(rows), math.prod(backend.shape(since.tensor))))
+    jacobian = np.zeros((len(rows), math.prod(backend.shape(wrt.tensor))))
     try:
         for column in columns:
-            seed = backend.load("read").one_hot_seeds(since.tensor, np.array([column]), 1)
-            (pushed,) = linear.jvp(0, [0], seed)
-            if pushed is None:
+            seed = backend.load("read").one_hot_seeds(wrt.tensor, np.array([column]), 1)
+            (tangent,) = linear.jvp(0, [0], seed)
+            if tangent is None:
                 return [None] * len(rows)
-            found[:, column] = parts(backend, pushed)[rows]
+            jacobian[:, column] = real_parts(backend, tangent)[rows]
     except UnsupportedError as error:
         raise FrameworkError(f"{backend.name} can differentiate this in no direction: {error}") from error
-    return list(found)
+    return list(jacobian)
 
 
-def _row(linear: Any, backend: Backend, to: Operand, row: int) -> np.ndarray | None:
-    """The derivatives of one part of the target by all parts of the source."""
-    shape = tuple(backend.shape(to.tensor))
-    seed = np.zeros(math.prod(shape), np.complex128 if backend.kind(to.tensor) == "c" else np.float64)
+def _jacobian_row(linear: Linearization, backend: Backend, of: Operand, row: int) -> np.ndarray | None:
+    """Return the derivatives of one real part of the target by all real parts of the source."""
+    shape = tuple(backend.shape(of.tensor))
+    seed = np.zeros(math.prod(shape), np.complex128 if backend.kind(of.tensor) == "c" else np.float64)
     seed.view(np.float64)[row] = 1.0
     seed = seed.conj() if backend.conjugates else seed
-    (pulled,) = linear.vjp(0, [0], backend.cast(seed.reshape(1, *shape), to.tensor))
-    if pulled is None:
+    (cotangent,) = linear.vjp(0, [0], backend.cast(seed.reshape(1, *shape), of.tensor))
+    if cotangent is None:
         return None
-    values = parts(backend, pulled)
-    if backend.conjugates and backend.kind(pulled) == "c":
+    values = real_parts(backend, cotangent)
+    if backend.conjugates and backend.kind(cotangent) == "c":
         values = values * np.tile([1.0, -1.0], len(values) // 2)
     return values
 
 
-def _element(side: Operand, row: int, backend: Backend) -> str:
-    position, part = divmod(row, 2) if backend.kind(side.tensor) == "c" else (row, None)
-    index = ", ".join([str(int(i)) for i in np.unravel_index(position, side.of)])
-    name = f"{side.name}[{index}]" if side.of else side.name
+def _element_name(operand: Operand, row: int, backend: Backend) -> str:
+    position, part = divmod(row, 2) if backend.kind(operand.tensor) == "c" else (row, None)
+    index = ", ".join([str(int(i)) for i in np.unravel_index(position, operand.of)])
+    name = f"{operand.name}[{index}]" if operand.of else operand.name
     return name if part is None else f"{name}.{('real', 'imag')[part]}"
 
 
-def _parting(call: BoundCall, source: TensorRef, target: TensorRef, wrong: CheckedEntry) -> Diagnosis:
-    """The operation where the gradient and the values part, as far as the framework can tell."""
-    witness = call.backend.load("explain").trace(PartialCall(call, [source], [target]), source.tensor, True)
-    trail = DataPath(witness.graph)
-    suspects = suspected(witness.graph)
-    if wrong.gradient is None:
-        found = why_unconnected(trail, True)
+def _blame_mismatch(call: BoundCall, source: TensorRef, target: TensorRef, entry: CheckedEntry) -> Diagnosis:
+    """Find the operation where gradient and values part, as far as the framework can tell."""
+    trace = call.backend.load("explain").trace(PartialCall(call, [source], [target]), source.tensor, True)
+    path = DataPath(trace.graph)
+    suspects = suspect_hints(trace.graph)
+    if entry.gradient is None:
+        finding = why_unconnected(path, True)
     elif suspects:
-        found = blamed(suspects)
+        finding = blame_hints(suspects)
     else:
-        cuts = [step for step in trail.cuts() if step.cut_cause not in FLAT]
-        found = CauseFinding(cuts[0].cut_cause, cuts[0], others=cuts[1:]) if cuts else CauseFinding(None)
-    return Diagnosis.made("mismatch", found, trail, call.backend.name, wrong.of, wrong.wrt)
+        cuts = [op for op in path.cuts() if op.cut_cause not in FLAT_CAUSES]
+        finding = CauseFinding(cuts[0].cut_cause, cuts[0], others=cuts[1:]) if cuts else CauseFinding(None)
+    return Diagnosis.made("mismatch", finding, path, call.backend.name, entry.of, entry.wrt)

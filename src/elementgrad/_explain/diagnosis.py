@@ -1,11 +1,11 @@
-"""What explain finds: a verdict, its cause, the line, and what to do about it."""
+"""`Diagnosis`, the result of `eg.explain`: a verdict, its cause, the line, and the fix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elementgrad._explain.blame import spelled
-from elementgrad._explain.causes import known
+from elementgrad._explain.blame import describe
+from elementgrad._explain.causes import words_for
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.trace import Verdict
 from elementgrad._html import box, never_raise
@@ -29,7 +29,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a gradient is what it is. Made by `eg.explain`; `print` it.
+    """The explanation of a gradient, by `eg.explain`. `print` it; it is true if nothing is wrong.
 
     >>> import torch, elementgrad as eg
     >>> diagnosis = eg.explain(lambda x: x.detach().sum(), torch.ones(2), wrt="x[0]")
@@ -41,7 +41,7 @@ class Diagnosis:
 
     verdict: Verdict
     cause: str | None = None
-    """One of the names in the documentation; None if what was seen does not decide, or if nothing is wrong."""
+    """One of the names in the documentation; None if the evidence does not decide, or if nothing is wrong."""
     where: str | None = None
     """The user's line, `model.py:42`."""
     operation: str | None = None
@@ -56,7 +56,7 @@ class Diagnosis:
     of: str = "output"
     wrt: str = "the input"
     variant: str | None = field(default=None, repr=False)
-    """What the words are chosen by besides the cause: the operation, mostly."""
+    """Chooses the words for the cause in place of the operation, if it is set."""
 
     @classmethod
     def made(
@@ -69,20 +69,33 @@ class Diagnosis:
         wrt: str,
         **more: Any,
     ) -> "Diagnosis":
-        """A finding in words."""
-        step, cause = finding.step, finding.cause
-        operation = step.operation if step is not None else None
+        """Put a finding into words.
+
+        Args:
+            verdict: What is the matter with the gradient.
+            finding: The cause and the operation to blame.
+            trail: The run, if it could be followed.
+            framework: Chooses the fix.
+            of: The name of what is differentiated.
+            wrt: The name of what it is differentiated by.
+            **more: Further fields, such as `value`.
+
+        Returns:
+            The diagnosis, with line, path, evidence and fix.
+        """
+        op, cause = finding.op, finding.cause
+        operation = op.operation if op is not None else None
         words = {"operation": operation or "a step", "of": of, "wrt": wrt}
-        evidence = [*finding.evidence, *[f"another path ends in {spelled(other)}" for other in finding.others]]
+        evidence = [*finding.evidence, *[f"another path ends in {describe(other)}" for other in finding.others]]
         return cls(
             verdict,
             cause,
-            step.where if step is not None else None,
+            op.where if op is not None else None,
             operation,
-            step.module if step is not None else "",
-            tuple(trail.line(step)) if trail is not None else (),
+            op.module if op is not None else "",
+            tuple(trail.operations(op)) if trail is not None else (),
             tuple(dict.fromkeys(evidence)),
-            known(cause, finding.variant or operation).remedy(framework).format(**words),
+            words_for(cause, finding.variant or operation).fix_in(framework).format(**words),
             of=of,
             wrt=wrt,
             variant=finding.variant,
@@ -91,25 +104,25 @@ class Diagnosis:
 
     @property
     def clause(self) -> str | None:
-        """What is wrong, as a part of a sentence."""
+        """The clause that says what is wrong."""
         if self.fix is None:
             return None
-        said = known(self.cause, self.variant or self.operation).says
-        return said.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
+        clause = words_for(self.cause, self.variant or self.operation).clause
+        return clause.format(operation=self.operation or "a step", of=self.of, wrt=self.wrt)
 
     @property
     def reason(self) -> tuple[str, str] | None:
-        """What is wrong and in which line, and what to do about it, for an error that goes on from there."""
+        """The clause with its line, and the fix, for an error message that goes on from there."""
         if self.clause is None or self.fix is None:
             return None
-        told = ", in ".join([part for part in (self.where, self.module) if part])
-        return self.clause + (f" ({told})" if told else ""), self.fix
+        location = ", in ".join([part for part in (self.where, self.module) if part])
+        return self.clause + (f" ({location})" if location else ""), self.fix
 
     @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
-        says = SENTENCES[self.verdict].format(of=self.of, wrt=self.wrt)
-        return f"{says}." if self.clause is None else f"{says}: {self.clause}."
+        verdict = SENTENCES[self.verdict].format(of=self.of, wrt=self.wrt)
+        return f"{verdict}." if self.clause is None else f"{verdict}: {self.clause}."
 
     @property
     def place(self) -> str | None:
@@ -119,11 +132,10 @@ class Diagnosis:
             f"in {self.module}" if self.module else None,
             f"at {self.operation}" if self.operation else None,
         ]
-        told = [part for part in parts if part]
-        return ", ".join(told) if told else None
+        return ", ".join([part for part in parts if part]) or None
 
     def __bool__(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return True if nothing is wrong."""
         return self.verdict == "flows" and self.cause is None
 
     def __str__(self) -> str:

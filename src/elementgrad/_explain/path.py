@@ -1,254 +1,142 @@
-"""The way of data through a run, from source to target, and what is found on it.
+"""The path of data from source to target through an `OpGraph`, and the finding that a search along it ends with."""
 
-Runs that cannot be followed, as when a framework has changed: the verdict is kept, and the diagnosis says so.
-"""
-
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
-import numpy as np
-
-from elementgrad._backends.autodiff import Linearization
-from elementgrad._backends.base import Backend
-from elementgrad._explain.trace import (
-    MOVING_STATISTIC,
-    CotangentSizes,
-    FiniteFlags,
-    Hint,
-    Op,
-    OpGraph,
-    ReachOverlap,
-    TangentSizes,
-    Trace,
-    cannot_follow,
-)
-from elementgrad._names.call import PartialCall
+from elementgrad._explain.trace import MOVING_STATISTIC, Hint, Op, OpGraph
 
 
 @dataclass
 class CauseFinding:
-    """A cause and the step that it is about, as far as the evidence decides."""
+    """A cause and the operation that it is about, as far as the evidence decides."""
 
     cause: str | None
-    step: Op | None = None
+    op: Op | None = None
     evidence: list[str] = field(default_factory=list)
     others: list[Op] = field(default_factory=list)
-    """Further steps at which other paths end."""
+    """Further operations at which other paths end."""
     variant: str | None = None
-    """What tells more of the cause than the operation does, if something does."""
+    """Chooses the words for the cause in place of the operation, if there is something closer."""
 
     @classmethod
-    def of_remark(cls, remark: Hint) -> "CauseFinding":
-        """What a backend knew at once."""
-        evidence = [remark.evidence] if remark.evidence else []
-        if remark.op is not None and remark.op.operation == MOVING_STATISTIC:
-            return cls(remark.cause, None, evidence, variant=MOVING_STATISTIC)
-        return cls(remark.cause, remark.op, evidence)
+    def of_hint(cls, hint: Hint) -> "CauseFinding":
+        """Return the finding for something that the backend knew at once."""
+        evidence = [hint.evidence] if hint.evidence else []
+        if hint.op is not None and hint.op.operation == MOVING_STATISTIC:
+            return cls(hint.cause, None, evidence, variant=MOVING_STATISTIC)
+        return cls(hint.cause, hint.op, evidence)
 
 
 class DataPath:
-    """The steps of an account that lie between source and target, by their data."""
+    """The operations of a graph that lie between source and target, by their data."""
 
-    def __init__(self, account: OpGraph):
-        self.graph = account
-        self.reached = {account.source}
-        """Values computed from the source."""
-        for step in account.ops:
-            if not self.reached.isdisjoint(step.inputs):
-                self.reached.update(step.outputs)
-        self.leading = {account.target}
-        """Values that the target is computed from."""
-        for step in reversed(account.ops):
-            if not self.leading.isdisjoint(step.outputs):
-                self.leading.update(step.inputs)
+    def __init__(self, graph: OpGraph):
+        self.graph = graph
+        self.from_source = {graph.source}
+        """Values computed from the source, itself included."""
+        for op in graph.ops:
+            if not self.from_source.isdisjoint(op.inputs):
+                self.from_source.update(op.outputs)
+        self.to_target = {graph.target}
+        """Values that the target is computed from, itself included."""
+        for op in reversed(graph.ops):
+            if not self.to_target.isdisjoint(op.outputs):
+                self.to_target.update(op.inputs)
 
     @property
-    def joined(self) -> bool:
-        """Whether the target was computed from the source, however."""
-        return self.graph.target in self.reached
+    def reaches_target(self) -> bool:
+        """True if the target was computed from the source, with or without derivatives."""
+        return self.graph.target in self.from_source
 
-    def between(self, step: Op) -> bool:
-        """Whether data passes the step on its way from source to target."""
-        return not self.reached.isdisjoint(step.inputs) and any(
-            value in self.reached and value in self.leading for value in step.outputs
+    def is_between(self, op: Op) -> bool:
+        """Return True if data passes the operation on its way from source to target."""
+        return not self.from_source.isdisjoint(op.inputs) and any(
+            value in self.from_source and value in self.to_target for value in op.outputs
         )
 
-    def cut(self, step: Op) -> bool:
-        """Whether nothing that a step gives is connected."""
-        return not any(value in self.graph.connected for value in step.outputs)
+    def is_cut(self, op: Op) -> bool:
+        """Return True if no output of the operation is connected."""
+        return not any(value in self.graph.connected for value in op.outputs)
 
-    def cuts(self, until: Collection[int] | None = None) -> list[Op]:
-        """The steps at which paths end: they take what is connected and give what is not, and is needed."""
+    def cuts(self, needed: Collection[int] | None = None) -> list[Op]:
+        """Return the operations at which paths end: a connected value goes in, and an unconnected one comes out.
+
+        The latter is among the `needed` values; by default those that the target is computed from.
+        """
         connected = self.graph.connected
-        needed = self.leading if until is None else until
+        needed = self.to_target if needed is None else needed
         return [
-            step
-            for step in self.graph.ops
-            if any(value in connected for value in step.inputs)
-            and any(value in needed and value in self.reached and value not in connected for value in step.outputs)
+            op
+            for op in self.graph.ops
+            if any(value in connected for value in op.inputs)
+            and any(value in needed and value in self.from_source and value not in connected for value in op.outputs)
         ]
 
     def exits(self) -> list[Op]:
-        """The steps by which what was computed from the source left the framework."""
+        """Return the operations by which values computed from the source left the framework."""
         return [
-            step
-            for step in self.graph.ops
-            if step.cut_cause == "left-framework" and not self.reached.isdisjoint(step.inputs)
+            op
+            for op in self.graph.ops
+            if op.cut_cause == "left-framework" and not self.from_source.isdisjoint(op.inputs)
         ]
 
-    def came_back(self, exit: Op) -> bool:
-        """Whether the target is computed from plain numbers that became a tensor after others had left."""
-        later = self.graph.ops[_index(self.graph.ops, exit) :]
-        return any(step.from_python and not self.leading.isdisjoint(step.outputs) for step in later)
+    def comes_back(self, exit: Op) -> bool:
+        """Return True if the target is computed from plain numbers that became a tensor after `exit`."""
+        later = self.graph.ops[self._index(exit) :]
+        return any(op.from_python and not self.to_target.isdisjoint(op.outputs) for op in later)
 
-    def before(self, step: Op) -> set[int]:
-        """The values that a step was computed from, those it takes included."""
-        found = set(step.inputs)
-        steps = list(self.graph.ops)
-        for earlier in reversed(steps[: steps.index(step)]):
-            if not found.isdisjoint(earlier.outputs):
-                found.update(earlier.inputs)
-        return found
+    def ancestors(self, op: Op) -> set[int]:
+        """Return the values that an operation was computed from, its inputs included."""
+        values = set(op.inputs)
+        for earlier in reversed(self.graph.ops[: self._index(op)]):
+            if not values.isdisjoint(earlier.outputs):
+                values.update(earlier.inputs)
+        return values
 
-    def last_of(self, ended: Sequence[Op]) -> Op:
-        """Of several steps that let nothing through the one to which all others lead; if there is none, the first."""
-        behind = self.before(ended[-1])
-        return ended[-1] if all(not behind.isdisjoint(step.outputs) for step in ended[:-1]) else ended[0]
+    def most_downstream(self, ops: Sequence[Op]) -> Op:
+        """Return the last of several operations in their order if all others lead to it, and the first otherwise."""
+        ancestors = self.ancestors(ops[-1])
+        return ops[-1] if all(not ancestors.isdisjoint(op.outputs) for op in ops[:-1]) else ops[0]
 
-    def closed(self) -> CauseFinding | None:
-        """That something takes the source which cannot be looked into, if it does."""
-        for step in self.graph.ops:
-            if step.opaque and not self.reached.isdisjoint(step.inputs):
-                return CauseFinding(None, step, [f"{step.operation} takes it, and cannot be looked into"])
+    def opaque_finding(self) -> CauseFinding | None:
+        """Return a finding without a cause if something reads the source that cannot be looked into."""
+        for op in self.graph.ops:
+            if op.opaque and not self.from_source.isdisjoint(op.inputs):
+                return CauseFinding(None, op, [f"{op.operation} takes it, and cannot be looked into"])
         return None
 
-    def line(self, broken: Op | None = None) -> list[str]:
-        """One way from source to target in operations, through a break if there is one."""
-        if broken is None or not any(step is broken for step in self.graph.ops):
-            way = self._behind(self.graph.target) if self.joined else []
+    def operations(self, broken: Op | None = None) -> list[str]:
+        """Return the names of the operations on one way from source to target, through `broken` if it is given."""
+        if broken is None or not any(op is broken for op in self.graph.ops):
+            way = self._way_to(self.graph.target) if self.reaches_target else []
         else:
-            way = [*self._behind(*[value for value in broken.inputs if value in self.reached][:1]), broken]
-            way += self._ahead(broken)
+            way = [*self._way_to(*[value for value in broken.inputs if value in self.from_source][:1]), broken]
+            way += self._way_from(broken)
         return [
-            f"{step.operation} (broken here)" if step is broken else step.operation
-            for step in way
-            if not step.hidden or step is broken
+            f"{op.operation} (broken here)" if op is broken else op.operation
+            for op in way
+            if not op.hidden or op is broken
         ]
 
-    def _behind(self, *values: int) -> list[Op]:
-        """The steps of one way from the source to a value."""
-        made = {value: step for step in self.graph.ops for value in step.outputs}
+    def _way_to(self, *values: int) -> list[Op]:
+        """Return the operations of one way from the source to the first of `values`."""
+        makers = {value: op for op in self.graph.ops for value in op.outputs}
         way: list[Op] = []
         ahead = list(values)
-        while ahead and ahead[0] in made and ahead[0] != self.graph.source:
-            step = made[ahead[0]]
-            way.append(step)
-            ahead = [value for value in step.inputs if value in self.reached]
+        while ahead and ahead[0] in makers and ahead[0] != self.graph.source:
+            op = makers[ahead[0]]
+            way.append(op)
+            ahead = [value for value in op.inputs if value in self.from_source]
         return way[::-1]
 
-    def _ahead(self, step: Op) -> list[Op]:
-        """The steps of one way from a step to the target; none if there is no way."""
+    def _way_from(self, op: Op) -> list[Op]:
+        """Return the operations of one way from an operation to the target; none if there is no way."""
         way: list[Op] = []
-        here = step
-        for other in list(self.graph.ops)[_index(self.graph.ops, step) + 1 :]:
-            if not set(here.outputs).isdisjoint(other.inputs) and not self.leading.isdisjoint(other.outputs):
-                way.append(other)
-                here = other
+        for later in self.graph.ops[self._index(op) + 1 :]:
+            if not set(op.outputs).isdisjoint(later.inputs) and not self.to_target.isdisjoint(later.outputs):
+                way.append(later)
+                op = later
         return way
 
-
-def _index(steps: Sequence[Op], step: Op) -> int:
-    return next(number for number, other in enumerate(steps) if other is step)
-
-
-Tensor = Any
-T = TypeVar("T")
-UNSEEN = "no step was seen on the way that the gradient takes, so that the path is not known"
-
-
-class OpaqueTrace(Trace):
-    """The derivative of a run of which no step was seen."""
-
-    def __init__(self, backend: Backend, run: PartialCall, source: Tensor | None):
-        self._backend = backend
-        self._run = run
-        self._given = source
-        met: list[Tensor] = []
-
-        def meet(x: Tensor) -> Tensor:
-            met.append(x)
-            return x
-
-        with backend.isolated(run.function):
-            (self.target,) = run(meet if source is None else source)
-        self.source = met[0] if source is None else source
-        self.graph = OpGraph((), 0, 1, frozenset((0, 1)))
-
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        """Compute it as a read does."""
-        linear: Linearization = self._backend.linearize(self._run, [self._given], False, 1)
-        like = linear.value(0)
-        shape = tuple(self._backend.shape(like))
-        seed = np.zeros(int(np.prod(shape, dtype=int)))
-        seed[of] = weights
-        (pulled,) = linear.vjp(0, [0], self._backend.cast(seed.reshape(1, *shape), like))
-        return None if pulled is None else self._backend.reshape(pulled, tuple(self._backend.shape(pulled))[1:])
-
-    def tangent_sizes(self, wrt: np.ndarray) -> None:
-        """No step was seen."""
-
-    def cotangent_sizes(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> None:
-        """No step was seen."""
-
-    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> None:
-        """No step was seen."""
-
-    def finite_flags(self) -> None:
-        """No step was seen."""
-
-
-class CheckedTrace(Trace):
-    """A run that was seen, and that may turn out not to be followed again; why is kept."""
-
-    def __init__(self, witness: Trace):
-        self._witness = witness
-        self.graph, self.source, self.target = witness.graph, witness.source, witness.target
-        self.failures: list[str] = []
-
-    def _tried(self, follow: Callable[[], T | None]) -> T | None:
-        try:
-            return follow()
-        except Exception as error:
-            self.failures.append(cannot_follow(error))
-            return None
-
-    def apply_source_hooks(self, gradient: Tensor) -> Tensor:
-        """Ask the run."""
-        return self._witness.apply_source_hooks(gradient)
-
-    def hint_for_error(self, error: Exception) -> Hint | None:
-        """Ask the run."""
-        return self._witness.hint_for_error(error)
-
-    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        """Ask the run; what the framework raises is for the user."""
-        return self._witness.gradient(of, weights)
-
-    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """Follow the elements, if that can be."""
-        return self._tried(lambda: self._witness.tangent_sizes(wrt))
-
-    def cotangent_sizes(
-        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
-    ) -> Sequence[CotangentSizes | None] | None:
-        """Follow the gradient, if that can be."""
-        return self._tried(lambda: self._witness.cotangent_sizes(of, weights, wrt))
-
-    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        """Follow both, if that can be."""
-        return self._tried(lambda: self._witness.reach_overlap(of, weights, wrt))
-
-    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
-        """Look at the numbers, if that can be."""
-        return self._tried(self._witness.finite_flags)
+    def _index(self, op: Op) -> int:
+        return next(index for index, other in enumerate(self.graph.ops) if other is op)

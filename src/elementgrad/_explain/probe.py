@@ -1,156 +1,332 @@
-"""What is tried out about a gradient: does the value move, is it the slope, what is it in another precision.
+"""Run the user's function at other numbers and in other precisions, to learn what one traced run cannot tell.
 
-Which elements of what a step gives can move with some elements of what it takes, at whatever numbers.
-
-A rectifier that is flat here, or a factor that is zero here, hides what its output is computed from. So the step is run
-again on other numbers, twice, with nothing but those elements moved in between. Indices stay, truths do not.
+`SampledCall` is a call as a function of one of its tensors. `Probe` asks for `eg.explain` whether the target moves with
+the chosen elements, whether a gradient is the slope of the values, and how large it is in another precision.
 """
 
 import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
-from elementgrad._explain.differences import (
-    EPSILON,
-    LARGEST,
-    LineFunctions,
-    SampledCall,
-    moved,
-    moves,
-    parts,
-    unit,
-    verdicts,
-)
+from elementgrad._explain.differences import EPSILON, STEP_SIZES, LineFunctions, judge_gradients
 from elementgrad._explain.trace import uneven_weights
-from elementgrad._names.call import BoundCall, Operand, TensorRef
+from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
+from elementgrad.errors import TracedError
 
 Tensor = Any
-SUSPICIOUS = 64.0
-"""A gradient below so many units of rounding of the value may be what is left of a sum that cancels."""
-APART = 0.02
+LARGEST = {"float64": 1.79e308, "float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38}
+"""About the largest number of each precision."""
+REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""The precision of a complex number's parts."""
+COMPLEX = {real: name for name, real in REAL.items()}
+ROUNDING = 64.0
+"""A gradient or a change of a value below so many units of rounding may be nothing but rounding."""
+MISMATCH = 0.02
 """A gradient counts as wrong if it is off by more of the slope than this."""
+COMPILE_AFTER = 1.0
+"""A function is compiled if the runs ahead would take more seconds than this."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A call, and the elements asked about on both sides."""
+    """A call, and the chosen elements of both sides."""
 
     call: BoundCall
     source: TensorRef
     target: TensorRef
-    to: Operand
-    since: Operand
+    of_operand: Operand
+    wrt_operand: Operand
 
     @property
     def backend(self) -> Backend:
-        """The framework."""
         return self.call.backend
 
     @property
     def dtype(self) -> str:
-        """The precision that the function is used in: the coarser one of both sides."""
-        names = [self.backend.dtype(side.tensor) for side in (self.to, self.since)]
+        """The precision in which the function is used: the coarser one of both sides."""
+        names = [self.backend.dtype(operand.tensor) for operand in (self.of_operand, self.wrt_operand)]
         return max([name for name in names if name in EPSILON], key=EPSILON.__getitem__, default="float32")
 
     @property
     def of(self) -> np.ndarray:
         """The flat positions of the target's elements."""
-        return _positions(self.to, self.backend)
+        return positions(self.of_operand, self.backend)
 
     @property
     def wrt(self) -> np.ndarray:
         """The flat positions of the source's elements."""
-        return _positions(self.since, self.backend)
+        return positions(self.wrt_operand, self.backend)
 
     @property
     def seeds(self) -> tuple[np.ndarray, np.ndarray]:
         """The target's elements and a weight for each."""
-        positions = self.of
-        return positions, uneven_weights(len(positions))
+        of = self.of
+        return of, uneven_weights(len(of))
 
     def moves(self) -> bool | None:
-        """Whether the target's elements are others when the source's are moved; None if the function refuses that."""
+        """Return True if the target changes when the source's elements move, by a little or by a lot.
+
+        Several elements move by uneven amounts, since many functions see differences alone. Changes by rounding do not
+        count. None if the function refuses all numbers that it is given.
+        """
         try:
-            return moves(self._sampled(), self._base(None), self.of, list(self.wrt), self.dtype)
-        except Exception:  # it is the user's function, at numbers that are not theirs
+            return self._moves(self._sampled(), self._base(None))
+        except Exception:  # the user's function, at numbers that are not theirs
             return None
+
+    def _moves(self, sampled: "SampledCall", base: Tensor) -> bool | None:
+        of, wrt = self.of, list(self.wrt)
+        before = sampled.parts_at(base, of)
+        weights = uneven_weights(len(wrt))
+        moves = None
+        for by in [sign * size for size in (STEP_SIZES[self.dtype], 1.0, 100.0) for sign in (1.0, -1.0)]:
+            try:
+                after = sampled.parts_at(sampled.move(base, wrt, by * weights), of)
+            except Exception:  # the user's function, at numbers that are not theirs
+                continue
+            if not np.allclose(before, after, rtol=ROUNDING * EPSILON[self.dtype], atol=0.0, equal_nan=True):
+                return True
+            moves = False
+        return moves
 
     def mismatches(self, gradient: np.ndarray) -> bool:
-        """Whether the largest of the gradient is clearly not the slope of the values, which can be had near by."""
+        """Return True if the largest element of the gradient is clearly not the slope of the values."""
         try:
-            return self._is_off(gradient)
-        except Exception:  # it is the user's function, at numbers that are not theirs
+            return self._mismatches(gradient)
+        except Exception:  # the user's function, at numbers that are not theirs
             return False
 
-    def _is_off(self, gradient: np.ndarray) -> bool:
-        positions, share = self.seeds
+    def _mismatches(self, gradient: np.ndarray) -> bool:
+        of, weights = self.seeds
         sampled, dtype, known = self._finest()
         base = self._base(None if sampled.dtype is None else dtype)
-        number = int(np.argmax(np.abs(gradient)))
-        place = int(self.wrt[number])
-        middle, steady = sampled.steady(base, 0, known)
+        index = int(np.argmax(np.abs(gradient)))
+        position, entry = int(self.wrt[index]), float(gradient[index])
+        middle, steady = sampled.find_steady(base, 0, known)
 
         def at(by: float) -> np.ndarray:
-            return share[None] @ sampled.read(moved(sampled, base, [place], by), positions)
+            return weights[None] @ sampled.parts_at(sampled.move(base, [position], by), of)
 
-        numbers, held = sampled.numbers(), float(gradient[number])
-        line = LineFunctions(
-            at, share[None] @ middle[positions], float(numbers[place]), dtype, unit(middle, numbers, abs(held))
-        )
-        (found,) = verdicts(line, [held], [abs(held)])
-        apart = abs(found.difference - held) > APART * max(abs(found.difference), abs(held))
-        return found.agrees is False and apart and bool(steady[positions].all())
+        numbers = sampled.source_parts()
+        unit = slope_unit(middle, numbers, abs(entry))
+        line = LineFunctions(at, weights[None] @ middle[of], float(numbers[position]), dtype, unit)
+        (verdict,) = judge_gradients(line, [entry], [abs(entry)])
+        far = abs(verdict.difference - entry) > MISMATCH * max(abs(verdict.difference), abs(entry))
+        return verdict.agrees is False and far and bool(steady[of].all())
 
-    def precise(self, dtype: str = "float64") -> float | None:
-        """The size of the gradient in another precision; None if the function does not accept it."""
-        positions, share = self.seeds
-        seed = np.zeros(math.prod(self.backend.shape(self.to.tensor)))
-        seed[positions] = share
+    def gradient_size(self, dtype: str = "float64") -> float | None:
+        """Return the size of the gradient in another precision; None if the function does not accept it."""
+        of, weights = self.seeds
+        seed = np.zeros(math.prod(self.backend.shape(self.of_operand.tensor)))
+        seed[of] = weights
         try:
-            found = self._sampled(dtype).gradient(seed)
-        except Exception:  # it is the user's function, and made for another precision
+            gradient = self._sampled(dtype).gradient(seed)
+        except Exception:  # the user's function is made for another precision
             return None
-        return None if found is None else float(np.abs(found.reshape(-1)[self.wrt]).max(initial=0.0))
+        return None if gradient is None else float(np.abs(gradient.reshape(-1)[self.wrt]).max(initial=0.0))
 
     def overflows(self) -> bool:
-        """Whether the gradient is finite in float64, and too large for the precision that the function is used in."""
-        size = self.precise()
+        """Return True if the gradient is finite in float64, and too large for the precision of the function."""
+        size = self.gradient_size()
         return size is not None and LARGEST[self.dtype] < size < math.inf
 
     def is_rounding(self, gradient: np.ndarray, largest: float, value: float) -> bool:
-        """Whether a gradient is mere rounding: the whole source has no more, and other precisions have other sizes."""
-        if largest > SUSPICIOUS * EPSILON[self.dtype] * max(1.0, value):
+        """Return True if a gradient is mere rounding.
+
+        Then the whole source has no larger one, and the size is another in another precision.
+        """
+        if largest > ROUNDING * EPSILON[self.dtype] * max(1.0, value):
             return False
         here = float(np.abs(gradient).max())
         if self.dtype == "float64":
-            other = self.precise("float32")
+            other = self.gradient_size("float32")
             return other is not None and other > 1e4 * here
-        other = self.precise()
+        other = self.gradient_size()
         return other is not None and other < 1e-4 * here
 
-    def _sampled(self, dtype: str | None = None) -> SampledCall:
+    def _sampled(self, dtype: str | None = None) -> "SampledCall":
         return SampledCall(self.call, self.source, self.target, dtype)
 
-    def _finest(self) -> tuple[SampledCall, str, np.ndarray | None]:
-        """The function in float64 if it accepts that, and what it gave then."""
+    def _finest(self) -> tuple["SampledCall", str, np.ndarray | None]:
+        """Return the function in float64 if it accepts that, with the parts of its value then."""
         try:
             sampled = self._sampled("float64")
             value = sampled(self._base("float64"))
             if self.backend.dtype(value) == "float64":
-                return sampled, "float64", parts(self.backend, value)
-        except Exception:  # it is the user's function, and made for another precision
+                return sampled, "float64", real_parts(self.backend, value)
+        except Exception:  # the user's function is made for another precision
             pass
         return self._sampled(), self.dtype, None
 
     def _base(self, dtype: str | None) -> Tensor:
-        """The source, or zeros to add to it where the run meets it."""
-        like = self.since.tensor
+        """Return the source, or zeros to add to it where it exists only during the run."""
+        like = self.wrt_operand.tensor
         x = self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.computed else self.source.tensor
         return x if dtype is None else self.backend.convert(x, dtype)
 
 
-def _positions(side: Operand, backend: Backend) -> np.ndarray:
-    return np.asarray(side.select(..., backend).flat()).reshape(-1)
+class SampledCall:
+    """A call as a function of one of its tensors, with every floating one in the precision `dtype`, if it is given."""
+
+    def __init__(self, call: BoundCall, source: TensorRef, target: TensorRef, dtype: str | None = None):
+        self.backend: Backend = call.backend
+        self._source = source
+        others = [] if dtype is None else _other_floats(call, source)
+        self._run = PartialCall(call, [source, *others], [target])
+        self.tensors = [_convert(self.backend, each.tensor, dtype) for each in (source, *others)]
+        self.dtype = dtype
+        self._evaluate: Callable[[Tensor], Tensor] = self._run_once
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the target at a source of `x`; for a source that exists only during the run, `x` is added to it."""
+        with self.backend.precision(self.dtype):
+            return self._evaluate(x)
+
+    def _run_once(self, x: Tensor) -> Tensor:
+        (value,) = self.backend.load("explain").run_at(self._run, [x, *self.tensors[1:]])
+        return value
+
+    def find_steady(
+        self, base: Tensor, runs_ahead: int, known: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the target's parts, and which of them stay the same, but for rounding, when the function runs again.
+
+        `known` are the parts of a first run, if there was one. Where many slow runs are ahead, the function is
+        compiled from here on, if that gives the same numbers.
+        """
+        before = real_parts(self.backend, self(base)) if known is None else known
+        start = time.perf_counter()
+        steady = self.is_same(before, base)
+        if steady.all() and (time.perf_counter() - start) * runs_ahead > COMPILE_AFTER:
+            self._evaluate = self.backend.load("explain").maybe_compile(self._run_once)
+            try:
+                faithful = bool(self.is_same(before, base).all())
+            except Exception:  # the user's function cannot be traced
+                faithful = False
+            self._evaluate = self._evaluate if faithful else self._run_once
+        return before, steady
+
+    def is_same(self, before: np.ndarray, base: Tensor) -> np.ndarray:
+        """Run again, and return which of the target's parts are the same as before, but for rounding."""
+        value = self(base)
+        after = real_parts(self.backend, value)
+        tolerance = ROUNDING * EPSILON.get(precision_of(self.backend, value), 0.0)
+        return np.isclose(after, before, rtol=tolerance, atol=0.0, equal_nan=True)
+
+    def linearize(self) -> Linearization:
+        with self.backend.precision(self.dtype):
+            run = self._run
+            single = _SingleTensorCall(run.call, run.sources[:1], run.targets, rest=(run.sources[1:], self.tensors[1:]))
+            return self.backend.linearize(single, self.tensors[:1], False, 1)
+
+    def gradient(self, weights: np.ndarray) -> np.ndarray | None:
+        """Return the gradient of a weighted sum of the target's elements; None if there is no path."""
+        with self.backend.precision(self.dtype):
+            linear = self.linearize()
+            like = linear.value(0)
+            seed = self.backend.cast(weights.reshape(self.backend.shape(like)), like)
+            (gradient,) = linear.vjp(0, [0], self.backend.reshape(seed, (1, *self.backend.shape(like))))
+            return None if gradient is None else self.backend.to_float64(gradient)
+
+    def move(self, x: Tensor, parts: Sequence[int], by: float | np.ndarray) -> Tensor:
+        """Return `x` with some of its real parts moved."""
+        backend, shape = self.backend, self.backend.shape(x)
+        dtype = np.complex128 if backend.kind(x) == "c" else np.float64
+        delta = np.zeros(int(np.prod(shape, dtype=int)), dtype)
+        delta.view(np.float64)[list(parts)] = by
+        with backend.precision(self.dtype):
+            return x + backend.cast(delta.reshape(shape), x)
+
+    def parts_at(self, x: Tensor, of: np.ndarray) -> np.ndarray:
+        """Return the target's parts at positions `of` for a source of `x`."""
+        return real_parts(self.backend, self(x))[of]
+
+    def parts_or_nan(self, x: Tensor, of: np.ndarray) -> np.ndarray:
+        """Return the target's parts for a source that is not the user's; NaN where the function refuses it."""
+        try:
+            return self.parts_at(x, of)
+        except Exception:  # as a distribution refuses a probability above one
+            return np.full(len(of), np.nan)
+
+    def source_parts(self) -> np.ndarray:
+        """Return the source's parts, from its tensor or from a run that computes it."""
+        if not self._source.computed:
+            return real_parts(self.backend, self.tensors[0])
+        run = PartialCall(self._run.call, self._run.sources, [self._source])
+        with self.backend.precision(self.dtype):
+            (value,) = self.backend.load("explain").run_at(run, self.tensors)
+        return real_parts(self.backend, value)
+
+
+@dataclass(frozen=True)
+class _SingleTensorCall(PartialCall):
+    """A call as a function of one tensor; `rest` has other numbers for others, by which there are no derivatives."""
+
+    rest: tuple[Sequence[TensorRef], Sequence[Tensor]] = ((), ())
+
+    def __call__(self, *tensors: Any) -> list[Tensor]:
+        sources, values = self.rest
+        return self.call.run([*self.sources, *sources], [*tensors, *values], self.targets, self.cuts)
+
+
+def _other_floats(call: BoundCall, source: TensorRef) -> list[TensorRef]:
+    """Return the other floating inputs, and the floating tensors that the function holds."""
+    inputs = [other for other in call.inputs if other != source and call.backend.kind(other.tensor) in "fc"]
+    params = [
+        TensorRef(name, kind, tensor)
+        for name, kind, tensor in call.model.named_tensors()
+        if call.backend.kind(tensor) in "fc"
+    ]
+    return inputs + [other for other in params if other != source]
+
+
+def _convert(backend: Backend, x: Tensor | None, dtype: str | None) -> Tensor | None:
+    if x is None or dtype is None:
+        return x
+    return backend.convert(x, COMPLEX.get(dtype, dtype) if backend.kind(x) == "c" else dtype)
+
+
+def precision_of(backend: Backend, x: Tensor) -> str:
+    """Return the floating dtype of a tensor's numbers, or of their real and imaginary parts."""
+    name = backend.dtype(x)
+    return REAL.get(name, name)
+
+
+def real_parts(backend: Backend, x: Tensor) -> np.ndarray:
+    """Return the values as float64 in one row; real and imaginary parts of complex numbers alternate."""
+    values = backend.read(backend.convert(x, "complex128")) if backend.kind(x) == "c" else backend.to_float64(x)
+    if values is None:
+        raise TracedError(
+            "numbers of what is checked cannot be read, since they are sparse or being traced; give dense tensors, and "
+            "check outside of jit, vmap and tf.function"
+        )
+    if values.dtype.kind == "c":
+        values = np.ascontiguousarray(values, np.complex128).view(np.float64)
+    return values.reshape(-1)
+
+
+def positions(operand: Operand, backend: Backend) -> np.ndarray:
+    """Return the flat positions of an operand's elements."""
+    return np.asarray(operand.select(..., backend).flat()).reshape(-1)
+
+
+def part_positions(operand: Operand, backend: Backend) -> np.ndarray:
+    """Return the positions of an operand's elements in the `real_parts` of its tensor."""
+    flat = positions(operand, backend)
+    return (2 * flat[:, None] + [0, 1]).reshape(-1) if backend.kind(operand.tensor) == "c" else flat
+
+
+def slope_unit(values: np.ndarray, numbers: np.ndarray, gradient: float) -> float:
+    """Estimate how large the slopes of a function are, by the sizes of its values, numbers and gradient.
+
+    Numbers far below one are not taken at face value: they may be added to larger ones.
+    """
+    y, x = (float(np.max(np.abs(each[np.isfinite(each)]), initial=0.0)) for each in (values, numbers))
+    slope = min(y / x if x else math.inf, max(1.0, y / max(1.0, x)))
+    return max(slope if y else 1.0, gradient if math.isfinite(gradient) else 0.0)

@@ -35,8 +35,8 @@ class Op:
     outputs: tuple[int, ...] = ()
     """Ids of the values that it makes. A write in place makes a new value of each tensor that shares the memory."""
     cut_cause: str | None = None
-    """Why no derivative leaves it, if a connected value goes in, an unconnected one comes out, and the framework can
-    tell why: `detached`, `no-grad`, `discrete`, `left-framework`, `custom-rule`, `no-rule`, ..."""
+    """The cause for which no derivative leaves it, if a connected value goes in, an unconnected one comes out, and the
+    framework knows why: `detached`, `no-grad`, `discrete`, `left-framework`, `custom-rule`, `no-rule`, ..."""
     note: str = ""
     """An observation, as a part of a sentence: `float32 in, int64 out`."""
     custom_gradient: bool = False
@@ -85,7 +85,7 @@ class TangentSizes:
     at_inputs: float
     at_outputs: float
     cause: str | None = None
-    """Why nothing leaves, where the backend knows better than the table of operations: `tie` for a maximum."""
+    """The cause if nothing leaves, where the backend knows better than the table of operations: `tie` for a maximum."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: I001 (grouped by what they are for)
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -175,12 +176,12 @@ def backward_threads_enabled() -> bool:
     return torch._C._is_multithreading_enabled()
 
 
-def is_inplace_error(error: BaseException) -> bool:
+def is_inplace_error(error: BaseException | str) -> bool:
     """Return True if a tensor that the graph saved was changed in place since."""
     return "modified by an inplace operation" in str(error)
 
 
-def is_freed_graph_error(error: BaseException) -> bool:
+def is_freed_graph_error(error: BaseException | str) -> bool:
     """Return True if `backward()` freed the graph."""
     return "backward through the graph a second time" in str(error)
 
@@ -222,3 +223,44 @@ REENTRANT_CHECKPOINT, OTHER_CHECKPOINT = "CheckpointFunction", "_checkpoint_with
 def node_number(node: Any) -> int:
     """Return the number of a node of the graph, which grows in the order of computation."""
     return int(node._sequence_nr())
+
+
+# What PyTorch's errors about gradients mean, by their text: it raises RuntimeError for all of them.
+
+
+def is_leaf_write_error(text: str) -> bool:
+    return "leaf Variable that requires grad" in text
+
+
+def is_unused_error(text: str) -> bool:
+    """Return True if `torch.autograd.grad` was given an input that the output does not depend on."""
+    return "appears to not have been used in the graph" in text
+
+
+def is_untracked_error(text: str) -> bool:
+    """Return True if backward was called on a tensor without a graph."""
+    return "does not require grad" in text
+
+
+def operation_without_derivative(text: str) -> str | None:
+    """Return the name of the operation that has no derivative."""
+    match = re.search(r"(?:derivative for '?(?:aten::)?|: )(\w+)'? is not implemented", text)
+    return None if match is None else match.group(1).strip("_")
+
+
+def argument_without_derivative(text: str) -> tuple[str, str] | None:
+    """Return the function and the argument by which it has no derivative, such as the statistics of a batch norm."""
+    match = re.search(r"function '(\w+)' is not differentiable with respect to argument '(\w+)'", text)
+    return None if match is None else (match.group(1).removeprefix("native_"), match.group(2))
+
+
+def overwritten_shape(text: str) -> tuple[int, ...] | None:
+    """Return the shape of the tensor of an in-place error, if it names one."""
+    match = re.search(r"\[torch\.\w+ \[([\d, ]*)\]\]", text)
+    return tuple([int(size) for size in match.group(1).split(",") if size.strip()]) if match else None
+
+
+def overwritten_maker(text: str) -> str | None:
+    """Return the function that made the tensor of an in-place error, if it names one."""
+    match = re.search(r"output \d+ of (\w+?)(?:Backward)?\d*,", text)
+    return match.group(1).lower() if match else None

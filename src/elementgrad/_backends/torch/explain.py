@@ -1,35 +1,39 @@
-"""What PyTorch says when it refuses a gradient, as a cause and a step.
+"""The part of PyTorch in `eg.explain`: traced runs, runs at other numbers, live tensors, and training steps.
 
-A run of a PyTorch function, watched, and followed again where numbers are asked for.
-
-A function in float64 that holds tensors of its own, which nobody can convert beforehand.
+`TorchTrace` runs a function under a `TorchOpRecorder`; each sweep runs it again from the same state, with a meter that
+measures every call. Live tensors have no record, but their autograd graph is walked (`report_live`). A training step
+runs as it is under a recorder (`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
 """
 
-import re
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import is_user_code, location_text
+from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_ops import Meter, Overwrite
 from elementgrad._backends.torch.explain_rules import (
     ChecksumMeter,
     DependenceMasks,
     FinitenessMeter,
+    GradientFlow,
     GradientMeter,
     TangentMeter,
+    flow_hook,
 )
-from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, state
-from elementgrad._backends.torch.record.intercept import name_of, pause_recording
+from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.record.history import operation_name
+from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
@@ -44,113 +48,176 @@ from elementgrad._explain.trace import (
     ReachOverlap,
     TangentSizes,
     Trace,
+    Verdict,
+    cannot_follow,
     uneven_weights,
 )
 from elementgrad._names import pytree
-
-CHANGED = "modified by an inplace operation"
-TWICE = "backward through the graph a second time"
-LEAF = "leaf Variable that requires grad"
-UNUSED = "appears to not have been used in the graph"
-UNTRACKED = "does not require grad"
-MISSING = re.compile(r"(?:derivative for '?(?:aten::)?|: )(\w+)'? is not implemented")
-SHAPE = re.compile(r"\[torch\.\w+ \[([\d, ]*)\]\]")
-ARGUMENT = re.compile(r"function '(\w+)' is not differentiable with respect to argument '(\w+)'")
-MAKER = re.compile(r"output \d+ of (\w+?)(?:Backward)?\d*,")
-
-
-def undifferentiable(error: RuntimeError) -> Hint | None:
-    """What PyTorch says of an argument by which a function has no derivative; None if it is about something else.
-
-    A batch norm has none by its statistics, and a cross entropy none by the weights of its classes.
-    """
-    found = ARGUMENT.search(str(error))
-    if found is None:
-        return None
-    function, argument = found.group(1).removeprefix("native_"), found.group(2)
-    evidence = f"PyTorch has no derivative of {function} by {argument}"
-    if argument.startswith("running_"):
-        return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
-    return Hint("no-rule", evidence, Op(function, _line(error)))
-
-
-@dataclass(frozen=True)
-class RefusedCall:
-    """What ran before PyTorch refused."""
-
-    steps: Sequence[Op]
-    overwrites: Sequence[Overwrite]
-    backwards: Sequence[Op]
-    carried: Op | None
-
-    @classmethod
-    def after(cls, watch: TorchOpRecorder) -> "RefusedCall":
-        """What a watch has seen."""
-        return cls(watch.steps, watch.overwrites, watch.asking.backwards, watch.carried)
-
-    def remark(self, error: BaseException) -> Hint | None:
-        """The cause of an error of PyTorch's; None if it is none that is known."""
-        for text in (str(error), str(error.__cause__ or "")):
-            if CHANGED in text:
-                return Hint("modified-in-place", "the gradient needs the numbers from before", self._writer(text))
-            if LEAF in text:
-                return Hint("modified-in-place", "", Op(LEAF_WRITE, _line(error)))
-            if TWICE in text:
-                return self._twice()
-            missing = MISSING.search(text)
-            if missing:
-                word = missing.group(1).strip("_")
-                step = next((step for step in self.steps if step.operation == word), Op(word))
-                return Hint("no-rule", "", step)
-        return None
-
-    def _twice(self) -> Hint:
-        if self.carried is not None:
-            evidence = f"{self.carried.operation} takes a tensor that was computed before, in a graph that is gone"
-            return Hint("freed-graph", evidence, self.carried)
-        earlier = [step.where for step in self.backwards[:-1] if step.where]
-        evidence = f"backward() was called before, at {earlier[-1]}" if earlier else ""
-        return Hint("freed-graph", evidence, self.backwards[-1] if self.backwards else None)
-
-    def _writer(self, text: str) -> Op | None:
-        """The write that PyTorch complains of: to a tensor of that shape, made by that function, if it says so."""
-        found = SHAPE.search(text)
-        shape = tuple([int(size) for size in found.group(1).split(",") if size.strip()]) if found else None
-        fitting = [write for write in self.overwrites if shape is None or write.shape == shape] or self.overwrites
-        maker = MAKER.search(text)
-        if maker:
-            fitting = [write for write in fitting if write.maker == maker.group(1).lower()] or fitting
-        return fitting[-1].step if fitting else None
-
-
-def _line(error: BaseException) -> str | None:
-    """The user's line that an error comes from."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [location_text(file, line) for file, line in frames if is_user_code(file, ["torch"])]
-    return users[-1] if users else None
-
+from elementgrad.errors import PlaceError, UnconnectedError
 
 Tensor = torch.Tensor
 
 
+class TorchTrace(Trace):
+    """Run a function under a mode that sees every call; each sweep runs it again from the same state."""
+
+    def __init__(self, run: TensorFunction, source: Tensor | None):
+        self._run = run
+        self._source = source
+        self._state = state()
+        try:
+            recorder, source_id, target, passed = self._record(None)
+        except RuntimeError as error:
+            hint = _hint_for_argument(error)
+            if hint is None or source is None:
+                raise
+            self._finish_untracked(hint, source)
+            return
+        self._refused = RefusedRun.after(recorder)
+        frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
+        hints = [*_hints_of_source(run, source), *frozen, *recorder.hints]
+        connected = frozenset(recorder.connected)
+        self.graph = OpGraph(recorder.ops, source_id, recorder.id_of(target), connected, hints, self._is_random)
+        self.source = passed if source is None else source
+        self.target = target.detach()
+        self._live: tuple[Tensor, Tensor] | None = (target, passed)  # until the gradient is computed
+
+    def _finish_untracked(self, hint: Hint, source: Tensor) -> None:
+        """Run the function untracked, where PyTorch does not run it with a tracked source."""
+        with isolated(self._run.function, self._state), torch.no_grad():
+            (target,) = self._run(source.detach())
+        self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
+        self.source, self.target = source, target.detach()
+        self._live = self.target, self.source  # without a path between them
+
+    def _record(
+        self,
+        meter: Callable[["PathToSource"], Meter] | None,
+        tangent: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
+        """Run the function; return the recorder, the source's id, the target, and the source as it was passed."""
+        leads = PathToSource()
+        recorder = TorchOpRecorder(leads, self._run.function, None if meter is None else meter(leads))
+        started: list[tuple[int, Tensor]] = []
+
+        def start(x: Tensor) -> Tensor:
+            with pause_recording():
+                passed = _pass(x if shift is None else x.detach() + shift, tangent)
+                if tangent is None:
+                    leads.start(passed)
+            started.append((recorder.add_source(passed), passed))
+            return passed
+
+        plain_attention = tangent is not None  # the plain kernel has forward derivatives
+        with isolated(self._run.function, self._state, plain_attention):
+            before = generators()[0]
+            with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
+                argument: Any = start if self._source is None else start(self._source)
+                (target,) = self._run(argument)
+            self._is_random = not torch.equal(before, generators()[0])
+        if recorder.failure is not None:
+            raise recorder.failure
+        source_id, passed = started[0]
+        return recorder, source_id, target, passed
+
+    def _measures(self, recorder: TorchOpRecorder) -> Sequence[Any] | None:
+        """Return the measures of a run, if it took the same operations as the first."""
+        same = [op.operation for op in recorder.ops] == [op.operation for op in self.graph.ops]
+        return recorder.measures if same else None
+
+    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+        target, passed = self._live or self._record(None)[2:]
+        self._live = None
+        if not target.requires_grad or not passed.requires_grad:
+            return None
+        return self._backward(target, passed, of, weights)
+
+    def _backward(self, target: Tensor, passed: Tensor, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+        seed = torch.zeros_like(target, requires_grad=False).reshape(-1)
+        seed[_index(of, seed)] = torch.from_numpy(weights).to(seed)
+        with isolated(None), plainly():
+            (gradient,) = torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)
+        return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
+
+    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+        flat = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
+        flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
+        tangent = flat.reshape(self.source.shape)
+        try:
+            with forward_ad.dual_level():
+                recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
+                reached = forward_ad.unpack_dual(target).tangent
+        except (NotImplementedError, RuntimeError):  # an operation has no forward rule
+            return self._changes(tangent)
+        sizes = self._measures(recorder)
+        values = torch.zeros_like(target) if reached is None else reached
+        return None if sizes is None else (sizes, values.detach().double().cpu().numpy())
+
+    def _changes(self, tangent: Tensor) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+        """Compare two runs, one of them with the elements moved a little. Sizes are 1 where numbers change, else 0."""
+        distance = torch.finfo(tangent.dtype).eps ** 0.4
+        runs = [self._record(lambda leads: ChecksumMeter(), shift=sign * distance * tangent) for sign in (0.0, 1.0)]
+        before, after = [self._measures(recorder) for recorder, _, _, _ in runs]
+        if before is None or after is None:
+            return None
+        sizes = [
+            None if a is None or b is None else TangentSizes(float(a[0] != b[0]), float(a[1] != b[1]))
+            for a, b in zip(before, after, strict=True)
+        ]
+        values = (runs[1][2].detach() - runs[0][2].detach()).double() / distance
+        return sizes, values.cpu().numpy()
+
+    def cotangent_sizes(
+        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
+    ) -> Sequence[CotangentSizes | None] | None:
+        recorder, _, target, passed = self._record(lambda leads: GradientMeter(leads.node, lambda: leads.first, wrt))
+        flows = self._measures(recorder)
+        if flows is None or not target.requires_grad or not passed.requires_grad:
+            return None
+        self._backward(target, passed, of, weights)
+        return [None if flow is None else flow.sizes() for flow in flows]
+
+    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
+        mask = np.zeros(self.source.numel(), bool)
+        mask[wrt] = True
+        meter = DependenceMasks(lambda: self.graph.source, mask.reshape(tuple(self.source.shape)))
+        recorder, source_id, target, passed = self._record(lambda leads: meter)
+        if self._measures(recorder) is None or source_id != self.graph.source or not target.requires_grad:
+            return None
+        self._backward(target, passed, of, weights)
+        return ReachOverlap(set(meter.masks), meter.alive)
+
+    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
+        return self._measures(self._record(lambda leads: FinitenessMeter())[0])
+
+    def hint_for_error(self, error: Exception) -> Hint | None:
+        return self._refused.hint(error)
+
+    def apply_source_hooks(self, gradient: Tensor) -> Tensor:
+        hooks = getattr(self._source, "_backward_hooks", None) if self._source is not None else None
+        for hook in list((hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+
 class PathToSource:
-    """Whether gradients lead from a tensor back to the source."""
+    """Tell whether gradients lead from a tensor back to the source, by a walk through the autograd graph."""
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
         self.first = 0
 
     def start(self, source: Tensor) -> None:
-        """Where they lead to."""
         self.first = source.grad_fn._sequence_nr()  # type: ignore[union-attr]
         self._known[self.first] = True
 
     def __call__(self, x: Tensor) -> bool:
-        """Whether they do."""
         return x.requires_grad and self.node(x.grad_fn)
 
     def node(self, node: Any) -> bool:
-        """The same for a node of the graph."""
+        """Return True if gradients lead from a node of the graph to the source."""
         ahead, order = [node], []
         while ahead:
             here = ahead.pop()
@@ -163,158 +230,15 @@ class PathToSource:
             self._known[number] = False
             ahead.extend([following for following, _ in here.next_functions])
         for here in sorted(order, key=lambda node: node._sequence_nr()):
-            self._known[here._sequence_nr()] = any(self._is(following) for following, _ in here.next_functions)
-        return self._is(node)
+            self._known[here._sequence_nr()] = any(self._leads(following) for following, _ in here.next_functions)
+        return self._leads(node)
 
-    def _is(self, node: Any) -> bool:
+    def _leads(self, node: Any) -> bool:
         return node is not None and not hasattr(node, "variable") and self._known.get(node._sequence_nr(), False)
 
 
-class TorchTrace(Trace):
-    """Runs a function under a mode that sees every call; each sweep runs it again from the same state."""
-
-    def __init__(self, run: TensorFunction, source: Tensor | None):
-        self._run = run
-        self._given = source
-        self._state = state()
-        try:
-            watch, number, target, met = self._watched(None)
-        except RuntimeError as error:
-            remark = undifferentiable(error)
-            if remark is None or source is None:
-                raise
-            self._tell(remark, source)
-            return
-        self._refused = RefusedCall.after(watch)
-        frozen = [] if met.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
-        remarks = [*_about(run, source), *frozen, *watch.remarks]
-        connected = frozenset(watch.connected)
-        self.graph = OpGraph(watch.steps, number, watch.number(target), connected, remarks, self._draws)
-        self.source = met if source is None else source
-        self.target = target.detach()
-        self._live: tuple[Tensor, Tensor] | None = (target, met)  # until the gradient is asked for
-
-    def _tell(self, remark: Hint, source: Tensor) -> None:
-        """That PyTorch does not run the function with this source tracked."""
-        with isolated(self._run.function, self._state), torch.no_grad():
-            (target,) = self._run(source.detach())
-        self.graph = OpGraph([], 0, 1, frozenset([0]), [remark])
-        self.source, self.target = source, target.detach()
-        self._live = self.target, self.source  # which do not lead to each other
-
-    def _watched(
-        self, meter: Callable[[PathToSource], Meter] | None, tangent: Tensor | None = None, shift: Tensor | None = None
-    ) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
-        leads = PathToSource()
-        watch = TorchOpRecorder(leads, self._run.function, None if meter is None else meter(leads))
-        found: list[tuple[int, Tensor]] = []
-
-        def start(x: Tensor) -> Tensor:
-            with pause_recording():
-                passed = _passed(x if shift is None else x.detach() + shift, tangent)
-                if tangent is None:
-                    leads.start(passed)
-            found.append((watch.source(passed), passed))
-            return passed
-
-        attention = tangent is not None  # the plain kernel has forward derivatives
-        quiet = isolated(self._run.function, self._state, attention)
-        with quiet:
-            before = generators()[0]
-            with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), watch.on():
-                given: Any = start if self._given is None else start(self._given)
-                (target,) = self._run(given)
-            self._draws = not torch.equal(before, generators()[0])
-        if watch.failed is not None:
-            raise watch.failed
-        number, passed = found[0]
-        return watch, number, target, passed
-
-    def _follow(self, watch: TorchOpRecorder) -> Sequence[Any] | None:
-        """The measures of a run, if it took the same steps as the first."""
-        same = [step.operation for step in watch.steps] == [step.operation for step in self.graph.ops]
-        return watch.measures if same else None
-
-    def gradient(self, of: np.ndarray, share: np.ndarray) -> Tensor | None:
-        target, passed = self._live or self._watched(None)[2:]
-        self._live = None
-        if not target.requires_grad or not passed.requires_grad:
-            return None
-        return self._back(target, passed, of, share)
-
-    def _back(self, target: Tensor, passed: Tensor, of: np.ndarray, share: np.ndarray) -> Tensor | None:
-        seed = torch.zeros_like(target, requires_grad=False).reshape(-1)
-        seed[torch.from_numpy(of.copy()).to(seed.device)] = torch.from_numpy(share).to(seed)
-        with isolated(None), plainly():
-            (pulled,) = torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)
-        return pulled if pulled is None or pulled.layout == torch.strided else pulled.to_dense()
-
-    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        tangent = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
-        tangent[torch.from_numpy(wrt.copy()).to(tangent.device)] = torch.from_numpy(uneven_weights(len(wrt))).to(
-            tangent
-        )
-        try:
-            with forward_ad.dual_level():
-                watch, _, target, _ = self._watched(lambda leads: TangentMeter(), tangent.reshape(self.source.shape))
-                reached = forward_ad.unpack_dual(target).tangent
-        except (NotImplementedError, RuntimeError):  # a rule is missing on the way
-            return self._shifted(tangent.reshape(self.source.shape))
-        steps = self._follow(watch)
-        values = torch.zeros_like(target) if reached is None else reached
-        return None if steps is None else (steps, values.detach().double().cpu().numpy())
-
-    def _shifted(self, tangent: Tensor) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """The same by comparison: two runs, one of them with the elements moved a little. Sizes are 1 or 0."""
-        size = torch.finfo(tangent.dtype).eps ** 0.4
-        runs = [self._watched(lambda leads: ChecksumMeter(), shift=sign * size * tangent) for sign in (0.0, 1.0)]
-        still, moved = [self._follow(watch) for watch, _, _, _ in runs]
-        if still is None or moved is None:
-            return None
-        pairs = [None if a is None or b is None else (a, b) for a, b in zip(still, moved, strict=True)]
-        steps = [
-            None if p is None else TangentSizes(float(p[0][0] != p[1][0]), float(p[0][1] != p[1][1])) for p in pairs
-        ]
-        values = (runs[1][2].detach() - runs[0][2].detach()).double() / size
-        return steps, values.cpu().numpy()
-
-    def cotangent_sizes(
-        self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray
-    ) -> Sequence[CotangentSizes | None] | None:
-        watch, _, target, passed = self._watched(lambda leads: GradientMeter(leads.node, lambda: leads.first, wrt))
-        steps = self._follow(watch)
-        if steps is None or not target.requires_grad or not passed.requires_grad:
-            return None
-        self._back(target, passed, of, share)
-        return [None if flow is None else flow.pulled() for flow in steps]
-
-    def reach_overlap(self, of: np.ndarray, share: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        mask = np.zeros(self.source.numel(), bool)
-        mask[wrt] = True
-        meter = DependenceMasks(lambda: self.graph.source, mask.reshape(tuple(self.source.shape)))
-        watch, number, target, passed = self._watched(lambda leads: meter)
-        if self._follow(watch) is None or number != self.graph.source or not target.requires_grad:
-            return None
-        self._back(target, passed, of, share)
-        return ReachOverlap(set(meter.masks), meter.alive)
-
-    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
-        watch, _, _, _ = self._watched(lambda leads: FinitenessMeter())
-        return self._follow(watch)
-
-    def hint_for_error(self, error: Exception) -> Hint | None:
-        return self._refused.remark(error)
-
-    def apply_source_hooks(self, gradient: Tensor) -> Tensor:
-        hooks = getattr(self._given, "_backward_hooks", None) if self._given is not None else None
-        for hook in list((hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
-
-
-def _passed(x: Tensor, tangent: Tensor | None) -> Tensor:
-    """What goes into the function: the same numbers, with a place of their own in the graph or a derivative."""
+def _pass(x: Tensor, tangent: Tensor | None) -> Tensor:
+    """Return the same numbers for the function, with a node of their own in the graph, or with a tangent."""
     with nullcontext() if not x.is_inference() else torch.inference_mode(False):
         plain = x.clone() if x.is_inference() else x.detach()
         if tangent is not None:
@@ -322,35 +246,100 @@ def _passed(x: Tensor, tangent: Tensor | None) -> Tensor:
         return (plain if not x.requires_grad else x.detach()).requires_grad_().clone()
 
 
-def _about(run: TensorFunction, source: Tensor | None) -> list[Hint]:
-    """What is to be seen of the source itself."""
+def _hints_of_source(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if source is None:
         return []
-    remarks = []
+    hints = []
     if run.held[0] and isinstance(source, torch.nn.Parameter) and not source.requires_grad:
-        remarks.append(Hint("not-tracked", "its requires_grad is False"))
+        hints.append(Hint("not-tracked", "its requires_grad is False"))
     if getattr(source, "_backward_hooks", None):
-        remarks.append(Hint("hook", "the tensor has a hook of its own", Op("register_hook")))
-    return remarks
+        hints.append(Hint("hook", "the tensor has a hook of its own", Op("register_hook")))
+    return hints
 
 
-def sample(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Run a function at other numbers, with the first of them tracked."""
+def _hint_for_argument(error: RuntimeError) -> Hint | None:
+    """Return the hint for an argument by which a function has no derivative; None for other errors.
+
+    A batch norm has none by its statistics, and a cross entropy none by the weights of its classes.
+    """
+    names = _compat.argument_without_derivative(str(error))
+    if names is None:
+        return None
+    function, argument = names
+    evidence = f"PyTorch has no derivative of {function} by {argument}"
+    if argument.startswith("running_"):
+        return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
+    return Hint("no-rule", evidence, Op(function, _line(error)))
+
+
+@dataclass(frozen=True)
+class RefusedRun:
+    """The operations that ran before PyTorch refused to compute a gradient."""
+
+    ops: Sequence[Op]
+    overwrites: Sequence[Overwrite]
+    backwards: Sequence[Op]
+    stale: Op | None
+
+    @classmethod
+    def after(cls, recorder: TorchOpRecorder) -> "RefusedRun":
+        return cls(recorder.ops, recorder.overwrites, recorder.requests.backwards, recorder.stale)
+
+    def hint(self, error: BaseException) -> Hint | None:
+        """Return the cause of an error of PyTorch's; None if it is unknown."""
+        for text in (str(error), str(error.__cause__ or "")):
+            if _compat.is_inplace_error(text):
+                return Hint("modified-in-place", "the gradient needs the numbers from before", self._writer(text))
+            if _compat.is_leaf_write_error(text):
+                return Hint("modified-in-place", "", Op(LEAF_WRITE, _line(error)))
+            if _compat.is_freed_graph_error(text):
+                return self._freed_graph_hint()
+            name = _compat.operation_without_derivative(text)
+            if name is not None:
+                return Hint("no-rule", "", next((op for op in self.ops if op.operation == name), Op(name)))
+        return None
+
+    def _freed_graph_hint(self) -> Hint:
+        if self.stale is not None:
+            evidence = f"{self.stale.operation} takes a tensor that was computed before, in a graph that is gone"
+            return Hint("freed-graph", evidence, self.stale)
+        earlier = [op.where for op in self.backwards[:-1] if op.where]
+        evidence = f"backward() was called before, at {earlier[-1]}" if earlier else ""
+        return Hint("freed-graph", evidence, self.backwards[-1] if self.backwards else None)
+
+    def _writer(self, text: str) -> Op | None:
+        """Return the write that PyTorch complains of, by the shape and the maker of the tensor if the text has them."""
+        shape, maker = _compat.overwritten_shape(text), _compat.overwritten_maker(text)
+        matches = [write for write in self.overwrites if shape is None or write.shape == shape] or self.overwrites
+        if maker is not None:
+            matches = [write for write in matches if write.maker == maker] or matches
+        return matches[-1].op if matches else None
+
+
+def _line(error: BaseException) -> str | None:
+    """Return the user's line that an error comes from."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [location_text(file, line) for file, line in frames if is_user_code(file, ["torch"])]
+    return users[-1] if users else None
+
+
+def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Run a function at other numbers, with the first tensor tracked."""
     first = tensors[0]
 
-    def once() -> Sequence[Tensor]:
+    def run_once() -> Sequence[Tensor]:
         with isolated(run.function), in_mode(LenientMode()):
-            return run(None if first is None else _passed(first, None), *tensors[1:])
+            return run(None if first is None else _pass(first, None), *tensors[1:])
 
     try:
         with NoSavedTensors():
-            return once()
-    except Exception:  # it may take gradients itself; what else it raises comes again
-        return once()
+            return run_once()
+    except Exception:  # the function may compute gradients itself; any other error comes again
+        return run_once()
 
 
 class NoSavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """A graph that keeps no numbers, for a run that nobody goes back through."""
+    """Keep no tensors for a backward, in a run that needs none."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: None, self._refuse)
@@ -365,42 +354,322 @@ WIDER |= {torch.complex64: torch.complex128}
 
 
 class WideningMode(TorchFunctionMode):
-    """Where a tensor in float64 meets narrower ones, as the weights of a module, those are widened for the call."""
+    """Widen narrower tensors for calls with a float64 one: a function may hold tensors that no caller can convert."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kinds = {x.dtype for x in pytree.leaves_of((args, kwargs)) if isinstance(x, Tensor)}
-        if kinds.isdisjoint(WIDER.values()) or kinds.isdisjoint(WIDER) or _means_itself(name_of(func), kwargs):
+        dtypes = {x.dtype for x in pytree.leaves_of((args, kwargs)) if isinstance(x, Tensor)}
+        if dtypes.isdisjoint(WIDER.values()) or dtypes.isdisjoint(WIDER) or _needs_identity(name_of(func), kwargs):
             return func(*args, **kwargs)
-        return func(*pytree.map_tree(args, _wide), **pytree.map_tree(kwargs, _wide))
+        return func(*pytree.map_tree(args, _widen), **pytree.map_tree(kwargs, _widen))
 
 
-def _means_itself(name: str, kwargs: Any) -> bool:
-    """Whether a function is about the very tensors that it is given: it writes to them, or asks for their gradients."""
+def _needs_identity(name: str, kwargs: Any) -> bool:
+    """Return True if a function is about the very tensors it gets: it writes to them, or computes their gradients."""
     writes = (name.endswith("_") and not name.endswith("__")) or name.endswith((".__set__", "__setitem__"))
     return writes or "__i" in name or name in ("grad", "backward") or kwargs.get("out") is not None
 
 
-def _wide(x: Any) -> Any:
+def _widen(x: Any) -> Any:
     return x.to(WIDER[x.dtype]) if isinstance(x, Tensor) and x.dtype in WIDER else x
+
+
+def report_live(of: Picked, wrt: Picked) -> LiveReport:
+    """Report on the gradient of one live tensor with respect to another, by the autograd graph."""
+    try:
+        return _follow_live(of, wrt)
+    except Exception as error:
+        try:
+            return _unfollowed_live(of, wrt, error)
+        except RuntimeError:  # there is no gradient either, and PyTorch says why
+            raise error from None
+
+
+def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:
+    """Report the verdict by the gradient alone, where the graph cannot be followed."""
+    seed = _seed(of)
+    with isolated(None), plainly():
+        (gradient,) = torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True, allow_unused=True)
+    hint = Hint(None, cannot_follow(error))
+    if gradient is None:
+        return LiveReport("unconnected", None, hint, **LIVE_NAMES)
+    value = _take(gradient, wrt)
+    finite = bool(torch.isfinite(value).all())
+    verdict: Verdict = "nonfinite" if not finite else "flows" if bool(value.any()) else "zero"
+    return LiveReport(verdict, None, hint, value=value, **LIVE_NAMES)
+
+
+def _follow_live(of: Picked, wrt: Picked) -> LiveReport:
+    y, x = of[0], wrt[0]
+    if not (x.is_floating_point() or x.is_complex()):
+        return _hint_report("unconnected", "integer", f"its dtype is {_dtype_name(x)}")
+    if not x.requires_grad:
+        return _hint_report("unconnected", "not-tracked", "its requires_grad is False")
+    if not y.requires_grad:
+        if not (y.is_floating_point() or y.is_complex()):
+            evidence = f"the result is of dtype {_dtype_name(y)}"
+            return _hint_report("unconnected", "discrete", evidence, Op("what made it"))
+        evidence = "the result has no grad_fn: it was detached, computed under no_grad, or made of plain numbers"
+        return _hint_report("unconnected", None, evidence)
+    end = get_gradient_edge(x).node
+    nodes = _graph_nodes(y)
+    if end in nodes:
+        return _report_connected(of, wrt, _NodePath(nodes, end))
+    if any(following in nodes for following, _ in end.next_functions):
+        if x._is_view():
+            return _hint_report("unconnected", "resliced", "what it is a slice of was used, and it was not")
+        return _hint_report("unconnected", "unused", "what it is computed from was used, and it was not")
+    return _hint_report("unconnected", None, "it is tracked, and the graph of the result does not lead to it")
+
+
+LIVE_NAMES: dict[str, Any] = {"of": "the result", "wrt": "the tensor"}
+
+
+def _hint_report(
+    verdict: Verdict, cause: str | None, evidence: str = "", op: Op | None = None, value: Tensor | None = None
+) -> LiveReport:
+    return LiveReport(verdict, None, Hint(cause, evidence, op), value=value, **LIVE_NAMES)
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _graph_nodes(y: Tensor) -> set[Any]:
+    root = get_gradient_edge(y).node
+    nodes, ahead = {root}, [root]
+    while ahead:
+        for following, _ in ahead.pop().next_functions:
+            if following is not None and following not in nodes:
+                nodes.add(following)
+                ahead.append(following)
+    return nodes
+
+
+class _NodePath:
+    """The graph nodes on the way from a result to a tensor, as an `OpGraph`."""
+
+    def __init__(self, nodes: set[Any], end: Any):
+        before: dict[Any, list[Any]] = {}
+        for node in nodes:
+            for following, _ in node.next_functions:
+                before.setdefault(following, []).append(node)
+        self._leading, ahead = {end}, [end]
+        while ahead:
+            for node in before.get(ahead.pop(), ()):
+                if node not in self._leading:
+                    self._leading.add(node)
+                    ahead.append(node)
+        self._end = end
+        self._nodes = sorted(self._leading - {end}, key=lambda node: node._sequence_nr())
+        ids = {node: index for index, node in enumerate([end, *self._nodes])}
+        ops = [
+            Op(
+                operation_name(node),
+                node.metadata.get(LINE_KEY),
+                inputs=tuple([ids[following] for following, _ in node.next_functions if following in ids]),
+                outputs=(ids[node],),
+            )
+            for node in self._nodes
+        ]
+        self.graph = OpGraph(ops, 0, len(ids) - 1, set(ids.values()))
+
+    def add_hooks(self, positions: np.ndarray | None) -> list[GradientFlow]:
+        """Have each node note its gradients until the scope is left; where it reads the tensor, at some elements."""
+        handles = removed_later()
+        flows = []
+        for node in self._nodes:
+            flows.append(GradientFlow())
+            slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
+            first = all(node.next_functions[slot][0] is self._end for slot in slots)
+            hook = flow_hook(flows[-1], True, slots, positions if first else None)
+            handles.extend(map(node.register_hook, [hook]))
+        return flows
+
+
+def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
+    x = wrt[0]
+    keeps_grad = x.is_leaf or x.retains_grad
+    seed = _seed(of)
+    try:
+        with isolated(None), plainly():
+            flows = path.add_hooks(wrt[1])
+            (gradient,) = torch.autograd.grad(of[0], x, seed, retain_graph=True)
+    except RuntimeError as error:
+        if _compat.is_inplace_error(str(error)):
+            return _hint_report("unconnected", "modified-in-place", "", Op("a write in place"))
+        if not _compat.is_freed_graph_error(str(error)):
+            raise
+        if not keeps_grad:
+            return _hint_report("unconnected", "non-leaf", "its is_leaf is False")
+        if x.grad is None:
+            return _hint_report("unconnected", "freed-graph")
+        return LiveReport("flows", value=x.grad.clone(), **LIVE_NAMES)
+    value = _take(gradient, wrt)
+    cotangents = [flow.sizes() for flow in flows]
+    if not bool(torch.isfinite(value).all()):
+        return LiveReport("nonfinite", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
+    if not bool(value.any()):
+        return LiveReport("zero", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
+    if not keeps_grad:
+        return _hint_report("flows", "non-leaf", "its is_leaf is False", value=value)
+    times = 1 if x.grad is None else _multiple(x.grad, gradient)
+    if x.grad is not None and 1 < times <= x.grad._version + 1:  # each further call writes to it in place
+        return _hint_report("mismatch", "accumulated", f"it is {times} times the gradient", value=value)
+    return LiveReport("flows", value=value, **LIVE_NAMES)
+
+
+def _seed(of: Picked) -> Tensor:
+    y, positions = of
+    seed = torch.zeros_like(y, requires_grad=False).reshape(-1)
+    chosen = np.arange(seed.numel()) if positions is None else positions
+    seed[_index(chosen, seed)] = torch.from_numpy(uneven_weights(len(chosen))).to(seed)
+    return seed.reshape(y.shape)
+
+
+def _take(gradient: Tensor, wrt: Picked) -> Tensor:
+    return gradient if wrt[1] is None else gradient.reshape(-1)[_index(wrt[1], gradient)]
+
+
+def _index(positions: np.ndarray, x: Tensor) -> Tensor:
+    return torch.from_numpy(positions.copy()).to(x.device)
+
+
+def _multiple(total: Tensor, gradient: Tensor) -> int:
+    """Return how many times the gradient is in `total`; 1 if that is no multiple of it."""
+    nonzero = gradient != 0
+    times = round(float((total[nonzero] / gradient[nonzero]).flatten()[0]))
+    return times if torch.allclose(total, times * gradient, rtol=1e-4) else 1
+
+
+STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
+
+
+def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+    """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
+    recorder = TorchOpRecorder(lambda x: x.requires_grad, function)
+    requests = recorder.requests
+    root = recorder.follow(wrt)
+    try:
+        with recorder.recording():
+            function()
+    except UnconnectedError as error:
+        if error.loss is None:
+            raise
+        if recorder.failure is not None:
+            return _unfollowed_step("unconnected", recorder.failure)
+        loss = recorder.id_of(error.loss)
+        if error.leaf is None:
+            return _report_untracked(recorder, root, loss)
+        graph = _graph_of(recorder, recorder.id_of(error.leaf), loss)
+        return LiveReport("unconnected", graph, of="the loss", wrt="the elements")
+    except RuntimeError as error:
+        untracked, unused = _compat.is_untracked_error(str(error)), _compat.is_unused_error(str(error))
+        refused = _compat.is_freed_graph_error(str(error)) or _compat.is_inplace_error(str(error))
+        if recorder.failure is not None and (untracked or unused or refused):
+            return _unfollowed_step("unconnected", recorder.failure)
+        if untracked and requests.target is not None:
+            return _report_untracked(recorder, root, requests.target)
+        if unused and requests.sides is not None:
+            return _report_unused(recorder, *requests.sides)
+        hint = RefusedRun.after(recorder).hint(error)
+        if hint is None:
+            raise
+        return LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint, **STEP_NAMES)
+    except (AttributeError, TypeError) as error:  # None is used as if it were a gradient
+        if not _read_missing_grad(recorder, wrt) or "NoneType" not in str(error):
+            raise
+    if recorder.failure is not None and requests.target is not None:
+        missing = wrt is not None and requests.gradient is None
+        return _unfollowed_step("unconnected" if missing else "flows", recorder.failure)
+    if requests.missing is not None and _read_missing_grad(recorder, wrt):
+        hint = Hint("non-leaf", "its is_leaf is False", requests.missing[1])
+        return LiveReport("unconnected", None, hint, of="the loss", wrt="the tensor")
+    return _report_finished(recorder, root, wrt)
+
+
+def _graph_of(recorder: TorchOpRecorder, source: int, target: int) -> OpGraph:
+    return OpGraph(recorder.ops, source, target, frozenset(recorder.connected))
+
+
+def _unfollowed_step(verdict: Verdict, error: Exception) -> LiveReport:
+    return LiveReport(verdict, None, Hint(None, cannot_follow(error)), **STEP_NAMES)
+
+
+def _read_missing_grad(recorder: TorchOpRecorder, wrt: Tensor | None) -> bool:
+    """Return True if the step read a .grad that is None, of a tensor that keeps none: of `wrt`, or of any."""
+    missing = recorder.requests.missing
+    return missing is not None and (wrt is None or wrt is missing[0])
+
+
+def _report_unused(recorder: TorchOpRecorder, sides: Sequence[Sequence[Tensor]], where: str) -> LiveReport:
+    """Report which input of `torch.autograd.grad` is not used."""
+    (y, *_), inputs = sides
+    unused = [x for x in inputs if not _leads(y, x)]
+    report = report_live((y, None), (unused[0], None)) if unused else None
+    if report is None or report.hint is None:
+        hint = Hint(None, "PyTorch says that one of them is not used", Op("grad", where))
+        return LiveReport("unconnected", None, hint)
+    if report.hint.cause is None:  # the autograd graph does not tell, and the recorded operations may
+        graph = _graph_of(recorder, recorder.id_of(unused[0]), recorder.id_of(y))
+        return replace(report, graph=graph, hint=None)
+    return replace(report, hint=replace(report.hint, op=report.hint.op or Op("grad", where)))
+
+
+def _leads(y: Tensor, x: Tensor) -> bool:
+    return y.requires_grad and x.requires_grad and get_gradient_edge(x).node in _graph_nodes(y)
+
+
+def _report_untracked(recorder: TorchOpRecorder, root: int, target: int) -> LiveReport:
+    hint = None
+    if not recorder.any_tracked:
+        evidence = "nothing that the step computes with requires gradients"
+        hint = Hint("not-tracked", evidence, _first_op(recorder, target))
+    return LiveReport("unconnected", _graph_of(recorder, root, target), hint, **STEP_NAMES)
+
+
+def _first_op(recorder: TorchOpRecorder, target: int) -> Op | None:
+    """Return the first operation that a value is computed from."""
+    needed, first = {target}, None
+    for op in reversed(recorder.ops):
+        if op.inputs and not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+            first = op
+    return first
+
+
+def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -> LiveReport:
+    """Report what a step that raised nothing did to the gradient of a tensor."""
+    requests = recorder.requests
+    if requests.target is None:
+        raise PlaceError(
+            "the step ran and did not call backward(), so there is nothing to explain; to ask about a function give "
+            "its arguments, as in eg.explain(f, x)"
+        )
+    if wrt is None:
+        return LiveReport("flows", **STEP_NAMES)
+    names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
+    if requests.gradient is not None:
+        hint = None
+        if requests.accumulated is not None:
+            hint = Hint("accumulated", "its .grad held a gradient before", requests.accumulated)
+        return LiveReport("mismatch" if hint else "flows", None, hint, value=requests.gradient, **names)
+    hint = None
+    if not wrt.requires_grad:
+        hint = Hint("not-tracked", "its requires_grad is False")
+    elif not wrt.is_leaf and not wrt.retains_grad:
+        hint = Hint("non-leaf", "is_leaf is False")
+    return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, **names)
 
 
 class TorchExplain(ExplainBackend):
     name = "torch"
-    run_at = staticmethod(sample)
+    run_at = staticmethod(run_at)
+    report_live = staticmethod(report_live)
+    report_step = staticmethod(report_step)
 
     def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
         return TorchTrace(run, source)
-
-    def report_live(self, of: Picked, wrt: Picked) -> LiveReport:
-        from elementgrad._backends.torch.explain_live import report_live
-
-        return report_live(of, wrt)
-
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        from elementgrad._backends.torch.explain_live import report_step
-
-        return report_step(function, wrt)
 
 
 implementation = TorchExplain()
