@@ -504,7 +504,7 @@ class isolated(scope):  # noqa: N801
 
 
 def _install_force_eager(replace: Replace) -> None:
-    # As `torch.compiler.set_stance("force_eager")` does. All threads share the stance, so the last to leave restores it.
+    # As `torch.compiler.set_stance("force_eager")` does. Threads share the stance, so the last to leave restores it.
     frames = _compat.eval_frame_module()
     replace(frames, "_stance", type(frames._stance)("force_eager"))
 
