@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
 from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
 
@@ -502,6 +503,15 @@ class isolated(scope):  # noqa: N801
         return random is not None
 
 
+def _install_force_eager(replace: Replace) -> None:
+    # As `torch.compiler.set_stance("force_eager")` does. Threads share the stance, so the last to leave restores it.
+    frames = _compat.eval_frame_module()
+    replace(frames, "_stance", type(frames._stance)("force_eager"))
+
+
+_force_eager = AttributePatch(_install_force_eager)
+
+
 def enter_modes(again: State | None = None, attention: bool = False) -> None:
     """Turn gradients on, and inference mode and the compiler off, until the innermost open scope is left."""
     if torch.is_inference_mode_enabled():
@@ -511,8 +521,7 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
     frames = _compat.eval_frame_module()
     # Compiled code has no derivatives beyond the first, and hides its modules.
     if frames is not None and any(frames.cached_backends.values()):
-        defer(frames._set_stance, frames._stance)  # `set_stance` sets it at once, and not on entering it
-        torch.compiler.set_stance("force_eager")
+        _force_eager.enter()
         # PyTorch warns of global hooks, which are ours, on compiled modules. `safe_context` would open a scope of its
         # own, which would stay open as long as a recording, and take what is registered after it.
         enter(warnings.catch_warnings())
