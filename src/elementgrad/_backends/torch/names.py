@@ -1,5 +1,6 @@
 """Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,6 @@ import torch
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
 from elementgrad._backends.torch.contributions import clone_unrecorded
-from elementgrad._backends.torch.distributed import check_replaceable
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names.backend import CaptureLike, Model, NamesBackend
@@ -92,7 +92,10 @@ class TorchModel(Model):
                     add_hook(module._forward_hooks, partial(_capture_result, capture, path))
             if replacements:
                 tensors = {name: self.lookup(name)[0][1] for name in replacements}
-                if self._root is not None:
+                if self._root is not None and "torch.distributed.fsdp" in sys.modules:
+                    # Imported here, since code for training imports the compiler of PyTorch.
+                    from elementgrad._backends.torch.distributed import check_replaceable
+
                     check_replaceable(self._root, tensors)
                 self._replace(list(zip(tensors.values(), replacements.values(), strict=True)))
             yield self.function
