@@ -227,11 +227,7 @@ def _public_function(frames: Sequence[Any]) -> str | None:
     """Return the outermost function that users know, of the frames from an operation to the user's line."""
     for frame in reversed(frames):
         file, name = frame.file_name, frame.function_name.rpartition(".")[2]
-<<<<<<< HEAD
         if "/jax/" not in file or "/_backends/jax/" in file:  # our own folder has that name too
-=======
-        if "/jax/" not in file or file.endswith("_backends/jax/explain.py"):  # our own `trace` is not `jnp.trace`
->>>>>>> s-expl2
             if name == "__call__" and file.endswith("stochastic.py"):
                 return "dropout"
             continue
