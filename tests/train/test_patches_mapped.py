@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import elementgrad as eg
 from elementgrad._train.entries import Entry, map_entries
 from elementgrad._train.numbers import BitArray
-from tests.homes import HOMES, map_of, trained
+from tests.support.homes import HOMES, map_of, trained
 
 
 def assert_same(found, expected):
