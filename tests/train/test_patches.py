@@ -13,7 +13,7 @@ from elementgrad._train.entries import Entry
 from elementgrad._train.fingerprint import CHUNK, SAMPLE, _sample, fingerprint, fits
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
-from tests.made import counts
+from tests.support.made import counts
 
 EVERY = np.arange(1 << 16, dtype="<u2")
 

@@ -12,9 +12,9 @@ from keras import layers
 
 import elementgrad as eg
 from elementgrad._backends.tensorflow.train import kernels
-from tests import keras_models
-from tests.keras_training import bits, variable_of
-from tests.made import counts
+from tests.support import keras_models
+from tests.support.keras_training import bits, variable_of
+from tests.support.made import counts
 
 RNG = np.random.default_rng(0)
 
