@@ -16,9 +16,8 @@ SOURCE = Path(eg.__file__).parent
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "cells" not in path.parts)
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 PRIVATE = re.compile(
-    r"(?!torch\.ops)(torch|jax|keras|tensorflow)(\.\w+)*\.(_[a-z]\w*|_C)\b|(tensorflow\.python|keras\.src|jax\.interpreters)\b"
-)
-    r"(torch|jax|keras|tensorflow)(\.\w+)*\.(_[a-z]\w*|_C)\b|(tensorflow\.python|keras\.src|jax\.interpreters)\b"
+    r"(?!torch\.ops)(torch|jax|keras|tensorflow)(\.\w+)*\.(_[a-z]\w*|_C)\b"
+    r"|(tensorflow\.python|keras\.src|jax\.interpreters)\b"
 )
 """Names of a framework that it may change without notice."""
 
