@@ -264,3 +264,9 @@ def overwritten_maker(text: str) -> str | None:
     """Return the function that made the tensor of an in-place error, if it names one."""
     match = re.search(r"output \d+ of (\w+?)(?:Backward)?\d*,", text)
     return match.group(1).lower() if match else None
+
+
+# For explanations.
+
+MAKE_SUBCLASS = "_make_subclass"
+"""The method of `torch.Tensor` that makes parameters of plain tensors, which cuts them off and no mode sees."""

@@ -24,6 +24,7 @@ from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import location_text, verb_of
 from elementgrad._backends.torch import explain_ops
 from elementgrad._backends.torch._compat import (
+    MAKE_SUBCLASS,
     _global_forward_hooks,
     _global_forward_hooks_always_called,
     _global_forward_pre_hooks,
@@ -548,7 +549,7 @@ def _composite_name(file: str, name: str) -> str | None:
 
 
 def _install(replace: Replace) -> None:
-    original = torch.Tensor._make_subclass
+    original = getattr(torch.Tensor, MAKE_SUBCLASS)
 
     @wraps(original)
     def make_subclass(kind: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -558,7 +559,7 @@ def _install(replace: Replace) -> None:
                 watcher.on_subclass(data, made)
         return made
 
-    replace(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+    replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(make_subclass))
 
 
 subclass_patch = AttributePatch(_install)

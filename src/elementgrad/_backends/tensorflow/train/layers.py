@@ -104,11 +104,11 @@ def _leaves(layer: Layer) -> list[Any]:
     return [group.leaf for parameter in parameters if parameter is not None for group in parameter.groups]
 
 
-class _ThreadState(threading.local):
+class _KernelThreadState(threading.local):
     without_activation: tuple[Layer, ...] = ()
 
 
-_local = _ThreadState()
+_local = _KernelThreadState()
 
 
 class AffineLayer:

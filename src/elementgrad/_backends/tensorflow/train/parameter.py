@@ -48,11 +48,11 @@ PLAIN_READS = (
 """The methods of a Keras variable that need the variable inside, and not its value."""
 
 
-class _ThreadState(threading.local):
+class _ReadThreadState(threading.local):
     read_plain: "tuple[KerasPartialParameter, ...]" = ()
 
 
-_local = _ThreadState()
+_local = _ReadThreadState()
 
 
 class KerasElementGroup(ElementGroup):

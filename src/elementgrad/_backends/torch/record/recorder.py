@@ -77,7 +77,7 @@ class TorchRecorder(Recorder):
         with pause_recording():
             self.history.add_recorded(self._tensors, self._detached, [recorder.history for recorder in outer])
         enter_mode(_WriteMode(self))
-        enter_mode(_CallMode(self))
+        enter_mode(_RecordingMode(self))
         push_recorder(self)
 
     def _close_window(self) -> None:
@@ -213,7 +213,7 @@ class TorchRecorder(Recorder):
             self.history.note_write(x, key, write)
 
 
-class _CallMode(TorchFunctionMode):
+class _RecordingMode(TorchFunctionMode):
     """Sees every call of a PyTorch function."""
 
     def __init__(self, recorder: TorchRecorder):
