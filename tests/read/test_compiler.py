@@ -30,7 +30,7 @@ def assert_told_once(told):
     assert told == []
     import_module(NAME)
     assert told == [True]
-    assert not any(isinstance(finder, compiler._Watcher) for finder in sys.meta_path)
+    assert not any(isinstance(finder, compiler._CompilerFinder) for finder in sys.meta_path)
 
 
 def test_importing_it_tells(waiting):
