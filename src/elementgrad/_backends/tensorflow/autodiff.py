@@ -305,7 +305,8 @@ def run_functions_as_python() -> Iterator[None]:
 
 def came_through_function(error: BaseException) -> bool:
     """Return True if an exception comes out of a compiled function that ran as Python."""
-    return any(frame.f_code.co_filename == __file__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_filename == __file__ and code.co_name == "call_python" for code in codes)
 
 
 def python_function_of(function: Any) -> Any:
@@ -335,7 +336,7 @@ def _install(replace: Replace) -> None:
     original = Function.__call__
 
     @wraps(original)
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_python(function: Any, *args: Any, **kwargs: Any) -> Any:
         python = function.python_function
         if not _local.graphs or _is_of_tensorflow(python):
             return original(function, *args, **kwargs)
@@ -344,7 +345,7 @@ def _install(replace: Replace) -> None:
             python = convert_with_autograph_on(python)
         return python(*args, **kwargs)
 
-    replace(Function, "__call__", call)
+    replace(Function, "__call__", call_python)
 
 
 _call_patch = AttributePatch(_install)
