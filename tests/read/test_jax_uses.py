@@ -26,8 +26,8 @@ X = jnp.array([0.3, -1.2, 0.7])
 
 def uses(f, *args, wrt="x", of=None):
     call = BoundCall(f, args, {})
-    source = call.source(Place.parse(wrt))
-    target = ONLY_OUTPUT if of is None else call.target(Place.parse(of))
+    source = call.find_source(Place.parse(wrt))
+    target = ONLY_OUTPUT if of is None else call.find_target(Place.parse(of))
     return backend.load("read").uses(PartialCall(call, [source], [target]), [source.tensor], 0)
 
 

@@ -33,7 +33,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {"add": tf.add, "mul": tf.multipl
 def shares(f: Any, x: Any, wrt: str) -> tuple[list[Any], list[Any], Any]:
     """The uses of a tensor, the share of each in the gradient of the sum of the output, and the whole gradient."""
     call = BoundCall(f, [x], {})
-    source = call.source(Place.parse(wrt))
+    source = call.find_source(Place.parse(wrt))
     linear, uses = backend.load("read").uses(PartialCall(call, [source], [ONLY_OUTPUT]), [source.tensor], 0)
     seeds = tf.ones([1, *linear.outputs[0].shape], linear.outputs[0].dtype)
     total = seeds[0] @ eg.jacobian(f, x, wrt=wrt, unconnected="zero")
