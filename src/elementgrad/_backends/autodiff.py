@@ -4,10 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
+
+if TYPE_CHECKING:
+    from elementgrad._names.backend import Model
 
 Tensor = Any
 Function = Callable[..., Sequence[Tensor]]
@@ -20,6 +23,10 @@ class TensorFunction(Protocol):
     @property
     def function(self) -> Callable[..., Any]:
         """The user's function."""
+
+    @property
+    def model(self) -> "Model":
+        """The user's function, with the names that it holds."""
 
     @property
     def others(self) -> Sequence[Tensor]:

@@ -288,7 +288,7 @@ class Explanation:
 
     def _has_single_input(self) -> bool:
         """Return True if there is nothing else that the target could be computed from."""
-        return len(self._call.inputs) == 1 and registry.backend_of_model(self._call.function) is None
+        return len(self._call.inputs) == 1 and not self._call.is_model
 
     def _floats(self, x: Tensor) -> np.ndarray:
         values = self._backend.to_float64(x)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Tensor = Any
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
@@ -35,11 +35,30 @@ class CaptureLike(Protocol):
         """Capture one tensor of a value that has a name, and return what the run goes on with."""
 
 
-class Model:
-    """A function of the user, with the tensors that it holds and its layers. A plain function has neither."""
+class Replacement(NamedTuple):
+    """A tensor that a function holds, and the one that it computes with in its place."""
 
-    def __init__(self, function: Callable[..., Any]):
+    name: str
+    held: Tensor
+    new: Tensor
+
+
+class Model:
+    """A function of the user, with the modules whose tensors and layers have names in its calls.
+
+    `roots` has each module under the prefix of its names: the argument that it is given as, or an empty prefix for the
+    function itself. A plain function has none.
+    """
+
+    def __init__(self, function: Callable[..., Any], roots: Mapping[str, Any] | None = None):
         self.function = function
+        root = self.root_of(function) if roots is None else None
+        self.roots: Mapping[str, Any] = roots or ({} if root is None else {"": root})
+
+    @staticmethod
+    def root_of(value: Any) -> Any:
+        """Return the module that a value is, or is a method of, if its tensors and layers have names; or None."""
+        return None
 
     def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name, kind ("parameter" or "buffer") and tensor of all that the function holds."""
@@ -62,7 +81,9 @@ class Model:
         return []
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(
+        self, replacements: Sequence[Replacement], capture: CaptureLike | None
+    ) -> Iterator[Callable[..., Any]]:
         """Yield the function to call, with some of its tensors replaced and its named values captured."""
         if capture is None:
             yield self.function
@@ -71,16 +92,31 @@ class Model:
                 yield self.function
 
 
+def split_prefix(prefix: str, name: str) -> str | None:
+    """Return the rest of a name behind the prefix of a root, empty for the root itself; None without that prefix."""
+    if not prefix or name == prefix:
+        return name[len(prefix) :]
+    return name[len(prefix) + 1 :] if name.startswith(f"{prefix}.") else None
+
+
+def add_prefix(prefix: str, name: str) -> str:
+    """Return a name inside of a root, with the prefix of the root."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
 class NamesBackend:
     """The framework's part in finding tensors by name. The defaults are those of plain functions and eager tensors."""
+
+    model: type[Model] = Model
+    """The type of a function together with the names that it holds."""
 
     def is_model(self, function: Any) -> bool:
         """Return True if a function holds tensors or layers that have names."""
         return False
 
-    def model(self, function: Callable[..., Any]) -> Model:
-        """Return a function together with the names that it holds."""
-        return Model(function)
+    def name_closed_over(self, x: Tensor) -> str | None:
+        """Return a name for a parameter that is neither an argument nor in a root, if runs can replace it; or None."""
+        return None
 
     def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function whose signature a call of a model has."""

@@ -19,7 +19,7 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._names import pytree
-from elementgrad._names.backend import Model
+from elementgrad._names.backend import Model, Replacement
 from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
@@ -152,8 +152,42 @@ def require_callable(function: Any) -> None:
         raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
 
 
+class NamedFunction:
+    """A function that calls models which are not among its arguments, with these models for their names."""
+
+    def __init__(self, function: Callable[..., Any], models: Any):
+        self.__wrapped__ = function
+        self.roots: dict[str, Any] = {}
+        for name, model in pytree.named_leaves(models, ""):
+            root = registry.module_of(model)[1]
+            if root is None:
+                raise OptionError(
+                    f"names_from={quoted(model)} is no model of PyTorch or Keras; give one, or a dict of them by the "
+                    "names that they are to have. On JAX pass it to the function: what a function closes over is a "
+                    "constant there"
+                )
+            self.roots[name[1:]] = root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
+def with_names(function: Callable[..., Any], names_from: Any) -> Callable[..., Any]:
+    """Return a function that knows the names of models which it closes over."""
+    if names_from is None:
+        return function
+    require_callable(function)
+    if registry.backend_of_model(function) is not None:
+        raise OptionError("names_from= is for a function that calls a model, and this is a model; leave it out")
+    return NamedFunction(function, names_from)
+
+
 class BoundCall:
-    """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`."""
+    """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`.
+
+    A model among the arguments has all of its names behind that of the argument: `model.fc.weight`. A function that is
+    a model has them behind nothing.
+    """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         require_callable(function)
@@ -164,6 +198,7 @@ class BoundCall:
         self._bound = BoundArguments.of(function, args, kwargs)
         self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
         self.inputs: list[TensorRef] = []
+        self._roots: dict[str, Any] = dict(function.roots) if isinstance(function, NamedFunction) else {}
         backends: dict[str, Backend] = {}
         for argument, value in self._bound.arguments.items():
             for index, (name, leaf) in enumerate(pytree.named_leaves(value, argument)):
@@ -171,6 +206,11 @@ class BoundCall:
                 if backend is not None:
                     self.inputs.append(TensorRef(name, "input", leaf, len(self.inputs)))
                     self._leaves.append((argument, index))
+                elif type(leaf) not in pytree.SIMPLE:
+                    backend, root = registry.module_of(leaf)
+                    if backend is not None:
+                        self._roots[name] = root
+                if backend is not None:
                     backends[backend.name] = backend
         self.backend = _only_backend(function, backends, args)
         self.function = function
@@ -182,7 +222,13 @@ class BoundCall:
     @cached_property
     def model(self) -> Model:
         """The function, with the names that it holds."""
-        return self.backend.names.model(self.function)
+        own = self.backend.names.model.root_of(self.function)
+        return self.backend.names.model(self.function, self._roots if own is None else {"": own} | self._roots)
+
+    @property
+    def is_model(self) -> bool:
+        """True if the function is a model, or is given one."""
+        return bool(self._roots) or registry.backend_of_model(self.function) is not None
 
     def find_source(self, place: Place) -> TensorRef:
         """Return the tensor that a place names, as one to differentiate by.
@@ -240,17 +286,17 @@ class BoundCall:
         For a source that the run computes, `tensors` has a function of it, a tensor to add to it, or None to leave it
         as it is. A computed value that `cuts` names is transformed in any case.
         """
-        inputs, parameters, transforms = {}, {}, dict(cuts)
+        inputs, replacements, transforms = {}, [], dict(cuts)
         for source, x in zip(sources, tensors, strict=True):
             if source.index is not None:
                 inputs[source.index] = x
             elif source.computed:
                 transforms[source.key] = _as_transform(x)
             elif x is not None:
-                parameters[source.name] = x
+                replacements.append(Replacement(source.name, source.tensor, x))
         kept = [target.key for target in targets if target.computed and target is not ONLY_OUTPUT]
         capture = Capture(self.backend, transforms, kept) if transforms or kept else None
-        outputs = self._run(inputs, parameters, capture)
+        outputs = self._run(inputs, replacements, capture)
         if capture is not None:
             self._require_captured(capture)
         results = []
@@ -267,20 +313,20 @@ class BoundCall:
     def capture_all(self) -> Capture:
         """Run the function once and capture all that has a name."""
         capture = Capture(self.backend, {}, [], everything=True)
-        self._run({}, {}, capture)
+        self._run({}, [], capture)
         return capture
 
     def _run(
-        self, inputs: Mapping[int, Tensor], parameters: Mapping[str, Tensor], capture: Capture | None
+        self, inputs: Mapping[int, Tensor], replacements: Sequence[Replacement], capture: Capture | None
     ) -> list[tuple[str, Tensor]]:
         """Call the function with some tensors replaced, and return its outputs by name."""
         args, kwargs = self._bound.split(self._arguments(inputs))
         inside = capture if capture is not None and capture.inside else None
-        if not parameters and inside is None:
+        if not replacements and inside is None:
             with without_capture():
                 returned = self.backend.names.traceable(self.function)(*args, **kwargs)
         else:
-            with without_capture(), self.model.prepare(parameters, inside) as function:
+            with without_capture(), self.model.prepare(replacements, inside) as function:
                 returned = self.backend.names.traceable(function)(*args, **kwargs)
         outputs = self._named_outputs(returned)
         if not outputs and not (capture and capture.values):
@@ -322,15 +368,17 @@ class BoundCall:
         registry.require_backend(tensor)
         same = [ref for ref in self.inputs if ref.tensor is tensor]
         if not same:
-            bare = self.backend.names.unwrap_parameter(tensor)
+            bare, names = self.backend.names.unwrap_parameter(tensor), self.backend.names
             same = [TensorRef(name, kind, x) for name, kind, x in self.model.named_tensors() if x is bare][:1]
+            closed_over = names.name_closed_over(tensor) if registry.backend_of(tensor) is self.backend else None
+            if not same and closed_over is not None:
+                return TensorRef(closed_over, "parameter", bare)
         if len(same) == 1:
             return same[0]
         if same:
-            names = listed([ref.name for ref in same])
-            raise PlaceError(f"the tensor was given as {names}; say which by its name")
-        names = listed([ref.name for ref in self.inputs])
-        raise PlaceError(f"the tensor is none of the inputs {names}; pass it to the function, or name one of these")
+            raise PlaceError(f"the tensor was given as {listed([ref.name for ref in same])}; say which by its name")
+        inputs = listed([ref.name for ref in self.inputs])
+        raise PlaceError(f"the tensor is none of the inputs {inputs}; pass it to the function, or name one of these")
 
     def _only_input(self) -> TensorRef:
         floats = [ref for ref in self.inputs if self.backend.kind(ref.tensor) in "fc"]
@@ -390,6 +438,10 @@ class PartialCall:
     @property
     def function(self) -> Callable[..., Any]:
         return self.call.function
+
+    @property
+    def model(self) -> Model:
+        return self.call.model
 
     @property
     def others(self) -> list[Tensor]:
@@ -498,6 +550,9 @@ def _not_one_error(
         return PlaceError(
             f"there are {len(floats)} {kind}s, {listed(floats)}; name one, as in {argument}={floats[0]!r}"
         )
+    if not named:
+        first = f", as in {argument}={parameters[0]!r}" if parameters else ""
+        return PlaceError(f"there is no {kind} tensor; say which tensor is meant{first}")
     dtypes = listed([f"{name}: {tensor.dtype}" for name, tensor in named])
     hint = f"; name a parameter, as in {argument}={parameters[0]!r}" if parameters else ""
     return DtypeError(f"no {kind} is floating point ({dtypes}), and no other dtype has gradients{hint}")

@@ -19,7 +19,7 @@ from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_sy
 from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
 from elementgrad._cleanup import assign, defer, enter, push, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend
+from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -31,75 +31,30 @@ AUTOGRAPH = "autograph_info__"
 """AutoGraph leaves a function with this attribute alone."""
 
 
-class TensorflowNames(NamesBackend):
-    """Names in Keras models, eager or inside `tf.function`."""
+class KerasModel(Model):
+    """A function with the Keras models or other layers that it is, is a method of, or is given.
 
-    def is_model(self, function: Any) -> bool:
-        return layer_of(function) is not None
+    Layers read their variables themselves, and a tape can watch these. To replace values they are assigned, for as long
+    as the function runs. While values are captured, compiled functions run as Python.
+    """
 
-    def model(self, function: Callable[..., Any]) -> Model:
-        return TensorflowModel(function) if layer_of(function) is None else KerasModel(function)
-
-    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        original = python_function_of(function)
-        return original.call if layer_of(function) is original else original
-
-    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if tf.executing_eagerly() else convert_by_autograph(function)
-
-    def unwrap_parameter(self, x: Tensor) -> Tensor:
-        value = getattr(x, "_value", None)
-        return value if isinstance(value, tf.Variable) else x
-
-    def is_real_call(self, x: Tensor) -> bool:
-        return is_computing()
-
-    def is_single_value(self, x: Tensor) -> bool:
-        return not is_in_inner_graph(x)
-
-
-class TensorflowModel(Model):
-    """A function. While its values are captured, the compiled functions in it run as Python."""
+    @staticmethod
+    def root_of(value: Any) -> Layer:
+        return layer_of(value)
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        if capture is None:
-            yield self.function
-        else:
-            with scope():
+    def prepare(
+        self, replacements: Sequence[Replacement], capture: CaptureLike | None
+    ) -> Iterator[Callable[..., Any]]:
+        with scope():
+            for _, variable, value in replacements:
+                defer(variable.assign, variable + 0)
+                variable.assign(value)
+            if capture is not None:
                 enter(capture.open())
                 enter(run_functions_as_python())
                 enter(self._watch_layers(capture))
-                yield self.function
-
-    def _watch_layers(self, capture: CaptureLike) -> Any:
-        return watch_layers((), None)
-
-
-class KerasModel(TensorflowModel):
-    """A Keras model or any other layer, or a method of one.
-
-    Its layers read the variables themselves, and a tape can watch these. To replace values they are assigned, for as
-    long as the model runs.
-    """
-
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__(function)
-        self._root: Layer = layer_of(function)
-
-    @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        variables = [
-            (variable, x)
-            for name, x in replacements.items()
-            for _, variable in self.lookup(name)
-            if variable is not None
-        ]
-        with scope():
-            for variable, value in variables:
-                defer(variable.assign, variable + 0)
-                variable.assign(value)
-            yield enter(super().prepare({}, capture))
+            yield self.function
 
     def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         return ((name, kind, variable._value) for name, kind, variable in self._variables())
@@ -111,7 +66,8 @@ class KerasModel(TensorflowModel):
         return self._layers()
 
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
-        functional: Any = getattr(self._root, "_functional", None) or self._root
+        root = self.roots.get("")
+        functional: Any = getattr(root, "_functional", None) or root
         structure = getattr(functional, "_inputs_struct", None)
         if structure is None or getattr(python_function_of(self.function), "__name__", "call") != "call":
             return {}
@@ -132,7 +88,8 @@ class KerasModel(TensorflowModel):
 
     def _variables_by_path(self, name: str) -> list[tuple[str, Any]]:
         """Return the variables with this path in Keras, with or without the name of the model."""
-        paths = (name, f"{self._root.name}/{name}")
+        rests = [(root, split_prefix(prefix, name)) for prefix, root in self.roots.items()]
+        paths = [path for root, rest in rests if rest for path in (rest, f"{root.name}/{rest}")]
         return [(kind, variable) for _, kind, variable in self._variables() if variable.path in paths]
 
     def _variables(self) -> Iterator[tuple[str, str, Any]]:
@@ -146,10 +103,11 @@ class KerasModel(TensorflowModel):
                 for variable in variables:
                     if variable._value is not None and id(variable) not in seen:  # None until it is initialized
                         seen.add(id(variable))
-                        yield _join(path, variable.name), kind, variable
+                        join = add_prefix if path in self.roots else _join
+                        yield join(path, variable.name), kind, variable
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        """Yield every layer by its first path, the root by an empty one."""
+        """Yield every layer by its first path, a root by its prefix."""
         seen: set[int] = set()
 
         def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
@@ -159,9 +117,12 @@ class KerasModel(TensorflowModel):
                 for inner in layer._layers:
                     yield from walk(inner, _join(path, inner.name))
 
-        return walk(self._root, "")
+        for prefix, root in self.roots.items():
+            yield from ((add_prefix(prefix, path), layer) for path, layer in walk(root, ""))
 
     def _watch_layers(self, capture: CaptureLike) -> Any:
+        if not self.roots:
+            return watch_layers((), None)
         paths = {id(layer): path for path, layer in self._layers() if not _is_input(layer)}
         others: dict[int, Layer] = {}  # layers that are not the model's, kept alive so that no other gets the same id
 
@@ -175,6 +136,36 @@ class KerasModel(TensorflowModel):
             return result
 
         return watch_layers([layer for _, layer in self._layers()], watch)
+
+
+class TensorflowNames(NamesBackend):
+    """Names in Keras models, eager or inside `tf.function`."""
+
+    model = KerasModel
+
+    def is_model(self, function: Any) -> bool:
+        return layer_of(function) is not None
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        original = python_function_of(function)
+        return original.call if layer_of(function) is original else original
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if tf.executing_eagerly() else convert_by_autograph(function)
+
+    def unwrap_parameter(self, x: Tensor) -> Tensor:
+        value = getattr(x, "_value", None)
+        return value if isinstance(value, tf.Variable) else x
+
+    def name_closed_over(self, x: Tensor) -> str | None:
+        variable = self.unwrap_parameter(x)
+        return str(getattr(x, "path", variable.name)) if isinstance(variable, tf.Variable) else None
+
+    def is_real_call(self, x: Tensor) -> bool:
+        return is_computing()
+
+    def is_single_value(self, x: Tensor) -> bool:
+        return not is_in_inner_graph(x)
 
 
 def layer_of(function: Any) -> Layer:

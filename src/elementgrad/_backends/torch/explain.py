@@ -52,6 +52,7 @@ from elementgrad._explain.trace import (
     cannot_follow,
     uneven_weights,
 )
+from elementgrad._backends.torch.names import TorchModel
 from elementgrad._names import pytree
 from elementgrad.errors import PlaceError, UnconnectedError
 
@@ -98,7 +99,7 @@ class TorchTrace(Trace):
     ) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
         """Run the function; return the recorder, the source's id, the target, and the source as it was passed."""
         leads = PathToSource()
-        recorder = TorchOpRecorder(leads, self._run.function, None if meter is None else meter(leads))
+        recorder = TorchOpRecorder(leads, self._run.model, None if meter is None else meter(leads))
         started: list[tuple[int, Tensor]] = []
 
         def start(x: Tensor) -> Tensor:
@@ -547,7 +548,7 @@ STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
 
 def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
-    recorder = TorchOpRecorder(lambda x: x.requires_grad, function)
+    recorder = TorchOpRecorder(lambda x: x.requires_grad, TorchModel(function))
     requests = recorder.requests
     root = recorder.follow(wrt)
     try:

@@ -123,7 +123,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def _make_leaves(model: TorchModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # An embedding with max_norm writes to its table in the forward, and gets a copy of it.
-    modules = [module for _, module in model._modules() if getattr(module, "max_norm", None) is not None]
+    modules = [module for _, module in model.modules() if getattr(module, "max_norm", None) is not None]
     written = {id(x) for module in modules for x in module._parameters.values()}
     return {
         name: (x.clone().detach() if x.is_inference() or id(x) in written else x.detach()).requires_grad_()
@@ -255,7 +255,7 @@ def _check_unwritten(parameters: Mapping[str, Tensor]) -> Iterator[None]:
 @contextmanager
 def _restore_training_flags(model: TorchModel) -> Iterator[None]:
     with scope():
-        defer(_set_training_flags, [(module, module.training) for _, module in model._modules()])
+        defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
         yield
 
 
