@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elementgrad._edit.choose import choose as choose
     from elementgrad._explain.api import explain as explain
     from elementgrad._explain.check import Check as Check
     from elementgrad._explain.check import check as check
     from elementgrad._explain.diagnosis import Diagnosis as Diagnosis
     from elementgrad._names.capture import tag as tag
     from elementgrad._names.names import names as names
+    from elementgrad._place.edit import choose as choose
     from elementgrad._place.place import Place as Place
     from elementgrad._place.place import at as at
     from elementgrad._place.selection import Selection as Selection
@@ -63,7 +63,7 @@ __version__ = "0.1.0"
 _MODULES = {
     name: module
     for module, names in {
-        "_edit.choose": ("choose",),
+        "_place.edit": ("choose",),
         "_explain.api": ("explain",),
         "_explain.check": ("check", "Check"),
         "_explain.diagnosis": ("Diagnosis",),

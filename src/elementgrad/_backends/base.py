@@ -18,9 +18,9 @@ from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
-    from elementgrad._edit.backend import EditBackend
     from elementgrad._explain.backend import ExplainBackend
     from elementgrad._names.backend import NamesBackend
+    from elementgrad._place.edit import EditBackend
     from elementgrad._place.selection import Selection
     from elementgrad._read.backend import ReadBackend
     from elementgrad._train.backend import TopBackend, TrainBackend

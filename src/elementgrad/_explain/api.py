@@ -27,9 +27,8 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
 from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, cannot_follow
-from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef, require_callable
-from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, parse_place, parse_target
+from elementgrad._names.call import NOTHING, ONLY_OUTPUT, BoundCall, PartialCall, TensorRef, require_callable
+from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad.errors import DtypeError, ElementgradError, OptionError, PlaceError, SelectionError, quoted
 
 Tensor = Any

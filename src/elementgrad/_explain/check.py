@@ -17,8 +17,8 @@ from elementgrad._explain.differences import EPSILON, STEP_SIZES, UNSTEADY, Line
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import SampledCall, part_positions, precision_of, real_parts, slope_unit
 from elementgrad._explain.trace import uneven_weights
-from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._read.api import NOTHING, Named, parse_place, parse_target
+from elementgrad._names.call import NOTHING, BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._place.place import Named, parse_place, parse_target
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = Any

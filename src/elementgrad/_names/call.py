@@ -30,6 +30,8 @@ from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceErr
 Tensor = Any
 COMPUTED = ("activation", "output")
 """The kinds of tensors that exist only once the function has run."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""The keyword arguments of a call that has none."""
 OUTPUT = re.compile(r"output([.:]|$)")
 
 

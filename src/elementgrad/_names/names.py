@@ -6,8 +6,7 @@ from typing import Any
 
 from elementgrad._backends.registry import not_compiled
 from elementgrad._html import Rows, Tabular
-from elementgrad._names.call import BoundCall
-from elementgrad._read.api import NOTHING
+from elementgrad._names.call import NOTHING, BoundCall
 
 Tensor = Any
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from elementgrad._backends import registry
 from elementgrad._names.backend import Node
+from elementgrad._place.place import Place
 from elementgrad.errors import OptionError
 
 SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
@@ -19,7 +20,7 @@ _leaf_types: set[type] = set()
 
 
 class Leaf:
-    """Base of dataclasses that are leaves all the same."""
+    """Base of dataclasses that are leaves all the same, as places are."""
 
     __slots__ = ()
 
@@ -60,7 +61,7 @@ def replace_leaves(tree: Any, new: Mapping[int, Any]) -> Any:
 
 def unflatten_like(tree: Any, new: Sequence[Any]) -> Any:
     """Return the same structure with other leaves, in the order of `leaves_of`."""
-    if isinstance(tree, Leaf):
+    if isinstance(tree, (Leaf, Place)):
         return new[0]
     rest = iter(new)
     return map_tree(tree, lambda _: next(rest))
@@ -79,7 +80,7 @@ def flatten_one_level(tree: Any) -> Node | None:
     if isinstance(tree, (tuple, list)):
         keys = getattr(tree, "_fields", None) or range(len(tree))  # a named tuple has fields
         return keys, tree, getattr(type(tree), "_make", type(tree))
-    if isinstance(tree, Leaf) or type(tree) in SIMPLE:
+    if isinstance(tree, (Leaf, Place)) or type(tree) in SIMPLE:
         _leaf_types.add(type(tree))
         return None
     backend = registry.backend_of(tree)

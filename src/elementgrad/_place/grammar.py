@@ -177,11 +177,3 @@ def nearest(name: str, names: Sequence[str]) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return names as a list in a sentence, at most eight of them."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "none"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as aligned columns of text; the first row has the heads."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

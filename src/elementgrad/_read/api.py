@@ -3,19 +3,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import is_
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from elementgrad._backends.autodiff import Linearization
-from elementgrad._backends.registry import backend_of, not_compiled
+from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._names import pytree
-from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._place.place import Place
+from elementgrad._names.call import NOTHING, BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad._read.budget import parse_budget
 from elementgrad._read.jacobian import (
     Derivative,
@@ -29,14 +27,9 @@ from elementgrad._read.jacobian import (
 from elementgrad.errors import OptionError, PlaceError, SelectionError, quoted
 
 Tensor = Any
-Named = str | Place | Tensor | None
-"""A tensor or elements of it: the text of a place, a place, one of the arguments, or None for the only one."""
 Tree = Any
 """A value, or a tuple, list or dict of values."""
 Unconnected = Literal["error", "zero"]
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-ONLY = Place()
-"""The only tensor there is."""
 
 
 @not_compiled
@@ -324,29 +317,3 @@ def parse_unconnected(unconnected: str) -> bool:
     if unconnected not in ("error", "zero"):
         raise OptionError(f'unconnected={quoted(unconnected)} is neither "error" nor "zero"; give one of them')
     return unconnected == "zero"
-
-
-def parse_place(named: Named) -> Place:
-    """Return the place that a name or tensor stands for; for None, the only tensor there is."""
-    if named is None:
-        return ONLY
-    place = _parse_name(named) if isinstance(named, str) else named
-    if isinstance(place, Place):
-        return place
-    if backend_of(place) is None:
-        raise PlaceError(
-            f'{quoted(place)} names no tensor; give a name such as "x" or "output[0]", a place or a tensor'
-        )
-    return Place(place)
-
-
-_parse_name = lru_cache(maxsize=1024)(Place.parse)
-"""Kept, since parsing takes longer than most of what a small read does; places do not change."""
-
-
-def parse_target(named: Named) -> Place:
-    """Return the place of an output, which must be named as it is not there before the function has run."""
-    place = parse_place(named)
-    if place.tensor is not None:
-        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
-    return place

@@ -14,9 +14,9 @@ from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._html import grid, never_raise
-from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, Named, parse_place, parse_target, parse_unconnected
+from elementgrad._names.call import NOTHING, BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._place.place import Named, Place, parse_place, parse_target
+from elementgrad._read.api import parse_unconnected
 from elementgrad._read.jacobian import unconnected_error
 from elementgrad._read.sweeps import SweepRunner
 from elementgrad.errors import PlaceError

@@ -10,9 +10,9 @@ import numpy as np
 from elementgrad._backends.autodiff import Linearization, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import backend_of, not_compiled
-from elementgrad._edit import edit
 from elementgrad._html import box, never_raise
 from elementgrad._names.call import BoundCall, Operand
+from elementgrad._place import edit
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
 from elementgrad._read.budget import format_bytes

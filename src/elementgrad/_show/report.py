@@ -20,10 +20,10 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._files import writable
 from elementgrad._html import rows_of
 from elementgrad._names import pytree
-from elementgrad._names.call import BoundCall, Operand
+from elementgrad._names.call import NOTHING, BoundCall, Operand
 from elementgrad._optional import require
-from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, jacobian, parse_place, parse_target
+from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._read.api import jacobian
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.page import (
     DOWNLOAD_LIMIT,

@@ -24,7 +24,7 @@ from elementgrad._backends.torch import isolate
 from elementgrad._backends.torch._compat import get_eval_frame_callback, is_functional_tensor
 from elementgrad._backends.torch.autodiff import TorchLinearization
 from elementgrad._backends.torch.names import TorchNames
-from elementgrad._edit.backend import EditBackend
+from elementgrad._place.edit import EditBackend
 from elementgrad._place.selection import Selection
 from elementgrad.errors import FrameworkError, TracedError
 
