@@ -10,12 +10,20 @@ Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 box), the contents, and a function that rebuilds the container around other contents."""
 
 
+GIVEN = ".input"
+"""Behind the path of a module: what the module is given, as opposed to what it returns."""
+
+
 class CaptureLike(Protocol):
     """The part of a `Capture` that backends use: they hand it the results of layers and tags."""
 
     @property
     def everything(self) -> bool:
         """True if the results of all layers are captured."""
+
+    @property
+    def given(self) -> bool:
+        """True if what all modules are given is captured."""
 
     @property
     def bases(self) -> set[str]:
@@ -30,6 +38,9 @@ class CaptureLike(Protocol):
 
     def capture(self, kind: str, base: str, value: Any) -> Any:
         """Capture a value that has a name, and return what the run goes on with."""
+
+    def capture_given(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Capture what a module is given, and return what it goes on with."""
 
     def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
         """Capture one tensor of a value that has a name, and return what the run goes on with."""
@@ -60,6 +71,9 @@ class Model:
         """Return the module that a value is, or is a method of, if its tensors and layers have names; or None."""
         return None
 
+    only_input: str | None = None
+    """A name that the only input always has."""
+
     def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name, kind ("parameter" or "buffer") and tensor of all that the function holds."""
         return iter(())
@@ -81,9 +95,7 @@ class Model:
         return []
 
     @contextmanager
-    def prepare(
-        self, replacements: Sequence[Replacement], capture: CaptureLike | None
-    ) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         """Yield the function to call, with some of its tensors replaced and its named values captured."""
         if capture is None:
             yield self.function
@@ -128,6 +140,10 @@ class NamesBackend:
 
     def flatten_node(self, value: Any) -> Node | None:
         """Return one level of a container of the framework's own, or None for anything else."""
+        return None
+
+    def from_numpy(self, array: Any, model: Model) -> Tensor | None:
+        """Return the tensor that the framework would make of an array given to a function; None if it takes none."""
         return None
 
     def unwrap_parameter(self, x: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._names import pytree
-from elementgrad._names.call import NOTHING, BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
+from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._names.names import expand_patterns
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad._read.budget import parse_budget
 from elementgrad._read.jacobian import (
@@ -45,6 +47,8 @@ def jacobian(
     create_graph: bool = False,
     batch: bool = False,
     pattern: Any = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return the derivative of an output of `f(*args, **kwargs)` with respect to an input, as an array to index.
 
@@ -64,6 +68,9 @@ def jacobian(
             each example.
         pattern: An `eg.Pattern` or a matrix of scipy.sparse of the entries that can be nonzero; reads then go by
             colours.
+        names_from: A model that `f` calls and does not take as an argument, whose names `of` and `wrt` use; or a dict
+            of models by the names that they are to have.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         A lazy `Jacobian`, or a tree of them.
@@ -80,6 +87,7 @@ def jacobian(
     >>> eg.jacobian(model, torch.ones(3), of="output", wrt="0").shape
     (2, 2)
     """
+    f, args, kwargs = gather_arguments(jacobian, f, args, kwargs, arguments, names_from)
     evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch)
     return pytree.map_tree(
         evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: evaluation.jacobian(of, wrt, pattern))
@@ -99,6 +107,8 @@ def hessian(
     create_graph: bool = False,
     batch: bool = False,
     pattern: Any = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return the second derivatives of one output element, as an array to index: the lazy Jacobian of the gradient.
 
@@ -113,6 +123,8 @@ def hessian(
         create_graph: As for `jacobian`.
         batch: As for `jacobian`.
         pattern: As for `jacobian`.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         A lazy `Jacobian`, or a tree of them.
@@ -122,6 +134,7 @@ def hessian(
     >>> H[0, 1], H[1, :], H.diagonal()
     (tensor(6.), tensor([6., 4.]), tensor([0., 4.]))
     """
+    f, args, kwargs = gather_arguments(hessian, f, args, kwargs, arguments, names_from)
     first = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=2)
 
     def blocks(of: Operand) -> Tree:
@@ -149,6 +162,8 @@ def grad(
     budget: int | str | None = None,
     create_graph: bool = False,
     batch: bool = False,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return the derivative of the elements that `of` names with respect to those that `wrt` names, computed now.
 
@@ -162,6 +177,8 @@ def grad(
         budget: As for `jacobian`.
         create_graph: As for `jacobian`.
         batch: As for `jacobian`.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         A tensor of the shape of `of`'s elements and then `wrt`'s, or a tree of them.
@@ -174,6 +191,7 @@ def grad(
     >>> eg.grad(lambda X, Y: X @ Y, X, Y, of="output[0, 0]", wrt="X[0, 1]")
     tensor(7.)
     """
+    f, args, kwargs = gather_arguments(grad, f, args, kwargs, arguments, names_from)
     evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch)
     return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
@@ -258,10 +276,11 @@ def _evaluate(
     zero = parse_unconnected(unconnected)
     for name, flag in (("batch", batch), ("create_graph", create_graph)):
         if not isinstance(flag, bool):
-            raise OptionError(f"{name}={quoted(flag)} is neither True nor False; give one of them")
+            raise option_error(name, flag, "is neither True nor False; give one of them")
     limit = parse_budget(budget)
     of, wrt = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
     call = BoundCall(f, args, kwargs)
+    of, wrt = expand_patterns(call, of, wrt)
     of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
     sources, targets = (
         [call.find_source(place) for place in wrt_places],

@@ -14,7 +14,8 @@ from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._html import grid, never_raise
-from elementgrad._names.call import NOTHING, BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._names.arguments import NOTHING, gather_arguments
+from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._place.place import Named, Place, parse_place, parse_target
 from elementgrad._read.api import parse_unconnected
 from elementgrad._read.jacobian import unconnected_error
@@ -109,6 +110,8 @@ def contributions(
     via: str | Place | Sequence[str | Place] = (),
     without: str | Place | Sequence[str | Place] = (),
     unconnected: Literal["error", "zero"] = "error",
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Shares:
     """Return the derivative of one place with respect to another, as one share for each use of the source.
 
@@ -123,6 +126,8 @@ def contributions(
         via: Activations or tags: only paths that pass all of them count.
         without: Activations or tags: only paths that pass none of them count.
         unconnected: `"zero"` to return zeros where there is no path, instead of an error.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         The shares, in the order of computation.
@@ -135,7 +140,7 @@ def contributions(
     zero = parse_unconnected(unconnected)
     _require_single_places(of=of, wrt=wrt)
     wrt_place, of_place = parse_place(wrt), parse_target(of)
-    call = BoundCall(f, args, kwargs)
+    call = BoundCall(*gather_arguments(contributions, f, args, kwargs, arguments, names_from))
     backend = call.backend
     source, target = call.find_source(wrt_place), call.find_target(of_place)
     stops = {_resolve_waypoint(call, place): place for place in _parse_waypoints(via)}

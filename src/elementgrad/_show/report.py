@@ -20,7 +20,8 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._files import writable
 from elementgrad._html import rows_of
 from elementgrad._names import pytree
-from elementgrad._names.call import NOTHING, BoundCall, Operand
+from elementgrad._names.arguments import NOTHING, gather_arguments
+from elementgrad._names.call import BoundCall, Operand
 from elementgrad._optional import require
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad._read.api import jacobian
@@ -64,6 +65,8 @@ def report(
     budget: int | str | None = None,
     tokens: Sequence[str] | None = None,
     channels: str | None = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Path:
     """Write one HTML file about a derivative, or about what was trained.
 
@@ -82,6 +85,8 @@ def report(
         budget: Memory for sweeps that run at once, in bytes or as a text such as `"200MB"`.
         tokens: One text for each position of a sequence, as for `eg.plot`.
         channels: `"first"` or `"last"`, as for `eg.plot`.
+        names_from: A model that `f` calls, as for `eg.jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         The path of the file.
@@ -101,6 +106,7 @@ def report(
     writable(path)
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
+    f, args, kwargs = gather_arguments(report, f, args, kwargs, arguments, names_from)
     pairs = product(pytree.leaves_of(of), pytree.leaves_of(wrt))
     items = [ReportQuery(f, args, kwargs, *pair).answer(budget) for pair in pairs]
     if not items:

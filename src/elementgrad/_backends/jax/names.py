@@ -42,9 +42,7 @@ class JaxModel(Model):
         return [(kind, array) for other, kind, array in self.named_tensors() if other == name]
 
     @contextmanager
-    def prepare(
-        self, replacements: Sequence[Replacement], capture: CaptureLike | None
-    ) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         function = CopyingFunction(self.function, {each.name: each.new for each in replacements})
         yield function if capture is None else CopyingFunction(capture_tags(function, capture))
 
@@ -58,6 +56,9 @@ class JaxNames(NamesBackend):
 
     def is_model(self, function: Any) -> bool:
         return next(iter(JaxModel(function).named_tensors()), None) is not None
+
+    def from_numpy(self, array: Any, model: Model) -> Array | None:
+        return jax.numpy.asarray(array) if array.dtype.kind in "biufc" else None
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if isinstance(function, CopyingFunction) else CopyingFunction(function)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
@@ -19,7 +20,7 @@ from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_sy
 from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
 from elementgrad._cleanup import assign, defer, enter, push, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.backend import GIVEN, CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -27,6 +28,9 @@ Result = Any
 Tensor = Any
 Watch = Callable[[Layer, Result], Result]
 """Takes a layer and its result, and returns what the run goes on with."""
+Arguments = tuple[Any, Any]
+WatchGiven = Callable[[Layer, Any, Any], Arguments]
+"""Takes a layer and its arguments by position and by name, and returns those that it goes on with."""
 AUTOGRAPH = "autograph_info__"
 """AutoGraph leaves a function with this attribute alone."""
 
@@ -38,14 +42,14 @@ class KerasModel(Model):
     as the function runs. While values are captured, compiled functions run as Python.
     """
 
+    only_input = "inputs"
+
     @staticmethod
     def root_of(value: Any) -> Layer:
         return layer_of(value)
 
     @contextmanager
-    def prepare(
-        self, replacements: Sequence[Replacement], capture: CaptureLike | None
-    ) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         with scope():
             for _, variable, value in replacements:
                 defer(variable.assign, variable + 0)
@@ -126,16 +130,25 @@ class KerasModel(Model):
         paths = {id(layer): path for path, layer in self._layers() if not _is_input(layer)}
         others: dict[int, Layer] = {}  # layers that are not the model's, kept alive so that no other gets the same id
 
-        def watch(layer: Layer, result: Any) -> Any:
+        def path_of(layer: Layer) -> str | None:
             if id(layer) not in paths and id(layer) not in others:
                 others[id(layer)] = layer
                 paths.update({id(new): path for path, new in self._layers()})  # it may have been made in this run
-            path = paths.get(id(layer))
-            if path and (capture.everything or path in capture.bases):
-                return capture.capture("activation", path, result)
-            return result
+            return paths.get(id(layer))
 
-        return watch_layers([layer for _, layer in self._layers()], watch)
+        def watch(layer: Layer, result: Any) -> Any:
+            path = path_of(layer)
+            wanted = path and (capture.everything or path in capture.bases)
+            return capture.capture("activation", str(path), result) if wanted else result
+
+        def watch_given(layer: Layer, args: Any, kwargs: Any) -> Arguments:
+            path = path_of(layer)
+            if not path or not (capture.given or path + GIVEN in capture.bases):
+                return args, kwargs
+            args, kwargs = pytree.map_tree((args, kwargs), partial(_convert_array, layer))
+            return capture.capture_given(path, args, kwargs)
+
+        return watch_layers([layer for _, layer in self._layers()], watch, watch_given)
 
 
 class TensorflowNames(NamesBackend):
@@ -152,6 +165,12 @@ class TensorflowNames(NamesBackend):
 
     def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if tf.executing_eagerly() else convert_by_autograph(function)
+
+    def from_numpy(self, array: Any, model: Model) -> Tensor | None:
+        if array.dtype.kind not in "biufc":
+            return None
+        roots = list(model.roots.values())
+        return _convert_array(roots[0], array) if len(roots) == 1 else tf.convert_to_tensor(array)
 
     def unwrap_parameter(self, x: Tensor) -> Tensor:
         value = getattr(x, "_value", None)
@@ -178,6 +197,13 @@ def layer_of(function: Any) -> Layer:
     return owner if isinstance(owner, kind) else None
 
 
+def _convert_array(layer: Layer, value: Any) -> Any:
+    """Return a NumPy array as the tensor that a layer makes of it, in its own floating dtype; any other value as is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return tf.convert_to_tensor(value, layer.input_dtype if value.dtype.kind == "f" else None)
+
+
 def _is_input(layer: Layer) -> bool:
     return type(layer).__name__ == "InputLayer"
 
@@ -191,6 +217,7 @@ class _LayerWatcher:
     """One use of `watch_layers`; without a watch, layers inside are not watched."""
 
     watch: Watch | None
+    given: WatchGiven | None = None
 
 
 class _LayerState(threading.local):
@@ -211,8 +238,8 @@ def layer_type() -> type | None:
 
 
 @contextmanager
-def watch_layers(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
-    """Pass the results of these layers through `watch` in this thread, in place of an outer watch."""
+def watch_layers(layers: Iterable[Layer], watch: Watch | None, given: WatchGiven | None = None) -> Iterator[None]:
+    """Pass results and arguments of these layers through functions in this thread, in place of an outer watch."""
     kinds = {type(layer) for layer in layers}
     owners = {(_owner(kind, name), name) for kind in kinds for name in ("__call__", "call")}
     with scope():
@@ -220,7 +247,7 @@ def watch_layers(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]
             _steps.enter()
         for owner, name in owners:
             _methods.enter(owner, name)
-        push(_local, "watches", _LayerWatcher(watch))
+        push(_local, "watches", _LayerWatcher(watch, given))
         yield
 
 
@@ -257,11 +284,14 @@ def _install_method(replace: Replace, owner: type, name: str) -> None:
 
     def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
         method = _bind(original, layer, type(layer))
-        watch = _local.watches[-1].watch if _local.watches else None
+        watcher = _local.watches[-1] if _local.watches else None
+        watch = None if watcher is None else watcher.watch
         # One call has one result, also where `__call__` calls `call`, and both call those of a base class.
         inner = name == "call" and bool(_local.called) and _local.called[-1] is layer
         if watch is None or inner or _owner(type(layer), name) is not owner:
             return method(*args, **kwargs)
+        if watcher is not None and watcher.given is not None and is_computing():
+            args, kwargs = watcher.given(layer, args, kwargs)
         with scope():
             assign(_local, "called", (*_local.called, layer))
             result = method(*args, **kwargs)

@@ -32,6 +32,7 @@ from elementgrad._backends.torch.explain_rules import (
     flow_hook,
 )
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
@@ -52,7 +53,6 @@ from elementgrad._explain.trace import (
     cannot_follow,
     uneven_weights,
 )
-from elementgrad._backends.torch.names import TorchModel
 from elementgrad._names import pytree
 from elementgrad.errors import PlaceError, UnconnectedError
 

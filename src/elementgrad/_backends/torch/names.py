@@ -1,7 +1,7 @@
 """Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, restore_attributes
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.backend import GIVEN, CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -82,14 +82,17 @@ class TorchModel(Model):
         return matches + [("activation", None) for _ in self._find(name)]
 
     @contextmanager
-    def prepare(
-        self, replacements: Sequence[Replacement], capture: CaptureLike | None
-    ) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
         with scope():
             if capture is not None:
                 enter(capture.open())
-                for path, module in self._captured_modules(capture):
+                for path, module in self._select_modules(capture.everything, capture.bases):
                     add_hook(module._forward_hooks, partial(_capture_result, capture, path))
+                given = {name.removesuffix(GIVEN) for name in capture.bases if name.endswith(GIVEN)}
+                for path, module in self._select_modules(capture.given, given):
+                    hook = partial(_capture_given, capture, path)
+                    add_hook(module._forward_pre_hooks_with_kwargs, hook)
+                    add_hook(module._forward_pre_hooks, hook)
             if replacements:
                 if "torch.distributed.fsdp" in sys.modules:
                     # Imported here, since code for training imports the compiler of PyTorch.
@@ -100,10 +103,10 @@ class TorchModel(Model):
                 self._replace(replacements)
             yield self.function
 
-    def _captured_modules(self, capture: CaptureLike) -> Iterator[tuple[str, Module]]:
-        if capture.everything:
+    def _select_modules(self, everything: bool, names: Collection[str]) -> Iterator[tuple[str, Module]]:
+        if everything:
             yield from ((path, module) for path, module in self.modules() if path)
-        for name in capture.bases:
+        for name in names:
             yield from ((name, module) for module in self._find(name))
 
     def _replace(self, new: Sequence[Replacement]) -> None:
@@ -221,6 +224,10 @@ def _tensors_of(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
 
 def _original(tensor: Any) -> Any:
     return _originals.get(id(tensor), tensor)
+
+
+def _capture_given(capture: CaptureLike, path: str, module: Module, args: Any, kwargs: Any) -> Any:
+    return capture.capture_given(path, args, kwargs) if capture.active else None
 
 
 def _capture_result(capture: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
