@@ -252,7 +252,9 @@ def test_what_is_no_tensor_says_which_frameworks_to_use(value):
 
 
 def test_a_kind_is_one_of_a_few_words():
-    with pytest.raises(eg.PlaceError, match="kind 'weight' is none of input, output, activation, parameter, buffer"):
+    with pytest.raises(
+        eg.PlaceError, match="kind 'weight' is none of input, output, activation, given, parameter, buffer"
+    ):
         eg.at("x", kind="weight")
     assert eg.at(eg.at("x")[0], kind="input") == eg.at("x", kind="input")[0]
     assert eg.at("x (input)", kind="input") == eg.at("x (input)")

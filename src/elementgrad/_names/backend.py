@@ -1,6 +1,6 @@
 """The interface that a backend implements for names: `NamesBackend`, and the `Model` that it returns."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -89,6 +89,14 @@ class Model:
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
         """Return the model's own names of its inputs, each with what that input may be called as an argument."""
         return {}
+
+    def other_names(self) -> Iterable[str]:
+        """Return other spellings of names of tensors and layers."""
+        return ()
+
+    def canonical_name(self, name: str) -> str:
+        """Return the name under which a tensor is found, for a name that may be another spelling of it."""
+        return name
 
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         """Return kind and tensor of everything with a name; the result of a layer is an activation without a tensor."""

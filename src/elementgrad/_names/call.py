@@ -225,7 +225,7 @@ class BoundCall:
             return self._only_input()
         if is_pattern(place.name):
             raise PlaceError(f"{place} is a pattern of several names, and one place is needed here; give one name")
-        name = place.name
+        name = self.model.canonical_name(place.name)
         named = [ref for ref in self.inputs if ref.name == name.replace(":", ".")] or self._find_alias(name)
         named += [TensorRef(name, kind, tensor, exact=True) for kind, tensor in self.model.lookup(name)]
         if OUTPUT.match(name):
@@ -411,6 +411,7 @@ class BoundCall:
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
         if name in names:
             return PlaceError(f"{name!r} was not there before this first run, which has built it; ask again")
+        names += [other for other in self.model.other_names() if kind is None]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
 

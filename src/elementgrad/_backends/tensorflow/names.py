@@ -4,6 +4,7 @@ The results of layers are captured by replacing `__call__` and `call` of their c
 (`watch_layers`).
 """
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,7 +82,52 @@ class KerasModel(Model):
             places[id(tensor)] += [f"inputs.{tensor.name}", f"inputs.{index}"]
         return {tensor.name: places[id(tensor)] for tensor in functional.inputs}
 
+    def other_names(self) -> Iterable[str]:
+        return self._attribute_paths()
+
+    def canonical_name(self, name: str) -> str:
+        """Return the path of names for a path of attributes: `dense_12/kernel` for `d.kernel` in `model.d.kernel`."""
+        path, mark, rest = re.match(r"([^#:]*)(.?)(.*)", name).groups()  # type: ignore[union-attr]
+        for ending in ("", GIVEN):
+            known = None if "." not in path and ending else self._attribute_paths().get(path.removesuffix(ending))
+            if known is not None and path.endswith(ending):
+                return known + ending + mark + rest
+        return name
+
+    def stable_name(self, name: str) -> str:
+        """Return the path of attributes for a name that Keras made up, which counts up in each process; or the name."""
+        if not any(map(_is_automatic, self._components(name))):
+            return name
+        return next((path for path, known in self._attribute_paths().items() if known == name), name)
+
+    def _components(self, name: str) -> list[Any]:
+        """Return the layers on the path of a name, and its variable."""
+        owners = [(path, layer) for path, layer in self._layers() if path == name or name.startswith(f"{path}/")]
+        variables = [variable for other, _, variable in self._variables() if other == name]
+        return [layer for path, layer in owners if path not in self.roots] + variables
+
+    def _attribute_paths(self) -> dict[str, str]:
+        """Return the name of each layer and variable by its path of attributes, where that is no name itself."""
+        names: dict[str, str] = {}
+        paths: dict[int, str] = {}
+        for prefix, root in self.roots.items():
+            paths.setdefault(id(root), prefix)
+        for name, layer in self._layers():
+            path = paths.get(id(layer))
+            if path is None:
+                continue
+            for attribute, child in _attributes_of(layer):
+                paths.setdefault(id(child), add_prefix(path, attribute))
+            if name not in self.roots:
+                names[path] = name
+            for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+                join = add_prefix if name in self.roots else _join
+                names[add_prefix(path, _attribute_of(layer, variable))] = join(name, variable.name)
+        taken = set(names.values())
+        return {path: name for path, name in names.items() if path not in taken}
+
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
+        name = self.canonical_name(name)
         variables = [(kind, variable) for other, kind, variable in self._variables() if other == name]
         variables = variables or self._variables_by_path(name)
         layers = [path for path in self.layers() if path == name]
@@ -202,6 +248,31 @@ def _convert_array(layer: Layer, value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     return tf.convert_to_tensor(value, layer.input_dtype if value.dtype.kind == "f" else None)
+
+
+def _attributes_of(layer: Layer) -> Iterator[tuple[str, Layer]]:
+    """Yield the layers inside of a layer by their attributes, as `d` or `blocks.0`; public attributes come first."""
+    public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+    private = {name: value for name, value in vars(layer).items() if name.startswith("_")}
+    for name, value in (*public.items(), ("layers", getattr(layer, "layers", ())), *private.items()):
+        values = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        )
+        for key, each in ((name, value), *[(f"{name}.{key}", inner) for key, inner in values]):
+            if any(each is inner for inner in layer._layers):
+                yield key, each
+
+
+def _attribute_of(layer: Layer, variable: Any) -> str:
+    attributes = [name for name, value in vars(layer).items() if value is variable and not name.startswith("_")]
+    return attributes[0] if attributes else str(variable.name)
+
+
+def _is_automatic(owner: Any) -> bool:
+    """Return True if Keras may have made up the name of a layer or variable: that of its class, and a number."""
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(owner).__name__)
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+    return re.fullmatch(rf"({re.escape(words)}|variable)(_\d+)?", owner.name) is not None
 
 
 def _is_input(layer: Layer) -> bool:
