@@ -148,7 +148,7 @@ def check(
     detach
     """
     place, target_place = parse_place(wrt), parse_target(of)
-    call = BoundCall(*gather_arguments(check, f, args, kwargs, arguments, names_from))
+    call = BoundCall(*gather_arguments(check, f, args, kwargs, arguments, names_from), [place])
     source, target = call.find_source(place), call.find_target(target_place)
     sampled, dtype, linear = _linearize(call, source, target)
     with call.backend.precision(sampled.dtype):

@@ -96,8 +96,9 @@ def backend_of_code(function: Any) -> Backend | None:
     for value in referenced_values(function):
         package = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
         name = package.partition(".")[0]
+        owner = registry.backend_of(value) or registry.module_of(value)[0]
         for backend in registry.imported_backends():
-            if backend.name == ("tensorflow" if name == "keras" else name) or registry.backend_of(value) is backend:
+            if owner is backend or backend.name == ("tensorflow" if name == "keras" else name):
                 matches[backend.name] = backend
     return next(iter(matches.values())) if len(matches) == 1 else None
 

@@ -129,6 +129,8 @@ class NamesBackend:
 
     model: type[Model] = Model
     """The type of a function together with the names that it holds."""
+    takes_arrays = False
+    """True if functions of the framework take NumPy arrays for tensors."""
 
     def is_model(self, function: Any) -> bool:
         """Return True if a function holds tensors or layers that have names."""
@@ -151,7 +153,7 @@ class NamesBackend:
         return None
 
     def from_numpy(self, array: Any, model: Model) -> Tensor | None:
-        """Return the tensor that the framework would make of an array given to a function; None if it takes none."""
+        """Return the tensor that the framework would make of an array given to a function; None if it makes none."""
         return None
 
     def unwrap_parameter(self, x: Tensor) -> Tensor:

@@ -155,7 +155,9 @@ class BoundCall:
     a model has them behind nothing.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[Place] = ()
+    ):
         require_callable(function)
         self.function = function
         self._bound = BoundArguments.of(function, args, kwargs)
@@ -179,7 +181,10 @@ class BoundCall:
                         self._roots[name] = root
                 if backend is not None:
                     backends[backend.name] = backend
-        self.backend = _only_backend(function, backends, args)
+        if not backends:  # a function that takes no tensors is of the framework of those that it is asked about
+            tensors = [place.tensor for place in places if place.tensor is not None]
+            backends = {backend.name: backend for backend in map(registry.require_backend, tensors)}
+        self.backend = _only_backend(function, backends, args, bool(arrays))
         if arrays:
             self._add_arrays(arrays)
         self.output_name = "output"
@@ -454,10 +459,14 @@ def _as_transform(new: Any) -> Transform:
     return new if callable(new) else lambda value: value + new
 
 
-def _only_backend(function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any]) -> Backend:
+def _only_backend(
+    function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any], has_arrays: bool
+) -> Backend:
     model_backend = registry.backend_of_model(function) if not backends else None
-    if model_backend is None and not backends:
-        model_backend = backend_of_code(function)  # NumPy arrays for a function of JAX
+    if model_backend is None and not backends and (has_arrays or not args):
+        model_backend = backend_of_code(function)
+        if has_arrays and model_backend is not None and not model_backend.names.takes_arrays:
+            model_backend = None
     if model_backend is not None:
         return model_backend
     if not backends:

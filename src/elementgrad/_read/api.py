@@ -279,7 +279,7 @@ def _evaluate(
             raise option_error(name, flag, "is neither True nor False; give one of them")
     limit = parse_budget(budget)
     of, wrt = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
-    call = BoundCall(f, args, kwargs)
+    call = BoundCall(f, args, kwargs, pytree.leaves_of(wrt))
     of, wrt = expand_patterns(call, of, wrt)
     of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
     sources, targets = (

@@ -140,7 +140,7 @@ def contributions(
     zero = parse_unconnected(unconnected)
     _require_single_places(of=of, wrt=wrt)
     wrt_place, of_place = parse_place(wrt), parse_target(of)
-    call = BoundCall(*gather_arguments(contributions, f, args, kwargs, arguments, names_from))
+    call = BoundCall(*gather_arguments(contributions, f, args, kwargs, arguments, names_from), [wrt_place])
     backend = call.backend
     source, target = call.find_source(wrt_place), call.find_target(of_place)
     stops = {_resolve_waypoint(call, place): place for place in _parse_waypoints(via)}

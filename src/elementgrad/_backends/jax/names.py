@@ -51,6 +51,7 @@ class JaxNames(NamesBackend):
     """Names in callables that are pytrees."""
 
     model = JaxModel
+    takes_arrays = True
     flatten_node = staticmethod(flatten_node)
     name_in_graph = staticmethod(name_in_graph)
 

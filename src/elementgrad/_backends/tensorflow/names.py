@@ -201,6 +201,7 @@ class TensorflowNames(NamesBackend):
     """Names in Keras models, eager or inside `tf.function`."""
 
     model = KerasModel
+    takes_arrays = True
 
     def is_model(self, function: Any) -> bool:
         return layer_of(function) is not None
