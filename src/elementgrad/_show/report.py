@@ -114,8 +114,10 @@ def report(
     sections = []
     for item in items:
         prefix = "" if len(items) == 1 else f"{' by '.join(item.names)}: "
-        for section in item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels):
-            sections.append(Section(prefix + section.title, section.parts))
+        for number, section in enumerate(item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels)):
+            # Of several questions, the contents has one entry for each.
+            entry = None if len(items) == 1 else " by ".join(item.names) if number == 0 else ""
+            sections.append(Section(prefix + section.title, section.parts, entry))
     first = items[0]
     others = f", and {len(items) - 1} more" if len(items) > 1 else ""
     lead = f"How {first.names[0]} changes with {first.names[1]}{others}."
@@ -221,14 +223,15 @@ class ReportItem:
         sections = [Section("The question", self._question_parts()), Section("The answer", answer)]
         if self.values is not None and self.jacobian is not None:
             of, wrt = operands(self.jacobian)
-            gradient, inputs = self.values, None
+            gradient, inputs, coords = self.values, None, None
             if math.prod(of.shape) == 1:
                 gradient, inputs = self.values.reshape(wrt.shape), self.query.wrt_values
+                coords = None if wrt.base is None else wrt.base.coords().reshape(-1, len(wrt.of))
             if inputs is not None and wrt.base is not None:
                 inputs = inputs.reshape(-1)[wrt.base.flat()]
             answer += [Facts(_summarize(self.values)), self._picture(of, wrt, gradient, inputs, tokens, channels)]
             name = f"gradient of {self.names[0]} by {self.names[1]}"
-            sections.append(Section("The numbers", [NumbersTable.of(gradient, name, inputs, download_limit)]))
+            sections.append(Section("The numbers", [NumbersTable.of(gradient, name, inputs, download_limit, coords)]))
             sections.append(Section("The plan", [Facts(self.jacobian.plan().lines)]))
         path = self._path_parts()
         return [*sections, Section("The path", path)] if path else sections
@@ -287,7 +290,10 @@ class ReportItem:
         if self.diagnosis is None:
             return [Prose(f"eg.explain does not answer here: {self.unexplained}.")]
         parts: list[Part] = [Prose(f"Seen: {fact}.") for fact in self.diagnosis.evidence]
-        steps = [(number, step, step.endswith("(broken here)")) for number, step in enumerate(self.diagnosis.path, 1)]
+        steps = [
+            (number, step, step.endswith("(broken here)"), getattr(step, "site", ""))
+            for number, step in enumerate(self.diagnosis.path, 1)
+        ]
         if len(steps) > MAX_STEPS:
             parts.append(
                 Prose(f"{MAX_STEPS} of {len(steps)} operations: those at the ends, and the one that breaks it.")
