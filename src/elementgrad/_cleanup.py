@@ -245,6 +245,11 @@ class Lock:
         """Return a `with` block that holds the lock."""
         return _LockScope(self)
 
+    def is_held_elsewhere(self) -> bool:
+        """Return True if another thread holds the lock."""
+        holder = self._holder.get("holder")
+        return holder is not None and holder.thread != threading.get_ident()
+
     def _release(self, me: "_Holder") -> None:
         if self._holder.get("holder") is me:
             del self._holder["holder"]

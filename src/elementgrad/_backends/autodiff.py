@@ -97,6 +97,10 @@ class Linearization(ABC):
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """Run forward sweeps from tangents of an input; return a batch for each output, None without a path."""
 
+    def transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
+        """Run forward sweeps as transposes of a reverse one; raise `UnsupportedError` where `jvp` is all there is."""
+        raise UnsupportedError("reverse sweeps are not transposed")
+
     @abstractmethod
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         """Return the bytes of the largest intermediate derivative of one sweep, in a batch of `sweeps`."""

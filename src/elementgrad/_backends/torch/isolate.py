@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
+from elementgrad._cleanup import Lock, call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
@@ -246,6 +246,10 @@ def _set_modes(stack: Stack, modes: Modes) -> None:
     call_atomically(*steps, *(_set_flags(flags) if flags else ()))
 
 
+DUAL_NUMBERS = Lock()
+"""Held while our sweeps use dual numbers: PyTorch has one level of them for all threads."""
+
+
 def _close_dual_level(before: int) -> None:
     """Close a level of forward differentiation that is not in PyTorch's own count.
 
@@ -278,7 +282,8 @@ def restore_ambient_state(before: AmbientState) -> None:
     _set_modes(OPERATIONS, before.dispatch_modes)
     if now.transforms > before.transforms:
         _compat.functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
-    _close_dual_levels(before.dual_levels)
+    if not DUAL_NUMBERS.is_held_elsewhere():
+        _close_dual_levels(before.dual_levels)
     if now.saving_refused != before.saving_refused and before.saving_refused is None:
         _compat.saved_tensor_hooks._saved_tensors_hooks_enable()
     while _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False) not in (None, before.saving):
