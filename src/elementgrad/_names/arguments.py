@@ -25,11 +25,11 @@ def require_callable(function: Any) -> None:
 def gather_arguments(
     verb: Callable[..., Any],
     function: Any,
-    args: Sequence[Any],
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     keywords: Mapping[str, Any],
     names_from: Any = None,
-) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
     """Return the function and its arguments: a keyword that is no option of the verb is an argument.
 
     The dict of a tokenizer, given alone to a model that takes its keys as parameters, is all of them by name.

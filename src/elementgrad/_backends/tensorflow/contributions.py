@@ -12,6 +12,7 @@ from elementgrad._backends.source_location import is_user_code, location_text, n
 from elementgrad._backends.tensorflow._compat import AutomaticControlDependencies, copy_gradient_function, replace_input
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization, copy_tensor, run_functions_as_python
 from elementgrad._backends.tensorflow.isolate import isolated
+from elementgrad._names.backend import Model
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -43,6 +44,7 @@ class _ChangedFunction:
     """A function of one change for each use, which is added to the tensor in that place alone."""
 
     function: Callable[..., Any]
+    model: Model
     program: Callable[..., Sequence[Tensor]]
     held: Sequence[bool]
     others: Sequence[Tensor] = field(default=())
@@ -64,7 +66,7 @@ def linearize_uses(
     for operation in program.graph.get_operations():  # a call of a concrete function loses its gradient on the way
         if operation.type in CALLS:
             copy_gradient_function(wrapped.graph.get_operation_by_name(operation.name), operation)
-    changed = _ChangedFunction(run.function, program, [False] * len(changes))
+    changed = _ChangedFunction(run.function, run.model, program, [False] * len(changes))
     return TensorflowLinearization.of(changed, changes, create_graph=False, order=1), trace.uses
 
 

@@ -14,6 +14,7 @@ from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._names.backend import Replacement
 from elementgrad._train.backend import TopBackend
 from elementgrad.errors import FrameworkError, UnconnectedError
 
@@ -54,7 +55,7 @@ def parameter_gradients(
         with scope():
             enter_modes()
             leaves = _make_leaves(model, parameters)
-        enter(model.prepare(leaves, None))
+        enter(model.prepare([Replacement(name, parameters[name], leaf) for name, leaf in leaves.items()], None))
         with _check_unwritten(parameters):
             groups = _groups(leaves)
             first_values: list[float] | None = None
