@@ -60,7 +60,7 @@ def tour(*, framework: str, out: str, no_report: bool) -> None:
     """Show the tour in the terminal, and write its page unless `no_report`."""
     require("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
     require("safetensors", "the tour", "train")
-    from elementgrad._tour.render import show_tour
+    from elementgrad._tour.runner import show_tour
 
     if not no_report:
         writable(out)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad import _npz
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
+from elementgrad._files import read_npz
 from elementgrad._names import pytree
 from elementgrad._names.call import BoundArguments
 from elementgrad._optional import require
@@ -387,7 +387,7 @@ def _read_file(path: str) -> Any:
     try:
         if not zipped:
             return _wrap_array(np.load(path, allow_pickle=False), path)
-        arrays = _npz.read(path)
+        arrays = read_npz(path)
     except (ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     return NamedInputs({name: _wrap_array(array, f"{path}:{name}") for name, array in arrays.items()})

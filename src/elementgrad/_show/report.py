@@ -117,7 +117,7 @@ def report(
 
 
 def _patch_page(patch: Patch, title: str | None) -> Page:
-    from elementgrad._show.steps import elements_of_patch  # imports matplotlib
+    from elementgrad._show.pictures import elements_of_patch  # imports matplotlib
 
     names, before, after = elements_of_patch(patch)
     with np.errstate(invalid="ignore"):

@@ -14,10 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_symbolic_scope, keras_backend
 from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
-from elementgrad._cleanup import assign, defer, enter, push, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import CaptureLike, Model, NamesBackend
 from elementgrad.errors import PlaceError

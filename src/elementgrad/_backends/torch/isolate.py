@@ -20,9 +20,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import Lock, call_atomically, close_generators, defer, enter, scope
+from elementgrad._cleanup import AttributePatch, Lock, Replace, call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
-from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
+from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names.backend import CaptureLike, Model, NamesBackend
 
