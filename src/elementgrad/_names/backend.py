@@ -2,37 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elementgrad._names.capture import Capture
 
 Tensor = Any
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 """One level of a container: the keys of its contents (None for the only content of a box, which bears the name of the
 box), the contents, and a function that rebuilds the container around other contents."""
-
-
-class CaptureLike(Protocol):
-    """The part of a `Capture` that backends use: they hand it the results of layers and tags."""
-
-    @property
-    def everything(self) -> bool:
-        """True if the results of all layers are captured."""
-
-    @property
-    def bases(self) -> set[str]:
-        """The names whose values are captured, without the number of a call or a part."""
-
-    @property
-    def active(self) -> bool:
-        """True if what this thread computes now is part of the run."""
-
-    def open(self, here: Callable[[str], bool] = ...) -> Any:
-        """Return a context in which this thread's tags are captured, if `here(name)` is True; else they are staged."""
-
-    def capture(self, kind: str, base: str, value: Any) -> Any:
-        """Capture a value that has a name, and return what the run goes on with."""
-
-    def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
-        """Capture one tensor of a value that has a name, and return what the run goes on with."""
 
 
 class Model:
@@ -62,7 +40,7 @@ class Model:
         return []
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: "Capture | None") -> Iterator[Callable[..., Any]]:
         """Yield the function to call, with some of its tensors replaced and its named values captured."""
         if capture is None:
             yield self.function

@@ -11,7 +11,8 @@ import jax
 
 from elementgrad._backends.jax.program import capture_tags, is_array, name_in_graph
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Node
+from elementgrad._names.backend import Model, NamesBackend, Node
+from elementgrad._names.capture import Capture
 
 Array = jax.Array
 BOX = ["value"]
@@ -58,7 +59,7 @@ class JaxModel(Model):
         return [(kind, array) for other, kind, array in self.named_tensors() if other == name]
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Array], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Array], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         function = CopyingFunction(self.function, replacements)
         yield function if capture is None else CopyingFunction(capture_tags(function, capture))
 

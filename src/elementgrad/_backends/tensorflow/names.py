@@ -18,7 +18,8 @@ from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_sy
 from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, push, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend
+from elementgrad._names.backend import Model, NamesBackend
+from elementgrad._names.capture import Capture
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -61,7 +62,7 @@ class TensorflowModel(Model):
     """A function. While its values are captured, the compiled functions in it run as Python."""
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         if capture is None:
             yield self.function
         else:
@@ -71,7 +72,7 @@ class TensorflowModel(Model):
                 enter(self._watch_layers(capture))
                 yield self.function
 
-    def _watch_layers(self, capture: CaptureLike) -> Any:
+    def _watch_layers(self, capture: Capture) -> Any:
         return watch_layers((), None)
 
 
@@ -87,7 +88,7 @@ class KerasModel(TensorflowModel):
         self._root: Layer = layer_of(function)
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         variables = [
             (variable, x)
             for name, x in replacements.items()
@@ -160,7 +161,7 @@ class KerasModel(TensorflowModel):
 
         return walk(self._root, "")
 
-    def _watch_layers(self, capture: CaptureLike) -> Any:
+    def _watch_layers(self, capture: Capture) -> Any:
         paths = {id(layer): path for path, layer in self._layers() if not _is_input(layer)}
         others: dict[int, Layer] = {}  # layers that are not the model's, kept alive so that no other gets the same id
 

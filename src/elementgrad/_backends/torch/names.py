@@ -13,7 +13,8 @@ from elementgrad._backends.registry import require_keras_on_tensorflow
 from elementgrad._backends.torch.isolate import add_hook, restore_attributes
 from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend
+from elementgrad._names.backend import Model, NamesBackend
+from elementgrad._names.capture import Capture
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -84,7 +85,7 @@ class TorchModel(Model):
         return matches + ([("activation", None)] if self._find(name) is not None else [])
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Mapping[str, Tensor], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         with scope():
             if capture is not None:
                 enter(capture.open())
@@ -100,7 +101,7 @@ class TorchModel(Model):
                 self._replace(list(zip(tensors.values(), replacements.values(), strict=True)))
             yield self.function
 
-    def _captured_modules(self, capture: CaptureLike) -> Iterator[tuple[str, Module]]:
+    def _captured_modules(self, capture: Capture) -> Iterator[tuple[str, Module]]:
         if capture.everything:
             yield from ((path, module) for path, module in self._modules() if path)
         for name in capture.bases:
@@ -190,6 +191,6 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _capture_result(capture: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
+def _capture_result(capture: Capture, path: str, module: Module, _: Any, result: Any) -> Any:
     new = capture.capture("activation", path, result) if capture.active else result
     return None if new is result else new
