@@ -25,11 +25,11 @@ from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
 from elementgrad._names import pytree
 from elementgrad._names.call import BoundArguments
-from elementgrad._optional import require
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._train.numbers import VIEWS
 from elementgrad._train.weights import DTYPES
+from elementgrad.errors import require_packages
 
 ARRAY_FILES = (".npy", ".npz", ".safetensors", ".json")
 """The files of arrays that are read and written."""
@@ -394,7 +394,7 @@ def _read_file(path: str) -> Any:
 
 
 def _read_safetensors(path: str) -> NamedInputs:
-    require("safetensors", f"reading {path}", "train")
+    require_packages("safetensors", f"reading {path}", "train")
     from safetensors import SafetensorError, deserialize
 
     with open(path, "rb") as file:

@@ -28,7 +28,6 @@ import numpy as np
 
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import close_scopes_after
-from elementgrad._optional import require
 from elementgrad._place.place import Place
 from elementgrad._read import api
 from elementgrad._read.budget import default_budget, no_progress
@@ -37,7 +36,7 @@ from elementgrad._read.plan import BlockLayout, Plan
 from elementgrad._read.sweeps import PRECISION
 from elementgrad._read.zarr import Store
 from elementgrad._sparsity.pattern import Pattern
-from elementgrad.errors import FrameworkError, OptionError, WorkerError
+from elementgrad.errors import FrameworkError, OptionError, WorkerError, require_packages
 
 KEPT = 2
 """The number of evaluations that a process keeps; the oldest goes first."""
@@ -282,7 +281,7 @@ def check_executor(executor: Any, jacobian: Jacobian) -> Executor | None:
         raise OptionError("eager code that was recorded runs in no other process; put it into a function, eg.jacobian")
     if jacobian._origin.create_graph:
         raise OptionError("with create_graph=True results stay in a graph, which no other process has; leave it out")
-    require("cloudpickle", "executor=", "distributed")
+    require_packages("cloudpickle", "executor=", "distributed")
     return executor
 
 

@@ -25,11 +25,10 @@ import numpy as np
 
 from elementgrad._backends.registry import backend_of
 from elementgrad._names import pytree
-from elementgrad._optional import require
 from elementgrad._read.jacobian import Jacobian, to_numpy
 from elementgrad._read.plan import BlockLayout
 from elementgrad._read.sweeps import PRECISION
-from elementgrad.errors import OptionError, WorkerError, quoted
+from elementgrad.errors import OptionError, WorkerError, quoted, require_packages
 
 VERSION = 3
 """The version of what is compared: arrays of another are not gone on with."""
@@ -171,7 +170,7 @@ def check_out(out: Any) -> Path:
     """Return the path if an array can be made or gone on with there; checked before anything is computed."""
     if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
         raise OptionError(f'out={quoted(out)} is no path; give the name of a directory, such as "j.zarr"')
-    require("zarr", "out=", "distributed")
+    require_packages("zarr", "out=", "distributed")
     path = Path(os.path.abspath(out))
     if path.is_file():
         raise OptionError(f'{out} is a file; give the name of a directory, such as "j.zarr"')

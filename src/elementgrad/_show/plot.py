@@ -12,7 +12,6 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._names.call import Operand
-from elementgrad._optional import require
 from elementgrad._read.contributions import Shares
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.values import (
@@ -29,7 +28,7 @@ from elementgrad._show.values import (
 )
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch
-from elementgrad.errors import BroadcastError, OptionError, SizeError
+from elementgrad.errors import BroadcastError, OptionError, SizeError, require_packages
 
 if TYPE_CHECKING:
     from elementgrad._show.style import Picture, Theme
@@ -104,7 +103,7 @@ def plot(
     >>> figure.axes[0].images[0].get_clim()
     (-27.0, 27.0)
     """
-    require("matplotlib", "eg.plot", "show")
+    require_packages("matplotlib", "eg.plot", "show")
     from elementgrad._show.style import get_theme
 
     colours = get_theme(theme)
