@@ -309,7 +309,7 @@ def test_long_loops_forget_the_sets_that_nothing_depends_on_any_more(monkeypatch
 
 @pytest.mark.parametrize("budget", [None, "1KB"])
 def test_seeds_may_be_made_as_they_are_needed(monkeypatch, budget):
-    monkeypatch.setattr("elementgrad._read.compressed.READY", 0)
+    monkeypatch.setattr("elementgrad._read.sparse.READY", 0)
     x = torch.linspace(-1, 1, 20, dtype=torch.float64)
 
     def f(x):

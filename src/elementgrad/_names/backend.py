@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from elementgrad._names.capture import Capture
 
 Tensor = Any
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
@@ -12,38 +15,6 @@ box), the contents, and a function that rebuilds the container around other cont
 
 GIVEN = ".input"
 """Behind the path of a module: what the module is given, as opposed to what it returns."""
-
-
-class CaptureLike(Protocol):
-    """The part of a `Capture` that backends use: they hand it the results of layers and tags."""
-
-    @property
-    def everything(self) -> bool:
-        """True if the results of all layers are captured."""
-
-    @property
-    def given(self) -> bool:
-        """True if what all modules are given is captured."""
-
-    @property
-    def bases(self) -> set[str]:
-        """The names whose values are captured, without the number of a call or a part."""
-
-    @property
-    def active(self) -> bool:
-        """True if what this thread computes now is part of the run."""
-
-    def open(self, here: Callable[[str], bool] = ...) -> Any:
-        """Return a context in which this thread's tags are captured, if `here(name)` is True; else they are staged."""
-
-    def capture(self, kind: str, base: str, value: Any) -> Any:
-        """Capture a value that has a name, and return what the run goes on with."""
-
-    def capture_given(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Capture what a module is given, and return what it goes on with."""
-
-    def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
-        """Capture one tensor of a value that has a name, and return what the run goes on with."""
 
 
 class Replacement(NamedTuple):
@@ -103,7 +74,7 @@ class Model:
         return []
 
     @contextmanager
-    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: "Capture | None") -> Iterator[Callable[..., Any]]:
         """Yield the function to call, with some of its tensors replaced and its named values captured."""
         if capture is None:
             yield self.function

@@ -18,9 +18,8 @@ from elementgrad._names.names import expand_patterns
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad._read.budget import parse_budget
 from elementgrad._read.jacobian import (
-    Derivative,
+    Evaluation,
     Jacobian,
-    JacobianSpec,
     Origin,
     ReadOptions,
     read_together,
@@ -90,7 +89,7 @@ def jacobian(
     f, args, kwargs = gather_arguments(jacobian, f, args, kwargs, arguments, names_from)
     evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch)
     return pytree.map_tree(
-        evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: evaluation.jacobian(of, wrt, pattern))
+        evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: Jacobian(evaluation, of, wrt, pattern))
     )
 
 
@@ -143,7 +142,7 @@ def hessian(
             gradient.wrt,
             lambda row: pytree.map_tree(
                 gradient.wrt,
-                lambda column: gradient.jacobian(gradient.as_output(of, row), column, pattern, row is column),
+                lambda column: Jacobian(gradient, gradient.as_output(of, row), column, pattern),
             ),
         )
 
@@ -196,28 +195,13 @@ def grad(
     return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
 
-@dataclass
-class _Evaluation:
+@dataclass(frozen=True, eq=False)
+class _NamedEvaluation(Evaluation):
     """A function evaluated at its arguments, with an operand for each name in `of` and `wrt`."""
 
-    call: BoundCall
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    linear: Linearization
-    of: Tree
-    wrt: Tree
-    options: ReadOptions
-    create_graph: bool
-    relinearize: Callable[[int, Tensor], Linearization]
-    element: Place | None = None
-    """The output element whose gradient is differentiated, for second derivatives."""
-
-    def jacobian(self, of: Operand, wrt: Operand, pattern: Any = None, symmetric: bool = False) -> Jacobian:
-        options, call = self.options, self.call
-        flags = options.zero, options.batch is not None, self.create_graph
-        spec = JacobianSpec(call.function, self.args, self.kwargs, *flags, of.place, wrt.place, self.element)
-        origin = Origin(spec, self.relinearize, call if self.element is None else None, symmetric)
-        return Jacobian(Derivative(call.backend, self.linear, of, wrt), options, origin, pattern)
+    origin: Origin
+    of: Tree = None
+    wrt: Tree = None
 
     def gradients(self, of: Operand, require_single: bool) -> Tree:
         """Return the block of each input, all from the same sweeps."""
@@ -227,32 +211,31 @@ class _Evaluation:
                     f"{of.name} of shape {of.shape} is not a single number; say which element, as in "
                     f'of="{of.name}[{", ".join("0" * len(of.shape))}]", or use eg.jacobian'
                 )
-            of = replace(of, base=of.select((0,) * len(of.shape), self.call.backend))
-        blocks = read_together([self.jacobian(of, wrt) for wrt in pytree.leaves_of(self.wrt)])
+            of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
+        blocks = read_together([Jacobian(self, of, wrt) for wrt in pytree.leaves_of(self.wrt)])
         return pytree.unflatten_like(self.wrt, blocks)
 
-    def gradient(self, of: Operand) -> "_Evaluation":
+    def gradient(self, of: Operand) -> "_NamedEvaluation":
         """Return the gradient of one element, as a function of the same inputs, linearized."""
         if math.prod(of.shape) != 1:
             raise SelectionError(
                 f"{of.name} of shape {of.shape} has a Hessian for each element; say which, as in "
                 f'of="{of.name}[{", ".join("0" * len(of.shape))}]"'
             )
-        backend, inputs = self.call.backend, pytree.leaves_of(self.wrt)
+        backend, inputs = self.backend, pytree.leaves_of(self.wrt)
         for wrt in inputs:
-            self.jacobian(of, wrt).require_apart()
+            Jacobian(self, of, wrt).require_apart()
         position = np.array(of.select(..., backend).flat().reshape(-1))
         seed = backend.load("read").one_hot_seeds(of.tensor, position, self.options.batch or 1)[0]
 
         def relinearize(number: int, x: Tensor) -> Linearization:
-            return self.relinearize(number, x).gradient(of.index, seed)
+            return self.origin.relinearize(number, x).gradient(of.index, seed)
 
         return replace(
             self,
             linear=self.linear.gradient(of.index, seed),
             options=replace(self.options, missing_rules=reverse_only(backend, [of, *inputs])),
-            relinearize=relinearize,
-            element=of.place,
+            origin=replace(self.origin, relinearize=relinearize, element=of.place),
         )
 
     def as_output(self, of: Operand, wrt: Operand) -> Operand:
@@ -271,7 +254,7 @@ def _evaluate(
     create_graph: bool,
     batch: bool,
     order: int = 1,
-) -> _Evaluation:
+) -> _NamedEvaluation:
     """Check all arguments, find the tensors that are named, and run the function once."""
     zero = parse_unconnected(unconnected)
     for name, flag in (("batch", batch), ("create_graph", create_graph)):
@@ -317,7 +300,8 @@ def _evaluate(
     examples = _count_examples(call, [*outs, *ins]) if batch else None
     options = ReadOptions(zero, limit, examples, reverse_only(call.backend, [*outs, *ins]))
     trees = pytree.unflatten_like(of, outs), pytree.unflatten_like(wrt, ins)
-    return _Evaluation(call, args, dict(kwargs), linear, *trees, options, create_graph, relinearize)
+    origin = Origin(call, args, dict(kwargs), create_graph, relinearize)
+    return _NamedEvaluation(call.backend, linear, options, origin, *trees)
 
 
 def _distinct(refs: list[TensorRef]) -> list[TensorRef]:

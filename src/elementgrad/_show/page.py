@@ -19,8 +19,8 @@ import numpy as np
 
 from elementgrad import __version__
 from elementgrad._files import replace_file, writable
-from elementgrad._optional import require
 from elementgrad._show.plot import plot
+from elementgrad.errors import require_packages
 
 Tone = Literal["good", "bad", "odd", "calm"]
 MAX_ROWS = 20
@@ -216,7 +216,7 @@ class Page:
 
     def html(self) -> str:
         """Return the content of the file."""
-        require("jinja2 pygments", "a report", "show")
+        require_packages("jinja2 pygments", "a report", "show")
         import jinja2
 
         folder = resources.files("elementgrad._show")

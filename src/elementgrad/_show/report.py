@@ -22,7 +22,6 @@ from elementgrad._html import rows_of
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand
-from elementgrad._optional import require
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad._read.api import jacobian
 from elementgrad._read.jacobian import Jacobian, operands
@@ -45,7 +44,7 @@ from elementgrad._show.plot import MAX_ENTRIES
 from elementgrad._show.values import IMAGE_CHANNELS, Scale, has_channels_last, to_floats
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch, shorten
-from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError
+from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError, require_packages
 
 TONES: dict[str, Tone] = {"flows": "good", "zero": "odd", "unconnected": "bad", "nonfinite": "bad", "mismatch": "bad"}
 MAX_STEPS = 40
@@ -102,7 +101,7 @@ def report(
     >>> "<title>squares</title>" in path.read_text()
     True
     """
-    require("matplotlib jinja2 pygments", "eg.report", "show")
+    require_packages("matplotlib jinja2 pygments", "eg.report", "show")
     writable(path)
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
@@ -125,7 +124,7 @@ def report(
 
 
 def _patch_page(patch: Patch, title: str | None) -> Page:
-    from elementgrad._show.steps import elements_of_patch  # imports matplotlib
+    from elementgrad._show.pictures import elements_of_patch  # imports matplotlib
 
     names, before, after = elements_of_patch(patch)
     with np.errstate(invalid="ignore"):

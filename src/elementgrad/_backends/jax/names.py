@@ -11,7 +11,8 @@ import jax
 
 from elementgrad._backends.jax.program import capture_tags, is_array, name_in_graph
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Node, Replacement
+from elementgrad._names.backend import Model, NamesBackend, Node, Replacement
+from elementgrad._names.capture import Capture
 
 Array = jax.Array
 BOX = ["value"]
@@ -42,7 +43,7 @@ class JaxModel(Model):
         return [(kind, array) for other, kind, array in self.named_tensors() if other == name]
 
     @contextmanager
-    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         function = CopyingFunction(self.function, {each.name: each.new for each in replacements})
         yield function if capture is None else CopyingFunction(capture_tags(function, capture))
 

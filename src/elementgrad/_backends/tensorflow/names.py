@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_symbolic_scope, keras_backend
 from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
-from elementgrad._cleanup import assign, defer, enter, push, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, push, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import GIVEN, CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.capture import Capture
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -50,7 +50,7 @@ class KerasModel(Model):
         return layer_of(value)
 
     @contextmanager
-    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         with scope():
             for _, variable, value in replacements:
                 defer(variable.assign, variable + 0)
@@ -170,7 +170,7 @@ class KerasModel(Model):
         for prefix, root in self.roots.items():
             yield from ((add_prefix(prefix, path), layer) for path, layer in walk(root, ""))
 
-    def _watch_layers(self, capture: CaptureLike) -> Any:
+    def _watch_layers(self, capture: Capture) -> Any:
         if not self.roots:
             return watch_layers((), None)
         paths = {id(layer): path for path, layer in self._layers() if not _is_input(layer)}

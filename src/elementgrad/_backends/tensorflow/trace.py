@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import is_user_code, location_text, verb_of
 from elementgrad._backends.tensorflow import explain_rules, names
 from elementgrad._backends.tensorflow._compat import (
@@ -32,7 +31,7 @@ from elementgrad._backends.tensorflow._compat import (
 )
 from elementgrad._backends.tensorflow.explain_rules import TensorflowOp, inner_op_types, is_differentiable
 from elementgrad._backends.tensorflow.top import see_operations
-from elementgrad._cleanup import assign, enter, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
 from elementgrad._names.backend import Model, add_prefix
 
 Tensor = Any

@@ -31,7 +31,6 @@ from elementgrad._backends.autodiff import (
     UnsupportedError,
     reason,
 )
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch._compat import (
     OTHER_CHECKPOINT,
     REENTRANT_CHECKPOINT,
@@ -63,7 +62,7 @@ from elementgrad._backends.torch.isolate import (
     plainly,
     state,
 )
-from elementgrad._cleanup import enter, push, safe_context, scope
+from elementgrad._cleanup import AttributePatch, Replace, enter, push, safe_context, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
 

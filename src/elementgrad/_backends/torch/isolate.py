@@ -20,9 +20,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import Lock, call_atomically, close_generators, defer, enter, scope
+from elementgrad._cleanup import AttributePatch, Lock, Replace, call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
@@ -93,8 +92,7 @@ class Stack(NamedTuple):
     push: Callable[[Any], None]
 
     def modes(self) -> Modes:
-        count = self.length()
-        return tuple([self.at(index) for index in range(count)]) if count else ()
+        return tuple([self.at(index) for index in range(self.length())])
 
     def change(self, before: Modes, after: Sequence[Any]) -> "list[partial[Any]]":
         """Return the steps from some modes to others."""
@@ -135,8 +133,8 @@ def ambient_state() -> AmbientState:
     """Return the modes and switches as they are now."""
     return AmbientState(
         torch.is_inference_mode_enabled(),
-        FUNCTIONS.modes(),
-        OPERATIONS.modes(),
+        FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
+        OPERATIONS.modes() if OPERATIONS.length() else (),
         _compat.functorch.get_dynamic_layer_stack_depth(),
         _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
@@ -209,10 +207,11 @@ def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]"
 def snapshot_ambient_state() -> Callable[[], None]:
     """Return a function that restores the modes and switches as they are now."""
     now = ambient_state()
-    for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
-        if any(hasattr(mode, LEFT) for mode in modes):
-            _set_modes(stack, modes)
-            now = ambient_state()
+    if now.function_modes or now.dispatch_modes:
+        for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
+            if any(hasattr(mode, LEFT) for mode in modes):
+                _set_modes(stack, modes)
+                now = ambient_state()
     return partial(restore_ambient_state, now)
 
 

@@ -11,11 +11,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
-from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, restore_attributes
+from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import GIVEN, CaptureLike, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.capture import Capture
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -82,7 +83,7 @@ class TorchModel(Model):
         return matches + [("activation", None) for _ in self._find(name)]
 
     @contextmanager
-    def prepare(self, replacements: Sequence[Replacement], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         with scope():
             if capture is not None:
                 enter(capture.open())
@@ -226,10 +227,10 @@ def _original(tensor: Any) -> Any:
     return _originals.get(id(tensor), tensor)
 
 
-def _capture_given(capture: CaptureLike, path: str, module: Module, args: Any, kwargs: Any) -> Any:
+def _capture_given(capture: Capture, path: str, module: Module, args: Any, kwargs: Any) -> Any:
     return capture.capture_given(path, args, kwargs) if capture.active else None
 
 
-def _capture_result(capture: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
+def _capture_result(capture: Capture, path: str, module: Module, _: Any, result: Any) -> Any:
     new = capture.capture("activation", path, result) if capture.active else result
     return None if new is result else new

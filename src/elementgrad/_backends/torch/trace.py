@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import location_text, verb_of
 from elementgrad._backends.torch import explain_ops
 from elementgrad._backends.torch._compat import (
@@ -31,10 +30,10 @@ from elementgrad._backends.torch._compat import (
     is_functorch_wrapped_tensor,
     sequence_number,
 )
-from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.explain_ops import COPYING, Meter, Overwrite, TorchCall
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_freezing_call
 from elementgrad._backends.torch.names import TorchModel, unwrap
+from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._backends.torch.record.intercept import (
     EXPORTS,
     active_recorders,
@@ -44,7 +43,7 @@ from elementgrad._backends.torch.record.intercept import (
     pause_recording,
     push_recorder,
 )
-from elementgrad._cleanup import safe_context, scope
+from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
 from elementgrad._names.backend import Model

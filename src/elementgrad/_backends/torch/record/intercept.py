@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch._compat import FUNCTORCH_WRAPPERS, _SingleLevelFunction
-from elementgrad._cleanup import assign, close_scopes_after, push, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, close_scopes_after, push, scope
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
