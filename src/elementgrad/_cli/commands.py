@@ -157,11 +157,10 @@ def check(*, of: str | None, wrt: str | None, json: bool, **target_options: Any)
     return 0 if report else FINDING
 
 
-def names(*, kind: str | None, json: bool, **target_options: Any) -> None:
-    """Print the table of names."""
+def names(*, kind: str | None, match: str | None, json: bool, **target_options: Any) -> None:
+    """Print the table of names; without inputs, of those that need no run."""
     with user_code():
-        table = CommandTarget(**target_options).call(eg.names)
-    table = type(table)([name for name in table if kind in (None, name.kind)])
+        table = CommandTarget(**target_options, needs_inputs=False).call(eg.names, kind=kind, match=match)
     _print_result(repr(table), {"command": "names", "names": [asdict(name) for name in table]}, json)
 
 

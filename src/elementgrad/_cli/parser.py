@@ -159,10 +159,13 @@ def _add_names(commands: Any) -> None:
         "every tensor that --of and --wrt can name",
         """examples:
   elementgrad names net.py:net x.npy
-  elementgrad names net.py:net x.npy --kind parameter""",
+  elementgrad names net.py:net x.npy --kind given
+  elementgrad names net.py:net --match 'encoder.*.weight'""",
     )
     _add_target(names)
-    names.add_argument("--kind", choices=("input", "activation", "output", "parameter", "buffer"), help="only these")
+    kinds = ("input", "activation", "given", "output", "parameter", "buffer")
+    names.add_argument("--kind", choices=kinds, help="only these")
+    names.add_argument("--match", help="only names that match: * within a component, ** across them")
     _add_output_options(names)
 
 

@@ -99,13 +99,12 @@ def fingerprint(jacobian: Jacobian, layout: BlockLayout, probes: np.ndarray | No
 
 def _given_values(jacobian: Jacobian) -> Iterator[tuple[str, list[Any]]]:
     """Yield the tensors, numbers and strings among the arguments and what a model holds, by name and as bytes."""
-    origin, backend = jacobian._origin, jacobian._backend
+    origin = jacobian._origin
     if origin is None:
         return
     arguments = {f"argument {i}": arg for i, arg in enumerate(origin.args)} | dict(sorted(origin.kwargs.items()))
     leaves = [leaf for name, value in arguments.items() for leaf in pytree.named_leaves(value, name)]
-    if backend.names.is_model(origin.call.function):
-        leaves += [(f"{kind} {name}", tensor) for name, kind, tensor in origin.call.model.named_tensors()]
+    leaves += [(f"{kind} {name}", tensor) for name, kind, tensor in origin.call.model.named_tensors()]
     for name, value in leaves:
         content = _to_bytes(value)
         if content is not None:
