@@ -117,6 +117,7 @@ class TorchBackend(Backend):
     """The operations of `Backend` on `torch.Tensor`."""
 
     name = "torch"
+    records_programs = True
 
     def __init__(self) -> None:
         super().__init__(TorchEdit(self), TorchNames())
