@@ -1,4 +1,7 @@
-"""Calls that every framework refuses, and those that need none: name, (call of the framework, error, text)."""
+"""Calls that every framework refuses, and those that need none: name, (call of the framework, error, text).
+
+In the text, `{fw}` stands for the framework, `{other}` for the next one and `{both}` for the two of them.
+"""
 
 import numpy as np
 
@@ -88,7 +91,7 @@ def edits():
         (
             lambda fw: eg.choose(fw.tensor(X), RING[fw].tensor(X)),
             eg.FrameworkError,
-            "'s and logits are",
+            "x is {fw}'s and logits are",
         ),
     )
     yield (
@@ -151,7 +154,7 @@ def edits():
         (
             lambda fw: at(fw, [1.0])[0].set(RING[fw].tensor(1.0)),
             eg.FrameworkError,
-            "the tensor is .*'s and the value is .*'s",
+            "the tensor is {fw}'s and the value is {other}'s",
         ),
     )
     yield (
@@ -159,7 +162,7 @@ def edits():
         (
             lambda fw: at(fw, [1.0])[RING[fw].tensor([0], "int64")].get(),
             eg.FrameworkError,
-            "the tensor is .*'s and the index is .*'s",
+            "the tensor is {fw}'s and the index is {other}'s",
         ),
     )
     for dtype in ("float64", "complex64"):
@@ -282,7 +285,7 @@ def names():
         (
             lambda fw: eg.grad(lambda x, y: x, fw.tensor(A), RING[fw].tensor(B), wrt="x"),
             eg.FrameworkError,
-            r"tensors of \w+ and \w+; use one framework for all",
+            "tensors of {both}; use one framework for all",
         ),
     )
     yield (
@@ -362,7 +365,7 @@ def reads():
         (
             lambda fw: eg.jacobian(stretched(fw), fw.tensor(X)) @ (TENSORFLOW if fw is TORCH else TORCH).tensor(X),
             eg.FrameworkError,
-            "the Jacobian is .*'s and the other factor is not",
+            "the Jacobian is {fw}'s and the other factor is not",
         ),
     )
     factors = {

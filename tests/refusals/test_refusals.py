@@ -4,7 +4,7 @@ import pytest
 
 import elementgrad as eg
 from tests.refusals import of_jax, of_tensorflow, of_torch
-from tests.refusals.everywhere import EVERYWHERE, WITHOUT
+from tests.refusals.everywhere import EVERYWHERE, RING, WITHOUT
 
 OWN = {"torch": of_torch.ROWS, "tensorflow": of_tensorflow.ROWS, "jax": of_jax.ROWS, "none": WITHOUT}
 
@@ -19,6 +19,10 @@ def assert_refused(call, error, text):
 @pytest.mark.parametrize("case", EVERYWHERE)
 def test_what_cannot_work_is_refused_on_every_framework(fw, case):
     call, error, text = EVERYWHERE[case]
+    both = " and ".join(sorted([fw.name, RING[fw].name]))
+    names = {"{fw}": fw.name, "{other}": RING[fw].name, "{both}": both}
+    for placeholder, name in names.items():
+        text = text.replace(placeholder, name)
     assert_refused(lambda: call(fw), error, text)
 
 
