@@ -8,6 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):  # recordings look at the top of the hooks for saving
+    raise ImportError("elementgrad needs PyTorch 2.8 or newer")
+
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 import torch.utils._device
@@ -26,10 +30,15 @@ from torch._C._functorch import _remove_batch_dim as _remove_batch_dim
 from torch._C._functorch import _vmap_decrement_nesting as _vmap_decrement_nesting
 from torch._C._functorch import _vmap_increment_nesting as _vmap_increment_nesting
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
-from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
+
+try:  # before 2.9 with vmap itself
+    from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
+except ImportError:
+    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore[no-redef]
 
 # Sweeps through a graph: the engine without the checks of `torch.autograd.grad`, and who else uses a memory.
 from torch._C import _storage_Use_Count as _storage_Use_Count
+from torch.autograd.function import FunctionMeta as FunctionMeta
 from torch.autograd.function import _SingleLevelFunction as _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward as _engine_run_backward
 
@@ -74,6 +83,10 @@ FUNCTORCH_WRAPPERS: Any = (
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
 )
 """The functions, by module and name, by which `torch.func` wraps its arguments; a recording patches them."""
+autograd_function: Any = torch.autograd.function
+"""Module whose `_bind_default_args` PyTorch looks up when it applies a function in C (`APPLY_IS_IN_C`)."""
+APPLY_IS_IN_C = not hasattr(torch.autograd.Function.apply, "__func__")
+"""True since 2.15: an `apply` that was bound earlier then never passes a Python method again."""
 PythonNode: Any = torch._C._FunctionBase
 """Base of the graph nodes of `autograd.Function`, which a `GradientEdge` made by hand would not keep alive."""
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
@@ -154,7 +167,10 @@ def default_store() -> Any:
 def fsdp_state(module: Any) -> tuple[Any, Any]:
     """Return the state that `fully_shard` keeps of a module, and its groups of parameters."""
     state = module._get_fsdp_state()
-    return state, state._fsdp_param_groups
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group or none before 2.12
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return state, groups
 
 
 def shard_offset(tensor: Any) -> Any:
@@ -216,8 +232,14 @@ def output_bytes(node: Any) -> list[int]:
     return [math.prod(each.shape) * each.dtype.itemsize for each in node._input_metadata]
 
 
-REENTRANT_CHECKPOINT, OTHER_CHECKPOINT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-"""The names in `torch.utils.checkpoint` of the two sorts of checkpoints; the second since 2.1."""
+REENTRANT_CHECKPOINT = "CheckpointFunction"
+"""The name in `torch.utils.checkpoint` of what reentrant checkpoints run by."""
+
+
+def other_checkpoint(module: Any) -> str:
+    """Return the name in `torch.utils.checkpoint` of the generator that other checkpoints run by."""
+    name = "_checkpoint_without_reentrant_generator"
+    return f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # the first since 2.15, the second since 2.1
 
 
 def node_number(node: Any) -> int:

@@ -34,7 +34,6 @@ from elementgrad._backends.autodiff import (
 )
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch._compat import (
-    OTHER_CHECKPOINT,
     REENTRANT_CHECKPOINT,
     _add_batch_dim,
     _engine_run_backward,
@@ -50,6 +49,7 @@ from elementgrad._backends.torch._compat import (
     is_inplace_error,
     is_zero_tensor,
     lazy_load_decompositions,
+    other_checkpoint,
     output_bytes,
     storage_uses,
     version_of,
@@ -575,7 +575,8 @@ def disable_checkpointing(inside: bool, faithful: bool = False) -> None:
 
 def _install(replace: Replace) -> None:
     module: Any = sys.modules["torch.utils.checkpoint"]
-    replace(module, OTHER_CHECKPOINT, _wrap_generator(getattr(module, OTHER_CHECKPOINT)))
+    other = other_checkpoint(module)
+    replace(module, other, _wrap_generator(getattr(module, other)))
     replace(module, REENTRANT_CHECKPOINT, _ReentrantProxy(getattr(module, REENTRANT_CHECKPOINT)))
 
 
