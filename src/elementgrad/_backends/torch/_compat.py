@@ -4,6 +4,7 @@
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch._functorch.vmap
 import torch.utils._device
 import torch.utils._python_dispatch
 from torch.autograd import forward_ad
+
+from elementgrad._cleanup import safe_context
 
 # The compiler. Its own modules are not imported here: that takes as long as importing PyTorch.
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
@@ -108,6 +111,16 @@ def decomposition_table() -> Any:
     from torch._decomp import decomposition_table as table
 
     return table
+
+
+def load_forward_rules() -> None:
+    """Import the forward rules that PyTorch imports with the first dual tensor, without its warning about them.
+
+    They are written in TorchScript, of which PyTorch warns since 2.14 in the user's terminal.
+    """
+    if "torch._decomp.decompositions_for_jvp" not in sys.modules:
+        with safe_context(warnings.catch_warnings()):
+            warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
 
 
 def derivative_is_missing(error: Exception) -> bool:

@@ -49,6 +49,7 @@ from elementgrad._backends.torch._compat import (
     is_inplace_error,
     is_zero_tensor,
     lazy_load_decompositions,
+    load_forward_rules,
     other_checkpoint,
     output_bytes,
     storage_uses,
@@ -338,6 +339,7 @@ class TorchLinearization(Linearization):
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._rerun(input, outputs, x), (x,), (seed,))[1]
 
+        load_forward_rules()
         with (
             isolated(self._replay, self.state, plain_attention),
             checkpointing_disabled(True),
@@ -348,6 +350,7 @@ class TorchLinearization(Linearization):
             return torch.func.vmap(one, randomness="same")(seeds)
 
     def _dual_jvp(self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool) -> Sequence[Tensor]:
+        load_forward_rules()
         with (
             isolated(self._replay, self.state, plain_attention),
             checkpointing_disabled(True),
