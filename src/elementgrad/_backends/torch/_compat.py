@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -118,9 +119,11 @@ def load_forward_rules() -> None:
 
     They are written in TorchScript, of which PyTorch warns since 2.14 in the user's terminal.
     """
-    if "torch._decomp.decompositions_for_jvp" not in sys.modules:
+    rules = "torch._decomp.decompositions_for_jvp"
+    if rules not in sys.modules:
         with safe_context(warnings.catch_warnings()):
             warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
+            import_module(rules)
 
 
 def derivative_is_missing(error: Exception) -> bool:

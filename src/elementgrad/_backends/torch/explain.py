@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch import _compat
-from elementgrad._backends.torch._compat import load_forward_rules
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_ops import Meter, Overwrite
 from elementgrad._backends.torch.explain_rules import (
@@ -145,7 +144,7 @@ class TorchTrace(Trace):
         flat = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
         flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
         tangent = flat.reshape(self.source.shape)
-        load_forward_rules()
+        _compat.load_forward_rules()
         try:
             with forward_ad.dual_level():
                 recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
