@@ -24,9 +24,6 @@ from elementgrad._cleanup import safe_context
 
 # The compiler. Its own modules are not imported here: that takes as long as importing PyTorch.
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
-from torch._C._dynamo.guards import (
-    set_is_in_mode_without_ignore_compile_internals as set_is_in_mode_without_ignore_compile_internals,
-)
 
 # vmap without its wrappers, to run one sweep for a stack of seeds: `torch.func.vmap` takes longer than a small sweep.
 from torch._C._functorch import _add_batch_dim as _add_batch_dim
@@ -103,6 +100,17 @@ device_module: Any = torch.utils._device
 """Has the default device as `CURRENT_DEVICE`."""
 dispatch_flags: dict[str, Any] = vars(torch.utils._python_dispatch)
 """Has the flags by which PyTorch knows that a dispatch mode is on."""
+FLAGS = {
+    "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
+    "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
+    "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
+}
+"""These flags by the attribute in which each such mode saves them; the last since 2.9."""
+FLAGS = {saved: flag for saved, flag in FLAGS.items() if flag in dispatch_flags}
+set_compiler_flag: Callable[[bool], object] = getattr(
+    torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", bool
+)
+"""Sets the compiler's copy of the last flag, in C; does nothing where there is none."""
 is_functional_tensor = torch._is_functional_tensor
 """Tells the wrappers of functionalization, whose storage does not have their values."""
 
