@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from elementgrad._cleanup import safe_context
 
 # The compiler. Its own modules are not imported here: that takes as long as importing PyTorch.
+from torch._guards import TracingContext
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 
 # vmap without its wrappers, to run one sweep for a stack of seeds: `torch.func.vmap` takes longer than a small sweep.
@@ -243,7 +244,21 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
 
 def storage_uses(x: torch.Tensor) -> int:
     """Return how many tensors hold the storage of x, the look at it included; there is no public count."""
-    return _storage_Use_Count(x.untyped_storage()._cdata)
+    storage = x.untyped_storage()  # held while it counts: before 2.9 it would not be included otherwise
+    return _storage_Use_Count(storage._cdata)
+
+
+def to_list(x: torch.Tensor) -> list[Any]:
+    """Return the values of a tensor, in order; inside `torch.func.grad` PyTorch 2.8 reads them one by one alone."""
+    try:
+        return x.reshape(-1).tolist()
+    except RuntimeError:
+        return [value.item() for value in x.reshape(-1)]
+
+
+def is_compiling() -> bool:
+    """Return True while the compiler traces; before 2.9 it does not say so in a function that it runs as one step."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def version_of(x: torch.Tensor) -> int:
