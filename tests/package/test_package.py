@@ -113,6 +113,16 @@ def test_the_floors_of_the_extras_are_those_that_the_backends_ask_for():
         assert f"{floor} or newer" in compat
 
 
+def test_the_readme_lists_the_versions_of_the_locks():
+    table = (ROOT / "README.md").read_text()
+    names = {"PyTorch": "torch", "TensorFlow": "tensorflow_cpu", "JAX": "jax", "NumPy": "numpy"}
+    locks = [("oldest",), ("tour", "test"), ("newest",)]
+    texts = ["".join((ROOT / "locks" / f"{name}.txt").read_text() for name in parts) for parts in locks]
+    for title, package in names.items():
+        pins = [re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)[1] for text in texts]
+        assert f"| {title} | {' | '.join(pins)} |" in table
+
+
 def test_the_version_is_the_same_everywhere_and_has_its_section_in_the_changelog():
     (released,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert f"\nversion: {eg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
