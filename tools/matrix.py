@@ -33,7 +33,7 @@ def run(torch: str) -> bool:
         subprocess.run([*pip, *packages(torch)], check=True)
         installed = time.monotonic()
         options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}
-        tests = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:warnings"]
+        tests = ["-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings"]
         results = [
             subprocess.run([python, *tests, *chosen], capture_output=True, text=True, check=False, **options)
             for chosen in (["-m", "contract", "tests/backends"], FOUNDING)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -119,13 +120,14 @@ _patch = AttributePatch(_install)
 
 @close_scopes_after
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    apply: Callable[..., Any] = partial(_apply_plainly, cls)
+    call: Callable[..., Any] = MethodType(apply, cls)
     for recorder in active_recorders() if not is_paused() else ():
-        apply = partial(_run, recorder, apply)
-    return apply(*args, **kwargs)
+        call = partial(_run, recorder, call)
+    return call(*args, **kwargs)
 
 
-def _apply_plainly(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function as PyTorch does. Recorders get it as a method of its class, and know it by that and its name."""
     with scope():
         assign(_local, "applying", PLAIN)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
