@@ -28,3 +28,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(params=FRAMEWORKS, ids=repr)
 def fw(request: pytest.FixtureRequest) -> Framework:
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("contract") is None)  # an upgrade fails by the name of a change

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.errors import WorkerError as WorkerError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     name: module

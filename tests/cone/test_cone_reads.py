@@ -190,6 +190,28 @@ def test_hooks_and_numpy_go_the_plain_way_by_themselves():
     torch.testing.assert_close(eg.grad(_hooked, x, of="output[3, 4]", wrt="x[3, 4]"), torch.tensor(6.0))
 
 
+class Tripled(torch.autograd.Function):
+    """A rule that is no derivative of what it computes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+BOUND_EARLIER = Tripled.apply
+
+
+def test_a_rule_that_was_bound_before_the_function_runs_is_the_derivative():
+    x = torch.ones(400, 300)
+    for apply in (Tripled.apply, BOUND_EARLIER):
+        found = eg.grad(lambda x, apply=apply: apply(x).sin(), x, of="output[3, 4]", wrt="x[3, 4]")
+        torch.testing.assert_close(found, 3 * torch.cos(torch.tensor(2.0)))
+
+
 def test_an_unconnected_tensor_is_an_error_with_its_reason():
     x = torch.ones(3)
     with pytest.raises(eg.UnconnectedError, match="detach"):

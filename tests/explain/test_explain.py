@@ -138,9 +138,19 @@ def test_the_error_of_grad_names_the_line_and_the_fix():
     )
 
 
+def clamps_at_the_bound() -> bool:
+    """PyTorch takes the derivative of clamp at its bound for 1, and since 2.15 for 0."""
+    x = torch.ones(1, requires_grad=True)
+    return not torch.autograd.grad(x.clamp(-1, 1), x)[0]
+
+
 KINKS = {
     "abs at 0": (torch.abs, 0.0, "zero", "kink", 0.0),
-    "clip at the bound": (lambda x: x.clamp(-1, 1), 1.0, "flows", None, 1.0),
+    "clip at the bound": (
+        lambda x: x.clamp(-1, 1),
+        1.0,
+        *(("zero", "clamped", 0.0) if clamps_at_the_bound() else ("flows", None, 1.0)),
+    ),
     "max(x, 0) at 0": (lambda x: torch.maximum(x, torch.zeros(1)), 0.0, "flows", None, 0.5),
     "relu at 0": (torch.relu, 0.0, "zero", "dead-relu", 0.0),
     "round": (torch.round, 0.3, "zero", "step-function", 0.0),

@@ -176,6 +176,8 @@ class ProgramRecorder(_compat.TorchDispatchMode):
     def __init__(self, functionalized: bool, limit: int | None):
         super().__init__()
         self.ops: list[ProgramOp] = []
+        self.custom_nodes: set[Any] = set()
+        """The nodes of the graph that users' own rules made."""
         self._limit = limit
         self.functionalized = functionalized
         """True if PyTorch makes in-place writes plain before they are recorded."""
@@ -263,6 +265,7 @@ class ProgramRecorder(_compat.TorchDispatchMode):
         for lazy, value in zip(lazies, op.results, strict=True):
             assert value is not None
             lazy.value = value
+            self.custom_nodes.add(lazy.grad_fn)
 
     def _note(self, name: str, call: Any, made: Sequence[Any]) -> ProgramOp:
         if name.startswith("embedding_renorm"):
@@ -375,8 +378,7 @@ def _known_shapes(name: str, args: Any) -> Any:
 def _custom_rules_noted(recorder: ProgramRecorder) -> Iterator[None]:
     """Note each user's own `autograd.Function` as one operation."""
 
-    def patched(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
-        apply = partial(original, cls)
+    def patched(apply: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.functionalized:
             raise NoConeError("an autograd.Function runs beside writes to views")
         if not any(isinstance(x, LazyTensor) for x in args):
@@ -469,6 +471,8 @@ class TorchProgram(RecordedProgram):
                 outputs = list(run(*arguments))
                 starts = [x if isinstance(x, Tensor) else sources[i] for i, x in enumerate(arguments)]
                 self.outputs = [recorder.value_of(y) for y in outputs]
+        if any(isinstance(node, _compat.PythonNode) for node in _nodes_behind(outputs) - recorder.custom_nodes):
+            raise NoConeError("the apply of an autograd.Function was looked up before the function runs")
         self.ops = recorder.ops
         self.inputs = values
         self.tensors = outputs
@@ -476,20 +480,8 @@ class TorchProgram(RecordedProgram):
         self._ends = [None if x is None else x.grad_fn for x in starts]
 
     def is_connected(self, output: int, input: int) -> bool:
-        """Return True if autograd's graph has a path from an input to an output."""
         end = self._ends[input]
-        if end is None:
-            return False
-        stack, seen = [self.tensors[output].grad_fn], set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            if node is end:
-                return True
-            seen.add(node)
-            stack += [other for other, _ in node.next_functions]
-        return False
+        return end is not None and end in _nodes_behind([self.tensors[output]])
 
     def evaluate(self, cone: Cone, of: ProgramValue) -> Tensor:
         return run_cone(cone, of, (), grad=False)[0].detach().clone()
@@ -505,6 +497,17 @@ class TorchProgram(RecordedProgram):
                 for value, *parts in zip([value for value in wrt if value in leaves], *sweeps, strict=True):
                     found[value] = torch.stack(parts) if count else None
             return [found.get(value) for value in wrt]
+
+
+def _nodes_behind(outputs: Sequence[Tensor]) -> set[Any]:
+    """Return the nodes of autograd's graph that some tensors depend on."""
+    stack, seen = [y.grad_fn for y in outputs], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [other for other, _ in node.next_functions]
+    return seen
 
 
 def _sweep(y: Tensor, ends: Sequence[Tensor], seed: Any) -> list[Tensor]:
