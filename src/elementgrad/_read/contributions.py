@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from elementgrad._backends import registry
-from elementgrad._backends.autodiff import Linearization
+from elementgrad._backends.autodiff import Linearization, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
@@ -20,7 +20,7 @@ from elementgrad._place.place import Named, Place, parse_place, parse_target
 from elementgrad._read.api import parse_unconnected
 from elementgrad._read.jacobian import unconnected_error
 from elementgrad._read.sweeps import SweepRunner
-from elementgrad.errors import PlaceError
+from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = Any
 
@@ -223,7 +223,10 @@ def _one_hot_seeds(backend: Backend, output: Operand) -> Tensor:
 def _vjp(
     backend: Backend, linear: Linearization, output: int, inputs: Sequence[int], seeds: Tensor
 ) -> list[Tensor | None]:
-    return SweepRunner(backend, linear, output, inputs).run("reverse", seeds, backend.shape(seeds)[0])
+    try:
+        return SweepRunner(backend, linear, output, inputs).run("reverse", seeds, backend.shape(seeds)[0])
+    except UnsupportedError as error:
+        raise FrameworkError(f"{backend.name} has no reverse sweep through this: {error}") from error
 
 
 def _pick(backend: Backend, stack: Tensor, side: Operand, shape: tuple[int, ...]) -> Tensor:

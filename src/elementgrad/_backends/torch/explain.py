@@ -145,6 +145,7 @@ class TorchTrace(Trace):
         flat = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
         flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
         tangent = flat.reshape(self.source.shape)
+        _compat.load_forward_rules()
         try:
             with forward_ad.dual_level():
                 recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)

@@ -1,169 +1,20 @@
-"""Reading derivatives disturbs nothing of the user's, also when it fails half-way."""
-
-import warnings
+"""Arguments, buffers, random numbers and switches that the function changes are the user's again after a read."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow as tf
 import torch
-import torch._dynamo  # now: it adds a warnings filter
 from torch import nn
 
 import elementgrad as eg
 from tests.support.frameworks import TENSORFLOW, TORCH
+from tests.support.user import JACOBIAN_READS
 
-READS = {
-    "row": lambda J: J[(0, 0), :],
-    "rows": lambda J: J[(0, ...), :],
-    "column": lambda J: J[:, (0, 0)],
-    "columns": lambda J: J[:, (0, ...)],
-    "entries": lambda J: J.entries(([0, 1], [0, 1]), ([0, 1], [0, 1])),
-    "diagonal": lambda J: J.diagonal(),
-    "product": lambda J: J @ np.ones((2, 3)),
-    "products": lambda J: J @ np.ones((2, 3, 2)),
-    "row product": lambda J: np.ones((2, 3)) @ J,
-    "whole": lambda J: J.dense(),
-}
 X = np.array([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
 
 
-class Interrupted(nn.Module):
-    """Passes on what it is given, or raises: when called, or when differentiated."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.later = None
-
-    def forward(self, x):
-        if self.now is not None:
-            raise self.now
-        return Fragile.apply(x, self)
-
-
-class Fragile(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, owner):
-        ctx.owner = owner
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.owner.later is not None:
-            raise ctx.owner.later
-        return gradient, None
-
-
-def network():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh(), Interrupted(), nn.Linear(4, 3)
-    ).double()
-    model[3].eval()
-    model.register_buffer("shared", model[1].running_mean)
-    model[0].weight.requires_grad_(False)
-    model[5].weight.grad = torch.full((3, 4), 7.0, dtype=torch.float64)
-    return model
-
-
-class Seen:
-    """Everything of a model and of PyTorch that a read might change."""
-
-    def __init__(self, model, x):
-        self.model, self.x = model, x
-        self.fired = []
-        x.register_hook(lambda g: self.fired.append("tensor"))
-        model[5].weight.register_hook(lambda g: self.fired.append("parameter"))
-        model[5].register_full_backward_hook(lambda *_: None)
-        model[1].register_forward_hook(lambda *_: None)
-        self.before = self.state()
-
-    def state(self):
-        model, x = self.model, self.x
-        hooks = [len(hooks) for m in model.modules() for hooks in (m._forward_hooks, m._backward_hooks)]
-        return {
-            "buffers": {name: (id(b), b.tolist(), b._version) for name, b in model.named_buffers()},
-            "every buffer": [id(b) for m in model.modules() for b in m._buffers.values()],
-            "gradients": {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()},
-            "requires_grad": [p.requires_grad for p in [*model.parameters(), x]],
-            "training": [m.training for m in model.modules()],
-            "hooks": [*hooks, len(x._backward_hooks), len(nn.modules.module._global_forward_pre_hooks)],
-            "random numbers": torch.get_rng_state().tolist(),
-            "argument": (x.tolist(), x._version, x.grad, x.is_leaf),
-            "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
-            "warnings": list(warnings.filters),
-            "stance": torch._dynamo.eval_frame._stance.stance,
-            "attention": torch.backends.cuda.flash_sdp_enabled(),
-        }
-
-    def check(self):
-        for name, value in self.state().items():
-            assert value == self.before[name], name
-        assert not self.fired
-
-
-@pytest.fixture
-def seen():
-    return Seen(network(), torch.tensor(X, requires_grad=True))
-
-
-@pytest.mark.parametrize("read", READS)
-def test_a_read_leaves_a_model_of_pytorch_as_it_was(seen, read):
-    J = eg.jacobian(seen.model, seen.x)
-    seen.check()
-    READS[read](J)
-    seen.check()
-    del J
-    seen.check()
-
-
-def test_gradients_and_hessians_leave_a_model_of_pytorch_as_it_was(seen):
-    eg.grad(seen.model, seen.x, of="output[0, 0]")
-    H = eg.hessian(lambda x: seen.model(x).sum(), seen.x)
-    H[(0, 0), :], H[:, (0, 1)], H.diagonal()
-    seen.check()
-
-
-def test_hooks_of_the_user_fire_once_in_their_own_backward(seen):
-    eg.jacobian(seen.model, seen.x).dense()
-    seen.model(seen.x).sum().backward()
-    assert sorted(seen.fired) == ["parameter", "tensor"]
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_all_is_as_it_was_after_the_function_raised(seen, kind, mode):
-    raised = seen.model[4].now = kind("mine")
-    with mode():
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        with pytest.raises(kind) as caught:
-            eg.jacobian(seen.model, seen.x)
-        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == modes
-    assert caught.value is raised
-    seen.check()
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("read", READS)
-def test_all_is_as_it_was_after_a_backward_raised(seen, kind, read):
-    J = eg.jacobian(seen.model, seen.x)
-    seen.model[4].later = kind("mine")
-    with pytest.raises(kind, match="mine"):
-        READS[read](J)
-    seen.check()
-    seen.model[4].later = None
-    assert READS[read](J).isfinite().all()
-
-
-def test_a_second_run_that_is_interrupted_leaves_all_as_it_was(seen):
-    J = eg.jacobian(seen.model, seen.x)
-    seen.model[4].now = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        J[:, (0, 0)]
-    seen.check()
-
-
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", JACOBIAN_READS)
 def test_what_the_function_writes_into_its_argument_stays_inside(read):
     x = torch.tensor(X)
 
@@ -172,7 +23,7 @@ def test_what_the_function_writes_into_its_argument_stays_inside(read):
         return x.add_(1) * x
 
     J = eg.jacobian(f, x)
-    READS[read](J)
+    JACOBIAN_READS[read](J)
     assert x.tolist() == X.tolist()
     assert x._version == 0
 
