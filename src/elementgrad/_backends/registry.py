@@ -84,6 +84,25 @@ def backend_of_model(function: Any) -> Backend | None:
     return model
 
 
+def module_of(value: Any) -> tuple[Backend, Any] | tuple[None, None]:
+    """Return the module that a value is, or is a method of, and its backend; None twice if it is none with names.
+
+    Keras on another backend than TensorFlow has no names that can be used.
+    """
+    layer = getattr(sys.modules.get("keras"), "Layer", None)
+    if not callable(value) or (layer is not None and isinstance(value, layer) and not _is_keras_on_tensorflow()):
+        return None, None
+    for backend in imported_backends():
+        root = backend.names.model.root_of(value)
+        if root is not None:
+            return backend, root
+    return None, None
+
+
+def _is_keras_on_tensorflow() -> bool:
+    return bool(sys.modules["keras"].backend.backend() == "tensorflow")
+
+
 def _compiler() -> Backend | None:
     for backend in imported_backends():
         if backend.compiles_here():

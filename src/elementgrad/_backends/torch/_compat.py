@@ -5,7 +5,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.utils._device
 import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 
-from elementgrad._cleanup import safe_context
+from elementgrad._cleanup import defer, safe_context, scope
 
 # The compiler. Its own modules are not imported here: that takes as long as importing PyTorch.
 from torch._guards import TracingContext
@@ -55,7 +56,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_optimiz
 
 # Modes that see every operation, and the pytrees that operations take. Documented, but in private modules.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # The modes and switches of a thread, one by one and in C, so that no interrupt leaves some of them changed.
 from torch._C import _enter_dual_level as _enter_dual_level
@@ -331,3 +334,119 @@ def overwritten_maker(text: str) -> str | None:
 
 MAKE_SUBCLASS = "_make_subclass"
 """The method of `torch.Tensor` that makes parameters of plain tensors, which cuts them off and no mode sees."""
+
+
+# For cones.
+
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that only its `__torch_dispatch__` is to see; documented, but private."""
+
+
+def make_wrapper_subclass(cls: type, like: torch.Tensor, device: Any) -> Any:
+    """Return a tensor of a subclass with the shape of `like` and no memory; the only way to make one."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+def schema_of(func: Any) -> Any:
+    return func._schema
+
+
+def operation_name(func: Any) -> str:
+    """Return the name of an operation without its overload, such as `convolution`."""
+    return func._schema.name.removeprefix("aten::")
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the tensors that an operation writes to."""
+    written = []
+    for position, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(parameter.name)
+            written += [given] if isinstance(given, torch.Tensor) else []
+    return written
+
+
+def returns_views(func: Any) -> bool:
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def takes_device(func: Any) -> bool:
+    return any(parameter.name == "device" for parameter in func._schema.arguments)
+
+
+def shape_depends_on_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags
+
+
+def is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def to_functional(x: torch.Tensor) -> Any:
+    """Return a tensor whose writes PyTorch turns into plain operations while functionalization is enabled."""
+    return torch._to_functional_tensor(x)
+
+
+def from_functional(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a functional one stands for, with all that was written to it."""
+    if not torch._is_functional_tensor(x):
+        return x
+    torch._sync(x)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(x)
+
+
+def enable_functionalization() -> None:
+    torch._enable_functionalization(reapply_views=True)
+
+
+def disable_functionalization() -> None:
+    torch._disable_functionalization()
+
+
+def changes_shape(func: Any) -> bool:
+    """Return True if an operation changes the shape of a tensor in place."""
+    return torch.Tag.inplace_view in func.tags
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """Return a number that tensors share if they share their memory; meta tensors have no address."""
+    return x.untyped_storage()._cdata
+
+
+def upsample(name: str, x: torch.Tensor, size: int, scale: float | None, *corners: bool) -> torch.Tensor:
+    """Resize the last axis of a stack of vectors, with the scale that the caller gave and not the ratio of sizes."""
+    return getattr(torch.ops.aten, name).default(x, [size], *corners, scale)
+
+
+def upsample_cubic(x: torch.Tensor, size: int, corners: bool, scale: float | None) -> torch.Tensor:
+    return torch.ops.aten.upsample_bicubic2d.default(x, [size, 1], corners, scale, None)
+
+
+def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+@contextmanager
+def function_apply_replaced(replace: Callable[..., Any]) -> Iterator[None]:
+    """Replace `autograd.Function.apply`, which no mode sees. An `apply` that was bound before stays as it was."""
+    function: Any = torch.autograd.Function
+    original = vars(function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return replace(original.__get__(None, cls), cls, *args, **kwargs)
+
+    with scope():
+        defer(setattr, function, "apply", original)
+        function.apply = classmethod(apply)
+        yield

@@ -20,9 +20,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
+from elementgrad._cleanup import AttributePatch, Lock, Replace, call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
@@ -87,8 +86,7 @@ class Stack(NamedTuple):
     push: Callable[[Any], None]
 
     def modes(self) -> Modes:
-        count = self.length()
-        return tuple([self.at(index) for index in range(count)]) if count else ()
+        return tuple([self.at(index) for index in range(self.length())])
 
     def change(self, before: Modes, after: Sequence[Any]) -> "list[partial[Any]]":
         """Return the steps from some modes to others."""
@@ -129,8 +127,8 @@ def ambient_state() -> AmbientState:
     """Return the modes and switches as they are now."""
     return AmbientState(
         torch.is_inference_mode_enabled(),
-        FUNCTIONS.modes(),
-        OPERATIONS.modes(),
+        FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
+        OPERATIONS.modes() if OPERATIONS.length() else (),
         _compat.functorch.get_dynamic_layer_stack_depth(),
         _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
@@ -203,10 +201,11 @@ def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]"
 def snapshot_ambient_state() -> Callable[[], None]:
     """Return a function that restores the modes and switches as they are now."""
     now = ambient_state()
-    for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
-        if any(hasattr(mode, LEFT) for mode in modes):
-            _set_modes(stack, modes)
-            now = ambient_state()
+    if now.function_modes or now.dispatch_modes:
+        for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
+            if any(hasattr(mode, LEFT) for mode in modes):
+                _set_modes(stack, modes)
+                now = ambient_state()
     return partial(restore_ambient_state, now)
 
 
@@ -238,6 +237,10 @@ def _set_modes(stack: Stack, modes: Modes) -> None:
     gone = [mode for mode in now if all(mode is not other for other in after)]
     flags = _saved_flags(gone[0]) if gone else []
     call_atomically(*steps, *(_set_flags(flags) if flags else ()))
+
+
+DUAL_NUMBERS = Lock()
+"""Held while our sweeps use dual numbers: PyTorch has one level of them for all threads."""
 
 
 def _close_dual_level(before: int) -> None:
@@ -272,7 +275,8 @@ def restore_ambient_state(before: AmbientState) -> None:
     _set_modes(OPERATIONS, before.dispatch_modes)
     if now.transforms > before.transforms:
         _compat.functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
-    _close_dual_levels(before.dual_levels)
+    if not DUAL_NUMBERS.is_held_elsewhere():
+        _close_dual_levels(before.dual_levels)
     if now.saving_refused != before.saving_refused and before.saving_refused is None:
         _compat.saved_tensor_hooks._saved_tensors_hooks_enable()
     while _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False) not in (None, before.saving):

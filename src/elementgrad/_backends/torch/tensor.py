@@ -24,7 +24,7 @@ from elementgrad._backends.torch import isolate
 from elementgrad._backends.torch._compat import get_eval_frame_callback, is_compiling, is_functional_tensor, to_list
 from elementgrad._backends.torch.autodiff import TorchLinearization
 from elementgrad._backends.torch.names import TorchNames
-from elementgrad._edit.backend import EditBackend
+from elementgrad._place.edit import EditBackend
 from elementgrad._place.selection import Selection
 from elementgrad.errors import FrameworkError, TracedError
 
@@ -117,6 +117,7 @@ class TorchBackend(Backend):
     """The operations of `Backend` on `torch.Tensor`."""
 
     name = "torch"
+    records_programs = True
 
     def __init__(self) -> None:
         super().__init__(TorchEdit(self), TorchNames())

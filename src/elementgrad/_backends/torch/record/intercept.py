@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch._compat import (
     APPLY_IS_IN_C,
@@ -25,7 +24,7 @@ from elementgrad._backends.torch._compat import (
     autograd_function,
     functorch_is_active,
 )
-from elementgrad._cleanup import assign, close_scopes_after, push, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, close_scopes_after, push, scope
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
