@@ -109,7 +109,7 @@ FLAGS = {
     "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
     "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
 }
-"""These flags by the attribute in which each such mode saves them; the last since 2.9."""
+"""These flags by the attribute in which each such mode saves them; older versions lack the last."""
 FLAGS = {saved: flag for saved, flag in FLAGS.items() if flag in dispatch_flags}
 set_compiler_flag: Callable[[bool], object] = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", bool
@@ -247,12 +247,12 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
 
 def storage_uses(x: torch.Tensor) -> int:
     """Return how many tensors hold the storage of x, the look at it included; there is no public count."""
-    storage = x.untyped_storage()  # held while it counts: before 2.9 it would not be included otherwise
+    storage = x.untyped_storage()  # held while it counts: older versions would not include it otherwise
     return _storage_Use_Count(storage._cdata)
 
 
 def to_list(x: torch.Tensor) -> list[Any]:
-    """Return the values of a tensor, in order; inside `torch.func.grad` PyTorch 2.8 reads them one by one alone."""
+    """Return the values of a tensor, in order; inside `torch.func.grad` older versions read them one by one alone."""
     try:
         return x.reshape(-1).tolist()
     except RuntimeError:
@@ -260,7 +260,7 @@ def to_list(x: torch.Tensor) -> list[Any]:
 
 
 def is_compiling() -> bool:
-    """Return True while the compiler traces; before 2.9 it does not say so in a function that it runs as one step."""
+    """Return True while the compiler traces; older versions do not say so in a function that they run as one step."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
