@@ -241,6 +241,12 @@ class Lock:
                 return
             time.sleep(0.0002)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True while another thread has the lock."""
+        holder = self._holder.get("holder")
+        return holder is not None and holder.thread != threading.get_ident()
+
     def hold(self) -> "_LockScope":
         """Return a `with` block that holds the lock."""
         return _LockScope(self)

@@ -54,7 +54,7 @@ from elementgrad._backends.torch._compat import (
     storage_uses,
     version_of,
 )
-from elementgrad._backends.torch.isolate import NOTHING, Freezable, State, in_mode, isolated, plainly, state
+from elementgrad._backends.torch.isolate import FORWARD, NOTHING, Freezable, State, in_mode, isolated, plainly, state
 from elementgrad._cleanup import enter, push, safe_context, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
@@ -339,6 +339,7 @@ class TorchLinearization(Linearization):
             return torch.func.jvp(lambda x: self._rerun(input, outputs, x), (x,), (seed,))[1]
 
         with (
+            FORWARD.hold(),
             isolated(self._replay, self.state, plain_attention),
             checkpointing_disabled(True),
             no_performance_warnings(),
@@ -349,6 +350,7 @@ class TorchLinearization(Linearization):
 
     def _dual_jvp(self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool) -> Sequence[Tensor]:
         with (
+            FORWARD.hold(),
             isolated(self._replay, self.state, plain_attention),
             checkpointing_disabled(True),
             forward_ad.dual_level(),

@@ -31,7 +31,7 @@ from elementgrad._backends.torch.explain_rules import (
     TangentMeter,
     flow_hook,
 )
-from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.isolate import FORWARD, Freezable, generators, in_mode, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
@@ -145,7 +145,7 @@ class TorchTrace(Trace):
         flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
         tangent = flat.reshape(self.source.shape)
         try:
-            with forward_ad.dual_level():
+            with FORWARD.hold(), forward_ad.dual_level():
                 recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
                 reached = forward_ad.unpack_dual(target).tangent
         except (NotImplementedError, RuntimeError):  # an operation has no forward rule

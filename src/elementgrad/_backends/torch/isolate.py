@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
+from elementgrad._cleanup import Lock, call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
@@ -118,6 +118,10 @@ OPERATIONS = Stack(
 )
 
 
+FORWARD = Lock()
+"""Held by the thread that differentiates forward: PyTorch has one level of dual numbers for all threads."""
+
+
 class AmbientState(NamedTuple):
     """The modes and switches of a thread."""
 
@@ -138,7 +142,7 @@ def ambient_state() -> AmbientState:
         FUNCTIONS.modes(),
         OPERATIONS.modes(),
         _compat.functorch.get_dynamic_layer_stack_depth(),
-        _compat.dual_level(),
+        -1 if FORWARD.is_elsewhere else _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
         _compat.saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message(),
         [read() for read, _ in SWITCHES],
@@ -251,7 +255,7 @@ def _close_dual_level(before: int) -> None:
 
     An interrupt between the opening of a level and its count leaves it open, and then no other can be opened.
     """
-    if before < 0 and _compat.dual_level() < 0:
+    if before < 0 and _compat.dual_level() < 0 and not FORWARD.is_elsewhere:
         try:
             _compat._exit_dual_level(level=_compat._enter_dual_level())
         except RuntimeError:
@@ -260,7 +264,7 @@ def _close_dual_level(before: int) -> None:
 
 def _close_dual_levels(before: int) -> None:
     """Close levels of forward differentiation; PyTorch may have closed one and not have counted that yet."""
-    while (level := _compat.dual_level()) > before:
+    while not FORWARD.is_elsewhere and (level := _compat.dual_level()) > before:
         with suppress(RuntimeError):
             _compat._exit_dual_level(level=level)
         _compat.set_dual_level(level - 1)
