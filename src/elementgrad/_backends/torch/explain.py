@@ -31,7 +31,16 @@ from elementgrad._backends.torch.explain_rules import (
     TangentMeter,
     flow_hook,
 )
-from elementgrad._backends.torch.isolate import FORWARD, Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.isolate import (
+    FORWARD,
+    Freezable,
+    generators,
+    in_mode,
+    isolated,
+    plainly,
+    removed_later,
+    state,
+)
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
