@@ -12,6 +12,7 @@ SETTINGS = {
     "jax_numpy_dtype_promotion": "strict",
     "jax_enable_checks": True,
     "jax_debug_nans": True,
+    "jax_check_tracer_leaks": True,
 }
 NUMBERS = np.arange(1.0, 7.0).reshape(2, 3) / 3
 X = jnp.asarray(NUMBERS)

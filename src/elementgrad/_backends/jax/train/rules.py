@@ -283,7 +283,7 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     summed, x_summed = tuple(contracted[side]), tuple(contracted[1 - side])
     free = tuple(axis for axis in range(len(w.shape)) if axis not in summed)
     x_free = [axis for axis in range(x.ndim) if axis not in x_summed]
-    outer = [x.shape[axis] for axis in x_free]
+    outer, summed_sizes = [x.shape[axis] for axis in x_free], [w.shape[axis] for axis in summed]
 
     def dot(x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
         arrays, axes = [(w, x), (x, w)][side], [(w_axes, x_axes), (x_axes, w_axes)][side]
@@ -300,7 +300,7 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return dot(factor, [len(outer)], part, [cut.axis])
 
     def row_mask(cut: _PatchedSlice) -> np.ndarray:
-        inside = np.isin(np.arange(cut.total), cut.chosen).reshape([w.shape[axis] for axis in summed])
+        inside = np.isin(np.arange(cut.total), cut.chosen).reshape(summed_sizes)
         return np.expand_dims(np.transpose(inside, np.argsort(x_summed)), x_free)
 
     cuts = _PatchedSlice(w, free), _PatchedSlice(w, summed)
@@ -328,7 +328,7 @@ def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
 
     def row_mask(cut: _PatchedSlice) -> np.ndarray:
         inside = np.isin(np.arange(cut.total), cut.chosen)
-        return np.expand_dims(inside, [number for number in range(x.ndim) if number != x_axis])
+        return np.expand_dims(inside, [number for number in range(len(numbers.lhs_spec)) if number != x_axis])
 
     cuts = _PatchedSlice(w, [out_axis]), _PatchedSlice(w, [in_axis])
     shape = equation.outvars[0].aval.shape
@@ -373,9 +373,13 @@ class _PatchedProduct:
             way = self._product_by_columns if self._by_columns.is_small else self._whole_product
             slope = self._product_by_rows if self._by_rows.is_small else self._whole_product
 
+        # Nothing in here may hold `w` or another array that is traced: the function and its rule know each other, so
+        # that they live until Python collects cycles.
+        self._positions = positions = w.positions
+
         @jax.custom_jvp
         def product(x: Array, array: Array, values: Array) -> Array:
-            return way(x, array, values, values != take(array, w.positions))
+            return way(x, array, values, values != take(array, positions))
 
         @partial(product.defjvp, symbolic_zeros=True)
         def product_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -388,7 +392,6 @@ class _PatchedProduct:
                 tangent = with_auto_axes(partial(self._add_part, cut), tangent, x, dvalues)
             return result, tangent
 
-        self._positions = w.positions
         return [product(x, w.array, w.values)]
 
     # Each way takes a mask of the values that have changed. With none changed the result has the bits of the plain
