@@ -34,7 +34,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
-from elementgrad._backends.jax.sharding import IN_BOUNDS, put, take, with_auto_axes, write_along
+from elementgrad._backends.jax.sharding import (
+    IN_BOUNDS,
+    make_varying,
+    put,
+    take,
+    varying_axes,
+    with_auto_axes,
+    write_along,
+)
 
 Array = jax.Array
 DENSE = 2
@@ -389,6 +397,8 @@ class _PatchedProduct:
             if not isinstance(dx, SymbolicZero):
                 tangent = slope(dx, array, values, None)
             if not isinstance(dvalues, SymbolicZero):
+                # Inside of a `shard_map` devices add up the gradients of what is made varying: the values alone here.
+                dvalues = make_varying(dvalues, varying_axes(result))
                 tangent = with_auto_axes(partial(self._add_part, cut), tangent, x, dvalues)
             return result, tangent
 
@@ -413,15 +423,19 @@ class _PatchedProduct:
 
     def _product_by_rows(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
         cut, mask = self._by_rows, self._row_mask(self._by_rows)
-        moved = np.True_ if changed is None else changed.any()
 
-        def add(base: Array, x: Array, array: Array, values: Array, moved: Array) -> Array:
+        def zero(x: Array, *changed: Array) -> Array:
+            return jnp.where(changed[0].any() & mask if changed else mask, 0, x)
+
+        def add(base: Array, x: Array, array: Array, values: Array, *changed: Array) -> Array:
             added = self._rows(cut, x, cut.part(array, values)).reshape(base.shape)
-            # Minus zero is the only number that leaves all others as they are.
-            return base + (added if changed is None else jnp.where(moved, added, jnp.asarray(-0.0, added.dtype)))
+            if changed:  # minus zero is the only number that leaves all others as they are
+                added = jnp.where(changed[0].any(), added, jnp.asarray(-0.0, added.dtype))
+            return base + added
 
-        rest = with_auto_axes(lambda x, moved: jnp.where(moved & mask, 0, x), x, moved)
-        return with_auto_axes(add, self._plain(rest, array), x, array, values, moved)
+        masks = () if changed is None else (changed,)
+        rest = with_auto_axes(zero, x, *masks)
+        return with_auto_axes(add, self._plain(rest, array), x, array, values, *masks)
 
     def _add_part(self, cut: "_PatchedSlice", base: Array, x: Array, values: Array) -> Array:
         """Add the product with an array that is zero but for the values."""
