@@ -31,7 +31,16 @@ from elementgrad._backends.torch.explain_rules import (
     TangentMeter,
     flow_hook,
 )
-from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.isolate import (
+    DUAL_NUMBERS,
+    Freezable,
+    generators,
+    in_mode,
+    isolated,
+    plainly,
+    removed_later,
+    state,
+)
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
@@ -147,7 +156,7 @@ class TorchTrace(Trace):
         tangent = flat.reshape(self.source.shape)
         _compat.load_forward_rules()
         try:
-            with forward_ad.dual_level():
+            with DUAL_NUMBERS.hold(), forward_ad.dual_level():
                 recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
                 reached = forward_ad.unpack_dual(target).tangent
         except (NotImplementedError, RuntimeError):  # an operation has no forward rule

@@ -130,7 +130,7 @@ def ambient_state() -> AmbientState:
         FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
         OPERATIONS.modes() if OPERATIONS.length() else (),
         _compat.functorch.get_dynamic_layer_stack_depth(),
-        _compat.dual_level(),
+        -1 if DUAL_NUMBERS.is_held_elsewhere() else _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
         _compat.saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message(),
         [read() for read, _ in SWITCHES],
@@ -248,7 +248,7 @@ def _close_dual_level(before: int) -> None:
 
     An interrupt between the opening of a level and its count leaves it open, and then no other can be opened.
     """
-    if before < 0 and _compat.dual_level() < 0:
+    if before < 0 and _compat.dual_level() < 0 and not DUAL_NUMBERS.is_held_elsewhere():
         try:
             _compat._exit_dual_level(level=_compat._enter_dual_level())
         except RuntimeError:

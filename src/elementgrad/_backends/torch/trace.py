@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -74,6 +74,8 @@ class TorchOpRecorder:
         self._modules: list[Any] = []
         self._thread = threading.get_ident()
         self._exports: dict[int, Op] = {}
+        self._shared: dict[int, tuple[Op, Tensor, Tensor]] = {}
+        """By the address of a storage that NumPy shares: the export, the tensor and a copy of its numbers."""
         self._makers: dict[int, str] = {}  # the function that made a value
         self.overwrites: list[Overwrite] = []
         self.requests = GradientRequests()
@@ -99,6 +101,7 @@ class TorchOpRecorder:
             enter_mode(_CallMode(self))
             push_recorder(self)
             yield self
+            self._look_for_hidden_writes(self._shared)
 
     def _enter(self, module: Any, args: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -258,6 +261,8 @@ class TorchOpRecorder:
             return
         if name in explain_ops.COPYING:
             args = pytree.map_tree(args, detach)  # PyTorch warns of tracked ones, and the user's own may not be tracked
+        shared = {storage_address(x) for x in inputs} & self._shared.keys() if self._shared else set()
+        self._look_for_hidden_writes(shared)
         stale = any(x.grad_fn is not None and self.ids.get(x) is None for x in inputs)
         input_ids = tuple([self.id_of(x) for x in inputs])
         versions = [version_of(x) for x in inputs]
@@ -321,6 +326,8 @@ class TorchOpRecorder:
         self.stale = self.stale or (op if stale else None)
         if silent:
             self.hints.append(Hint("modified-through-data", "autograd does not see that write", op))
+        for address in shared & self._shared.keys():  # the operation may have written there as well
+            self._share(address, *self._shared[address][:2])
         if custom and any(value_id in self.connected for value_id in output_ids):
             self.hints.append(Hint("custom-rule", "", op))
 
@@ -369,8 +376,24 @@ class TorchOpRecorder:
         )
         self._add(op)
         for x in inputs if name in ("numpy", "__array__", "__dlpack__") else ():
-            self._exports[storage_address(x)] = op
+            address = storage_address(x)
+            self._exports[address] = op
+            if any(other.requires_grad for other in (x, *self.ids.aliases(x))):
+                self._share(address, op, x)
         return result
+
+    def _share(self, address: int, op: Op, x: Tensor) -> None:
+        with pause_recording():
+            self._shared[address] = op, x.detach(), x.detach().clone()
+
+    def _look_for_hidden_writes(self, addresses: Iterable[int]) -> None:
+        """Compare numbers that NumPy shares with what they were: a write of NumPy's raises no version."""
+        with pause_recording():
+            for address in list(addresses):
+                op, x, before = self._shared[address]
+                if not bool(((x == before) | (x != x) & (before != before)).all()):
+                    self.hints.append(Hint("modified-through-data", "NumPy wrote to the same memory", op))
+                    del self._shared[address]
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):

@@ -5,18 +5,21 @@ read rows of the array, and put the values into those rows that have patched ele
 the plain product, and what patched elements contribute apart from it.
 
 Subtracting an old number from a sum that it is part of would leave its rounding error behind, which may be larger than
-all that remains. So a product is computed without the old numbers, in one of two ways, each as exact as the product
+all that remains. So a product is computed without the old numbers, in one of three ways, each as exact as the product
 with the whole array at any ratio of old to new:
 
 - by columns: the columns of the result that patched elements lead to are computed again, from those columns of the
   array with the values in them;
 - by rows: what would be multiplied with rows that have patched elements is zero in the plain product, and the product
-  with these rows, with the values in them, is added.
+  with these rows, with the values in them, is added;
+- whole: the product with a copy of the array that has the values in it.
 
-Either reads a few columns or rows of the array; the fewer elements decide. Zero times infinity is not zero: columns
-with an element that was not finite spoil the gradient of what they are multiplied with, rows with one the result. Where
-that is known the whole array is used. Where the array is traced, so that it cannot be known, both ways are taken one
-after the other if they are cheap, which leaves nothing of such an element.
+The first two read a few columns or rows of the array. But zero times infinity is not zero: the way by rows is wrong for
+an array with a number that is not finite. So is the derivative of the way by columns, which multiplies columns of the
+array with zeros. The derivative of the way by rows replaces rows, and is right for any array. So where an array is not
+known to be finite, as one that is traced, the product is computed by columns and differentiated by rows, and where
+these are no small part of the array, whole. Only derivatives of that derivative may still meet zero times infinity.
+The derivative by the values is not part of this: it reads the rows or columns that they are in, and is never dense.
 """
 
 import math
@@ -27,16 +30,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
-from elementgrad._backends.jax.sharding import IN_BOUNDS, put, take, with_auto_axes, write_along
+from elementgrad._backends.jax.sharding import (
+    IN_BOUNDS,
+    make_varying,
+    put,
+    take,
+    varying_axes,
+    with_auto_axes,
+    write_along,
+)
 
 Array = jax.Array
 DENSE = 2
 """A block of rows and columns is small if it is at most one part in so many of its array."""
-CHEAP = 8
-"""Rows and columns that are at most one part in so many of the array may both be computed apart."""
 FEW = 64
 """Up to so many indices of an axis are written to one by one."""
 
@@ -54,8 +64,7 @@ class PatchedArray:
         self.name = name
         """The name of the parameter that it comes from."""
         self.largest = largest
-        """The largest absolute value that is replaced, where it is known; NaN if there is a NaN among them, and
-        infinity if any number of the array is not finite."""
+        """The largest absolute value of the array; NaN if there is one in it, or if it is not known."""
 
     def tree_flatten(self) -> tuple[tuple[Array, Array], Any]:
         return (self.array, self.values), (self.positions, self.name, self.largest)
@@ -76,16 +85,12 @@ class PatchedArray:
 
     @property
     def is_finite(self) -> bool:
-        """True if the array is finite, and so are the replaced elements in a dtype that it was cast to."""
+        """True if all of the array is known to be finite, in the dtype that it was cast to."""
         return self.largest <= float(jnp.finfo(self.array.dtype).max)
 
     def whole(self) -> Array:
         """Return the array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
-
-    def changed_mask(self) -> Array:
-        """Return a mask of the values that differ from the elements that they replace."""
-        return self.values != take(self.array, self.positions)
 
     def move(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "PatchedArray":
         """Return a patched array with the same values, or some of them, at other positions of another array."""
@@ -286,31 +291,30 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     summed, x_summed = tuple(contracted[side]), tuple(contracted[1 - side])
     free = tuple(axis for axis in range(len(w.shape)) if axis not in summed)
     x_free = [axis for axis in range(x.ndim) if axis not in x_summed]
-    outer = [x.shape[axis] for axis in x_free]
+    outer, summed_sizes = [x.shape[axis] for axis in x_free], [w.shape[axis] for axis in summed]
 
     def dot(x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
         arrays, axes = [(w, x), (x, w)][side], [(w_axes, x_axes), (x_axes, w_axes)][side]
         options = {name: params[name] for name in ("precision", "preferred_element_type")}
         return jax.lax.dot_general(*arrays, (axes, ((), ())), **options)
 
-    def columns(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
+    def columns(cut: _PatchedSlice, x: Array, part: Array) -> Array:
         new = dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed])
-        shape = (*outer, cut.total) if side == 1 else (cut.total, *outer)
-        axis = len(outer) if side == 1 else 0
-        return _replace_at(base.reshape(shape), new, cut.touched_mask(changed), cut.chosen, axis).reshape(base.shape)
+        return new.reshape((*outer, -1) if side == 1 else (-1, *outer))
 
-    def rows(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
+    def rows(cut: _PatchedSlice, x: Array, part: Array) -> Array:
         matrix = jnp.transpose(x, (*x_free, *x_summed)).reshape(*outer, cut.total)
         factor = jnp.take(matrix, cut.chosen, axis=len(outer), mode="clip")
-        added = dot(factor, [len(outer)], part, [cut.axis])
-        return base + _only_if(added.reshape(base.shape), changed.any())
+        return dot(factor, [len(outer)], part, [cut.axis])
 
     def row_mask(cut: _PatchedSlice) -> np.ndarray:
-        inside = np.isin(np.arange(cut.total), cut.chosen).reshape([w.shape[axis] for axis in summed])
+        inside = np.isin(np.arange(cut.total), cut.chosen).reshape(summed_sizes)
         return np.expand_dims(np.transpose(inside, np.argsort(x_summed)), x_free)
 
+    cuts = _PatchedSlice(w, free), _PatchedSlice(w, summed)
+    shape = (*outer, cuts[0].total) if side == 1 else (cuts[0].total, *outer)
     plain = partial(_bind_pair, equation, side)
-    return _patched_product(w, x, (summed, free), plain, (columns, rows), row_mask)
+    return _PatchedProduct(cuts, plain, columns, rows, row_mask, shape, len(outer) * side).of(w, x)
 
 
 def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -324,55 +328,122 @@ def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     numbers = params["dimension_numbers"]
     (x_axis, axis), (out_axis, in_axis) = (numbers.lhs_spec[1], numbers.out_spec[1]), numbers.rhs_spec[:2]
 
-    def columns(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
-        (new,) = bind(equation, [x, part])
-        return _replace_at(base, new, cut.touched_mask(changed), cut.chosen, axis)
+    def columns(cut: _PatchedSlice, x: Array, part: Array) -> Array:
+        return bind(equation, [x, part])[0]
 
-    def rows(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
-        (added,) = bind(equation, [jnp.take(x, cut.chosen, axis=x_axis, mode="clip"), part])
-        return base + _only_if(added, changed.any())
+    def rows(cut: _PatchedSlice, x: Array, part: Array) -> Array:
+        return bind(equation, [jnp.take(x, cut.chosen, axis=x_axis, mode="clip"), part])[0]
 
     def row_mask(cut: _PatchedSlice) -> np.ndarray:
         inside = np.isin(np.arange(cut.total), cut.chosen)
-        return np.expand_dims(inside, [number for number in range(x.ndim) if number != x_axis])
+        return np.expand_dims(inside, [number for number in range(len(numbers.lhs_spec)) if number != x_axis])
 
-    plain = partial(_bind_pair, equation, 1)
-    return _patched_product(w, x, ((in_axis,), (out_axis,)), plain, (columns, rows), row_mask)
+    cuts = _PatchedSlice(w, [out_axis]), _PatchedSlice(w, [in_axis])
+    shape = equation.outvars[0].aval.shape
+    return _PatchedProduct(cuts, partial(_bind_pair, equation, 1), columns, rows, row_mask, shape, axis).of(w, x)
 
 
-def _patched_product(
-    w: PatchedArray,
-    x: Array,
-    axes: tuple[Sequence[int], Sequence[int]],
-    plain: Callable[[Array, Array], Array],
-    ways: tuple[Callable[..., Array], Callable[..., Array]],
-    row_mask: Callable[["_PatchedSlice"], np.ndarray],
-) -> list[Array] | None:
-    """Compute a product by columns or by rows, as the two `ways` do; None if neither are few.
+class _PatchedProduct:
+    """A product with a patched array.
 
-    `axes` are the axes of w that make its rows and its columns. `plain` computes the plain product, and `row_mask`
-    tells which elements of x are multiplied with rows that have patched elements.
+    Args:
+        cuts: The columns and the rows of the array that have patched elements.
+        plain: Computes the product of two plain arrays.
+        columns: Computes the columns of the product that lead from some columns of the array.
+        rows: Computes the product with some rows of the array alone.
+        row_mask: Tells which elements of x are multiplied with rows that have patched elements.
+        shape: A shape of the product in which the columns are one axis.
+        axis: That axis.
     """
-    if not w.is_finite or not len(w.positions):
-        return None
-    by_rows, by_columns = cuts = [_PatchedSlice(w, along) for along in axes]
-    cut = min(by_columns, by_rows, key=lambda cut: cut.size)
-    if DENSE * cut.size > w.array.size:
-        return None
-    if not isinstance(w.array, jax.core.Tracer) or CHEAP * sum(cut.size for cut in cuts) > w.array.size:
-        cuts = [cut]
-    changed = w.changed_mask()
-    factor = x
-    if by_rows in cuts:
-        mask = row_mask(by_rows)
-        factor = with_auto_axes(lambda x, changed: _zero_if(changed.any(), x, mask), x, changed)
 
-    def compute(base: Array, x: Array, array: Array, values: Array, changed: Array) -> Array:
-        for cut in cuts:
-            base = ways[cut is by_rows](cut, base, x, cut.part(array, values), changed)
-        return base
+    def __init__(
+        self,
+        cuts: "tuple[_PatchedSlice, _PatchedSlice]",
+        plain: Callable[[Array, Array], Array],
+        columns: Callable[["_PatchedSlice", Array, Array], Array],
+        rows: Callable[["_PatchedSlice", Array, Array], Array],
+        row_mask: Callable[["_PatchedSlice"], np.ndarray],
+        shape: Sequence[int],
+        axis: int,
+    ):
+        self._by_columns, self._by_rows = cuts
+        self._plain, self._columns, self._rows, self._row_mask = plain, columns, rows, row_mask
+        self._shape, self._axis = shape, axis
 
-    return [with_auto_axes(compute, plain(factor, w.array), x, w.array, w.values, changed)]
+    def of(self, w: PatchedArray, x: Array) -> list[Array] | None:
+        """Return the product in a list; None if elements are no small part of the array."""
+        cut = min(self._by_columns, self._by_rows, key=lambda cut: cut.size)
+        if not len(w.positions) or not cut.is_small:
+            return None
+        if w.is_finite:
+            way = slope = self._product_by_columns if cut is self._by_columns else self._product_by_rows
+        else:
+            way = self._product_by_columns if self._by_columns.is_small else self._whole_product
+            slope = self._product_by_rows if self._by_rows.is_small else self._whole_product
+
+        # Nothing in here may hold `w` or another array that is traced: the function and its rule know each other, so
+        # that they live until Python collects cycles.
+        self._positions = positions = w.positions
+
+        @jax.custom_jvp
+        def product(x: Array, array: Array, values: Array) -> Array:
+            return way(x, array, values, values != take(array, positions))
+
+        @partial(product.defjvp, symbolic_zeros=True)
+        def product_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+            (x, array, values), (dx, _, dvalues) = primals, tangents
+            result = product(*primals)
+            tangent = jnp.zeros_like(result)
+            if not isinstance(dx, SymbolicZero):
+                tangent = slope(dx, array, values, None)
+            if not isinstance(dvalues, SymbolicZero):
+                # Inside of a `shard_map` devices add up the gradients of what is made varying: the values alone here.
+                dvalues = make_varying(dvalues, varying_axes(result))
+                tangent = with_auto_axes(partial(self._add_part, cut), tangent, x, dvalues)
+            return result, tangent
+
+        return [product(x, w.array, w.values)]
+
+    # Each way takes a mask of the values that have changed. With none changed the result has the bits of the plain
+    # product. Without a mask a way is linear in x.
+
+    def _whole_product(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
+        return self._plain(x, put(array, self._positions, values))
+
+    def _product_by_columns(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
+        cut = self._by_columns
+
+        def replace(base: Array, x: Array, array: Array, values: Array, *changed: Array) -> Array:
+            new = self._columns(cut, x, cut.part(array, values))
+            touched = cut.touched_mask(*changed) if changed else None
+            return _replace_at(base.reshape(self._shape), new, touched, cut.chosen, self._axis).reshape(base.shape)
+
+        masks = () if changed is None else (changed,)
+        return with_auto_axes(replace, self._plain(x, array), x, array, values, *masks)
+
+    def _product_by_rows(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
+        cut, mask = self._by_rows, self._row_mask(self._by_rows)
+
+        def zero(x: Array, *changed: Array) -> Array:
+            return jnp.where(changed[0].any() & mask if changed else mask, 0, x)
+
+        def add(base: Array, x: Array, array: Array, values: Array, *changed: Array) -> Array:
+            added = self._rows(cut, x, cut.part(array, values)).reshape(base.shape)
+            if changed:  # minus zero is the only number that leaves all others as they are
+                added = jnp.where(changed[0].any(), added, jnp.asarray(-0.0, added.dtype))
+            return base + added
+
+        masks = () if changed is None else (changed,)
+        rest = with_auto_axes(zero, x, *masks)
+        return with_auto_axes(add, self._plain(rest, array), x, array, values, *masks)
+
+    def _add_part(self, cut: "_PatchedSlice", base: Array, x: Array, values: Array) -> Array:
+        """Add the product with an array that is zero but for the values."""
+        part = cut.zeros_but(values)
+        if cut is self._by_rows:
+            return base + self._rows(cut, x, part).reshape(base.shape)
+        added = self._columns(cut, x, part)
+        return write_along(base.reshape(self._shape), self._axis, cut.chosen, added, add=True).reshape(base.shape)
 
 
 def _bind_pair(equation: Any, side: int, x: Array, w: Array) -> Array:
@@ -399,6 +470,7 @@ class _PatchedSlice:
         self._shape = [shape[axis] for axis in self._whole_axes]
         self._shape.insert(self.axis, len(self.chosen))
         self.size = math.prod(self._shape)
+        self.is_small = DENSE * self.size <= w.array.size
         within = [coords[axis] for axis in self._whole_axes]
         within.insert(self.axis, self._at)
         self._positions = np.ravel_multi_index(within, self._shape)
@@ -413,63 +485,29 @@ class _PatchedSlice:
         slices = array[None] if self._new_axis else array.at[self._index].get(mode=IN_BOUNDS, unique_indices=True)
         return put(slices, self._positions, values)
 
+    def zeros_but(self, values: Array) -> Array:
+        """Return slices that are zero, with the values in them."""
+        return put(jnp.zeros(self._shape, values.dtype), self._positions, values)
+
     def touched_mask(self, changed: Array) -> Array:
         """Return a mask of the slices in which an element has changed."""
         return jnp.zeros(len(self.chosen), bool).at[self._at].max(changed, mode=IN_BOUNDS)
 
 
-def _replace_at(base: Array, new: Array, touched: Array, where: np.ndarray, axis: int) -> Array:
-    """Replace the slices of `base` at ascending indices `where` of an axis by `new` ones, if they are touched.
-
-    Untouched ones keep their bits. The derivative takes all of them for touched.
-    """
+def _replace_at(base: Array, new: Array, touched: Array | None, where: np.ndarray, axis: int) -> Array:
+    """Replace the slices of `base` at ascending indices `where` of an axis by `new` ones, or those that are touched."""
     ones = (1,) * axis, (1,) * (base.ndim - axis - 1)
-    touched = touched.reshape(*ones[0], -1, *ones[1])
     inside = np.isin(np.arange(base.shape[axis]), where).reshape(*ones[0], -1, *ones[1])
-
-    @jax.custom_jvp
-    def replace(base: Array, new: Array, touched: Array) -> Array:
-        if len(where) == base.shape[axis]:
-            return jnp.where(touched, new, base)
-        if len(where) <= FEW:
-            old = jnp.take(base, where, axis=axis, mode="clip")
-            return write_along(base, axis, where, jnp.where(touched, new, old))
-        # One pass that reads, as scattering goes from index to index on a CPU.
-        spread = np.zeros(base.shape[axis], np.int32)
-        spread[where] = np.arange(len(where))
-        here = jnp.take(touched, spread, axis=axis, mode="clip") & inside
-        return jnp.where(here, jnp.take(new, spread, axis=axis, mode="clip"), base)
-
-    @replace.defjvp
-    def replace_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-        base, new, _ = tangents
-        if len(where) < base.shape[axis]:  # the gradient of this only reads
-            new = write_along(jnp.where(inside, 0, base), axis, where, new, add=True)
-        return replace(*primals), new
-
-    return replace(base, new, touched)
-
-
-def _zero_if(changed: Array, x: Array, mask: np.ndarray) -> Array:
-    """Put zeros under a mask if anything has changed; the derivative does so in any case."""
-
-    @jax.custom_jvp
-    def zero(x: Array, changed: Array) -> Array:
-        return jnp.where(changed & mask, 0, x)
-
-    @zero.defjvp
-    def zero_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-        return zero(*primals), jnp.where(mask, 0, tangents[0])
-
-    return zero(x, changed)
-
-
-@jax.custom_jvp
-def _only_if(added: Array, changed: Array) -> Array:
-    """Return what is added, or minus zero, the only number that leaves all others as they are, if nothing changed."""
-    return jnp.where(changed, added, jnp.asarray(-0.0, added.dtype))
-
-
-@_only_if.defjvp
-def _only_if_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    return _only_if(*primals), tangents[0]  # the values have their derivative in any case
+    if touched is None:  # the derivative of this only reads
+        return write_along(jnp.where(inside, 0, base), axis, where, new, add=True)
+    touched = touched.reshape(*ones[0], -1, *ones[1])
+    if len(where) == base.shape[axis]:
+        return jnp.where(touched, new, base)
+    if len(where) <= FEW:
+        old = jnp.take(base, where, axis=axis, mode="clip")
+        return write_along(base, axis, where, jnp.where(touched, new, old))
+    # One pass that reads, as scattering goes from index to index on a CPU.
+    spread = np.zeros(base.shape[axis], np.int32)
+    spread[where] = np.arange(len(where))
+    here = jnp.take(touched, spread, axis=axis, mode="clip") & inside
+    return jnp.where(here, jnp.take(new, spread, axis=axis, mode="clip"), base)
