@@ -6,11 +6,14 @@ Pipes, terminals and other devices are not replaced but written into.
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from elementgrad.errors import OptionError, quoted
 
@@ -37,16 +40,16 @@ def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path
     return path
 
 
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file as a whole or not at all.
+def replace_file(path: str | os.PathLike[str], *parts: Any) -> None:
+    """Write parts of bytes to a file, as a whole or not at all.
 
-    The content goes to a temporary file beside it, `.<name>.<16 hex digits>.tmp`, which is synced and renamed. A
+    They go to a temporary file beside it, `.<name>.<16 hex digits>.tmp`, which is synced and renamed. A
     process that is killed while writing leaves that file behind; the first write to the same path an hour later
     removes it. A pipe or device is written into.
     """
     descriptor = _descriptor(path)
     if descriptor is not None or _is_special(path):
-        _write_into(path if descriptor is None else descriptor, content)
+        _write_into(path if descriptor is None else descriptor, parts)
         return
     target = os.path.realpath(path)  # a link stays a link, as with open()
     directory, name = os.path.split(target)
@@ -56,13 +59,14 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
             mode = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
     except FileNotFoundError:
         os.stat(directory)
-    _remove_stale(directory, name)
+    remove_stale(directory, name)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if mode is not None:
                 os.chmod(temporary, mode)
-            file.write(content)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         _rename(temporary, target, path)
@@ -72,7 +76,7 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
         if isinstance(error, OSError) and error.filename == temporary and error.filename2 is None:
             error.filename = os.fspath(path)  # the name that the caller knows
         raise
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def _descriptor(path: str | os.PathLike[str]) -> int | None:
@@ -102,12 +106,13 @@ def _is_special(path: str | os.PathLike[str]) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _write_into(where: str | os.PathLike[str] | int, content: bytes) -> None:
+def _write_into(where: str | os.PathLike[str] | int, parts: Iterable[Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # there may be none
             stream.flush()  # keeps the order of the output
     with open(where, "wb", closefd=not isinstance(where, int)) as file:
-        file.write(content)
+        for part in parts:
+            file.write(part)
 
 
 def _rename(temporary: str, target: str, path: str | os.PathLike[str]) -> None:
@@ -124,18 +129,19 @@ def _rename(temporary: str, target: str, path: str | os.PathLike[str]) -> None:
             time.sleep(0.05)
 
 
-def _remove_stale(directory: str, name: str) -> None:
-    """Remove temporary files that killed processes left behind."""
+def remove_stale(directory: str, name: str) -> None:
+    """Remove temporary files and folders that killed processes left behind."""
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             middle = entry.name.removeprefix(f".{name}.").removesuffix(".tmp")
             if entry.name == f".{name}.{middle}.tmp" and len(middle) == 16:
                 with suppress(OSError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE:
-                        os.unlink(entry.path)
+                        remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                        remove(entry.path)
 
 
-def _sync_directory(directory: str) -> None:
+def sync_directory(directory: str) -> None:
     """Make a rename durable, where the system can open a directory."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

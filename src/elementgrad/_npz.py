@@ -7,7 +7,10 @@ their ending, so it may return another array for a name that ends with `.npy`.
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,14 @@ class ArchiveError(ValueError):
     """A file is no archive of arrays, or an array cannot be stored in one."""
 
 
+class StoredArray(NamedTuple):
+    """One array of a file: its dtype and shape, and a function that reads it."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray]
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Return the arrays of a file by their names; nothing in it is executed.
 
@@ -27,12 +38,30 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ArchiveError: the file is damaged, of another kind, or holds something else than arrays.
         OSError: it cannot be opened.
     """
+    with _open(path) as (archive, members):
+        return {_name(member): _array(archive, member) for member in members}
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+    """Return the arrays of a file by their names without reading them; raises what `read` raises."""
+
+    def load(member: zipfile.ZipInfo) -> np.ndarray:
+        with _open(path) as (archive, _):
+            return _array(archive, member)
+
+    with _open(path) as (archive, members):
+        headers = [(member, *_header(archive, member)) for member in members]
+    return {_name(member): StoredArray(dtype, shape, partial(load, member)) for member, shape, dtype in headers}
+
+
+@contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[tuple[zipfile.ZipFile, list[zipfile.ZipInfo]]]:
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = [member for member in archive.infolist() if not member.is_dir()]
                 _require_distinct(members)
-                return {_name(member): _array(archive, member) for member in members}
+                yield archive, members
         except ArchiveError:
             raise
         except Exception as error:  # each codec raises errors of its own, and so does the header of an array
@@ -74,6 +103,25 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
             return np.lib.format.read_array(file, allow_pickle=False)
     except ValueError as error:
         raise ArchiveError(f"{_name(member)!r}: {str(error).splitlines()[0]}") from None
+
+
+def _header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    with archive.open(member) as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            if version in HEADERS:
+                shape, _, dtype = HEADERS[version](file)
+                if dtype.hasobject:
+                    raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
+                return shape, dtype
+        except ValueError as error:
+            raise ArchiveError(f"{_name(member)!r}: {str(error).splitlines()[0]}") from None
+    array = _array(archive, member)
+    return array.shape, array.dtype
+
+
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""The readers of headers, by version; a later version holds structures, which no weights are."""
 
 
 def _require_distinct(members: Iterable[zipfile.ZipInfo]) -> None:
