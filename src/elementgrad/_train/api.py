@@ -220,6 +220,7 @@ def patches(model: Model) -> list[Elements]:
 
 
 def _group_of(trainer: Trainer, name: str, tensor: Tensor, change: ElementChange) -> ElementGroup:
+    assert change.written is not None
     target = ResolvedPlace(change.where, name, tensor, tuple(tensor.shape), change.positions)
     values, originals = (BitArray(trainer.dtype_name(tensor), bits) for bits in (change.written, change.bits))
     group = trainer.make_group(target, None, values, originals)

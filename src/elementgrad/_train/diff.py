@@ -7,6 +7,7 @@ compared by bits, a chunk at a time.
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool
         former if originals else None,
         fingerprint(old.shape, old.dtype, lambda some: old_bits[some]),
         tied=tied if before.knows_ties else None,
-        sha256=None if originals else hashlib.sha256(former.bits).hexdigest(),
+        sha256=None if originals else hashlib.sha256(former.bits.data).hexdigest(),
     )
 
 
@@ -211,12 +212,20 @@ def _model_weights(model: Any, backend: Any) -> Weights:
     named = list(trainer.named_parameters())
     for name, tensor in named:
         every = np.arange(int(np.prod(tensor.shape))) if trainer.is_distributed else None
-        add(name, tensor, trainer.dtype_name(tensor), lambda x=tensor, at=every: trainer.read_bits(x, at)[1], False)
+        add(name, tensor, trainer.dtype_name(tensor), _reader(trainer.read_bits, tensor, every), False)
     for name, kind, tensor in backend.names.model(model).named_tensors():
         if kind == "buffer":
             dtype = backend.dtype(tensor)
-            add(name, tensor, dtype, lambda x=tensor: backend.load("train").tensor_bits(x)[1], True)
+            add(name, tensor, dtype, _reader(backend.load("train").tensor_bits, tensor), True)
     return Weights(tensors, knows_ties=True)
+
+
+def _reader(read: Callable[..., tuple[str, np.ndarray]], *arguments: Any) -> Callable[[], np.ndarray]:
+    return lambda: read(*arguments)[1]
+
+
+def _array_bits(array: np.ndarray) -> np.ndarray:
+    return BitArray.of(array).bits
 
 
 def state_tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
@@ -228,10 +237,10 @@ def state_tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[
             yield from state_tensors(value, f"{name}.")
         elif isinstance(value, np.ndarray | np.generic):
             numbers = np.asarray(value)
-            yield name, FileTensor(numbers.dtype.name, numbers.shape, lambda x=numbers: BitArray.of(x).bits)
+            yield name, FileTensor(numbers.dtype.name, numbers.shape, partial(_array_bits, numbers))
         elif backend is not None:
             train = backend.load("train")
             dtype = backend.dtype(value)
-            yield name, FileTensor(dtype, tuple(value.shape), lambda x=value, of=train: of.tensor_bits(x)[1])
+            yield name, FileTensor(dtype, tuple(value.shape), _reader(train.tensor_bits, value))
         else:
             raise OptionError(f"{name} is {type(value).__name__}, and weights are tensors or arrays; leave it out")

@@ -600,7 +600,7 @@ def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
     positions, bits = history.originals()
     read = trainer.byte_reader(group.tensor)
     return Entry(
-        place=group.place,  # type: ignore[arg-type]
+        place=group.place,
         name=group.name,
         shape=group.shape,
         dtype=dtype,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index as as_int
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -100,7 +100,10 @@ class Entry:
     0.5
     """
 
-    place: PlaceText = PlaceText()  # a descriptor, and no default
+    if TYPE_CHECKING:
+        place: Any
+    else:
+        place: str = PlaceText()  # noqa: RUF009  # a descriptor, and no default
     """The text of the place, such as "fc.weight[3, :]"."""
     name: str
     """The name of the tensor; the place may call a shared tensor by another of its names."""
@@ -198,7 +201,7 @@ class Entry:
     def originals_match(self, bits: np.ndarray) -> bool:
         """Return True if these are the bytes of the originals."""
         if self.originals is None:
-            return hashlib.sha256(np.ascontiguousarray(bits)).hexdigest() == self.sha256
+            return hashlib.sha256(np.ascontiguousarray(bits).data).hexdigest() == self.sha256
         return np.array_equal(bits, self.originals.bits)
 
     def require_originals(self, what: str) -> BitArray:
@@ -221,7 +224,7 @@ class Entry:
             place=None,
             indices=self.indices[order],
             values=self.values[order],
-            originals=originals,  # type: ignore[arg-type]
+            originals=originals,
         )
 
     def require_applicable(self) -> None:
@@ -404,7 +407,7 @@ def _map_entry(entry: Entry, to: Any) -> MappedEntry:
     place = None if entry.__dict__["_place"] is None else entry.where
     if order == axes:
         renamed = None if place is None else Place(None, name, place.index, pointwise=place.pointwise)
-        return MappedEntry(replace(entry, place=renamed, name=name), entry, axes)  # type: ignore[arg-type]
+        return MappedEntry(replace(entry, place=renamed, name=name), entry, axes)
     shape = tuple(entry.shape[axis] for axis in order)
     positions = _permute(entry.indices, entry.shape, order)
     transposed = None if place is None else _transpose(name, place.index, order, shape, positions)
@@ -414,7 +417,7 @@ def _map_entry(entry: Entry, to: Any) -> MappedEntry:
     return MappedEntry(
         replace(
             entry,
-            place=transposed,  # type: ignore[arg-type]
+            place=transposed,
             name=name,
             shape=shape,
             indices=indices,

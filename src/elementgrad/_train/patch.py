@@ -47,15 +47,22 @@ class Patch(Tabular):
         return sum(len(entry.indices) for entry in self.entries)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "Patch":
+    def read(cls, path: str | os.PathLike[str], base: Any = None, *, place: Any = None) -> "Patch":
         """Read a patch from a file, after everything in it is checked; nothing in it is ever executed.
 
         Args:
-            path: The file that `elements.save` or `Patch.write` wrote.
+            path: The file that `elements.save` or `Patch.write` wrote. With `base`, a file of another format: the
+                folder of a TrainableTokens or SHiRA adapter of PEFT, the flat layout, or a textual inversion.
+            base: For another format, the weights that it is for: a model, a state dict, a file or a folder.
+            place: For a textual inversion, the rows of its token, such as `"token_embedding.weight[49408]"`.
 
         Raises:
             PatchError: The file is damaged, or no patch.
         """
+        if base is not None:
+            from elementgrad._train.formats import read_foreign
+
+            return read_foreign(path, base, place)
         file = PatchFile(path)
         entries = tuple(file.entries())
         try:
@@ -63,14 +70,30 @@ class Patch(Tabular):
         except ElementgradError as error:
             raise PatchError(f"{file.name}: {error}") from None
 
-    def write(self, path: str | os.PathLike[str], *, compress: bool = False) -> None:
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compress: bool = False,
+        format: str | None = None,
+        base: Any = None,
+        token: str | None = None,
+    ) -> None:
         """Write the patch to a file, as a whole or not at all: the old content stays until all is written.
 
         Args:
-            path: The file, such as `"patch.safetensors"`.
+            path: The file, such as `"patch.safetensors"`; for an adapter of PEFT a new folder.
             compress: Compress the tensors of the file, which needs `zstandard`, also to read it.
+            format: Another format: `"flat"`, `"trainable-tokens"`, `"shira"` or `"textual-inversion"`.
+            base: The weights before, for formats that have whole rows where the patch has parts of them.
+            token: The name of the token of a textual inversion.
         """
-        replace_file(path, *pack(*encode_entries(self.entries, compress)))
+        if format is not None:
+            from elementgrad._train.formats import write_foreign
+
+            write_foreign(self, path, format, base, token)
+        else:
+            replace_file(path, *pack(*encode_entries(self.entries, compress)))
 
     def then(self, other: "Patch") -> "Patch":
         """Return one patch that does what this one and then another one do.

@@ -121,7 +121,7 @@ class Weights:
         """Write all tensors to a file, as a whole or not at all; in the format they came in nothing else changes."""
         path = os.fspath(path)
         if path.endswith(".safetensors"):
-            replace_file(path, *(_pack(self.tensors) if self._packed is None else self._parts(self._packed)))
+            replace_file(path, *(pack_tensors(self.tensors) if self._packed is None else self._parts(self._packed)))
             return
         unknown = [name for name, x in self.tensors.items() if x.dtype == "bfloat16" or x.dtype not in VIEWS]
         if unknown:
@@ -254,13 +254,15 @@ def _describe(of: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     return str(of["dtype"]), tuple(map(index, of["shape"])), first, last
 
 
-def _pack(tensors: Mapping[str, FileTensor]) -> list[Any]:
+def pack_tensors(tensors: Mapping[str, FileTensor], meta: Mapping[str, str] | None = None) -> list[Any]:
+    """Return the parts of a safetensors file with these tensors."""
     names = {ours: theirs for theirs, ours in DTYPES.items()}
     if "__metadata__" in tensors:
         raise PatchError("a tensor called __metadata__ has no place in .safetensors; write .npz")
     for name, tensor in tensors.items():
         if tensor.dtype not in names:
             raise PatchError(f"{tensor.dtype} of {name} has no place in .safetensors; write .npz")
-    return pack_safetensors(
-        {name: StoredTensor(names[x.dtype], x.shape, np.ascontiguousarray(x.bits)) for name, x in tensors.items()}
-    )
+    stored = {
+        name: StoredTensor(names[x.dtype], x.shape, np.ascontiguousarray(x.read())) for name, x in tensors.items()
+    }
+    return pack_safetensors(stored, meta)
