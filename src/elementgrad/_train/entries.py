@@ -103,7 +103,7 @@ class Entry:
     if TYPE_CHECKING:
         place: Any
     else:
-        place: str = PlaceText()  # noqa: RUF009  # a descriptor, and no default
+        place: str = PlaceText()  # a descriptor, and no default
     """The text of the place, such as "fc.weight[3, :]"."""
     name: str
     """The name of the tensor; the place may call a shared tensor by another of its names."""
