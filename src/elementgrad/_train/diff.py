@@ -212,7 +212,13 @@ def _model_weights(model: Any, backend: Any) -> Weights:
     named = list(trainer.named_parameters())
     for name, tensor in named:
         every = np.arange(int(np.prod(tensor.shape))) if trainer.is_distributed else None
-        add(name, tensor, trainer.dtype_name(tensor), _reader(trainer.read_bits, tensor, every), False)
+        add(
+            trainer.stable_name(name),
+            tensor,
+            trainer.dtype_name(tensor),
+            _reader(trainer.read_bits, tensor, every),
+            False,
+        )
     for name, kind, tensor in backend.names.model(model).named_tensors():
         if kind == "buffer":
             dtype = backend.dtype(tensor)

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from elementgrad import _npz
-from elementgrad._files import replace_file
+from elementgrad._files import ArchiveError, StoredArray, describe_npz, pack_npz, replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch_file import RepeatedNameError, StoredTensor, pack_safetensors, unique_names
@@ -107,8 +106,8 @@ class Weights:
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
-                return cls({name: _archived(path, array) for name, array in _npz.describe(path).items()})
-            except (_npz.ArchiveError, DtypeError) as error:
+                return cls({name: _archived(path, array) for name, array in describe_npz(path).items()})
+            except (ArchiveError, DtypeError) as error:
                 raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
             try:
@@ -133,8 +132,8 @@ class Weights:
             for name, tensor in self.tensors.items()
         }
         try:
-            content = _npz.pack(arrays)
-        except _npz.ArchiveError as error:
+            content = pack_npz(arrays)
+        except ArchiveError as error:
             raise PatchError(str(error)) from None
         replace_file(path, content)
 
@@ -149,11 +148,11 @@ class Weights:
         yield packed[end:]
 
 
-def _archived(path: str, array: _npz.StoredArray) -> FileTensor:
+def _archived(path: str, array: StoredArray) -> FileTensor:
     def load() -> np.ndarray:
         try:
             return np.array(BitArray.of(array.load()).bits)
-        except _npz.ArchiveError as error:
+        except ArchiveError as error:
             raise PatchError(f"{path} holds no weights: {error}") from None
 
     name = array.dtype.name
