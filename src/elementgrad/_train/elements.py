@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from elementgrad._backends.registry import not_compiled
-from elementgrad._cleanup import defer, with_cleanup
+from elementgrad._cleanup import defer, with_cleanup, with_rollback
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.entries import Entry
+from elementgrad._train.entries import Entry, place_label
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.history import ElementChange, TensorHistory
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch, shorten
 from elementgrad._train.resolve import resolve
 from elementgrad._train.routing import differentiate, explain_unconnected, route_losses, unconnected_error
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, Trainer
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace, Trainer
 from elementgrad.errors import ElementgradError, FrameworkError, OptionError, PatchError, PlaceError
 
 Tensor = Any
@@ -82,7 +82,6 @@ class Elements(Tabular):
         self._trainer = trainer
         self._groups = tuple(groups)
         self._training = training
-        self._undone = False
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -98,6 +97,10 @@ class Elements(Tabular):
     def training(self) -> bool:
         """True while they train: not for a patch that was only applied, and not after `release`."""
         return self._training
+
+    @property
+    def _undone(self) -> bool:
+        return all(group.change.undone for group in self._groups)
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the tensors to give to an optimizer: a vector for each place.
@@ -400,16 +403,60 @@ class Elements(Tabular):
         for group in self._groups:
             later = self._history(group).find_overlap(group.positions, after=group.change)
             if later is not None:
-                raise PatchError(f"{later.place} was changed after {group.place} and is over it; undo that one first")
+                raise PatchError(
+                    f"{later.place} was changed after {group.change.place} and is over it; undo that one first"
+                )
         defer(self._undo)  # runs to its end even if an interrupt comes
 
     def _undo(self) -> None:
         for group in self._groups:
-            self._trainer.restore(group)
+            self._undo_group(group)
+
+    def _undo_group(self, group: ElementGroup) -> None:
+        if not self._training and not group.change.undone:
+            group.change.values = BitArray(*self._trainer.read_bits(group.leaf))
+        self._trainer.restore(group)
         if not self._training:
-            for group in self._groups:
-                self._history(group).remove(group.change)
-            self._undone = True
+            self._history(group).remove(group.change)
+            group.change.undone = True
+
+    @with_rollback
+    def redo(self) -> None:
+        """Put the values of a patch that was taken back into the model again; nothing happens if they are there.
+
+        Raises:
+            PatchError: Other values are there than when it was taken back.
+
+        >>> import torch, elementgrad as eg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+        >>> applied = eg.apply(model, eg.diff(model, other))
+        >>> applied.undo()
+        >>> applied.redo()
+        >>> eg.diff(model, other).size
+        0
+        """
+        groups = [group for group in self._groups if group.change.undone and group.change.values is not None]
+        for group in groups:
+            if not np.array_equal(self._trainer.read_bits(group.tensor, group.positions)[1], group.change.bits):
+                raise PatchError(f"{group.change.place} was written to meanwhile; apply the patch anew")
+        for group in groups:
+            target = ResolvedPlace(group.place, group.name, group.tensor, group.shape, group.positions)
+            again = self._trainer.make_group(target, None, group.change.values)
+            defer(self._undo_group, group)
+            group.leaf = again.leaf
+            self._trainer.write_to_parameter(group)
+            group.change.undone = False
+            if not isinstance(self._trainer, FunctionalTrainer):
+                self._history(group).add(group.change)
+
+    def __enter__(self) -> "Elements":
+        if self._training:
+            raise PlaceError("these elements train; `with` takes back what eg.apply changed, and release ends training")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
     @with_cleanup
     def release(self, *, keep: bool = True) -> None:
@@ -437,7 +484,7 @@ class Elements(Tabular):
             group.change.written = self._trainer.read_bits(group.tensor, group.positions)[1]
             if not keep:
                 self._history(group).remove(group.change)
-        self._undone = not keep
+            group.change.undone = not keep
         self._training = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -451,7 +498,7 @@ class Elements(Tabular):
         for group in self._groups:
             shape = "x".join(map(str, group.shape)) or "()"
             dtype = self._trainer.dtype_name(group.leaf)
-            rows.append((shorten(str(group.place)), str(len(group.positions)), shape, dtype))
+            rows.append((shorten(place_label(group.place)), str(len(group.positions)), shape, dtype))
         return rows
 
     def _find(self, place: Place | str) -> ElementGroup:
@@ -507,7 +554,9 @@ class Elements(Tabular):
                 if change not in history.changes():
                     history.add(change)
             written = self._trainer.read_bits(array, group.positions)[1]
-            history.add(ElementChange(str(group.place), group.positions, group.change.bits, written))
+            change = group.change
+            merged = ElementChange(change.place, group.positions, change.bits, written, change.where, change.batch)
+            history.add(merged)
 
     def _require(self, method: str) -> None:
         self._require_supported(method)
@@ -552,7 +601,7 @@ def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
     read = trainer.byte_reader(group.tensor)
     name = trainer.stable_name(group.name)
     return Entry(
-        place=str(Place(None, name, group.place.index, None, pointwise=group.place.pointwise)),
+        place=Place(None, name, group.place.index, None, pointwise=group.place.pointwise),
         name=name,
         shape=group.shape,
         dtype=dtype,

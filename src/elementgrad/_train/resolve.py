@@ -7,7 +7,7 @@ from elementgrad._backends import registry
 from elementgrad._names.patterns import is_pattern, match_names
 from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place
-from elementgrad._train.entries import check_no_overlap
+from elementgrad._train.entries import check_no_overlap, place_label
 from elementgrad._train.trainer import ResolvedPlace, Trainer
 from elementgrad._train.weights import Weights, WeightsTrainer
 from elementgrad.errors import DuplicateError, FrameworkError, PlaceError
@@ -83,4 +83,6 @@ def check_disjoint(targets: Sequence[ResolvedPlace]) -> None:
     """Raise a `DuplicateError` if two places name the same element."""
     for tensor in {id(target.tensor): target.tensor for target in targets}.values():
         same = [target for target in targets if target.tensor is tensor]
-        check_no_overlap(same[0].name, same[0].shape, [(str(target.place), target.positions) for target in same])
+        check_no_overlap(
+            same[0].name, same[0].shape, [(place_label(target.place), target.positions) for target in same]
+        )

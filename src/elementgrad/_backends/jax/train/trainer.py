@@ -268,5 +268,12 @@ class JaxTrain(TrainBackend):
     def trainer(self, model: Any) -> JaxTrainer:
         return JaxTrainer(model)
 
+    def tensor_bits(self, tensor: Array) -> tuple[str, np.ndarray]:
+        array = np.asarray(tensor)
+        return array.dtype.name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize)
+
+    def from_bits(self, bits: np.ndarray, like: Array) -> Array:
+        return jax.device_put(np.frombuffer(bits.tobytes(), like.dtype).reshape(like.shape), like.sharding)
+
 
 implementation = JaxTrain()
