@@ -177,9 +177,12 @@ def _apply(
     for group in groups:
         group.change.batch = batch
     _record(trainer, groups)
-    for group in groups:
+    for group, (_, entry) in zip(groups, matches, strict=True):
         trainer.write_to_parameter(group)
-        group.change.written = trainer.read_bits(group.tensor, group.positions)[1]
+        # Values of the tensor's own dtype are in it bit by bit, and need no reading back.
+        exact = entry.values.dtype == entry.dtype and not isinstance(trainer, FunctionalTrainer)
+        written = entry.values.bits if exact else trainer.read_bits(group.tensor, group.positions)[1]
+        group.change.written = written
     return Elements(trainer, groups, training=False)
 
 
