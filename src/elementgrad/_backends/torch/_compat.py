@@ -37,7 +37,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 try:  # before 2.9 with vmap itself
     from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
 except ImportError:
-    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore[no-redef]
+    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore
 
 # Sweeps through a graph: the engine without the checks of `torch.autograd.grad`, and who else uses a memory.
 from torch._C import _storage_Use_Count as _storage_Use_Count
