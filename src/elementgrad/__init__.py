@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from elementgrad._read.api import grad as grad
     from elementgrad._read.api import hessian as hessian
     from elementgrad._read.api import jacobian as jacobian
+    from elementgrad._read.api import value as value
     from elementgrad._read.blocks import Blocks as Blocks
     from elementgrad._read.contributions import Share as Share
     from elementgrad._read.contributions import Shares as Shares
     from elementgrad._read.contributions import contributions as contributions
+    from elementgrad._read.field import field as field
     from elementgrad._read.jacobian import Jacobian as Jacobian
     from elementgrad._read.plan import Block as Block
     from elementgrad._read.plan import Plan as Plan
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.errors import WorkerError as WorkerError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     name: module
@@ -71,9 +73,10 @@ _MODULES = {
         "_names.names": ("names",),
         "_place.place": ("at", "Place"),
         "_place.selection": ("Selection",),
-        "_read.api": ("grad", "hessian", "jacobian"),
+        "_read.api": ("grad", "hessian", "jacobian", "value"),
         "_read.blocks": ("Blocks",),
         "_read.contributions": ("contributions", "Share", "Shares"),
+        "_read.field": ("field",),
         "_read.jacobian": ("Jacobian",),
         "_read.plan": ("Block", "Plan"),
         "_read.record": ("record", "Recording"),

@@ -24,7 +24,7 @@ from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
 from elementgrad._names import pytree
-from elementgrad._names.call import BoundArguments
+from elementgrad._names.arguments import BoundArguments
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._train.numbers import VIEWS

@@ -1,6 +1,7 @@
 """Trees of tensors: tuples, lists, dicts, dataclasses and the containers that a framework knows, and names in them."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
@@ -75,7 +76,7 @@ def _flatten_checked(tree: Any, above: tuple[Any, ...]) -> Node | None:
 
 def flatten_one_level(tree: Any) -> Node | None:
     """Return the contents of a container, or None for a leaf."""
-    if isinstance(tree, dict):
+    if isinstance(tree, (dict, UserDict)):
         return list(tree), list(tree.values()), lambda entries: _with_items(tree, entries)
     if isinstance(tree, (tuple, list)):
         keys = getattr(tree, "_fields", None) or range(len(tree))  # a named tuple has fields
@@ -95,7 +96,7 @@ def flatten_one_level(tree: Any) -> Node | None:
     return node
 
 
-def _with_items(tree: dict[Any, Any], entries: Sequence[Any]) -> Any:
+def _with_items(tree: Any, entries: Sequence[Any]) -> Any:
     if type(tree) is dict:
         return dict(zip(tree, entries, strict=True))
     other = copy.copy(tree)  # a subclass stays what it is

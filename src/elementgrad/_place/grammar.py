@@ -22,7 +22,7 @@ DIGITS_LIMIT = 40
 """Digits of an int: one with more names no element and takes long to read."""
 SHOWN = 100
 """Characters that an error shows before and behind the one that does not fit."""
-KINDS = ("input", "output", "activation", "parameter", "buffer")
+KINDS = ("input", "output", "activation", "given", "parameter", "buffer")
 _NAME = re.compile(r"[^\[\]()\n]*")
 _INT = re.compile(r"[+-]?\d+")
 _WORD = re.compile(r"[A-Za-z_]\w*")

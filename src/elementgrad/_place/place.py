@@ -347,7 +347,8 @@ class At:
 
         Args:
             target: a tensor, a name, the text of a place or a place.
-            kind: the kind of tensor that a name means: "input", "output", "activation", "parameter" or "buffer".
+            kind: the kind of tensor that a name means: "input", "output", "activation", "given" (what a module is
+                given), "parameter" or "buffer".
             write: in a recording, which write of each element is meant, from the end if negative.
 
         Returns:

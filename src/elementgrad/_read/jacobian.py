@@ -139,7 +139,8 @@ class Jacobian:
     @property
     def value(self) -> Tensor:
         """The value of the function: the tensor that is differentiated."""
-        return self._backend.copy(self._pick(self._of.tensor[None], self._of)[0])
+        value = self._runner.linear.read_value(self._of.index, self._select(..., self._of))
+        return self._backend.copy(self._pick(self._of.tensor[None], self._of)[0]) if value is None else value
 
     @not_compiled
     def __getitem__(self, sides: Any) -> Tensor:
@@ -218,7 +219,10 @@ class Jacobian:
         """
         rows, columns = self._select(out, self._of), self._select(in_, self._wrt)
         coloured = self._colour_block(rows, columns)
-        return coloured.plan(self._runner) if coloured else self._runner.plan_block(rows, [columns])
+        if coloured:
+            return coloured.plan(self._runner)
+        cone = self._runner.linear.describe(self._of.index, rows, {self._wrt.index: self._wrt.name})
+        return replace(self._runner.plan_block(rows, [columns]), cone=cone)
 
     @not_compiled
     def dense(self, executor: "Executor | None" = None, out: "str | PathLike[str] | None" = None) -> Any:

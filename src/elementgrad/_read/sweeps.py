@@ -97,6 +97,12 @@ class SweepRunner:
         numbers = self.batch * rows.size * sum([selection.size for selection in columns])
         if not numbers:
             return [self.zeros((self.batch, rows.size, selection.size)) for selection in columns]
+        if self.batch == 1:
+            blocks = self.linear.read_block(self.output, rows, self.inputs, columns)
+            if blocks is not None:
+                return [
+                    None if block is None else self._reshape(block, (1, *self.backend.shape(block))) for block in blocks
+                ]
         # The everyday read: one element and no batch leave nothing to plan.
         if rows.size == self.batch == 1 and "reverse" not in self.missing_rules:
             if numbers * WIDEST > ROOM:

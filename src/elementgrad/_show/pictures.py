@@ -32,8 +32,10 @@ from elementgrad._show.style import (
 from elementgrad._show.values import (
     MAX_MARKS,
     NONFINITE,
+    PERCENTILE,
     Planes,
     Scale,
+    carries_most,
     flat_positions,
     move_marks,
     pool,
@@ -102,29 +104,32 @@ def draw_vector(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: floa
 
 def draw_matrix(values: np.ndarray, marks: np.ndarray, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
     """Draw a matrix; all axes before the last are the rows."""
-    table, scale = as_matrix(values), Scale.of(values, limit)
+    is_image = values.ndim > 3  # of a batch of one, with one channel
+    table, scale = as_matrix(values), Scale.of(values, limit, weighty=is_image)
     picture, axes = _make_sheet(theme, *table.shape)
     shown, block = _draw_plane(picture, axes, table, scale, move_marks(marks, values.shape, table.shape))
     if shown.size <= MAX_WRITTEN and table.shape[1] <= 10:
         _write_numbers(picture, axes, shown, scale)
     picture.label_axes(axes, "column", "row" if values.ndim == 2 else f"row of {values.shape[:-1]}, flattened")
+    notes = _frame_core(table, picture, [axes]) if is_image else []
     add_colorbar(picture, axes, scale)
-    return picture, [*scale.notes, *_block_notes(block)]
+    return picture, [*notes, *scale.notes, *_block_notes(block)]
 
 
 def draw_image(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
     """Draw one plane: at each pixel the channel with the largest gradient."""
-    (plane, merge_notes), scale = planes.merge(), Scale.of(planes.stack, limit)
+    (plane, merge_notes), scale = planes.merge(), Scale.of(planes.stack, limit, weighty=True)
     picture, axes = _make_sheet(theme, *plane.shape)
     _, block = _draw_plane(picture, axes, plane, scale, planes.marks[:, 1:])
+    notes = _frame_core(plane, picture, [axes])
     add_colorbar(picture, axes, scale)
-    return picture, [*merge_notes, *scale.notes, *_block_notes(block)]
+    return picture, [*notes, *merge_notes, *scale.notes, *_block_notes(block)]
 
 
 def draw_channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Picture, list[str]]:
     """Draw a grid of feature maps in one scale, those with the largest gradients if there are many."""
-    scale = Scale.of(planes.stack, limit)
-    chosen = planes.choose_largest(MAX_PANELS)
+    scale = Scale.of(planes.stack, limit, weighty=True)
+    chosen = planes.choose_largest(MAX_PANELS if planes.stack.any() else 1)
     across = math.ceil(math.sqrt(len(chosen))) if len(chosen) != 3 else 3
     down = math.ceil(len(chosen) / across)
     rows, columns = planes.stack.shape[1:]
@@ -139,6 +144,8 @@ def draw_channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Pi
         axes.set_title(planes.names[plane], **picture.text_style(size=SMALL), pad=3)
         panels.append(axes)
     add_colorbar(picture, panels, scale)
+    if not planes.stack.any():
+        return picture, [f"all of the {len(planes.stack)} feature maps are zero, and one of them is drawn"]
     notes = [*scale.notes, *_block_notes(block)]
     if len(chosen) < len(planes.stack):
         notes.insert(0, f"{len(chosen)} of {len(planes.stack)} feature maps: those with the largest gradients")
@@ -149,7 +156,7 @@ def draw_receptive_field(
     planes: Planes, background: np.ndarray, theme: Theme, limit: float | None
 ) -> tuple[Picture, list[str]]:
     """Draw an image, and beside it the same under the gradient."""
-    (plane, merge_notes), scale = planes.merge(), Scale.of(planes.stack, limit)
+    (plane, merge_notes), scale = planes.merge(), Scale.of(planes.stack, limit, weighty=True)
     rows, columns = plane.shape
     picture = Picture(theme, 7.2, float(np.clip(3.2 * rows / columns, 1.4, 5.0)) + 0.7)
     shown, block = pool(plane, MAX_CELLS)
@@ -166,16 +173,33 @@ def draw_receptive_field(
         strength = np.clip(np.abs(np.nan_to_num(shown)) / scale.limit, 0.0, 1.0)
     alpha = np.where(np.isfinite(shown) & (shown == 0), 0.0, 0.35 + 0.65 * np.sqrt(strength))
     draw_cells(picture, sides[1], shown, scale, _extent(shown, block), aspect=aspect, alpha=alpha, zorder=2)
-    nonzero = np.argwhere(plane != 0)
-    notes = [f"{len(nonzero)} of {plane.size} pixels have a gradient"]
-    if len(nonzero):
-        (top, left), (bottom, right) = nonzero.min(axis=0), nonzero.max(axis=0)
-        notes[0] += f", in rows {top} to {bottom} and columns {left} to {right} (framed)"
-        for axes in sides:
-            draw_frame(axes, picture, left - 0.5, top - 0.5, right - left + 1, bottom - top + 1, "field")
+    notes = _frame_core(plane, picture, sides) or _frame_field(plane != 0, picture, sides, "have a gradient")
     add_colorbar(picture, sides, scale)
     _frame_marks(sides[1], picture, planes.marks[:, 1:], block)
     return picture, [*notes, *merge_notes, *scale.notes, *_block_notes(block)]
+
+
+def _frame_core(plane: np.ndarray, picture: Picture, panels: Sequence[Any]) -> list[str]:
+    """Frame the pixels that carry most of the gradient, if others that have one too reach much further."""
+    reached = np.argwhere(plane != 0)
+    core = carries_most(np.abs(np.nan_to_num(plane, posinf=0.0, neginf=0.0)))
+    if not core.any() or not np.isfinite(plane).all():
+        return []
+    areas = [np.prod(np.ptp(pixels, axis=0) + 1) for pixels in (np.argwhere(core), reached)]
+    if areas[0] > areas[1] / 2:
+        return []
+    return _frame_field(core, picture, panels, f"carry {PERCENTILE:.0f} % of the size")
+
+
+def _frame_field(mask: np.ndarray, picture: Picture, panels: Sequence[Any], what: str) -> list[str]:
+    pixels = np.argwhere(mask)
+    note = f"{len(pixels)} of {mask.size} pixels {what}"
+    if not len(pixels):
+        return [note]
+    (top, left), (bottom, right) = pixels.min(axis=0), pixels.max(axis=0)
+    for axes in panels:
+        draw_frame(axes, picture, left - 0.5, top - 0.5, right - left + 1, bottom - top + 1, "field")
+    return [f"{note}, in rows {top} to {bottom} and columns {left} to {right} (framed)"]
 
 
 def draw_spy(

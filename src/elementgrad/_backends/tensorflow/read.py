@@ -34,6 +34,7 @@ from elementgrad._backends.tensorflow.autodiff import (
 )
 from elementgrad._backends.tensorflow.isolate import isolated, with_seeds, without_log
 from elementgrad._cleanup import defer, enter
+from elementgrad._names.backend import Model
 from elementgrad._read.backend import ElementRequest, Layout, Read, ReadBackend, Recorder, UseFlow
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import ElementgradError, FrameworkError, PlaceError
@@ -148,6 +149,7 @@ class _ChangedFunction:
     """A function of one change for each use, which is added to the tensor in that place alone."""
 
     function: Callable[..., Any]
+    model: Model
     program: Callable[..., Sequence[Tensor]]
     held: Sequence[bool]
     others: Sequence[Tensor] = field(default=())
@@ -169,7 +171,7 @@ def linearize_uses(
     for operation in program.graph.get_operations():  # a call of a concrete function loses its gradient on the way
         if operation.type in CALLS:
             copy_gradient_function(wrapped.graph.get_operation_by_name(operation.name), operation)
-    changed = _ChangedFunction(run.function, program, [False] * len(changes))
+    changed = _ChangedFunction(run.function, run.model, program, [False] * len(changes))
     return TensorflowLinearization.of(changed, changes, create_graph=False, order=1), trace.uses
 
 

@@ -32,7 +32,6 @@ from elementgrad._backends.autodiff import (
     reason,
 )
 from elementgrad._backends.torch._compat import (
-    OTHER_CHECKPOINT,
     REENTRANT_CHECKPOINT,
     _add_batch_dim,
     _engine_run_backward,
@@ -48,6 +47,8 @@ from elementgrad._backends.torch._compat import (
     is_inplace_error,
     is_zero_tensor,
     lazy_load_decompositions,
+    load_forward_rules,
+    other_checkpoint,
     output_bytes,
     storage_uses,
     version_of,
@@ -345,6 +346,7 @@ class TorchLinearization(Linearization):
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._rerun(input, outputs, x), (x,), (seed,))[1]
 
+        load_forward_rules()
         with (
             DUAL_NUMBERS.hold(),
             isolated(self._replay, self.state, plain_attention),
@@ -356,6 +358,7 @@ class TorchLinearization(Linearization):
             return torch.func.vmap(one, randomness="same")(seeds)
 
     def _dual_jvp(self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool) -> Sequence[Tensor]:
+        load_forward_rules()
         with (
             DUAL_NUMBERS.hold(),
             isolated(self._replay, self.state, plain_attention),
@@ -584,7 +587,8 @@ def disable_checkpointing(inside: bool, faithful: bool = False) -> None:
 
 def _install(replace: Replace) -> None:
     module: Any = sys.modules["torch.utils.checkpoint"]
-    replace(module, OTHER_CHECKPOINT, _wrap_generator(getattr(module, OTHER_CHECKPOINT)))
+    other = other_checkpoint(module)
+    replace(module, other, _wrap_generator(getattr(module, other)))
     replace(module, REENTRANT_CHECKPOINT, _ReentrantProxy(getattr(module, REENTRANT_CHECKPOINT)))
 
 

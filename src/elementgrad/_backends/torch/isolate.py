@@ -27,12 +27,6 @@ Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
 Modes = tuple[Any, ...]
 _guards: list[Any] = []  # inference mode ends when the object that set it is freed
-FLAGS = {
-    "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
-    "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
-    "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
-}
-"""The flags that say whether a dispatch mode is on, by the attribute in which each such mode saves them."""
 LEFT = "_elementgrad_left"
 """Marks a mode of ours that was left. PyTorch takes modes off for a moment, and may put it back after that."""
 
@@ -183,25 +177,25 @@ def _leave_mode(mode: Any, before: list[bool]) -> None:
 
 
 def _flags() -> list[bool]:
-    return [_compat.dispatch_flags[name] for name in FLAGS.values()]
+    return [_compat.dispatch_flags[name] for name in _compat.FLAGS.values()]
 
 
 def _saved_flags(mode: Any) -> list[bool]:
     """Return the flags from before a mode was entered, if it got to save them all; it may be entered in itself."""
-    saved = [getattr(mode, name, None) for name in FLAGS]
+    saved = [getattr(mode, name, None) for name in _compat.FLAGS]
     return [flags[0] for flags in saved if flags] if all(saved) else []
 
 
 def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]":
     """Return the steps that restore flags, now or, with modes above, when the next of these is left."""
     if above:
-        saved = [getattr(above[0], name, None) for name in FLAGS]
+        saved = [getattr(above[0], name, None) for name in _compat.FLAGS]
         return [partial(old.__setitem__, 0, flag) for old, flag in zip(saved, flags, strict=True) if old]
     set_all = [
         partial(_compat.dispatch_flags.__setitem__, name, flag)
-        for name, flag in zip(FLAGS.values(), flags, strict=True)
+        for name, flag in zip(_compat.FLAGS.values(), flags, strict=True)
     ]
-    return [*set_all, partial(_compat.set_is_in_mode_without_ignore_compile_internals, flags[-1])]
+    return [*set_all, partial(_compat.set_compiler_flag, flags[-1])]
 
 
 def snapshot_ambient_state() -> Callable[[], None]:
