@@ -26,6 +26,7 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
+from elementgrad._explain.replay import Replay
 from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, cannot_follow
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef, require_callable
 from elementgrad._place.place import Place
@@ -235,11 +236,12 @@ class Explanation:
 
     def _why_nonfinite(self, trace: Trace, path: DataPath, probe: Probe, value: np.ndarray) -> CauseFinding:
         finite = bool(np.isfinite(value).all())
-        cotangents = self._follow(lambda: trace.cotangent_sizes(*probe.seeds, probe.wrt)) if finite else None
-        flags = self._follow(trace.finite_flags)
+        replay = Replay(trace, *probe.seeds, probe.wrt)
+        cotangents = self._follow(replay.cotangents) if finite else None
+        flags = self._follow(replay.finite_flags)
 
         def tangents() -> Any:
-            return (self._follow(lambda: trace.tangent_sizes(probe.wrt)) or (None,))[0]
+            return (self._follow(replay.tangents) or (None,))[0]
 
         return why_nonfinite(path, flags, cotangents, finite, tangents, probe.overflows)
 
@@ -249,16 +251,17 @@ class Explanation:
         Rounding remains in every precision, so none is too coarse for it. Nor does a higher precision say anything
         about a run with random numbers, which are others there, and with them what is masked.
         """
-        tangents = self._follow(lambda: trace.tangent_sizes(probe.wrt))
+        replay = Replay(trace, *probe.seeds, probe.wrt)
+        tangents = self._follow(replay.tangents)
         reaches, elsewhere = None, False
         if tangents is not None:
             reaches = float(np.abs(tangents[1].reshape(-1)[probe.of]).max(initial=0.0))
             elsewhere = bool(tangents[1].any())
         further = FurtherEvidence(
-            lambda: self._follow(lambda: trace.cotangent_sizes(*probe.seeds, probe.wrt)),
+            lambda: self._follow(replay.cotangents),
             (lambda: None) if rounding or trace.graph.is_random else probe.gradient_size,
             probe.moves if self._may_probe else lambda: None,
-            lambda: self._follow(lambda: trace.reach_overlap(*probe.seeds, probe.wrt)),
+            lambda: self._follow(replay.overlap),
             rounding,
         )
         sizes = None if tangents is None else tangents[0]

@@ -141,17 +141,17 @@ class JaxOpRecorder(core.Trace):
         if self._closure_id is None:
             self._closure_id = self._new_id()
             where, x = call_site(current().traceback).where, self._source_array
-            op = JaxOp("closure", "the array used here", where, lambda x: [x], [self.source.value_id], [x])
-            op.outputs, op.results = [self._closure_id], [x]
-            op.cut_cause, op.hidden = "outside-tape", True  # hidden, since it is the cause only if nothing else is
+            op = JaxOp("the array used here", where, "", (self.source.value_id,), (self._closure_id,), "outside-tape")
+            op.operands, op.results, op.function = [x], [x], lambda x: [x]
+            op.hidden = True  # since it is the cause only if nothing else is
             op.note = "the code takes the array itself from outside, not its argument"
             self.ops.append(op)
         return self._closure_id
 
     def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:
         """Record that the numbers of a value go to Python."""
-        op = JaxOp(word, word, call_site(current().traceback).where, lambda x: [], [x.value_id], [x.value])
-        op.cut_cause, op.note, op.branches = "left-framework", "plain numbers have no derivatives", branches
+        op = JaxOp(word, call_site(current().traceback).where, "", (x.value_id,), (), "left-framework")
+        op.note, op.branches, op.operands = "plain numbers have no derivatives", branches, [x.value]
         self.ops.append(op)
 
     def stage_value(self, val: Any) -> Any:
@@ -263,8 +263,14 @@ class JaxOpRecorder(core.Trace):
 
     def _run_hidden(self, word: str, function: Any, operands: Sequence[Any], site: CallSite) -> list[Any]:
         """Run an operation of ours that moves values around."""
-        inputs = [self.value_id(x) for x in operands]
-        op = JaxOp(word, word, site.where, function, inputs, [*map(value_of, operands)], hidden=True)
+        op = JaxOp(
+            word,
+            site.where,
+            inputs=tuple(map(self.value_id, operands)),
+            hidden=True,
+            operands=[*map(value_of, operands)],
+            function=function,
+        )
         return self._add(op, site, any(isinstance(x, TracedValue) for x in operands))
 
     def _run_primitive(
@@ -273,17 +279,19 @@ class JaxOpRecorder(core.Trace):
         values = [value_of(x) for x in operands]
         custom = name in CUSTOM_JVP or name in CUSTOM_VJP
         word = function_name(params) if custom else site.word
+        missed = out_of_range(name, params, values)
         op = JaxOp(
-            name,
             word or op_word(str(params.get("name", name)) if name.endswith("jit") else name),
             site.where,
-            function,
-            [self.value_id(x) for x in operands],
-            values,
-            params=params,
-            module=str(current_name_stack()).replace("/", "."),
+            str(current_name_stack()).replace("/", "."),
+            tuple([self.value_id(x) for x in operands]),
+            note=missed,
             custom_gradient=custom and is_user_function(params),
-            note=out_of_range(name, params, values),
+            op_type=name,
+            operands=values,
+            misses=missed,
+            function=function,
+            params=params,
         )
         traced = any(isinstance(x, TracedValue) for x in operands) or self._closure_id in op.inputs
         results = self._add(op, site, traced)
@@ -293,9 +301,9 @@ class JaxOpRecorder(core.Trace):
 
     def _add(self, op: JaxOp, site: CallSite, traced: bool) -> list[Any]:
         """Run an operation and record it; its results are traced if an operand is."""
-        op.run()
+        op.results = op.rerun(op.operands)
         op.call = (site.where, site.word) if site.word is not None and not op.custom_gradient else None
-        op.outputs = [self._new_id() for _ in op.results]
+        op.outputs = tuple([self._new_id() for _ in op.results])
         self.ops.append(op)
         if traced:
             return [TracedValue(self, x, value_id) for x, value_id in zip(op.results, op.outputs, strict=True)]

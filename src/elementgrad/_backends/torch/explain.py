@@ -1,19 +1,18 @@
-"""The part of PyTorch in `eg.explain`: traced runs, runs at other numbers, live tensors, and training steps.
+"""The part of PyTorch in `eg.explain`: recorded runs, runs at other numbers, live tensors, and training steps.
 
-`TorchTrace` runs a function under a `TorchOpRecorder`; each sweep runs it again from the same state, with a meter that
-measures every call. Live tensors have no record, but their autograd graph is walked (`report_live`). A training step
-runs as it is under a recorder (`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
+`TorchTrace` runs a function once under a `TorchOpRecorder`, which keeps what each call read and made. Live tensors have
+no record, but their autograd graph is walked (`report_live`). A training step runs as it is under a recorder
+(`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -21,32 +20,20 @@ from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
-from elementgrad._backends.torch.explain_ops import Meter, Overwrite
-from elementgrad._backends.torch.explain_rules import (
-    ChecksumMeter,
-    DependenceMasks,
-    FinitenessMeter,
-    GradientFlow,
-    GradientMeter,
-    TangentMeter,
-    flow_hook,
-)
+from elementgrad._backends.torch.explain_rules import NUMBERS, dense, flow_hook
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
-from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
+from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
     CotangentSizes,
-    FiniteFlags,
     Hint,
     LiveReport,
     Op,
     OpGraph,
-    ReachOverlap,
-    TangentSizes,
     Trace,
     Verdict,
     cannot_follow,
@@ -59,14 +46,16 @@ Tensor = torch.Tensor
 
 
 class TorchTrace(Trace):
-    """Run a function under a mode that sees every call; each sweep runs it again from the same state."""
+    """Run a function once under a mode that sees every call, and keep its graph for gradients."""
+
+    numbers = NUMBERS
 
     def __init__(self, run: TensorFunction, source: Tensor | None):
         self._run = run
         self._source = source
         self._state = state()
         try:
-            recorder, source_id, target, passed = self._record(None)
+            recorder, source_id, target, passed = self._record()
         except RuntimeError as error:
             hint = _hint_for_argument(error)
             if hint is None or source is None:
@@ -76,11 +65,11 @@ class TorchTrace(Trace):
         self._refused = RefusedRun.after(recorder)
         frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
         hints = [*_hints_of_source(run, source), *frozen, *recorder.hints]
-        connected = frozenset(recorder.connected)
-        self.graph = OpGraph(recorder.ops, source_id, recorder.id_of(target), connected, hints, self._is_random)
-        self.source = passed if source is None else source
+        target_id, ops = recorder.id_of(target), recorder.recorded_ops()
+        self.graph = OpGraph(ops, source_id, target_id, frozenset(recorder.connected), hints, self._is_random)
+        self.source = passed.detach() if source is None else source
         self.target = target.detach()
-        self._live: tuple[Tensor, Tensor] | None = (target, passed)  # until the gradient is computed
+        self._live = target, passed
 
     def _finish_untracked(self, hint: Hint, source: Tensor) -> None:
         """Run the function untracked, where PyTorch does not run it with a tracked source."""
@@ -90,27 +79,20 @@ class TorchTrace(Trace):
         self.source, self.target = source, target.detach()
         self._live = self.target, self.source  # without a path between them
 
-    def _record(
-        self,
-        meter: Callable[["PathToSource"], Meter] | None,
-        tangent: Tensor | None = None,
-        shift: Tensor | None = None,
-    ) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
+    def _record(self) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
         """Run the function; return the recorder, the source's id, the target, and the source as it was passed."""
         leads = PathToSource()
-        recorder = TorchOpRecorder(leads, self._run.function, None if meter is None else meter(leads))
+        recorder = TorchOpRecorder(leads, self._run.function, keeps=True)
         started: list[tuple[int, Tensor]] = []
 
         def start(x: Tensor) -> Tensor:
             with pause_recording():
-                passed = _pass(x if shift is None else x.detach() + shift, tangent)
-                if tangent is None:
-                    leads.start(passed)
+                passed = _pass(x)
+                leads.start(passed)
             started.append((recorder.add_source(passed), passed))
             return passed
 
-        plain_attention = tangent is not None  # the plain kernel has forward derivatives
-        with isolated(self._run.function, self._state, plain_attention):
+        with isolated(self._run.function, self._state):
             before = generators()[0]
             with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
                 argument: Any = start if self._source is None else start(self._source)
@@ -121,75 +103,19 @@ class TorchTrace(Trace):
         source_id, passed = started[0]
         return recorder, source_id, target, passed
 
-    def _measures(self, recorder: TorchOpRecorder) -> Sequence[Any] | None:
-        """Return the measures of a run, if it took the same operations as the first."""
-        same = [op.operation for op in recorder.ops] == [op.operation for op in self.graph.ops]
-        return recorder.measures if same else None
-
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        target, passed = self._live or self._record(None)[2:]
-        self._live = None
+        target, passed = self._live
         if not target.requires_grad or not passed.requires_grad:
             return None
-        return self._backward(target, passed, of, weights)
-
-    def _backward(self, target: Tensor, passed: Tensor, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        seed = torch.zeros_like(target, requires_grad=False).reshape(-1)
-        seed[_index(of, seed)] = torch.from_numpy(weights).to(seed)
+        seed = self.numbers.at(target, of, weights)
         with isolated(None), plainly():
-            (gradient,) = torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)
-        return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
+            (gradient,) = torch.autograd.grad(target, passed, seed, retain_graph=True, allow_unused=True)
+        return None if gradient is None else dense(gradient)
 
-    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        flat = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
-        flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
-        tangent = flat.reshape(self.source.shape)
-        try:
-            with forward_ad.dual_level():
-                recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
-                reached = forward_ad.unpack_dual(target).tangent
-        except (NotImplementedError, RuntimeError):  # an operation has no forward rule
-            return self._changes(tangent)
-        sizes = self._measures(recorder)
-        values = torch.zeros_like(target) if reached is None else reached
-        return None if sizes is None else (sizes, values.detach().double().cpu().numpy())
-
-    def _changes(self, tangent: Tensor) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """Compare two runs, one of them with the elements moved a little. Sizes are 1 where numbers change, else 0."""
-        distance = torch.finfo(tangent.dtype).eps ** 0.4
-        runs = [self._record(lambda leads: ChecksumMeter(), shift=sign * distance * tangent) for sign in (0.0, 1.0)]
-        before, after = [self._measures(recorder) for recorder, _, _, _ in runs]
-        if before is None or after is None:
-            return None
-        sizes = [
-            None if a is None or b is None else TangentSizes(float(a[0] != b[0]), float(a[1] != b[1]))
-            for a, b in zip(before, after, strict=True)
-        ]
-        values = (runs[1][2].detach() - runs[0][2].detach()).double() / distance
-        return sizes, values.cpu().numpy()
-
-    def cotangent_sizes(
-        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
-    ) -> Sequence[CotangentSizes | None] | None:
-        recorder, _, target, passed = self._record(lambda leads: GradientMeter(leads.node, lambda: leads.first, wrt))
-        flows = self._measures(recorder)
-        if flows is None or not target.requires_grad or not passed.requires_grad:
-            return None
-        self._backward(target, passed, of, weights)
-        return [None if flow is None else flow.sizes() for flow in flows]
-
-    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        mask = np.zeros(self.source.numel(), bool)
-        mask[wrt] = True
-        meter = DependenceMasks(lambda: self.graph.source, mask.reshape(tuple(self.source.shape)))
-        recorder, source_id, target, passed = self._record(lambda leads: meter)
-        if self._measures(recorder) is None or source_id != self.graph.source or not target.requires_grad:
-            return None
-        self._backward(target, passed, of, weights)
-        return ReachOverlap(set(meter.masks), meter.alive)
-
-    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
-        return self._measures(self._record(lambda leads: FinitenessMeter())[0])
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
+            yield
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         return self._refused.hint(error)
@@ -237,13 +163,10 @@ class PathToSource:
         return node is not None and not hasattr(node, "variable") and self._known.get(node._sequence_nr(), False)
 
 
-def _pass(x: Tensor, tangent: Tensor | None) -> Tensor:
-    """Return the same numbers for the function, with a node of their own in the graph, or with a tangent."""
+def _pass(x: Tensor) -> Tensor:
+    """Return the same numbers for the function, with a node of their own in the graph."""
     with nullcontext() if not x.is_inference() else torch.inference_mode(False):
-        plain = x.clone() if x.is_inference() else x.detach()
-        if tangent is not None:
-            return forward_ad.make_dual(plain.clone(), tangent)
-        return (plain if not x.requires_grad else x.detach()).requires_grad_().clone()
+        return (x.clone() if x.is_inference() else x.detach()).requires_grad_().clone()
 
 
 def _hints_of_source(run: TensorFunction, source: Tensor | None) -> list[Hint]:
@@ -329,7 +252,7 @@ def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Te
 
     def run_once() -> Sequence[Tensor]:
         with isolated(run.function), in_mode(LenientMode()):
-            return run(None if first is None else _pass(first, None), *tensors[1:])
+            return run(None if first is None else _pass(first), *tensors[1:])
 
     try:
         with NoSavedTensors():
@@ -474,16 +397,14 @@ class _NodePath:
         ]
         self.graph = OpGraph(ops, 0, len(ids) - 1, set(ids.values()))
 
-    def add_hooks(self, positions: np.ndarray | None) -> list[GradientFlow]:
+    def add_hooks(self, positions: np.ndarray | None) -> list[list[CotangentSizes]]:
         """Have each node note its gradients until the scope is left; where it reads the tensor, at some elements."""
         handles = removed_later()
-        flows = []
-        for node in self._nodes:
-            flows.append(GradientFlow())
+        flows: list[list[CotangentSizes]] = [[] for _ in self._nodes]
+        for node, sizes in zip(self._nodes, flows, strict=True):
             slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
             first = all(node.next_functions[slot][0] is self._end for slot in slots)
-            hook = flow_hook(flows[-1], True, slots, positions if first else None)
-            handles.extend(map(node.register_hook, [hook]))
+            handles.extend(map(node.register_hook, [flow_hook(sizes, slots, positions if first else None)]))
         return flows
 
 
@@ -506,7 +427,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
             return _hint_report("unconnected", "freed-graph")
         return LiveReport("flows", value=x.grad.clone(), **LIVE_NAMES)
     value = _take(gradient, wrt)
-    cotangents = [flow.sizes() for flow in flows]
+    cotangents = [sizes[-1] if sizes else None for sizes in flows]
     if not bool(torch.isfinite(value).all()):
         return LiveReport("nonfinite", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
     if not bool(value.any()):
@@ -520,19 +441,12 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
 
 
 def _seed(of: Picked) -> Tensor:
-    y, positions = of
-    seed = torch.zeros_like(y, requires_grad=False).reshape(-1)
-    chosen = np.arange(seed.numel()) if positions is None else positions
-    seed[_index(chosen, seed)] = torch.from_numpy(uneven_weights(len(chosen))).to(seed)
-    return seed.reshape(y.shape)
+    chosen = np.arange(of[0].numel()) if of[1] is None else of[1]
+    return NUMBERS.at(of[0], chosen, uneven_weights(len(chosen)))
 
 
 def _take(gradient: Tensor, wrt: Picked) -> Tensor:
-    return gradient if wrt[1] is None else gradient.reshape(-1)[_index(wrt[1], gradient)]
-
-
-def _index(positions: np.ndarray, x: Tensor) -> Tensor:
-    return torch.from_numpy(positions.copy()).to(x.device)
+    return gradient if wrt[1] is None else gradient.reshape(-1)[torch.from_numpy(wrt[1].copy()).to(gradient.device)]
 
 
 def _multiple(total: Tensor, gradient: Tensor) -> int:
