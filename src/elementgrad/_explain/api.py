@@ -98,6 +98,7 @@ class Explanation:
         self._place = place
         self._target_place = target_place
         self._may_probe = probe
+        self._run_limit = call.runs + (4 if probe else 2)
         self._target = call.find_target(target_place)
         self._value: Tensor = None
         self._failures: list[str] = []
@@ -124,7 +125,7 @@ class Explanation:
         self._require_real(wrt.name, trace.source)
         self._require_real(of.name, trace.target)
         self._names = _with_index(of.name, self._target_place), self._names[1]
-        probe = Probe(self._call, source, self._target, of, wrt)
+        probe = Probe(self._call, source, self._target, of, wrt, self._run_limit)
         try:
             gradient, largest = self._gradient(trace, probe)
         except Exception as error:
@@ -216,7 +217,8 @@ class Explanation:
         if not np.isfinite(gradient).all():
             return self._diagnosis("nonfinite", self._why_nonfinite(trace, path, probe, value), path)
         suspects = suspect_hints(trace.graph)
-        if suspects and self._may_probe and probe.mismatches(gradient):
+        replay = Replay(trace, *probe.seeds, probe.wrt)
+        if suspects and self._may_probe and probe.mismatches(gradient, replay):
             return self._diagnosis("mismatch" if gradient.any() else "zero", blame_hints(suspects), path)
         rounding = bool(gradient.any()) and probe.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():

@@ -89,6 +89,23 @@ class Replay:
             overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
         return FiniteFlags(inputs and all(map(math.isfinite, op.scalars)), outputs, bool(overflows))
 
+    def target_at(self, position: int, by: float) -> np.ndarray:
+        """Return the target's chosen elements with one element of the source moved.
+
+        What left the framework in the run stays as it was.
+        """
+        trace, numbers = self._trace, self._numbers
+        with trace.following():
+            x = numbers.array(trace.source).astype(np.float64)
+            x.reshape(-1)[position] += by
+            values: dict[int, Tensor] = dict.fromkeys(self._sources, numbers.like(x, trace.source))
+            for op in self._ops:
+                if op.results and not values.keys().isdisjoint(op.inputs):
+                    operands = [values.get(value, old) for value, old in zip(op.inputs, op.operands, strict=True)]
+                    values.update(zip(op.outputs, op.rerun(operands), strict=True))
+            target = values.get(trace.graph.target, trace.target)
+            return numbers.array(target).astype(np.float64).reshape(-1)[self._of]
+
     def _seed(self) -> dict[int, Tensor]:
         trace = self._trace
         return {trace.graph.target: self._numbers.at(trace.target, self._of, self._weights)}

@@ -137,7 +137,7 @@ class OpGraph(Generic[AnyOp]):
     ops: Sequence[AnyOp]
     source: int
     target: int
-    connected: Collection[int]
+    connected: AbstractSet[int]
     """The values from which the framework's derivative leads back to the source, the source included."""
     hints: Sequence[Hint] = ()
     """Causes that decide by themselves (`not-tracked`), or that make a derivative suspect although it flows (`hook`,

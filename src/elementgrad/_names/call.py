@@ -178,6 +178,8 @@ class BoundCall:
         """The name of the only floating output, once the function has run."""
         self.orders: dict[CaptureKey, int] = {}
         """How many tensors were captured before each that was asked for."""
+        self.runs = 0
+        """How often the function was called."""
 
     @cached_property
     def model(self) -> Model:
@@ -274,6 +276,7 @@ class BoundCall:
         self, inputs: Mapping[int, Tensor], parameters: Mapping[str, Tensor], capture: Capture | None
     ) -> list[tuple[str, Tensor]]:
         """Call the function with some tensors replaced, and return its outputs by name."""
+        self.runs += 1
         args, kwargs = self._bound.split(self._arguments(inputs))
         inside = capture if capture is not None and capture.inside else None
         if not parameters and inside is None:

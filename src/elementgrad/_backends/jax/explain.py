@@ -56,12 +56,35 @@ class JaxTrace(Trace):
         self.graph = op_graph(merge_calls(recorder.ops, ids[1]), *ids, is_random)
 
     @cached_property
-    def _linearization(self) -> JaxLinearization:
-        return JaxLinearization.of(self._run, [self._argument])
+    def _pull(self) -> Callable[[Array], Array | None]:
+        """The vjp of the run, by JAX: of the record, or of the function itself where the record may differ from it.
+
+        JAX may refuse to differentiate a function in which numbers leave JAX, and it connects what a branch of `cond`
+        connects that was not taken.
+        """
+        ops, connected = self.graph.ops, self.graph.target in self.graph.connected
+        exits = any(op.cut_cause == "left-framework" and not op.branches for op in ops)
+        if exits or (not connected and any(op.op_type == "cond" for op in ops)):
+            linear = JaxLinearization.of(self._run, [self._argument])
+            return lambda seed: next((g[0] for g in linear.vjp(0, [0], seed[None]) if g is not None), None)
+        if not connected:
+            return lambda seed: None
+        pull_back = jax.vjp(self._program, self.source)[1]
+        return lambda seed: pull_back(seed)[0]
+
+    def _program(self, source: Array) -> Array:
+        """Run the recorded operations with another source, as far as their derivatives lead to it."""
+        graph, values = self.graph, {self.graph.source: source}
+        for op in graph.ops:
+            if not values.keys().isdisjoint(op.inputs) and not graph.connected.isdisjoint(op.outputs):
+                operands = [values.get(value, x) for value, x in zip(op.inputs, op.operands, strict=True)]
+                results = zip(op.outputs, op.function(*operands), strict=True)
+                values.update({value: x for value, x in results if value in graph.connected})
+        return values[graph.target]
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Array | None:
-        (gradient,) = self._linearization.vjp(0, [0], self.numbers.at(self.target, of, weights)[None])
-        return None if gradient is None else gradient[0]
+        with plain_errors():
+            return self._pull(self.numbers.at(self.target, of, weights))
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         why = f"jax refuses to differentiate it: {reason(error)}"

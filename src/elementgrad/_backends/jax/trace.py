@@ -268,6 +268,7 @@ class JaxOpRecorder(core.Trace):
             site.where,
             inputs=tuple(map(self.value_id, operands)),
             hidden=True,
+            op_type=word,
             operands=[*map(value_of, operands)],
             function=function,
         )

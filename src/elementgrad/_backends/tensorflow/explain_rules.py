@@ -212,6 +212,8 @@ class TensorflowOp(Op):
         return [g is not None for g in self.vjp(seeds)]
 
     def rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        if self.backward is not None and self.operands[-1] is self.results[-1]:
+            return list(operands[-len(self.results) :])  # other operations computed them, and this one differentiates
         return list(execute.execute(self.op_type, len(self.results), list(operands), self.params, context.context()))
 
 

@@ -284,6 +284,8 @@ class TorchOpRecorder:
         if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
             random = None
         writes = [n for n, (x, version) in enumerate(zip(inputs, versions, strict=True)) if version_of(x) != version]
+        # Tensors that share memory count their writes together, and only some of them are what is written to.
+        writes = [n for n in writes if any(inputs[n] is x for x in writable)] or writes
         if name == "data.__set__":
             writes = [0]
         written = [inputs[n] for n in writes]
