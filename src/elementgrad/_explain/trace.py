@@ -189,7 +189,7 @@ class ReachOverlap:
 
 
 class Trace(ABC):
-    """One recorded run of the user's function. `replay.py` follows it again."""
+    """A recorded run of the user's function, from one source to one target. `replay.py` follows it again."""
 
     graph: OpGraph[Any]
     numbers: Numbers
@@ -218,6 +218,14 @@ class Trace(ABC):
 
         None if the framework's derivative has no path. Errors of the framework pass through.
         """
+
+
+class Record(ABC):
+    """One run of the user's function, from which all questions about it are answered."""
+
+    @abstractmethod
+    def trace(self, source: int, target: int) -> Trace:
+        """Return the run as seen from one of its sources to one of its targets, by their positions."""
 
 
 @dataclass(frozen=True)

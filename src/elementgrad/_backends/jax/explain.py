@@ -7,7 +7,7 @@ at a time.
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -26,9 +26,9 @@ from elementgrad._backends.jax.explain_rules import (
     kind_of,
     user_line_of,
 )
-from elementgrad._backends.jax.trace import JaxOpRecorder, value_of
+from elementgrad._backends.jax.trace import JaxOpRecorder, TracedValue, value_of
 from elementgrad._explain.backend import ExplainBackend
-from elementgrad._explain.trace import Hint, Op, OpGraph, Trace
+from elementgrad._explain.trace import Hint, Op, OpGraph, Record, Trace
 from elementgrad.errors import TracedError
 
 Array = Any
@@ -36,24 +36,42 @@ LOOPS = {"while", "scan"}
 """Loops count their iterations in integers, which says nothing about their other results."""
 
 
+class JaxRecord(Record):
+    """A function that ran on its numbers."""
+
+    def __init__(self, run: TensorFunction, sources: Sequence[Array | None]):
+        if any(isinstance(x, jax.core.Tracer) for x in (*sources, *run.others)):
+            raise TracedError("explain looks at numbers, and code that is traced has none; call it outside of jax.jit")
+        self.run, self.arguments = run, sources
+        recorder = JaxOpRecorder(run.others)
+        started: dict[int, TracedValue] = {}
+
+        def start(index: int, x: Array) -> TracedValue:
+            return started.setdefault(index, recorder.trace_source(x))
+
+        with plain_errors(), recorder.record_thread():
+            pairs = enumerate(sources)
+            targets = run(*[partial(start, n) if x is None else start(n, x) for n, x in pairs])
+        self.sources = [started[n] for n in range(len(sources))]
+        self.targets = [(recorder.value_id(y), value_of(y)) for y in targets]
+        self.ops = merge_calls(recorder.ops, [value_id for value_id, _ in self.targets])
+        self.is_random = any(not RANDOM_OPS.isdisjoint({op.op_type, *op.inner}) for op in recorder.ops)
+
+    def trace(self, source: int, target: int) -> Trace:
+        return JaxTrace(self, source, target)
+
+
 class JaxTrace(Trace):
-    """A function that ran on its numbers; the records serve all sweeps."""
+    """A record, seen from one source to one target."""
 
     graph: OpGraph[JaxOp]
     numbers = JaxNumbers()
 
-    def __init__(self, run: TensorFunction, source: Array | None):
-        if any(isinstance(x, jax.core.Tracer) for x in (source, *run.others)):
-            raise TracedError("explain looks at numbers, and code that is traced has none; call it outside of jax.jit")
-        self._run = run
-        self._argument = source
-        recorder = JaxOpRecorder(run.others)
-        with plain_errors(), recorder.record_thread():
-            (target,) = run(recorder.trace_source if source is None else recorder.trace_source(source))
-        self.source, self.target = recorder.source.value, value_of(target)
-        ids = recorder.source.value_id, recorder.value_id(target)
-        is_random = any(not RANDOM_OPS.isdisjoint({op.op_type, *op.inner}) for op in recorder.ops)
-        self.graph = op_graph(merge_calls(recorder.ops, ids[1]), *ids, is_random)
+    def __init__(self, record: JaxRecord, source: int, target: int):
+        self._record, self._index = record, (source, target)
+        start, (target_id, self.target) = record.sources[source], record.targets[target]
+        self.source = start.value
+        self.graph = op_graph(record.ops, start.value_id, target_id, record.is_random)
 
     @cached_property
     def _pull(self) -> Callable[[Array], Array | None]:
@@ -65,8 +83,9 @@ class JaxTrace(Trace):
         ops, connected = self.graph.ops, self.graph.target in self.graph.connected
         exits = any(op.cut_cause == "left-framework" and not op.branches for op in ops)
         if exits or (not connected and any(op.op_type == "cond" for op in ops)):
-            linear = JaxLinearization.of(self._run, [self._argument])
-            return lambda seed: next((g[0] for g in linear.vjp(0, [0], seed[None]) if g is not None), None)
+            source, target = self._index
+            linear = JaxLinearization.of(self._record.run, list(self._record.arguments))
+            return lambda seed: next((g[0] for g in linear.vjp(target, [source], seed[None]) if g is not None), None)
         if not connected:
             return lambda seed: None
         pull_back = jax.vjp(self._program, self.source)[1]
@@ -117,8 +136,8 @@ class JaxTrace(Trace):
 class JaxExplain(ExplainBackend):
     name = "jax"
 
-    def trace(self, run: TensorFunction, source: Array | None, probe: bool) -> Trace:
-        return JaxTrace(run, source)
+    def record(self, run: TensorFunction, sources: Sequence[Array | None], probe: bool) -> Record:
+        return JaxRecord(run, sources)
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Array | None]) -> Sequence[Array]:
         return run(*tensors)
@@ -130,7 +149,7 @@ class JaxExplain(ExplainBackend):
 implementation = JaxExplain()
 
 
-def merge_calls(ops: Sequence[JaxOp], target: int) -> list[JaxOp]:
+def merge_calls(ops: Sequence[JaxOp], targets: Sequence[int]) -> list[JaxOp]:
     """Make one operation of those that follow each other in one call.
 
     What such a function does inside is then its own business: a softmax subtracts its largest element without a
@@ -138,7 +157,7 @@ def merge_calls(ops: Sequence[JaxOp], target: int) -> list[JaxOp]:
     """
     calls = [list(call) for _, call in groupby(ops, key=lambda op: id(op) if op.call is None else op.call)]
     last_use = {value: index for index, call in enumerate(calls) for op in call for value in op.inputs}
-    last_use[target] = len(calls)
+    last_use |= dict.fromkeys(targets, len(calls))
     return [call[0] if len(call) == 1 else _merge(call, index, last_use) for index, call in enumerate(calls)]
 
 

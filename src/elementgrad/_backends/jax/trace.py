@@ -104,10 +104,10 @@ class JaxOpRecorder(core.Trace):
     def __init__(self, others: Sequence[Any] = ()) -> None:
         super().__init__()
         self.ops: list[JaxOp] = []
-        self.source: TracedValue
-        self._others = others  # arrays that the function gets as well: if the source is one, its use is no closure
-        self._source_array: Any = None
-        self._closure_id: int | None = None
+        self.sources: list[TracedValue] = []
+        self._others = others  # arrays that the function gets as well: if a source is one, its use is no closure
+        self._source_arrays: dict[int, tuple[Any, TracedValue]] = {}
+        self._closure_ids: dict[int, int] = {}
         self._count = 0
         self._ids: dict[int, tuple[int, Any]] = {}  # of other arrays, which are kept so that no other gets their id
 
@@ -117,10 +117,16 @@ class JaxOpRecorder(core.Trace):
             yield
 
     def trace_source(self, x: Array) -> TracedValue:
-        """Return the value that stands for the source in the user's function."""
-        self._source_array = None if any(x is other for other in self._others) else x
-        self.source = TracedValue(self, value_of(x), self._new_id())
-        return self.source
+        """Return the value that stands for a source in the user's function."""
+        source = TracedValue(self, value_of(x), self._new_id())
+        self.sources.append(source)
+        if isinstance(x, TracedValue):  # it is computed from another source
+            op = JaxOp("activation", None, "", (x.value_id,), (source.value_id,), hidden=True, op_type="copy")
+            op.operands, op.results, op.function = [x.value], [x.value], lambda x: [x]
+            self.ops.append(op)
+        elif all(x is not other for other in self._others):
+            self._source_arrays[id(x)] = x, source
+        return source
 
     def _new_id(self) -> int:
         self._count += 1
@@ -129,24 +135,24 @@ class JaxOpRecorder(core.Trace):
     def value_id(self, x: Any) -> int:
         if isinstance(x, TracedValue):
             return x.value_id
-        if x is self._source_array and x is not None:
-            return self._source_closure_id()
+        if id(x) in self._source_arrays:
+            return self._source_closure_id(*self._source_arrays[id(x)])
         known = self._ids.get(id(x))
         if known is None:
             known = self._ids[id(x)] = self._new_id(), x
         return known[0]
 
-    def _source_closure_id(self) -> int:
+    def _source_closure_id(self, x: Array, source: TracedValue) -> int:
         """Return the id of the source's own array, which the code uses although it got a traced value for it."""
-        if self._closure_id is None:
-            self._closure_id = self._new_id()
-            where, x = call_site(current().traceback).where, self._source_array
-            op = JaxOp("the array used here", where, "", (self.source.value_id,), (self._closure_id,), "outside-tape")
+        if id(x) not in self._closure_ids:
+            value_id = self._closure_ids[id(x)] = self._new_id()
+            where = call_site(current().traceback).where
+            op = JaxOp("the array used here", where, "", (source.value_id,), (value_id,), "outside-tape")
             op.operands, op.results, op.function = [x], [x], lambda x: [x]
             op.hidden = True  # since it is the cause only if nothing else is
             op.note = "the code takes the array itself from outside, not its argument"
             self.ops.append(op)
-        return self._closure_id
+        return self._closure_ids[id(x)]
 
     def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:
         """Record that the numbers of a value go to Python."""
@@ -294,7 +300,8 @@ class JaxOpRecorder(core.Trace):
             function=function,
             params=params,
         )
-        traced = any(isinstance(x, TracedValue) for x in operands) or self._closure_id in op.inputs
+        closures = set(self._closure_ids.values())
+        traced = any(isinstance(x, TracedValue) for x in operands) or not closures.isdisjoint(op.inputs)
         results = self._add(op, site, traced)
         is_cast = name == "convert_element_type"
         op.hidden = name in COPIES or (is_cast and op.results[0].dtype == jnp.result_type(values[0]))

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,20 @@ from elementgrad._backends.tensorflow.explain_rules import (
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import Leaf, TapeRequest, TensorflowOpRecorder, is_user_file
-from elementgrad._cleanup import assign, enter, scope
+from elementgrad._cleanup import enter
 from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.replay import pull_cotangents
-from elementgrad._explain.trace import MOVING_STATISTIC, Hint, LiveReport, Op, OpGraph, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import (
+    MOVING_STATISTIC,
+    Hint,
+    LiveReport,
+    Op,
+    OpGraph,
+    Record,
+    Trace,
+    Verdict,
+    cannot_follow,
+)
 from elementgrad.errors import ElementgradError, FrameworkError, UnconnectedError
 
 Tensor = Any
@@ -41,75 +52,105 @@ GapCause = Callable[[int, TensorflowOp], str | None]
 SLICING = ("indexing", "gather", "slice", "reshape")
 
 
-class TensorflowTrace(Trace):
-    """A function that ran eagerly on a tape; the records serve all sweeps."""
+class TensorflowRecord(Record):
+    """A function that ran eagerly on a tape."""
 
-    graph: OpGraph[TensorflowOp]
-    numbers = TensorflowNumbers()
-
-    def __init__(self, run: TensorFunction, source: Tensor | None, probe: bool):
+    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool):
         _require_eager()
-        self._run = run
-        self._argument = source
-        self._holds_source = run.held[0]
+        self.run, self.arguments, self.probe = run, sources, probe
+        self.error: FrameworkError | None = None
         try:
-            recorder = self._record(run_functions_as_python())
-        except FrameworkError:
-            if not self._explain_inner_tape():  # the function returns what its own tape gave, and that is None
+            self.recorder = self.record(run_functions_as_python())
+        except FrameworkError as error:  # it may return what its own tape gave, and that is None
+            if not any(request.result is None for request in self.recorder.tapes.requests):
                 raise
-            return
+            self.error = error
         except ElementgradError:
             raise
         except Exception as error:  # some code runs only where it is compiled; then such a function is one operation
             if not came_through_function(error):
                 raise
-            recorder = self._record(nullcontext())
-        target = recorder.value_id(self.target)
-        handle = getattr(self.source, "handle", None)
-        self.later_ids = () if handle is None else recorder.variable_values[handle._id]
-        self.graph = op_graph(
-            [*recorder.ops, *self._unrecorded_paths(recorder, target, probe)],
-            self._source_id,
-            target,
-            lambda _, op: None if op.recorded else "outside-tape",
-            _frozen_hints(run, source),
-            self.later_ids,
-        )
+            self.recorder = self.record(nullcontext())
 
-    def _record(self, stage: Any, change: Callable[[Tensor], Tensor] | None = None) -> TensorflowOpRecorder:
-        """Run the function, with a changed source if `change` is given."""
-        self._recorder = recorder = TensorflowOpRecorder(self._run.function, TensorflowTrace._record.__code__)
-        self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
+    def record(
+        self, stage: Any, changed: int | None = None, change: Callable[[Tensor], Tensor] | None = None
+    ) -> TensorflowOpRecorder:
+        """Run the function, with the source at position `changed` changed."""
+        self.recorder = recorder = TensorflowOpRecorder(self.run.function, TensorflowRecord.record.__code__)
+        self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
+        self.started = started = dict[int, tuple[Tensor, int]]()
 
-        def start(x: Tensor) -> Tensor:
-            if self._holds_source and change is not None:
-                x.assign(change(x))
-            self.source = x if self._holds_source else copy_tensor(x if change is None else change(x))
-            self._tape.watch(self.source)
-            self._source_id = recorder.new_id(getattr(self.source, "handle", self.source))
-            return self.source
+        def start(index: int, x: Tensor) -> Tensor:
+            held = self.run.held[index]
+            if change is not None and index == changed:
+                if held:
+                    x.assign(change(x))
+                x = x if held else change(x)
+            source = x if held else copy_tensor(x)
+            self.tape.watch(source)
+            handle = getattr(source, "handle", source)
+            known = self.arguments[index] is None
+            started[index] = source, recorder.value_id(handle) if known else recorder.new_id(handle)
+            return source
 
         with isolated():
-            enter(self._tape)
-            source: Any = start if self._argument is None else start(self._argument)
+            enter(self.tape)
+            pairs = enumerate(self.arguments)
+            starts: list[Any] = [partial(start, n) if x is None else start(n, x) for n, x in pairs]
+            given = [None if held else x for held, x in zip(self.run.held, starts, strict=True)]
             with stage, recorder.record_thread():
-                (target,) = self._run(None if self._holds_source else source)  # it reads its own variable itself
-                self.target = tf.convert_to_tensor(target)
+                # A variable that the function holds it reads itself.
+                targets = self.run(*given)
+                self.targets = [tf.convert_to_tensor(y) for y in targets]
+                self.sources = [started[n] for n in range(len(given))]
         if recorder.error is not None:
             raise recorder.error
         return recorder
 
-    def _explain_inner_tape(self) -> bool:
-        """Trace the gradient for the source that a tape of the user's did not give, if there is one."""
+    def trace(self, source: int, target: int) -> Trace:
+        return TensorflowTrace(self, source, target)
+
+
+class TensorflowTrace(Trace):
+    """A record, seen from one source to one target."""
+
+    graph: OpGraph[TensorflowOp]
+    numbers = TensorflowNumbers()
+
+    def __init__(self, record: TensorflowRecord, source: int, target: int):
+        self._record, self._index = record, source
+        self._run, self._argument, self._recorder = record.run, record.arguments[source], record.recorder
+        self._tape: Any = record.tape
+        if record.error is not None:
+            self._explain_inner_tape(record.error)
+            return
+        self.target = record.targets[target]
+        self.source, self._source_id = record.sources[source]
+        target_id = self._recorder.value_id(self.target)
+        handle = getattr(self.source, "handle", None)
+        self.later_ids = () if handle is None else self._recorder.variable_values[handle._id]
+        self.graph = op_graph(
+            [*self._recorder.ops, *self._unrecorded_paths(target_id)],
+            self._source_id,
+            target_id,
+            lambda _, op: None if op.recorded else "outside-tape",
+            _frozen_hints(self._run, self._argument, self._run.held[source]),
+            self.later_ids,
+        )
+
+    def _explain_inner_tape(self, error: FrameworkError) -> None:
+        """Trace the gradient for the source that a tape of the user's did not give, or raise the error."""
+        self.source, self._source_id = self._record.started[self._index]
         for request in self._recorder.tapes.requests:
             if request.result is None and request.source_id == self._source_id:
                 self.target, self.graph = request.target, _request_graph(request)
                 self._tape = None
-                return True
-        return False
+                return
+        raise error
 
-    def _unrecorded_paths(self, recorder: TensorflowOpRecorder, target: int, probe: bool) -> list[TensorflowOp]:
+    def _unrecorded_paths(self, target: int) -> list[TensorflowOp]:
         """Return operations for ways from the source that none shows: through NumPy, or around the function."""
+        recorder = self._recorder
         dependent, leading = {self._source_id}, {target}
         for op in recorder.ops:
             if not dependent.isdisjoint(op.inputs):
@@ -123,7 +164,7 @@ class TensorflowTrace(Trace):
         outside = [leaf for leaf in recorder.outside_tensors() if leaf[0] in leading and self._is_source(leaf[1])]
         if outside:
             return [_closure_op(self._source_id, value, where) for value, _, where in outside]
-        imported = [leaf for leaf in recorder.imported_tensors() if probe and leaf[0] in leading]
+        imported = [leaf for leaf in recorder.imported_tensors() if self._record.probe and leaf[0] in leading]
         return [
             TensorflowOp("numpy", where, "", (self._source_id,), (value,), "left-framework")
             for value, _, where in (self._filter_dependent(imported) if imported else ())
@@ -143,10 +184,7 @@ class TensorflowTrace(Trace):
     def _filter_dependent(self, imported: Sequence[Leaf]) -> list[Leaf]:
         """Return the tensors made of plain numbers that change in a run with a slightly different source."""
         try:
-            with scope():
-                for name in ("source", "target", "_tape", "_source_id"):
-                    assign(self, name, getattr(self, name))
-                recorder = self._record(run_functions_as_python(), _nudge)
+            recorder = copy(self._record).record(run_functions_as_python(), self._index, _nudge)
         except Exception:  # it is the user's function, at numbers that were not theirs
             return []
         after = {value: x.numpy() for value, x, _ in recorder.imported_tensors()}
@@ -179,8 +217,8 @@ class TensorflowTrace(Trace):
 class TensorflowExplain(ExplainBackend):
     name = "tensorflow"
 
-    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
-        return TensorflowTrace(run, source, probe)
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
+        return TensorflowRecord(run, sources, probe)
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
         with isolated():
@@ -323,10 +361,10 @@ def _tracked_values(request: TapeRequest) -> set[int]:
     return tracked
 
 
-def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
+def _frozen_hints(run: TensorFunction, source: Tensor | None, held: bool) -> list[Hint]:
     if not isinstance(source, tf.Variable):
         return []
-    variables = KerasModel(run.function)._variables() if run.held[0] else ()
+    variables = KerasModel(run.function)._variables() if held else ()
     frozen = [
         (kind, variable) for _, kind, variable in variables if variable._value is source and not variable.trainable
     ]

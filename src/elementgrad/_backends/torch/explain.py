@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from elementgrad._explain.trace import (
     LiveReport,
     Op,
     OpGraph,
+    Record,
     Trace,
     Verdict,
     cannot_follow,
@@ -45,63 +47,79 @@ from elementgrad.errors import PlaceError, UnconnectedError
 Tensor = torch.Tensor
 
 
-class TorchTrace(Trace):
-    """Run a function once under a mode that sees every call, and keep its graph for gradients."""
+class TorchRecord(Record):
+    """A function that ran once under a mode that sees every call, with its graph kept for gradients."""
+
+    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None]):
+        self.run, self.arguments = run, sources
+        self.before = state()
+        self.paths = [PathToSource() for _ in sources]
+        self.recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in self.paths), run.function, keeps=True)
+        started: dict[int, tuple[int, Tensor]] = {}
+
+        def start(index: int, x: Tensor) -> Tensor:
+            with pause_recording():
+                passed = _pass(x)
+                self.paths[index].start(passed)
+            self.recorder.add_source(passed, x if x.requires_grad and not x.is_leaf else None)
+            started[index] = self.recorder.id_of(passed), passed
+            return passed
+
+        with isolated(run.function, self.before):
+            before = generators()[0]
+            with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), self.recorder.recording():
+                pairs = enumerate(sources)
+                self.targets = run(*[partial(start, n) if x is None else start(n, x) for n, x in pairs])
+            self.is_random = not torch.equal(before, generators()[0])
+        if self.recorder.failure is not None:
+            raise self.recorder.failure
+        self.sources = [started[n] for n in range(len(sources))]
+        self.target_ids = [self.recorder.id_of(y) for y in self.targets]
+        self.ops = self.recorder.recorded_ops()
+
+    def trace(self, source: int, target: int) -> Trace:
+        return TorchTrace(self, source, target)
+
+
+class UntrackedTrace(Trace):
+    """A run of a function that PyTorch does not run with a tracked source."""
 
     numbers = NUMBERS
 
-    def __init__(self, run: TensorFunction, source: Tensor | None):
-        self._run = run
-        self._source = source
-        self._state = state()
-        try:
-            recorder, source_id, target, passed = self._record()
-        except RuntimeError as error:
-            hint = _hint_for_argument(error)
-            if hint is None or source is None:
-                raise
-            self._finish_untracked(hint, source)
-            return
-        self._refused = RefusedRun.after(recorder)
-        frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
-        hints = [*_hints_of_source(run, source), *frozen, *recorder.hints]
-        target_id, ops = recorder.id_of(target), recorder.recorded_ops()
-        self.graph = OpGraph(ops, source_id, target_id, frozenset(recorder.connected), hints, self._is_random)
-        self.source = passed.detach() if source is None else source
-        self.target = target.detach()
-        self._live = target, passed
-
-    def _finish_untracked(self, hint: Hint, source: Tensor) -> None:
-        """Run the function untracked, where PyTorch does not run it with a tracked source."""
-        with isolated(self._run.function, self._state), torch.no_grad():
-            (target,) = self._run(source.detach())
+    def __init__(self, run: TensorFunction, source: Tensor, hint: Hint, before: Any):
+        with isolated(run.function, before), torch.no_grad():
+            (target,) = run(source.detach())
         self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
         self.source, self.target = source, target.detach()
-        self._live = self.target, self.source  # without a path between them
 
-    def _record(self) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
-        """Run the function; return the recorder, the source's id, the target, and the source as it was passed."""
-        leads = PathToSource()
-        recorder = TorchOpRecorder(leads, self._run.function, keeps=True)
-        started: list[tuple[int, Tensor]] = []
+    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+        return None
 
-        def start(x: Tensor) -> Tensor:
-            with pause_recording():
-                passed = _pass(x)
-                leads.start(passed)
-            started.append((recorder.add_source(passed), passed))
-            return passed
 
-        with isolated(self._run.function, self._state):
-            before = generators()[0]
-            with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
-                argument: Any = start if self._source is None else start(self._source)
-                (target,) = self._run(argument)
-            self._is_random = not torch.equal(before, generators()[0])
-        if recorder.failure is not None:
-            raise recorder.failure
-        source_id, passed = started[0]
-        return recorder, source_id, target, passed
+class UntrackedRecord(Record):
+    def __init__(self, run: TensorFunction, source: Tensor, hint: Hint, before: Any):
+        self._trace = UntrackedTrace(run, source, hint, before)
+
+    def trace(self, source: int, target: int) -> Trace:
+        return self._trace
+
+
+class TorchTrace(Trace):
+    """A record, seen from one source to one target."""
+
+    numbers = NUMBERS
+
+    def __init__(self, record: TorchRecord, source: int, target: int):
+        self._source = record.arguments[source]
+        self._refused = RefusedRun.after(record.recorder)
+        source_id, passed = record.sources[source]
+        self._live = record.targets[target], passed
+        frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
+        hints = [*_hints_of_source(self._source, record.run.held[source]), *frozen, *record.recorder.hints]
+        connected = record.recorder.connected_to(source_id, record.paths[source])
+        self.graph = OpGraph(record.ops, source_id, record.target_ids[target], connected, hints, record.is_random)
+        self.source = passed.detach() if self._source is None else self._source
+        self.target = record.targets[target].detach()
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         target, passed = self._live
@@ -166,14 +184,16 @@ class PathToSource:
 def _pass(x: Tensor) -> Tensor:
     """Return the same numbers for the function, with a node of their own in the graph."""
     with nullcontext() if not x.is_inference() else torch.inference_mode(False):
+        if x.requires_grad and not x.is_leaf:  # it may be computed from another source
+            return x.clone()
         return (x.clone() if x.is_inference() else x.detach()).requires_grad_().clone()
 
 
-def _hints_of_source(run: TensorFunction, source: Tensor | None) -> list[Hint]:
+def _hints_of_source(source: Tensor | None, held: bool) -> list[Hint]:
     if source is None:
         return []
     hints = []
-    if run.held[0] and isinstance(source, torch.nn.Parameter) and not source.requires_grad:
+    if held and isinstance(source, torch.nn.Parameter) and not source.requires_grad:
         hints.append(Hint("not-tracked", "its requires_grad is False"))
     if getattr(source, "_backward_hooks", None):
         hints.append(Hint("hook", "the tensor has a hook of its own", Op("register_hook")))
@@ -582,8 +602,15 @@ class TorchExplain(ExplainBackend):
     report_live = staticmethod(report_live)
     report_step = staticmethod(report_step)
 
-    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
-        return TorchTrace(run, source)
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
+        before = state()
+        try:
+            return TorchRecord(run, sources)
+        except RuntimeError as error:
+            hint = _hint_for_argument(error)
+            if hint is None or len(sources) > 1 or sources[0] is None:
+                raise
+            return UntrackedRecord(run, sources[0], hint, before)
 
 
 implementation = TorchExplain()

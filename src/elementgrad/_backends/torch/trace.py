@@ -64,6 +64,8 @@ class TorchOpRecorder:
         self.ops: list[Op] = []
         self.hints: list[Hint] = []
         self.connected: set[int] = set()
+        """The values from which gradients lead to a source."""
+        self._nodes: dict[int, Any] = {}  # their graph nodes
         self.ids = ValueIds()
         self._leads = leads
         self._values = SavedValues() if keeps else None
@@ -125,9 +127,8 @@ class TorchOpRecorder:
             return known
         aliases = self.ids.aliases(x)
         value_id = self.ids.assign(x)
-        if self._leads(x):
+        if self._connect(x, value_id):
             self.any_tracked = True
-            self.connected.add(value_id)
         if aliases and not any(other.requires_grad and x._base is other for other in aliases):
             self._add_alias(x, value_id, aliases)
         return value_id
@@ -177,10 +178,31 @@ class TorchOpRecorder:
             input_ids = tuple([self.id_of(x) for x in inputs])
             self.ops.append(Op(user_name, find_caller().where, self.module, input_ids, opaque=True))
 
-    def add_source(self, x: Tensor) -> int:
+    def add_source(self, x: Tensor, computed_from: Tensor | None = None) -> int:
+        """Give an id to a source; one that is computed from another keeps its graph."""
+        before = None if computed_from is None else self.id_of(computed_from)
         value_id = self.ids.assign(x)
         self.connected.add(value_id)
+        if before is not None and computed_from is not None:
+            op = TorchOp("clone", None, self.module, (before,), (value_id,), hidden=True, func=torch.clone)
+            op.args, op.returned = ((Slot(0),), {}), (0,)
+            self._nodes[value_id] = x.grad_fn
+            self._save([computed_from, x])
+            self.ops.append(op)
         return value_id
+
+    def _connect(self, x: Tensor, value_id: int) -> bool:
+        """Note that gradients lead from a value to a source, if they do."""
+        if not self._leads(x):
+            return False
+        self.connected.add(value_id)
+        if self._values is not None:
+            self._nodes[value_id] = x.grad_fn
+        return True
+
+    def connected_to(self, source: int, path: Any) -> frozenset[int]:
+        """Return the values from which gradients lead to one of the sources."""
+        return frozenset([source, *[n for n, node in self._nodes.items() if path.node(node)]])
 
     def _save(self, tensors: Sequence[Tensor]) -> None:
         for x in tensors if self._values is not None else ():
@@ -397,8 +419,7 @@ class TorchOpRecorder:
         if any(x is other for other in inputs) and all(x is not other for other in written):
             return None
         value_id = self.ids.assign(x)
-        if self._leads(x):
-            self.connected.add(value_id)
+        self._connect(x, value_id)
         return value_id
 
     def _run_export(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
