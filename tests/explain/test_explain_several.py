@@ -58,7 +58,7 @@ def test_together_and_alone_say_the_same(counted):
 
 def test_an_integer_among_them_has_its_own_answer(fw):
     o = OPS[fw.name]
-    found = eg.explain(lambda x, n: o.sum(x), fw.tensor([1.0, 2.0]), fw.tensor([1, 2]), wrt=["x", "n"])
+    found = eg.explain(lambda x, n: o.sum(x), fw.tensor([1.0, 2.0]), fw.tensor([1, 2], "int32"), wrt=["x", "n"])
     assert [said(each) for each in found] == [("flows", None), ("unconnected", "integer")]
 
 

@@ -6,7 +6,7 @@ on the way has no rule; the diagnosis then leaves open what it would have said.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Replay:
         seed = numbers.at(trace.source, self._wrt, uneven_weights(len(self._wrt)))
         tangents: dict[int, Tensor] = dict.fromkeys(self._sources, seed)
         with trace.following():
-            sizes = push_tangents(self._ops, self._connected, tangents, numbers)
+            sizes = push_tangents(self._ops, self._connected, tangents, numbers, trace.graph.target)
             reached = tangents.get(trace.graph.target)
             arriving = np.zeros(tuple(trace.target.shape)) if reached is None else numbers.array(reached)
         return None if sizes is None else (sizes, arriving.astype(np.float64))
@@ -64,14 +64,19 @@ class Replay:
 
         Dependence is followed through cuts as well. Values without a derivative are never alive.
         """
-        cotangents, numbers = self._seed(), self._numbers
-        mask = mask_at(self._trace.source, self._wrt)
+        numbers = self._numbers
+        masks = dict.fromkeys(self._sources, mask_at(self._trace.source, self._wrt))
+        alive: set[int] = set()
+
+        def see(value: int, cotangent: Tensor) -> None:
+            mask = masks.get(value)
+            if mask is not None and numbers.array(cotangent)[mask].any():
+                alive.add(value)
+
         with self._trace.following():
-            if pull_cotangents(self._ops, self._connected, cotangents, numbers) is None:
-                return None
-            masks = dict.fromkeys(self._sources, mask)
             spread_masks(self._ops, masks, numbers)
-            alive = {n for n, mask in masks.items() if n in cotangents and numbers.array(cotangents[n])[mask].any()}
+            if pull_cotangents(self._ops, self._connected, self._seed(), numbers, see=see) is None:
+                return None
         return ReachOverlap(set(masks), alive)
 
     def finite_flags(self) -> Sequence[FiniteFlags | None]:
@@ -112,10 +117,14 @@ class Replay:
 
 
 def push_tangents(
-    ops: Sequence[Op], connected: Collection[int], tangents: dict[int, Tensor], numbers: Numbers
+    ops: Sequence[Op], connected: Collection[int], tangents: dict[int, Tensor], numbers: Numbers, target: int
 ) -> list[TangentSizes | None] | None:
-    """Push tangents through the operations, adding those of other values; return their sizes at each operation."""
+    """Push tangents through the operations, up to that of a target; return their sizes at each operation.
+
+    Others are dropped after their last use.
+    """
     sizes: list[TangentSizes | None] = []
+    last_use = {value: op for op in ops for value in op.inputs if value != target}
     for op in ops:
         pairs = zip(op.inputs, op.operands, strict=False)
         arriving = [tangents.get(value) if numbers.is_differentiable(x) else None for value, x in pairs]
@@ -131,6 +140,8 @@ def push_tangents(
             except Exception:  # it has no rule
                 return None
         reached = {n: t for n, t, passes in zip(op.outputs, leaving, live, strict=False) if passes and t is not None}
+        for value in {value for value in op.inputs if last_use.get(value) is op}:
+            tangents.pop(value, None)
         tangents.update(reached)
         at_outputs = worst(map(numbers.size, reached.values()))
         cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0) if any(live) and at_inputs > 0 else None
@@ -144,14 +155,18 @@ def pull_cotangents(
     cotangents: dict[int, Tensor],
     numbers: Numbers,
     chosen: Chosen | None = None,
+    see: Callable[[int, Tensor], None] = lambda value, cotangent: None,
 ) -> list[CotangentSizes | None] | None:
-    """Pull cotangents back through the operations, adding those of other values; return their sizes at each operation.
+    """Pull cotangents back through the operations; return their sizes at each operation.
 
-    With `chosen` only some elements of some values count.
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped.
     """
     sizes: list[CotangentSizes | None] = [None] * len(ops)
     for index, op in reversed(list(enumerate(ops))):
-        arriving = [cotangents.get(value) for value in op.outputs]
+        arriving = [cotangents.pop(value, None) for value in op.outputs]
+        for value, g in zip(op.outputs, arriving, strict=True):
+            if g is not None:
+                see(value, g)
         pairs = zip(op.inputs, op.operands, strict=False)
         wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
         if all(g is None for g in arriving) or not any(wanted) or not op.results:
@@ -168,6 +183,8 @@ def pull_cotangents(
             cotangents[value] = cotangents[value] + g if value in cotangents else g
         values = [(op.inputs[n], g) for n, g in pulled.items()]
         sizes[index] = cotangent_sizes([g for g in arriving if g is not None], values, numbers, chosen)
+    for value, g in cotangents.items():
+        see(value, g)
     return sizes
 
 

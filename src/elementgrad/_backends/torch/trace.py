@@ -205,12 +205,14 @@ class TorchOpRecorder:
         return frozenset([source, *[n for n, node in self._nodes.items() if path.node(node)]])
 
     def _save(self, tensors: Sequence[Tensor]) -> None:
-        for x in tensors if self._values is not None else ():
-            self._values.save(self.ids.get(x), x)
+        if self._values is not None:
+            for x in tensors:
+                self._values.save(self.ids.get(x), x)
 
     def recorded_ops(self) -> list[Op]:
         """Return the operations with their tensors, as they were when each ran."""
-        for op in self.ops if self._values is not None else ():
+        assert self._values is not None
+        for op in self.ops:
             op.operands, op.results = self._values.of(op.inputs), self._values.of(op.outputs)
             layouts = [x.layout == torch.strided and x.dtype in explain_rules.NUMPY_DTYPES for x in op.operands]
             op.can_rerun = op.can_rerun and all(layouts)
@@ -380,11 +382,12 @@ class TorchOpRecorder:
 
     def _add_alias_write(self, op: TorchOp, x: Tensor, written: Sequence[Tensor], cause_of_cut: Any) -> None:
         """Record that a write changes another tensor, which shares the memory."""
-        before, makers = self.ids.get(x), tuple([self.ids.get(y) for y in written])
-        value_id = self._output_id(x, (), [x])
+        makers, before = [self.id_of(y) for y in written], self.id_of(x)
+        value_id = self.ids.assign(x)
+        self._connect(x, value_id)
         cause, note = cause_of_cut((*op.inputs, *makers), [x])
         inputs = (*makers, before)
-        alias = TorchOp(op.operation, op.where, op.module, inputs, (value_id,), cause or None, note, hidden=True)
+        alias = TorchOp(op.operation, op.where, op.module, inputs, (value_id,), cause, note, hidden=True)
         if alias.cut_cause is None and value_id not in self.connected and any(n in self.connected for n in inputs):
             alias.cut_cause = "assigned-state"
         if self._values is not None:
