@@ -98,7 +98,7 @@ def explain(
 def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
     """Answer one question, or the same structure of answers as `of` and `wrt` have, all from one run."""
     targets, places = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
-    recording = Recording(call, probe)
+    recording = SharedRun(call, probe)
 
     def ask(target: Place) -> Any:
         return pytree.map_tree(places, lambda place: Explanation(call, place, target, probe, recording))
@@ -109,7 +109,7 @@ def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
     return pytree.map_tree(questions, Explanation.diagnosis)
 
 
-class Recording:
+class SharedRun:
     """One run of a function that serves several questions, or one run for each where that is not possible."""
 
     def __init__(self, call: BoundCall, probe: bool):
@@ -149,9 +149,9 @@ class Explanation(pytree.Leaf):
     """An explanation in the making: a function at its arguments, and the places of both sides."""
 
     def __init__(
-        self, call: BoundCall, place: Place, target_place: Place, probe: bool, recording: Recording | None = None
+        self, call: BoundCall, place: Place, target_place: Place, probe: bool, recording: SharedRun | None = None
     ):
-        self._recording = recording or Recording(call, probe)
+        self._recording = recording or SharedRun(call, probe)
         self._call = call
         self._backend = call.backend
         self._place = place

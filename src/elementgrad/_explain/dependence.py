@@ -6,6 +6,7 @@ in between. Integers stay as they are, since another index may not exist; boolea
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,15 +41,19 @@ def dependent_outputs(op: Op, masks: Masks, numbers: Numbers) -> list[np.ndarray
     moving = [mask for mask in masks if mask is not None]
     if op.kind in BROADCASTS and 0 not in op.scalars and len(shapes) == 1:
         return [np.array(np.broadcast_to(np.logical_or.reduce(np.broadcast_arrays(*moving)), shapes[0]))]
+    whole = any(mask.all() for mask in moving)
+    if op.kind in ADDS and op.kind != "move" and whole and len(moving) == len(shapes) == 1 and 0 not in op.scalars:
+        return [np.ones(shapes[0], bool)]
     samples = (("ones", 0.5),) if op.kind in ADDS and 0 not in op.scalars else SAMPLES
     dependent = [np.zeros(shape, bool) for shape in shapes]
     succeeded = False
     random = np.random.default_rng(0)
     for sample, distance in samples:
-        base = list(zip([_sample(x, sample, random) for x in inputs], masks, strict=True))
-        sides = [[x if mask is None else _move(x, mask, by) for x, mask in base] for by in (-distance, distance)]
+        base = [_sample(x, sample, random) for x in inputs]
+        fixed = [numbers.like(x, y) if m is None else None for x, m, y in zip(base, masks, op.operands, strict=True)]
         try:
-            pairs = list(zip(*[_rerun(op, side, numbers) for side in sides], strict=True))
+            sides = [_rerun_moved(op, base, masks, fixed, by, numbers) for by in (-distance, distance)]
+            pairs = list(zip(*sides, strict=True))
         except Exception:  # the operation refuses these numbers
             continue
         if [a.shape for a, _ in pairs] != list(shapes) or [b.shape for _, b in pairs] != list(shapes):
@@ -58,6 +63,17 @@ def dependent_outputs(op: Op, masks: Masks, numbers: Numbers) -> list[np.ndarray
         if all(mask.all() for mask in dependent):
             break
     return dependent if succeeded else guess_dependent_outputs(masks, shapes)
+
+
+def _rerun_moved(
+    op: Op, arrays: Sequence[np.ndarray], masks: Masks, fixed: Sequence[Any], by: float, numbers: Numbers
+) -> list[np.ndarray]:
+    """Run an operation with masked elements moved; `fixed` are the operands that have none."""
+    operands = [
+        numbers.like(_move(array, mask, by), x) if mask is not None else other
+        for array, mask, x, other in zip(arrays, masks, op.operands, fixed, strict=True)
+    ]
+    return [numbers.array(y) for y in op.rerun(operands)]
 
 
 def _rerun(op: Op, arrays: Sequence[np.ndarray], numbers: Numbers) -> list[np.ndarray]:

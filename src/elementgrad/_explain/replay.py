@@ -75,7 +75,9 @@ class Replay:
 
         with self._trace.following():
             spread_masks(self._ops, masks, numbers)
-            if pull_cotangents(self._ops, self._connected, self._seed(), numbers, see=see) is None:
+            readers = [op for op in self._ops if not masks.keys().isdisjoint(op.inputs)]
+            moving = len(masks) > len(self._sources)
+            if moving and pull_cotangents(readers, self._connected, self._seed(), numbers, see=see) is None:
                 return None
         return ReachOverlap(set(masks), alive)
 

@@ -50,9 +50,8 @@ Tensor = torch.Tensor
 class TorchRecord(Record):
     """A function that ran once under a mode that sees every call, with its graph kept for gradients."""
 
-    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None]):
+    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None], before: Any):
         self.run, self.arguments = run, sources
-        self.before = state()
         self.paths = [PathToSource() for _ in sources]
         self.recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in self.paths), run.function, keeps=True)
         started: dict[int, tuple[int, Tensor]] = {}
@@ -65,23 +64,39 @@ class TorchRecord(Record):
             started[index] = self.recorder.id_of(passed), passed
             return passed
 
-        with isolated(run.function, self.before):
-            before = generators()[0]
+        with isolated(run.function, before):
+            random = generators()[0]
             with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), self.recorder.recording():
                 pairs = enumerate(sources)
                 self.targets = run(*[partial(start, n) if x is None else start(n, x) for n, x in pairs])
-            self.is_random = not torch.equal(before, generators()[0])
+            self.is_random = not torch.equal(random, generators()[0])
         if self.recorder.failure is not None:
             raise self.recorder.failure
         self.sources = [started[n] for n in range(len(sources))]
         self.target_ids = [self.recorder.id_of(y) for y in self.targets]
         self.ops = self.recorder.recorded_ops()
+        self._last: tuple[Any, list[Tensor | None]] = None, []
+
+    def gradients(self, target: int, of: np.ndarray, weights: np.ndarray) -> list[Tensor | None]:
+        """Return the gradients of a weighted sum of a target's elements for all sources; the last ones are kept."""
+        question = target, of.tobytes(), weights.tobytes()
+        if self._last[0] != question:
+            y, tracked = self.targets[target], [x for _, x in self.sources if x.requires_grad]
+            pulled: Sequence[Any] = [None] * len(tracked)
+            if y.requires_grad and tracked:
+                with isolated(None), plainly():
+                    seed = NUMBERS.at(y, of, weights)
+                    pulled = torch.autograd.grad(y, tracked, seed, retain_graph=True, allow_unused=True)
+            by_source = dict(zip(map(id, tracked), pulled, strict=True))
+            gradients = [by_source.get(id(x)) for _, x in self.sources]
+            self._last = question, [None if g is None else dense(g) for g in gradients]
+        return self._last[1]
 
     def trace(self, source: int, target: int) -> Trace:
         return TorchTrace(self, source, target)
 
 
-class UntrackedTrace(Trace):
+class UntrackedRun(Record, Trace):
     """A run of a function that PyTorch does not run with a tracked source."""
 
     numbers = NUMBERS
@@ -92,16 +107,11 @@ class UntrackedTrace(Trace):
         self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
         self.source, self.target = source, target.detach()
 
+    def trace(self, source: int, target: int) -> Trace:
+        return self
+
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         return None
-
-
-class UntrackedRecord(Record):
-    def __init__(self, run: TensorFunction, source: Tensor, hint: Hint, before: Any):
-        self._trace = UntrackedTrace(run, source, hint, before)
-
-    def trace(self, source: int, target: int) -> Trace:
-        return self._trace
 
 
 class TorchTrace(Trace):
@@ -110,10 +120,10 @@ class TorchTrace(Trace):
     numbers = NUMBERS
 
     def __init__(self, record: TorchRecord, source: int, target: int):
+        self._record, self._index = record, (source, target)
         self._source = record.arguments[source]
         self._refused = RefusedRun.after(record.recorder)
         source_id, passed = record.sources[source]
-        self._live = record.targets[target], passed
         frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
         hints = [*_hints_of_source(self._source, record.run.held[source]), *frozen, *record.recorder.hints]
         connected = record.recorder.connected_to(source_id, record.paths[source])
@@ -122,13 +132,7 @@ class TorchTrace(Trace):
         self.target = record.targets[target].detach()
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        target, passed = self._live
-        if not target.requires_grad or not passed.requires_grad:
-            return None
-        seed = self.numbers.at(target, of, weights)
-        with isolated(None), plainly():
-            (gradient,) = torch.autograd.grad(target, passed, seed, retain_graph=True, allow_unused=True)
-        return None if gradient is None else dense(gradient)
+        return self._record.gradients(self._index[1], of, weights)[self._index[0]]
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -605,12 +609,12 @@ class TorchExplain(ExplainBackend):
     def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
         before = state()
         try:
-            return TorchRecord(run, sources)
+            return TorchRecord(run, sources, before)
         except RuntimeError as error:
             hint = _hint_for_argument(error)
             if hint is None or len(sources) > 1 or sources[0] is None:
                 raise
-            return UntrackedRecord(run, sources[0], hint, before)
+            return UntrackedRun(run, sources[0], hint, before)
 
 
 implementation = TorchExplain()

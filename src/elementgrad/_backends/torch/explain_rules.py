@@ -362,7 +362,8 @@ class TorchNumbers(Numbers):
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
     def like(self, array: np.ndarray, x: Tensor) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(x.device, x.dtype)
+        array = np.asarray(array)
+        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(x.device, x.dtype)
 
     def is_bfloat16(self, x: Tensor) -> bool:
         return x.dtype == torch.bfloat16
