@@ -4,7 +4,7 @@ The verdict comes first, from the framework's own gradient; then the operation t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -321,8 +321,8 @@ class Explanation(pytree.Leaf):
             elsewhere = bool(tangents[1].any())
         further = FurtherEvidence(
             lambda: self._follow(replay.cotangents),
-            (lambda: None) if rounding or trace.graph.is_random else probe.gradient_size,
-            probe.moves if self._may_probe else lambda: None,
+            (lambda: None) if rounding or trace.graph.is_random else cache(probe.gradient_size),
+            cache(probe.moves) if self._may_probe else lambda: None,
             lambda: self._follow(replay.overlap),
             rounding,
         )

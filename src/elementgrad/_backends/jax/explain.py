@@ -55,6 +55,7 @@ class JaxRecord(Record):
         self.sources = [started[n] for n in range(len(sources))]
         self.targets = [(recorder.value_id(y), value_of(y)) for y in targets]
         self.ops = merge_calls(recorder.ops, [value_id for value_id, _ in self.targets])
+        self.differs = recorder.differs
         self.is_random = any(not RANDOM_OPS.isdisjoint({op.op_type, *op.inner}) for op in recorder.ops)
 
     def trace(self, source: int, target: int) -> Trace:
@@ -81,7 +82,7 @@ class JaxTrace(Trace):
         connects that was not taken.
         """
         ops, connected = self.graph.ops, self.graph.target in self.graph.connected
-        exits = any(op.cut_cause == "left-framework" and not op.branches for op in ops)
+        exits = self._record.differs or any(op.cut_cause == "left-framework" and not op.branches for op in ops)
         if exits or (not connected and any(op.op_type == "cond" for op in ops)):
             source, target = self._index
             linear = JaxLinearization.of(self._record.run, list(self._record.arguments))

@@ -90,12 +90,16 @@ class TracedValue(core.Tracer):
     def block_until_ready(self) -> "TracedValue":
         return self
 
-    def devices(self) -> Any:
-        return self.value.devices()
+    def _read_concrete(self, name: str) -> Any:
+        self._trace.differs = True
+        return getattr(self.value, name)
 
-    sharding = property(lambda self: self.value.sharding)
-    device = property(lambda self: self.value.device)
-    committed = property(lambda self: self.value.committed)
+    def devices(self) -> Any:
+        return self._read_concrete("devices")()
+
+    sharding = property(lambda self: self._read_concrete("sharding"))
+    device = property(lambda self: self._read_concrete("device"))
+    committed = property(lambda self: self._read_concrete("committed"))
 
 
 class JaxOpRecorder(core.Trace):
@@ -105,6 +109,8 @@ class JaxOpRecorder(core.Trace):
         super().__init__()
         self.ops: list[JaxOp] = []
         self.sources: list[TracedValue] = []
+        self.differs = False
+        """True if JAX may treat the code otherwise when it differentiates it, or refuse it."""
         self._others = others  # arrays that the function gets as well: if a source is one, its use is no closure
         self._source_arrays: dict[int, tuple[Any, TracedValue]] = {}
         self._closure_ids: dict[int, int] = {}
@@ -202,6 +208,7 @@ class JaxOpRecorder(core.Trace):
             with core.eval_context():
                 program = jax.make_jaxpr(stage)(*map(value_of, tracers))
         except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
+            self.differs = True
             with core.set_current_trace(self):
                 return functions[0].call_wrapped(*tracers)
         with core.eval_context():

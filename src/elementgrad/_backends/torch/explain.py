@@ -52,16 +52,17 @@ class TorchRecord(Record):
 
     def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None], before: Any):
         self.run, self.arguments = run, sources
-        self.paths = [PathToSource() for _ in sources]
-        self.recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in self.paths), run.function, keeps=True)
+        # No closure holds the record itself, so that its tensors are freed with the last reference to it.
+        self.paths = paths = [PathToSource() for _ in sources]
+        self.recorder = recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in paths), run.function, keeps=True)
         started: dict[int, tuple[int, Tensor]] = {}
 
         def start(index: int, x: Tensor) -> Tensor:
             with pause_recording():
                 passed = _pass(x)
-                self.paths[index].start(passed)
-            self.recorder.add_source(passed, x if x.requires_grad and not x.is_leaf else None)
-            started[index] = self.recorder.id_of(passed), passed
+                paths[index].start(passed)
+            recorder.add_source(passed, x if x.requires_grad and not x.is_leaf else None)
+            started[index] = recorder.id_of(passed), passed
             return passed
 
         with isolated(run.function, before):
