@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from elementgrad._backends.torch.explain import TorchTrace
+from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.trace import TorchOpRecorder
 from elementgrad._explain.dependence import dependent_outputs
 
@@ -32,7 +33,7 @@ CALLS = {
 
 
 def recorded(function, args, kwargs):
-    recorder = TorchOpRecorder(lambda x: False, keeps=True)
+    recorder = TorchOpRecorder(lambda x: False, TorchModel(None), keeps=True)
     with recorder.recording():
         function(*args, **kwargs)
     (op,) = recorder.recorded_ops()

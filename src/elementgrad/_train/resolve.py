@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elementgrad._backends import registry
+from elementgrad._names.patterns import is_pattern, match_names
 from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place
 from elementgrad._train.entries import check_no_overlap
@@ -33,11 +34,26 @@ def resolve_all(trainer: Trainer, places: Any) -> list[ResolvedPlace]:
             f"{type(places).__name__} names no elements; "
             "give places, such as ['fc.weight[3, :]'], or the path of a patch"
         )
-    targets = [resolve(trainer, place) for place in ([places] if single else places)]
+    targets = [resolve(trainer, one) for place in ([places] if single else places) for one in _expand(trainer, place)]
     if not targets:
         raise PlaceError("no places are given; name some, such as ['fc.weight[3, :]']")
     check_disjoint(targets)
     return targets
+
+
+def _expand(trainer: Trainer, place: Any) -> list[Any]:
+    """Return the places that a pattern matches, one for each parameter; any other place as it is."""
+    parsed = Place.parse(place) if isinstance(place, str) else place
+    if not isinstance(parsed, Place) or not is_pattern(parsed.name):
+        return [place]
+    every = list(trainer.named_parameters())
+    matches = set(match_names(str(parsed.name), [name for name, _ in every]))
+    first = {id(tensor): name for name, tensor in reversed(every) if name in matches}
+    return [
+        Place(None, name, parsed.index, parsed.kind, pointwise=parsed.pointwise)
+        for name, tensor in every
+        if first.get(id(tensor)) == name
+    ]
 
 
 def resolve(trainer: Trainer, place: Place | str) -> ResolvedPlace:

@@ -76,7 +76,7 @@ class TensorflowRecord(Record):
         self, stage: Any, changed: int | None = None, change: Callable[[Tensor], Tensor] | None = None
     ) -> TensorflowOpRecorder:
         """Run the function, with the source at position `changed` changed."""
-        self.recorder = recorder = TensorflowOpRecorder(self.run.function, TensorflowRecord.record.__code__)
+        self.recorder = recorder = TensorflowOpRecorder(self.run.model, TensorflowRecord.record.__code__)
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.started = started = dict[int, tuple[Tensor, int]]()
 
@@ -134,7 +134,7 @@ class TensorflowTrace(Trace):
             self._source_id,
             target_id,
             lambda _, op: None if op.recorded else "outside-tape",
-            _frozen_hints(self._run, self._argument, self._run.held[source]),
+            _frozen_hints(self._run, self._argument),
             self.later_ids,
         )
 
@@ -227,7 +227,7 @@ class TensorflowExplain(ExplainBackend):
     def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
         # It reports on the first gradient that is None, or else the last one for `wrt`.
         _require_eager()
-        recorder = TensorflowOpRecorder(function, TensorflowExplain.report_step.__code__)
+        recorder = TensorflowOpRecorder(KerasModel(function), TensorflowExplain.report_step.__code__)
         try:
             with run_functions_as_python(), recorder.record_thread():
                 function()
@@ -361,10 +361,10 @@ def _tracked_values(request: TapeRequest) -> set[int]:
     return tracked
 
 
-def _frozen_hints(run: TensorFunction, source: Tensor | None, held: bool) -> list[Hint]:
+def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if not isinstance(source, tf.Variable):
         return []
-    variables = KerasModel(run.function)._variables() if held else ()
+    variables = run.model._variables() if isinstance(run.model, KerasModel) else ()
     frozen = [
         (kind, variable) for _, kind, variable in variables if variable._value is source and not variable.trainable
     ]

@@ -23,6 +23,7 @@ from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_rules import NUMBERS, dense, flow_hook
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
@@ -54,7 +55,7 @@ class TorchRecord(Record):
         self.run, self.arguments = run, sources
         # No closure holds the record itself, so that its tensors are freed with the last reference to it.
         self.paths = paths = [PathToSource() for _ in sources]
-        self.recorder = recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in paths), run.function, keeps=True)
+        self.recorder = recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in paths), run.model, keeps=True)
         started: dict[int, tuple[int, Tensor]] = {}
 
         def start(index: int, x: Tensor) -> Tensor:
@@ -137,6 +138,7 @@ class TorchTrace(Trace):
 
     @contextmanager
     def following(self) -> Iterator[None]:
+        _compat.load_forward_rules()
         with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
             yield
 
@@ -486,7 +488,7 @@ STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
 
 def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
-    recorder = TorchOpRecorder(lambda x: x.requires_grad, function)
+    recorder = TorchOpRecorder(lambda x: x.requires_grad, TorchModel(function))
     requests = recorder.requests
     root = recorder.follow(wrt)
     try:

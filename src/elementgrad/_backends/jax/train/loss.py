@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad._backends.jax._compat import dce_jaxpr
+from elementgrad._backends.jax._compat import dce_jaxpr, scan_sizes
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
 from elementgrad._backends.jax.train.rules import (
     MOVES,
@@ -196,7 +196,7 @@ class _PatchedInterpreter:
     def _scan(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         """Let the body of a scan close over patched arrays; what it scans over, or carries, is made whole."""
         params = equation.params
-        body, fixed, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
+        body, (fixed, carried) = params["jaxpr"], scan_sizes(params)
         consts = operands[:fixed]
         rest = [_make_whole(operand, "scan", self._on_use) for operand in operands[fixed:]]
 

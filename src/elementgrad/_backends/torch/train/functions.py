@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from elementgrad._backends.torch._compat import unsafe_view
+from elementgrad._backends.torch._compat import is_compiling, unsafe_view
 from elementgrad._backends.torch.train.kernels import TorchConvGrid, connect_leaves
 from elementgrad.errors import FrameworkError
 
@@ -158,7 +158,7 @@ def _split(values: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _differentiates_backward() -> bool:
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not is_compiling()
 
 
 class KernelFunction(torch.autograd.Function):
