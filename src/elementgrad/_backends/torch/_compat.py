@@ -37,7 +37,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 try:  # before 2.9 with vmap itself
     from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
 except ImportError:
-    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore[no-redef]
+    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore
 
 # Sweeps through a graph: the engine without the checks of `torch.autograd.grad`, and who else uses a memory.
 from torch._C import _storage_Use_Count as _storage_Use_Count
@@ -129,7 +129,7 @@ def decomposition_table() -> Any:
 def load_forward_rules() -> None:
     """Import the forward rules that PyTorch imports with the first dual tensor, without its warning about them.
 
-    They are written in TorchScript, of which PyTorch warns since 2.14 in the user's terminal.
+    They are written in TorchScript, of which PyTorch 2.15 warns in the user's terminal.
     """
     rules = "torch._decomp.decompositions_for_jvp"
     if rules not in sys.modules:
@@ -195,7 +195,7 @@ def default_store() -> Any:
 def fsdp_state(module: Any) -> tuple[Any, Any]:
     """Return the state that `fully_shard` keeps of a module, and its groups of parameters."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # one group or none before 2.12
+    groups = getattr(state, "_fsdp_param_groups", None)  # older versions have one group or none
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return state, groups
