@@ -19,10 +19,10 @@ from elementgrad._cone.maps import (
     Spread,
     Whole,
     Window,
-    broadcast,
-    moved,
-    reduced,
-    reshaped,
+    broadcast_axes,
+    move_axes,
+    reduce_axes,
+    regroup_axes,
     run_reshape,
 )
 
@@ -114,7 +114,7 @@ def boxes(shape: tuple[int, ...]) -> list[Box]:
 def test_reshapes_need_what_they_show(before, after):
     x = np.arange(int(np.prod(before))).reshape(before)
     y = x.reshape(after)
-    relation = reshaped(before, after)
+    relation = regroup_axes(before, after)
     for box in boxes(after):
         need = relation.need(box)
         part = run_reshape(x[tuple([slice(*i) for i in need])], relation, box)
@@ -135,14 +135,14 @@ def test_broadcasts_moves_and_reductions_follow_numpy(shape, data):
     axes = data.draw(st.permutations(range(len(shape))))
     ids = np.arange(int(np.prod(shape))).reshape(shape)
     turned = ids.transpose(axes)
-    relation = moved(shape, turned.shape, [list(axes).index(axis) for axis in range(len(shape))])
+    relation = move_axes(shape, turned.shape, [list(axes).index(axis) for axis in range(len(shape))])
     box = data.draw(st.sampled_from(boxes(turned.shape)))
     need = relation.need(box)
     assert set(turned[tuple([slice(*i) for i in box])].flat) == set(ids[tuple([slice(*i) for i in need])].flat)
     assert relation.reach(need) == box
 
     small = tuple([1 if data.draw(st.booleans()) else size for size in shape])
-    wide = broadcast(small, shape)
+    wide = broadcast_axes(small, shape)
     source = np.arange(int(np.prod(small))).reshape(small)
     box = data.draw(st.sampled_from(boxes(shape)))
     shown = np.broadcast_to(source, shape)[tuple([slice(*i) for i in box])]
@@ -150,10 +150,10 @@ def test_broadcasts_moves_and_reductions_follow_numpy(shape, data):
 
     summed = [axis for axis in range(len(shape)) if data.draw(st.booleans())]
     result = tuple([size for axis, size in enumerate(shape) if axis not in summed])
-    need = reduced(shape, result, summed, keepdim=False).need(whole(result))
+    need = reduce_axes(shape, result, summed, keepdim=False).need(whole(result))
     assert need == whole(shape)
 
 
 def test_an_empty_part_needs_and_reaches_nothing():
-    relation = broadcast((3, 1), (3, 4))
+    relation = broadcast_axes((3, 1), (3, 4))
     assert is_empty(relation.reach((Interval(1, 1), Interval(0, 1))))

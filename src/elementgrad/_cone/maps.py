@@ -339,13 +339,13 @@ def _touches(link: Link, operand: Box) -> bool:
     return not is_empty(meet(needed, tuple([operand[axis] for axis in link.operand])))
 
 
-def opaque(operand: Shape, result: Shape) -> Relation:
+def relate_all(operand: Shape, result: Shape) -> Relation:
     """Return the relation of an operation that has no rule: everything depends on everything."""
     link = Link(tuple(range(len(operand))), tuple(range(len(result))), Whole(operand, result))
     return Relation(operand, result, (link,))
 
 
-def broadcast(operand: Shape, result: Shape) -> Relation:
+def broadcast_axes(operand: Shape, result: Shape) -> Relation:
     """Return the relation of an elementwise operation, in which the operand broadcasts to the result."""
     lead = len(result) - len(operand)
     links = []
@@ -356,7 +356,7 @@ def broadcast(operand: Shape, result: Shape) -> Relation:
     return Relation(operand, result, tuple(links))
 
 
-def reduced(operand: Shape, result: Shape, axes: Sequence[int], keepdim: bool) -> Relation:
+def reduce_axes(operand: Shape, result: Shape, axes: Sequence[int], keepdim: bool) -> Relation:
     """Return the relation of a reduction over some axes."""
     links, at = [], 0
     for axis, size in enumerate(operand):
@@ -369,7 +369,7 @@ def reduced(operand: Shape, result: Shape, axes: Sequence[int], keepdim: bool) -
     return Relation(operand, result, tuple(links))
 
 
-def mixed(shape: Shape, axes: Sequence[int]) -> Relation:
+def mix_axes(shape: Shape, axes: Sequence[int]) -> Relation:
     """Return the relation of an operation that keeps the shape and mixes all of some axes, such as softmax."""
     links = []
     for axis, size in enumerate(shape):
@@ -378,7 +378,7 @@ def mixed(shape: Shape, axes: Sequence[int]) -> Relation:
     return Relation(shape, shape, tuple(links))
 
 
-def moved(operand: Shape, result: Shape, axes: Sequence[int | None]) -> Relation:
+def move_axes(operand: Shape, result: Shape, axes: Sequence[int | None]) -> Relation:
     """Return the relation of an operation that moves axes: `axes` has the axis of the result for each of the operand.
 
     None stands for an axis of size 1 that is dropped.
@@ -389,15 +389,15 @@ def moved(operand: Shape, result: Shape, axes: Sequence[int | None]) -> Relation
     return Relation(operand, result, tuple(links))
 
 
-def reshaped(operand: Shape, result: Shape) -> Relation:
+def regroup_axes(operand: Shape, result: Shape) -> Relation:
     """Return the relation of a reshape, with axes in groups of equal size on both sides.
 
-    >>> from elementgrad._cone.maps import reshaped
-    >>> [(link.operand, link.result) for link in reshaped((2, 6, 5), (2, 3, 2, 5)).links]
+    >>> from elementgrad._cone.maps import regroup_axes
+    >>> [(link.operand, link.result) for link in regroup_axes((2, 6, 5), (2, 3, 2, 5)).links]
     [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]
     """
     if not prod(operand):
-        return opaque(operand, result)
+        return relate_all(operand, result)
     links: list[Link] = []
     for left, right in axis_groups(operand, result):
         before, after = tuple([operand[axis] for axis in left]), tuple([result[axis] for axis in right])

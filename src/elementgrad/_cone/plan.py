@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elementgrad._cone.boxes import Box, Interval, Shape, is_empty, join, volume, whole
-from elementgrad._cone.maps import Relation, opaque
+from elementgrad._cone.maps import Relation, relate_all
 
 Tensor = Any
 Regions = Sequence[Tensor | None]
@@ -88,7 +88,7 @@ class ProgramOp:
     def opaque_relations(self) -> list[list[Relation | None]]:
         """Return the relations of an operation of which nothing is known."""
         return [
-            [None if result is None else opaque(operand.shape, result.shape) for operand in self.operands]
+            [None if result is None else relate_all(operand.shape, result.shape) for operand in self.operands]
             for result in self.results
         ]
 

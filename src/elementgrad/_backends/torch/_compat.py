@@ -438,7 +438,7 @@ def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 
 @contextmanager
-def function_apply_replaced(replace: Callable[..., Any]) -> Iterator[None]:
+def replace_function_apply(replace: Callable[..., Any]) -> Iterator[None]:
     """Replace `autograd.Function.apply`, which no mode sees. An `apply` that was bound before stays as it was."""
     function: Any = torch.autograd.Function
     original = vars(function)["apply"]

@@ -26,10 +26,10 @@ from elementgrad._cone.maps import (
     Prefix,
     Relation,
     Whole,
-    broadcast,
-    mixed,
-    opaque,
-    reduced,
+    broadcast_axes,
+    mix_axes,
+    reduce_axes,
+    relate_all,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Regions, Rule
 
@@ -41,23 +41,23 @@ Tensor = torch.Tensor
 @rule("clone", "_to_copy", "lift_fresh", "alias", "detach", "fill", "masked_fill", "where", "zeros_like")
 @rule("ones_like", "full_like", "empty_like", "contiguous", "_conj", "_neg_view", "rsub", "_prelu_kernel")
 @rule("log_sigmoid_forward", "hardswish", "index_fill_scalar", "isnan", "isfinite", "resolve_conj", "resolve_neg")
-def elementwise(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def elementwise_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     result = result_shape(op)
     if any(len(value.shape) > len(result) for value in op.operands):
         return None
-    return PartRule(op, [broadcast(value.shape, result) for value in op.operands])
+    return PartRule(op, [broadcast_axes(value.shape, result) for value in op.operands])
 
 
 @rule("copy")
-def copying(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def copy_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     """A write of all elements: nothing of what was there before is left."""
     target, source = op.operands
-    relations = [None, broadcast(source.shape, result_shape(op))]
+    relations = [None, broadcast_axes(source.shape, result_shape(op))]
     return CustomRule(op, relations, lambda regions, _, box: regions[1].to(target.dtype).expand(sizes(box)))
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-def filled(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def fill_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     """Results that have only the dtype and the device of the operand."""
     operand = op.operands[0]
 
@@ -74,32 +74,32 @@ def filled(op: ProgramOp, arguments: Arguments) -> Rule | None:
 @rule("sum", "mean", "amax", "amin", "prod", "logsumexp", "var", "std", "var_mean", "std_mean", "nansum", "any", "all")
 @rule("norm", "linalg_vector_norm", "argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "count_nonzero")
 @rule("aminmax", "kthvalue")
-def reduction(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def reduction_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x = arguments.get("self", arguments.get("input"))
     if len(op.operands) != 1 or not isinstance(x, ProgramValue):
-        return elementwise(op, arguments) if _compat.is_pointwise(op.details.func) else None
+        return elementwise_rule(op, arguments) if _compat.is_pointwise(op.details.func) else None
     axes = axes_of(arguments.get("dim"), len(x.shape))
     keepdim = bool(arguments.get("keepdim", False))
     work = float(prod([x.shape[axis] for axis in axes]))
-    return PartRule(op, [reduced(x.shape, result_shape(op), axes, keepdim)], work)
+    return PartRule(op, [reduce_axes(x.shape, result_shape(op), axes, keepdim)], work)
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax", "sort", "argsort", "_safe_softmax", "logit_softmax")
-def mixing(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def softmax_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x = arguments.get("self", arguments.get("input"))
     if len(op.operands) != 1 or not isinstance(x, ProgramValue):
         return None
-    return PartRule(op, [mixed(x.shape, axes_of(arguments["dim"], len(x.shape)))])
+    return PartRule(op, [mix_axes(x.shape, axes_of(arguments["dim"], len(x.shape)))])
 
 
 @rule("huber_loss", "smooth_l1_loss", "mse_loss", "l1_loss", "binary_cross_entropy", "soft_margin_loss")
 @rule("binary_cross_entropy_with_logits")
-def pointwise_loss(op: ProgramOp, arguments: Arguments) -> Rule | None:
-    return elementwise(op, arguments) if arguments["reduction"] == 0 else None
+def loss_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
+    return elementwise_rule(op, arguments) if arguments["reduction"] == 0 else None
 
 
 @rule("topk")
-def topk(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def topk_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x = arguments["self"]
     axis = arguments["dim"] % max(1, len(x.shape))
     if not x.shape:
@@ -112,7 +112,7 @@ def topk(op: ProgramOp, arguments: Arguments) -> Rule | None:
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cummax_helper")
-def cumulative(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def cumulative_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x = arguments["self"]
     if not x.shape or len(op.operands) != 1:
         return None
@@ -122,11 +122,11 @@ def cumulative(op: ProgramOp, arguments: Arguments) -> Rule | None:
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def layer_norm_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x, inner = arguments["input"], len(arguments["normalized_shape"])
     outer = len(x.shape) - inner
-    first = mixed(x.shape, range(outer, len(x.shape)))
-    relations = [first if value is x else opaque(value.shape, x.shape) for value in op.operands]
+    first = mix_axes(x.shape, range(outer, len(x.shape)))
+    relations = [first if value is x else relate_all(value.shape, x.shape) for value in op.operands]
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         y = tensors_of(op.details.run(*regions), 1)[0]
@@ -136,7 +136,7 @@ def layer_norm(op: ProgramOp, arguments: Arguments) -> Rule | None:
 
 
 @rule("native_group_norm")
-def group_norm(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def group_norm_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x, groups, channels = arguments["input"], arguments["group"], arguments["C"]
     by_group = Group(channels, channels, groups)
     space = [Link((a,), (a,), Whole((n,), (n,))) for a, n in enumerate(x.shape) if a > 1]
@@ -158,7 +158,7 @@ def group_norm(op: ProgramOp, arguments: Arguments) -> Rule | None:
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
-def batch_norm(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def batch_norm_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     """Statistics that are given leave all axes apart; those of the batch mix all but the channels."""
     x = arguments["input"]
     if len(x.shape) < 2:
@@ -168,7 +168,7 @@ def batch_norm(op: ProgramOp, arguments: Arguments) -> Rule | None:
     given = {name: arguments[name] for name in names if isinstance(arguments.get(name), ProgramValue)}
     order = [next((name for name, v in given.items() if v is value), None) for value in op.operands]
     axes = [axis for axis in range(len(x.shape)) if axis != 1] if training else []
-    relation = mixed(x.shape, axes)
+    relation = mix_axes(x.shape, axes)
     channel = Relation((x.shape[1],), x.shape, (Link((0,), (1,), Along(x.shape[1], x.shape[1])),))
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
@@ -204,7 +204,7 @@ def _product(op: ProgramOp, *operands: tuple[str, Sequence[int | None]]) -> Rule
         if id(value) in relations:
             return None
         relations[id(value)] = Relation(value.shape, result, tuple(links))
-    row = [relations.get(id(value)) or broadcast(value.shape, result) for value in op.operands]
+    row = [relations.get(id(value)) or broadcast_axes(value.shape, result) for value in op.operands]
     return PartRule(op, row, work)
 
 
@@ -221,7 +221,7 @@ RULES["ger"] = lambda op, _: _product(op, ("self", (0,)), ("vec2", (1,)))
 
 
 @rule("linear")
-def linear(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def linear_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     rank = len(arguments["input"].shape)
     return _product(op, ("input", (*range(rank - 1), None)), ("weight", (rank - 1, None)))
 
@@ -318,7 +318,7 @@ RULES.update(dict.fromkeys(MATRICES, _matrices))
 
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def fourier(op: ProgramOp, a: Arguments) -> Rule | None:
+def fourier_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, result = a["self"], result_shape(op)
     axes = axes_of(a["dim"], len(x.shape))
     links = [Link((i,), (i,), Whole((n,), (result[i],)) if i in axes else Along(n, n)) for i, n in enumerate(x.shape)]
@@ -326,7 +326,7 @@ def fourier(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_reduce", "index_fill")
-def scattering(op: ProgramOp, a: Arguments) -> Rule | None:
+def scatter_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     if not x.shape or len(set(op.operands)) < len(op.operands):
         return None
@@ -334,7 +334,7 @@ def scattering(op: ProgramOp, a: Arguments) -> Rule | None:
     relations = []
     for value in op.operands:
         if len(value.shape) != len(x.shape):
-            relations.append(opaque(value.shape, x.shape))
+            relations.append(relate_all(value.shape, x.shape))
             continue
         links = [
             Link((i,), (i,), Whole((n,), (x.shape[i],)) if i == axis else Along(n, x.shape[i]))
@@ -358,7 +358,7 @@ def _cut(box: Box, shape: tuple[int, ...], axis: int) -> tuple[Any, ...]:
 
 
 @rule("grid_sampler_2d", "grid_sampler_3d")
-def grid_sampler(op: ProgramOp, a: Arguments) -> Rule | None:
+def grid_sampler_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, grid, result = a["input"], a["grid"], result_shape(op)
     if x is grid:
         return None
@@ -372,7 +372,7 @@ def grid_sampler(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("_cdist_forward")
-def distances(op: ProgramOp, a: Arguments) -> Rule | None:
+def distance_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     rank = len(result_shape(op))
     if len(a["x1"].shape) != rank or a["x1"].shape[:-2] != a["x2"].shape[:-2]:
         return None
@@ -381,16 +381,16 @@ def distances(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("linalg_cross")
-def cross(op: ProgramOp, a: Arguments) -> Rule | None:
+def cross_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, other = a["self"], a["other"]
     if x.shape != other.shape:
         return None
-    relation = mixed(x.shape, [a["dim"] % len(x.shape)])
+    relation = mix_axes(x.shape, [a["dim"] % len(x.shape)])
     return PartRule(op, [relation, relation])
 
 
 @rule("renorm")
-def renormalization(op: ProgramOp, a: Arguments) -> Rule | None:
+def renorm_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     axis = a["dim"] % len(x.shape)
-    return PartRule(op, [mixed(x.shape, [i for i in range(len(x.shape)) if i != axis])])
+    return PartRule(op, [mix_axes(x.shape, [i for i in range(len(x.shape)) if i != axis])])

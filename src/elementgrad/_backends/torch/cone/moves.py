@@ -28,9 +28,9 @@ from elementgrad._cone.maps import (
     Spread,
     Whole,
     Window,
-    broadcast,
-    moved,
-    reshaped,
+    broadcast_axes,
+    move_axes,
+    regroup_axes,
     run_reshape,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
@@ -41,15 +41,15 @@ Tensor = torch.Tensor
 
 
 @rule("view", "reshape", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "view_copy", "flatten")
-def reshaping(op: ProgramOp, arguments: Arguments) -> Rule | None:
-    relation = reshaped(op.operands[0].shape, result_shape(op))
+def reshape_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
+    relation = regroup_axes(op.operands[0].shape, result_shape(op))
     if not prod(op.operands[0].shape):
         return None
     return CustomRule(op, [relation], lambda regions, needs, box: run_reshape(regions[0], relation, box), 0.0)
 
 
 @rule("permute", "transpose", "t", "numpy_T", "movedim")
-def permutation(op: ProgramOp, arguments: Arguments) -> Rule | None:
+def permutation_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     x = op.operands[0]
     rank = len(x.shape)
     name = op.name.rstrip("_").removesuffix("_copy")
@@ -63,17 +63,17 @@ def permutation(op: ProgramOp, arguments: Arguments) -> Rule | None:
         order = list(range(rank))[::-1]
     else:
         return None
-    return PartRule(op, [moved(x.shape, result_shape(op), [order.index(axis) for axis in range(rank)])], 0.0)
+    return PartRule(op, [move_axes(x.shape, result_shape(op), [order.index(axis) for axis in range(rank)])], 0.0)
 
 
 @rule("expand")
-def expansion(op: ProgramOp, arguments: Arguments) -> Rule | None:
-    relation = broadcast(op.operands[0].shape, result_shape(op))
+def expand_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
+    relation = broadcast_axes(op.operands[0].shape, result_shape(op))
     return CustomRule(op, [relation], lambda regions, needs, box: regions[0].expand(sizes(box)), 0.0)
 
 
 @rule("slice")
-def slicing(op: ProgramOp, a: Arguments) -> Rule | None:
+def slice_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, result, axis, step = a["self"], result_shape(op), a["dim"] % len(a["self"].shape), a["step"]
     start = 0 if a["start"] is None else a["start"]
     start = min(max(start + x.shape[axis] if start < 0 else start, 0), x.shape[axis])
@@ -83,30 +83,30 @@ def slicing(op: ProgramOp, a: Arguments) -> Rule | None:
     return CustomRule(op, [Relation(x.shape, result, tuple(links))], lambda r, needs, box: r[0][index], 0.0)
 
 
-def _selected(shape: tuple[int, ...], result: tuple[int, ...], axis: int, position: int) -> Relation:
+def _select_relation(shape: tuple[int, ...], result: tuple[int, ...], axis: int, position: int) -> Relation:
     links = [Link((axis,), (), Fixed(position))]
     links += [Link((i,), (i - (i > axis),), Along(n, n)) for i, n in enumerate(shape) if i != axis]
     return Relation(shape, result, tuple(links))
 
 
 @rule("select")
-def selection(op: ProgramOp, a: Arguments) -> Rule | None:
+def select_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     axis = a["dim"] % len(x.shape)
-    relation = _selected(x.shape, result_shape(op), axis, a["index"] % x.shape[axis])
+    relation = _select_relation(x.shape, result_shape(op), axis, a["index"] % x.shape[axis])
     return CustomRule(op, [relation], lambda regions, needs, box: regions[0].select(axis, 0), 0.0)
 
 
 @rule("unbind")
-def unbinding(op: ProgramOp, a: Arguments) -> Rule | None:
+def unbind_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     axis = a["dim"] % len(x.shape)
-    relations = [_selected(x.shape, shape, axis, position) for position, shape in enumerate(op.shapes)]
+    relations = [_select_relation(x.shape, shape, axis, position) for position, shape in enumerate(op.shapes)]
     return SplitRule(op, relations, lambda regions, needs, box: regions[0].select(axis, 0))
 
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk")
-def splitting(op: ProgramOp, a: Arguments) -> Rule | None:
+def split_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     axis, start, relations = a["dim"] % len(x.shape), 0, []
     for shape in op.shapes:
@@ -117,7 +117,7 @@ def splitting(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("cat")
-def concatenation(op: ProgramOp, a: Arguments) -> Rule | None:
+def cat_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     result = result_shape(op)
     axis = a["dim"] % max(1, len(result))
     relations: list[Relation | None] = []
@@ -137,7 +137,7 @@ def concatenation(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("constant_pad_nd")
-def constant_padding(op: ProgramOp, a: Arguments) -> Rule | None:
+def constant_pad_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, result, pad = a["self"], result_shape(op), list(a["pad"])
     before = [0] * len(x.shape)
     for i in range(len(pad) // 2):
@@ -161,7 +161,7 @@ def constant_padding(op: ProgramOp, a: Arguments) -> Rule | None:
     return CustomRule(op, [relation], run, 0.0)
 
 
-def _picked(op: ProgramOp, positions: dict[int, Any], expand: bool = False) -> Rule:
+def _pick_rule(op: ProgramOp, positions: dict[int, Any], expand: bool = False) -> Rule:
     """Return the rule of an operation that picks known positions along some axes of the result."""
     x, result = op.operands[0], result_shape(op)
     lead = len(result) - len(x.shape)
@@ -184,7 +184,7 @@ def _picked(op: ProgramOp, positions: dict[int, Any], expand: bool = False) -> R
 
 
 @rule("roll")
-def rolling(op: ProgramOp, a: Arguments) -> Rule | None:
+def roll_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, shifts, dims = a["self"], a["shifts"], a["dims"]
     if not dims or not x.shape:
         return None
@@ -193,35 +193,35 @@ def rolling(op: ProgramOp, a: Arguments) -> Rule | None:
         n = x.shape[dim % len(x.shape)]
         old = positions.get(dim % len(x.shape), np.arange(n))
         positions[dim % len(x.shape)] = np.roll(old, shift)
-    return _picked(op, positions)
+    return _pick_rule(op, positions)
 
 
 @rule("flip")
-def flipping(op: ProgramOp, a: Arguments) -> Rule | None:
+def flip_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
-    return _picked(op, {dim % len(x.shape): np.arange(x.shape[dim])[::-1].copy() for dim in a["dims"]})
+    return _pick_rule(op, {dim % len(x.shape): np.arange(x.shape[dim])[::-1].copy() for dim in a["dims"]})
 
 
 @rule("repeat")
-def repetition(op: ProgramOp, a: Arguments) -> Rule | None:
+def repeat_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, result = a["self"], result_shape(op)
     lead = len(result) - len(x.shape)
     if 0 in result:
         return None
-    return _picked(op, {i: np.arange(result[lead + i]) % n for i, n in enumerate(x.shape)}, expand=True)
+    return _pick_rule(op, {i: np.arange(result[lead + i]) % n for i, n in enumerate(x.shape)}, expand=True)
 
 
 @rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
-def reflection(op: ProgramOp, a: Arguments) -> Rule | None:
-    return _padded(op, a, "reflect")
+def reflection_rule(op: ProgramOp, a: Arguments) -> Rule | None:
+    return _pad_rule(op, a, "reflect")
 
 
 @rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
-def replication(op: ProgramOp, a: Arguments) -> Rule | None:
-    return _padded(op, a, "edge")
+def replication_rule(op: ProgramOp, a: Arguments) -> Rule | None:
+    return _pad_rule(op, a, "edge")
 
 
-def _padded(op: ProgramOp, a: Arguments, mode: Any) -> Rule | None:
+def _pad_rule(op: ProgramOp, a: Arguments, mode: Any) -> Rule | None:
     x, pad = a["self"], list(a["padding"])
     positions = {}
     for i in range(len(pad) // 2):
@@ -230,21 +230,21 @@ def _padded(op: ProgramOp, a: Arguments, mode: Any) -> Rule | None:
         if min(before, behind) < 0:
             return None
         positions[axis] = np.pad(np.arange(x.shape[axis]), (before, behind), mode=mode)
-    return _picked(op, positions)
+    return _pick_rule(op, positions)
 
 
 @rule("tril", "triu")
-def triangle(op: ProgramOp, a: Arguments) -> Rule | None:
+def triangle_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, keep = a["self"], torch.tril if op.name.startswith("tril") else torch.triu
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         return keep(regions[0], a["diagonal"] + box[-2].start - box[-1].start)
 
-    return CustomRule(op, [broadcast(x.shape, x.shape)], run)
+    return CustomRule(op, [broadcast_axes(x.shape, x.shape)], run)
 
 
 @rule("diagonal")
-def diagonal(op: ProgramOp, a: Arguments) -> Rule | None:
+def diagonal_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, result, rank = a["self"], result_shape(op), len(a["self"].shape)
     one, other = a["dim1"] % rank, a["dim2"] % rank
     starts = {one: max(0, -a["offset"]), other: max(0, a["offset"])}
@@ -257,7 +257,7 @@ def diagonal(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("unfold")
-def unfolding(op: ProgramOp, a: Arguments) -> Rule | None:
+def unfold_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, result = a["self"], result_shape(op)
     if not x.shape:
         return None
@@ -275,13 +275,13 @@ def unfolding(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("embedding")
-def embedding(op: ProgramOp, a: Arguments) -> Rule | None:
+def embedding_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     weight, indices = a["weight"], a["indices"]
     return _lookup(op, weight, 0, indices, list(range(len(indices.shape))), a["padding_idx"])
 
 
 @rule("index_select")
-def index_selection(op: ProgramOp, a: Arguments) -> Rule | None:
+def index_select_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, index = a["self"], a["index"]
     if not x.shape or len(index.shape) != 1:
         return None
@@ -290,7 +290,7 @@ def index_selection(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("index")
-def indexing(op: ProgramOp, a: Arguments) -> Rule | None:
+def index_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     """One index array along one axis; several are whole."""
     given = [(axis, index) for axis, index in enumerate(a["indices"]) if index is not None]
     if len(given) != 1 or known_value(given[0][1]) is None:
@@ -340,7 +340,7 @@ def _lookup(
 
 
 @rule("gather")
-def gathering(op: ProgramOp, a: Arguments) -> Rule | None:
+def gather_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, index = a["self"], a["index"]
     if x is index or not x.shape:
         return None
@@ -361,14 +361,14 @@ def gathering(op: ProgramOp, a: Arguments) -> Rule | None:
         assert need is not None
         return torch.gather(regions[0], axis, regions[1] - need[axis].start)
 
-    return CustomRule(op, [relation, broadcast(index.shape, result)], run, 0.0)
+    return CustomRule(op, [relation, broadcast_axes(index.shape, result)], run, 0.0)
 
 
 # Writes, as functionalization makes them
 
 
 @rule("slice_scatter")
-def slice_writing(op: ProgramOp, a: Arguments) -> Rule | None:
+def slice_scatter_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, source, step = a["self"], a["src"], a["step"]
     if x is source:
         return None
@@ -378,7 +378,7 @@ def slice_writing(op: ProgramOp, a: Arguments) -> Rule | None:
     start = min(max(start + n if start < 0 else start, 0), n)
     links = [Link((i,), (i,), Along(m, m)) for i, m in enumerate(x.shape) if i != axis]
     links.append(Link((axis,), (axis,), Spread(source.shape[axis], n, 1, step, -start)))
-    relations = [broadcast(x.shape, result), Relation(source.shape, result, tuple(links))]
+    relations = [broadcast_axes(x.shape, result), Relation(source.shape, result, tuple(links))]
 
     def run(regions: list[Any], needs: Sequence[Box | None], box: Box) -> Tensor:
         base, written, need = regions[0], regions[1], needs[1]
@@ -392,14 +392,14 @@ def slice_writing(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("select_scatter")
-def select_writing(op: ProgramOp, a: Arguments) -> Rule | None:
+def select_scatter_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, source = a["self"], a["src"]
     if x is source:
         return None
     axis, result = a["dim"] % len(x.shape), result_shape(op)
     position = a["index"] % x.shape[axis]
     links = [Link((i - (i > axis),), (i,), Along(n, n)) for i, n in enumerate(x.shape) if i != axis]
-    relations = [broadcast(x.shape, result), Relation(source.shape, result, tuple(links))]
+    relations = [broadcast_axes(x.shape, result), Relation(source.shape, result, tuple(links))]
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         inside = box[axis].start <= position < box[axis].stop

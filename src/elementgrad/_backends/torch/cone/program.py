@@ -375,10 +375,10 @@ def _known_shapes(name: str, args: Any) -> Any:
 
 
 @contextmanager
-def _custom_rules_noted(recorder: ProgramRecorder) -> Iterator[None]:
+def _note_custom_rules(recorder: ProgramRecorder) -> Iterator[None]:
     """Note each user's own `autograd.Function` as one operation."""
 
-    def patched(apply: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def note(apply: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.functionalized:
             raise NoConeError("an autograd.Function runs beside writes to views")
         if not any(isinstance(x, LazyTensor) for x in args):
@@ -389,7 +389,7 @@ def _custom_rules_noted(recorder: ProgramRecorder) -> Iterator[None]:
         recorder.note_custom(apply, args, result)
         return result
 
-    with _compat.function_apply_replaced(patched):
+    with _compat.replace_function_apply(note):
         yield
 
 
@@ -450,7 +450,7 @@ class TorchProgram(RecordedProgram):
         with scope():
             defer(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)  # or it would hand what is recorded to later runs
-            with isolated(run.function), _custom_rules_noted(recorder), scope():
+            with isolated(run.function), _note_custom_rules(recorder), scope():
                 for position, x in enumerate(inputs):
                     if x is not None:
                         lazy = recorder.make_input(x)

@@ -38,7 +38,7 @@ LARGEST_PROBE = 10**7
 
 
 @rule("convolution")
-def convolution(op: ProgramOp, a: Arguments) -> Rule | None:
+def convolution_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x, weight, bias, groups, transposed = a["input"], a["weight"], a["bias"], a["groups"], a["transposed"]
     space = len(weight.shape) - 2
     result = result_shape(op)
@@ -127,7 +127,7 @@ def per_axis(values: Sequence[int], count: int) -> list[int]:
 
 
 @rule("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d", "max_pool2d", "max_pool3d")
-def max_pool(op: ProgramOp, a: Arguments) -> Rule | None:
+def max_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     space = len(a["kernel_size"]) if len(a["kernel_size"]) > 1 else {"1": 1, "2": 2, "3": 3}[op.name[8]]
     kernel = per_axis(a["kernel_size"], space)
@@ -194,7 +194,7 @@ def _probe(op: ProgramOp, probes: Sequence[Callable[[Tensor], Tensor]]) -> Rule 
 
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def avg_pool(op: ProgramOp, a: Arguments) -> Rule | None:
+def avg_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     if a.get("divisor_override") is not None:
         return None
     space = int(op.name[8])
@@ -210,28 +210,28 @@ def avg_pool(op: ProgramOp, a: Arguments) -> Rule | None:
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d")
-def adaptive_avg_pool(op: ProgramOp, a: Arguments) -> Rule | None:
+def adaptive_avg_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     out = a["output_size"]
     return _probe(op, [partial(functional.adaptive_avg_pool1d, output_size=n) for n in out])
 
 
 @rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
-def upsample_linear(op: ProgramOp, a: Arguments) -> Rule | None:
+def linear_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     return _upsample(op, a, lambda x, n, s: _compat.upsample("upsample_linear1d", x, n, s, a["align_corners"]))
 
 
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def upsample_nearest(op: ProgramOp, a: Arguments) -> Rule | None:
+def nearest_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     return _upsample(op, a, lambda x, n, s: _compat.upsample("upsample_nearest1d", x, n, s))
 
 
 @rule("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
-def upsample_nearest_exact(op: ProgramOp, a: Arguments) -> Rule | None:
+def exact_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     return _upsample(op, a, lambda x, n, s: _compat.upsample("_upsample_nearest_exact1d", x, n, s))
 
 
 @rule("upsample_bicubic2d")
-def upsample_cubic(op: ProgramOp, a: Arguments) -> Rule | None:
+def cubic_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     def along(x: Tensor, n: int, scale: float | None) -> Tensor:
         return _compat.upsample_cubic(x.unsqueeze(-1), n, a["align_corners"], scale).squeeze(-1)
 
@@ -260,7 +260,7 @@ def _along(resize: Callable[[Tensor, int, float | None], Tensor], size: int, sca
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"
 )
 @rule("_scaled_dot_product_efficient_attention")
-def attention(op: ProgramOp, a: Arguments) -> Rule | None:
+def attention_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     """Rows of the query are apart. They need all keys, or those up to their own where attention is causal."""
     query, key, value = a["query"], a["key"], a["value"]
     mask = a.get("attn_mask", a.get("attn_bias"))
