@@ -8,6 +8,7 @@ import torch  # noqa: F401  (before TensorFlow: the other order is known to cras
 
 from benchmarks import (
     command_line,
+    cones,
     distributed,
     edits,
     explaining,
@@ -25,6 +26,7 @@ SUITES = {
     **edits.SUITES,
     **jacobians.SUITES,
     **names.SUITES,
+    **cones.SUITES,
     **explaining.SUITES,
     **sparse.SUITES,
     **distributed.SUITES,
