@@ -31,21 +31,22 @@ def torch_rows() -> Iterator[Row]:
     model = convolutions()
     for size in (SIDE, LARGE):
         x, place = torch.randn(1, 3, size, size), (0, 3, size // 2, size // 2)
-        J = eg.jacobian(model, x, cone=True)
+        jacobian = eg.jacobian(model, x, cone=True)
 
         def first(x: Any = x, place: Any = place) -> Any:
             return eg.grad(model, x, of=eg.at("output")[place], wrt="input")
 
-        def other(J: Any = J, place: Any = place) -> Any:
-            return J[place, :]
+        def other(jacobian: Any = jacobian, place: Any = place) -> Any:
+            return jacobian[place, :]
 
         def whole(x: Any = x, place: Any = place) -> Any:
             return plain(model, x, place)
 
         name = f"torch six convolutions, {size} pixels"
         limit = 20 if size == LARGE else None
-        yield agree(Row(f"{name}, first element", first, whole, "forward and backward", FIRST, most_mb=limit, repeats=5))
-        yield agree(Row(f"{name}, another element", other, whole, "forward and backward", OTHER, repeats=5))
+        peer = "forward and backward"
+        yield agree(Row(f"{name}, first element", first, whole, peer, FIRST, most_mb=limit, repeats=5))
+        yield agree(Row(f"{name}, another element", other, whole, peer, OTHER, repeats=5))
 
     mixer = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Softmax(0), nn.Linear(512, 512))
     x = torch.randn(512, 512)
