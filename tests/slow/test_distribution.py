@@ -25,7 +25,9 @@ def run(*command, cwd=None):
 
 
 def files(folder):
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    """List the files of a folder, without what Python and linters keep there."""
+    found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path) for path in found if not any(part.endswith("_cache") for part in path.parts)}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,6 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     code = "import elementgrad as eg; print(eg.__file__, eg.at('w[1, 0]').select(shape=(2, 3)).flat())"
     where, *numbers = run(python, "-c", code, cwd=tmp_path).split()
     assert tmp_path in Path(where).parents
-    assert numbers == ["[3]"]
+    assert numbers == ["3"]
     installed = files(Path(where).parent)
     assert installed >= {"py.typed", "_show/page.html", "_tour/digits.npz", "_tour/cells/tour_torch.py"}

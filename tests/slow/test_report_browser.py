@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
         Code(long, python=False),
         Facts([(long, long)]),
         Callout(long, [long], "bad"),
-        StepList([(1, long, False), (2, long, True)]),
+        StepList([(1, long, False, long), (2, long, True, long)]),
         Table([long, "b"], [[long, "1"]], "a note"),
         Image.of(np.arange(6.0).reshape(2, 3), title=long),
         NumbersTable.of(np.float32([[0.1, -2.5], [np.nan, np.inf]]), "a/b c"),

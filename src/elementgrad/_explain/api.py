@@ -282,7 +282,9 @@ class Explanation(pytree.Leaf):
             return self._diagnosis("nonfinite", self._why_nonfinite(trace, path, probe, value), path)
         suspects = suspect_hints(trace.graph)
         replay = Replay(trace, *probe.seeds, probe.wrt)
-        if suspects and self._may_probe and probe.mismatches(gradient, replay):
+        written_outside = any(hint.op is not None and hint.op.cut_cause == "left-framework" for hint in suspects)
+        mismatch = bool(suspects) and self._may_probe and probe.mismatches(gradient, replay)
+        if mismatch or (written_outside and self._may_probe and probe.mismatches_runs(gradient)):
             return self._diagnosis("mismatch" if gradient.any() else "zero", blame_hints(suspects), path)
         rounding = bool(gradient.any()) and probe.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():

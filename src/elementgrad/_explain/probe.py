@@ -121,6 +121,30 @@ class Probe:
         far = abs(verdict.difference - entry) > MISMATCH * max(abs(verdict.difference), abs(entry))
         return verdict.agrees is False and far
 
+    def mismatches_runs(self, gradient: np.ndarray) -> bool:
+        """Return True if two runs of the function itself show another slope than the gradient.
+
+        A replay knows nothing of what NumPy wrote to the memory of a tensor, which a run does again.
+        """
+        _, weights = self.seeds
+        index = int(np.argmax(np.abs(gradient)))
+        position, entry = int(self.wrt[index]), float(gradient[index])
+        number = float(real_parts(self.backend, self.wrt_operand.tensor)[position])
+        epsilon = EPSILON[self.dtype]
+        step = epsilon ** (1 / 3) * max(1.0, abs(number))
+        sampled, sides = SampledCall(self.call, self.source, self.target), []
+        for by in (-step, step):
+            if not self.affords_run():
+                return False
+            try:
+                parts = sampled.parts_at(sampled.move(self._base(), [position], np.array([by])), self.of)
+            except Exception:  # the user's function, at numbers that are not theirs
+                return False
+            sides.append(float(weights @ parts))
+        slope = (sides[1] - sides[0]) / (2 * step)
+        noise = ROUNDING * epsilon * max(map(abs, sides)) / step
+        return abs(slope - entry) > MISMATCH * max(abs(slope), abs(entry)) + noise
+
     def gradient_size(self, dtype: str = "float64") -> float | None:
         """Return the size of the gradient in another precision; None if the function does not accept it."""
         of, weights = self.seeds
