@@ -185,6 +185,27 @@ def test_what_has_no_cone_says_why(f, options, text):
         eg.grad(f, x, **{"of": "output[0, 0]" if "batch" not in options else "output[0]", "cone": True, **options})
 
 
+def _doubled_by_data(x: Tensor) -> Tensor:
+    h = x * 3
+    h.data.mul_(2)
+    return h * h
+
+
+def _replaced_by_data(x: Tensor) -> Tensor:
+    h = x * 3
+    h.data = x.detach() * 5
+    return h * h
+
+
+@pytest.mark.parametrize("f", [_doubled_by_data, _replaced_by_data])
+def test_writes_to_the_data_of_a_tensor_go_the_plain_way(f):
+    x = torch.full((400, 300), 0.7)
+    found, plain = (eg.grad(f, x, of="output[3, 4]", wrt="x[3, 4]", cone=cone) for cone in (None, False))
+    torch.testing.assert_close(found, plain)
+    with pytest.raises(eg.FrameworkError, match="the data of a tensor"):
+        eg.grad(f, x, of="output[3, 4]", cone=True)
+
+
 def test_hooks_and_numpy_go_the_plain_way_by_themselves():
     x = torch.ones(400, 300)
     torch.testing.assert_close(eg.grad(_hooked, x, of="output[3, 4]", wrt="x[3, 4]"), torch.tensor(6.0))

@@ -87,6 +87,8 @@ class LazyTensor(Tensor):
 
 LEAVING = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage)
 """Functions that give numbers or memory to something that is not PyTorch."""
+DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+"""Access to the numbers of a tensor apart from its gradient, of which an operation on them leaves no trace."""
 HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
 
 
@@ -109,6 +111,8 @@ class Refusal(TorchFunctionMode):
                     raise NoConeError("a tensor is written to without its gradient")
         if func in LEAVING:
             raise NoConeError("numbers leave PyTorch on the way")
+        if func in DATA and (isinstance(args[0], LazyTensor) or _compat.is_functional_tensor(args[0])):
+            raise NoConeError("the data of a tensor is used apart from its gradient")
         if func in HOOKS:
             raise NoConeError("a gradient hook is registered on the way")
         return func(*args, **(kwargs or {}))
