@@ -154,6 +154,13 @@ def test_nothing_is_disturbed():
     assert torch.ones(2).add_(1).sum() == 4  # no mode is left on
 
 
+def test_forward_hooks_get_tensors_with_numbers():
+    model, x, seen = convolutions(), image(256), []
+    model[2].register_forward_hook(lambda module, args, output: seen.append(output))
+    eg.grad(model, x, of="2[0, 1, 100, 90]", wrt="input")
+    assert [float(y.detach().abs().sum()) > 0 for y in seen] == [True]
+
+
 def test_the_same_dropout_mask_as_the_plain_way():
     model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(0.5), nn.Conv2d(2, 2, 3)), torch.randn(1, 1, 9, 9)
     for _ in range(3):

@@ -183,6 +183,8 @@ class ProgramRecorder(_compat.TorchDispatchMode):
         self.custom_nodes: set[Any] = set()
         """The nodes of the graph that users' own rules made."""
         self._limit = limit
+        self.automatic = limit is not None
+        """True if the user did not ask for a cone."""
         self.functionalized = functionalized
         """True if PyTorch makes in-place writes plain before they are recorded."""
         self._constants: dict[int, ProgramValue] = {}
@@ -404,12 +406,17 @@ MODULE_STATE = frozenset(vars(torch.nn.Module()))
 class _ModuleStates:
     """A hook before each call of a module: its attributes are restored at the end, as it may keep what is recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, automatic: bool):
         self._seen: set[int] = set()
+        self._automatic = automatic
 
     def __call__(self, module: Any, _: Any) -> None:
         if id(module) in self._seen:
             return
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if self._automatic and not all(map(_is_ours, hooks)):
+            # Such a hook often keeps what it is given, and would be left with tensors that have no numbers.
+            raise NoConeError("a forward hook of a module is on the way")
         self._seen.add(id(module))
         defer(restore_attributes, module, dict(module.__dict__))
         for name, value in list(module.__dict__.items()):
@@ -417,6 +424,10 @@ class _ModuleStates:
                 defer(value.__setitem__, slice(None), list(value))
             elif type(value) is dict and name not in MODULE_STATE:
                 defer(_restore_dict, value, dict(value))
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("elementgrad.")
 
 
 def _restore_dict(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -461,7 +472,7 @@ class TorchProgram(RecordedProgram):
                         values[position] = lazy.value
                         source = _compat.to_functional(lazy) if recorder.functionalized else lazy
                         sources[position] = source.requires_grad_() if x.is_floating_point() else source
-                add_hook(_compat._global_forward_pre_hooks, _ModuleStates())
+                add_hook(_compat._global_forward_pre_hooks, _ModuleStates(recorder.automatic))
                 enter_mode(Refusal(recorder))
                 enter_mode(recorder)
                 if recorder.functionalized:
