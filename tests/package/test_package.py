@@ -16,8 +16,8 @@ FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_backends"}
 """What backends may build on; all else builds on them."""
 INTERFACES = {
-    *("_edit.backend", "_read.backend", "_read.recorder", "_train.backend", "_train.trainer", "_train.freeze"),
-    *("_train.numbers", "_explain.backend", "_explain.trace", "_explain.dependence"),
+    *("_edit.backend", "_read.backend", "_read.recorder", "_train.trainer", "_train.numbers"),
+    *("_explain.backend", "_explain.trace", "_explain.dependence"),
 }
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}

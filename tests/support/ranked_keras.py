@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from elementgrad._backends import topk as ranks
+from elementgrad._train.trainer import TopBackend as ranks
 from elementgrad._backends.tensorflow.names import KerasModel
 from tests.support import keras_models
 from tests.support.ranked import Ranked

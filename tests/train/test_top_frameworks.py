@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad._backends import topk as ranks
+from elementgrad._train.trainer import TopBackend as ranks
 from elementgrad._backends.jax import top as jax_scores
 from elementgrad._backends.jax.autodiff import JaxLinearization
 

@@ -13,7 +13,7 @@ from tensorflow.python.eager.context import context
 from tensorflow.python.framework import op_callbacks
 
 import elementgrad as eg
-from elementgrad._backends import topk as ranks
+from elementgrad._train.trainer import TopBackend as ranks
 from tests.support.ranked import HOW, assert_best
 from tests.support.ranked_keras import WIDE, RankedKeras, conv, drawn, finished, mlp
 

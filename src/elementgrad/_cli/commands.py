@@ -37,7 +37,7 @@ from elementgrad._names.call import BoundCall
 from elementgrad._optional import require
 from elementgrad._read.budget import parse_budget
 from elementgrad._train.api import reverse_patch
-from elementgrad._train.resolve import trainer_of
+from elementgrad._train.routing import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
 

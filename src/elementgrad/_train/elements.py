@@ -7,6 +7,7 @@ on values that live apart from the parameters.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,8 @@ from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.history import ElementChange, TensorHistory
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch, shorten
-from elementgrad._train.resolve import resolve
-from elementgrad._train.routing import differentiate, explain_unconnected, route_losses, unconnected_error
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, Trainer
+from elementgrad._train.routing import differentiate, explain_unconnected, resolve, route_losses, unconnected_error
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, Trainer, groups_by_tensor
 from elementgrad.errors import ElementgradError, FrameworkError, OptionError, PatchError, PlaceError
 
 Tensor = Any
@@ -108,7 +108,7 @@ class Elements(Tabular):
         >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
         """
         self._require("parameters")
-        self._sync()
+        self._trainer.sync(self._groups)
         return iter([group.leaf for group in self._groups])
 
     @property
@@ -128,7 +128,7 @@ class Elements(Tabular):
 
     def __getitem__(self, place: Place | str) -> Tensor:
         self._require_training()
-        self._sync()
+        self._trainer.sync(self._groups)
         return self._find(place).leaf
 
     def __iter__(self) -> Iterator[Place]:
@@ -395,20 +395,21 @@ class Elements(Tabular):
         """
         if self._undone:
             return  # the values that are there now are not these elements'
-        self._sync()
+        self._trainer.sync(self._groups)
         self._require_unchanged("undo")
-        for group in self._groups:
-            later = self._history(group).find_overlap(group.positions, after=group.change)
-            if later is not None:
-                raise PatchError(f"{later.place} was changed after {group.place} and is over it; undo that one first")
+        for history, own in self._histories():
+            overlap = history.find_later([group.change for group in own])
+            if overlap is not None:
+                change, later = overlap
+                raise PatchError(f"{later.place} was changed after {change.place} and is over it; undo that one first")
         defer(self._undo)  # runs to its end even if an interrupt comes
 
     def _undo(self) -> None:
         for group in self._groups:
             self._trainer.restore(group)
+        self._trainer.sync(self._groups)
         if not self._training:
-            for group in self._groups:
-                self._history(group).remove(group.change)
+            self._forget_changes()
             self._undone = True
 
     @with_cleanup
@@ -435,16 +436,17 @@ class Elements(Tabular):
         self._trainer.stop(self._groups)
         for group in self._groups:
             group.change.written = self._trainer.read_bits(group.tensor, group.positions)[1]
-            if not keep:
-                self._history(group).remove(group.change)
+        if not keep:
+            self._forget_changes()
         self._undone = not keep
         self._training = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # a copy, with a model of its own whose tensors have no history yet
-        for group in self._groups:
-            if not self._undone:
-                self._history(group).add(group.change)
+        self.__dict__.pop("_group_at", None)
+        for history, own in self._histories():
+            for group in own if not self._undone else []:
+                history.add(group.change)
 
     def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype")]
@@ -455,18 +457,24 @@ class Elements(Tabular):
         return rows
 
     def _find(self, place: Place | str) -> ElementGroup:
-        target = resolve(self._trainer, place)
-        for group in self._groups:
-            if group.tensor is target.tensor and np.array_equal(group.positions, target.positions):
-                return group
+        (target,) = resolve(self._trainer, [place])
+        group = self._group_at.get((id(target.tensor), int(target.positions[0])))
+        if group is not None and np.array_equal(group.positions, target.positions):
+            return group
         raise PlaceError(f"{target.place} is not one of these places: {listed([str(place) for place in self.places])}")
 
-    def _history(self, group: ElementGroup) -> TensorHistory:
-        return self._trainer.history(group.tensor)
+    @cached_property
+    def _group_at(self) -> dict[tuple[int, int], ElementGroup]:
+        """The group that begins with an element, by parameter and position; no two of them share an element."""
+        return {(id(group.tensor), int(group.positions[0])): group for group in self._groups}
 
-    def _sync(self) -> None:
-        for group in self._groups:
-            self._trainer.sync(group)
+    def _histories(self) -> list[tuple[TensorHistory, list[ElementGroup]]]:
+        """Return the history of each parameter, with its groups."""
+        return [(self._trainer.history(own[0].tensor), own) for own in groups_by_tensor(self._groups)]
+
+    def _forget_changes(self) -> None:
+        for history, own in self._histories():
+            history.remove_all([group.change for group in own])
 
     def _by_place(self, tensors: Sequence[Tensor]) -> Values:
         return {str(group.place): tensor for group, tensor in zip(self._groups, tensors, strict=True)}
@@ -503,11 +511,11 @@ class Elements(Tabular):
         for number, array in arrays.items():
             group = self._groups[number]
             history = self._trainer.history(array)
-            for change in self._history(group).changes():
+            for change in self._trainer.history(group.tensor).changes():
                 if change not in history.changes():
                     history.add(change)
             written = self._trainer.read_bits(array, group.positions)[1]
-            history.add(ElementChange(str(group.place), group.positions, group.change.bits, written))
+            history.add(ElementChange(group.place, group.positions, group.change.bits, written))
 
     def _require(self, method: str) -> None:
         self._require_supported(method)
@@ -530,17 +538,19 @@ class Elements(Tabular):
         """Raise a `PatchError` if the elements were overwritten since, so that there is nothing to save or undo."""
         if isinstance(self._trainer, FunctionalTrainer):
             return
-        for group in self._groups:
-            # After model.half() and the like the bytes differ, and the originals can still be put back.
-            converted = self._trainer.dtype_name(group.originals) != self._trainer.dtype_name(group.tensor)
-            if group.change not in self._history(group).changes() and not (converted and verb == "undo"):
-                raise PatchError(f"{group.place} was written over or taken back since; there is nothing to {verb}")
+        for history, own in self._histories():
+            known = set(map(id, history.changes()))
+            for group in [group for group in own if id(group.change) not in known]:
+                # After model.half() and the like the bytes differ, and the originals can still be put back.
+                converted = self._trainer.dtype_name(group.originals) != self._trainer.dtype_name(group.tensor)
+                if not (converted and verb == "undo"):
+                    raise PatchError(f"{group.place} was written over or taken back since; there is nothing to {verb}")
 
 
 def patch_of(elements: Elements, full: bool = False) -> Patch:
     """Return the patch that `elements.save` writes."""
     trainer, groups = elements._trainer, elements._groups
-    elements._sync()
+    trainer.sync(groups)
     elements._require_unchanged("save")
     return Patch(tuple([_entry(trainer, group, full) for group in groups]))
 

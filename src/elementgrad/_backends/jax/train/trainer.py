@@ -16,9 +16,8 @@ from elementgrad._backends.jax.train.loss import TracedLoss
 from elementgrad._backends.jax.train.rules import PatchedArray
 from elementgrad._names import pytree
 from elementgrad._place import grammar
-from elementgrad._train.backend import TrainBackend
 from elementgrad._train.numbers import cast_array
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace, TrainBackend
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PatchError, PlaceError
 
 Array = jax.Array

@@ -19,9 +19,8 @@ from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_sta
 from elementgrad._backends.tensorflow.distributed import copies, unwrap
 from elementgrad._backends.tensorflow.train.kernels import KerasLookup
 from elementgrad._cleanup import assign, close_scopes_after, scope
-from elementgrad._train.freeze import FreezeClaim, Freezer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
-from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
+from elementgrad._train.trainer import ElementGroup, FreezeClaim, Freezer, PartialParameter, ResolvedPlace
 
 Tensor = Any
 """A tf.Tensor, a tf.Variable or a Keras variable."""

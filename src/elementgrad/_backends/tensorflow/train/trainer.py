@@ -24,9 +24,14 @@ from elementgrad._backends.tensorflow.train.parameter import (
     partial_parameter_of,
     take,
 )
-from elementgrad._train.backend import TrainBackend
-from elementgrad._train.freeze import TrainingState
-from elementgrad._train.trainer import ResolvedPlace, Trainer
+from elementgrad._train.trainer import (
+    ResolvedPlace,
+    TrainBackend,
+    Trainer,
+    TrainingState,
+    groups_by_tensor,
+    parameters_of,
+)
 from elementgrad.errors import DtypeError, FrameworkError, OptionError
 
 Tensor = Any

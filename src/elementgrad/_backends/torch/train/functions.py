@@ -5,7 +5,7 @@ embedding and `BagFunction` an embedding bag; their leaves get their gradients f
 `AliasFunction` is for all other uses of a parameter. The parameter itself gets a gradient too if it asks for one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,75 +153,49 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _split(values: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return (values,) if len(sizes) == 1 else values.split_with_sizes(sizes)
-
-
 def _differentiates_backward() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class KernelFunction(torch.autograd.Function):
-    """An operation of a layer. The leaves are those of the weight, followed by those of the bias."""
+    """An operation of a layer. The leaves of the weight are one vector, and so are those of the bias."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        op: Any,
-        kernels: tuple[Any, Any],
-        sizes: tuple[Sequence[int], Sequence[int]],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *leaves: Tensor,
+        ctx: Any, op: Any, kernels: tuple[Any, Any], x: Tensor, weight: Tensor, bias: Any, leaf: Any, bias_leaf: Any
     ) -> Tensor:
         output, *saved = op.forward(x, weight, bias)
-        ctx.op, ctx.kernels, ctx.sizes = op, kernels, sizes
+        ctx.op, ctx.kernels = op, kernels
         ctx.bias_shape = None if bias is None else bias.shape
         # Only what the backward needs is saved, as autograd refuses a backward if a saved tensor was written to.
-        needs_weight = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        ctx.leaf_count = len(sizes[0]) if needs_weight else 0
-        ctx.save_for_backward(x, weight if needs_weight else None, *leaves[: ctx.leaf_count], *saved)
+        needs_weight = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        ctx.save_for_backward(x, *((weight, leaf) if needs_weight else (None, None)), *saved)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        op, (weight_kernel, bias_kernel), (weight_sizes, bias_sizes) = ctx.op, ctx.kernels, ctx.sizes
-        x, weight, *others = ctx.saved_tensors
-        leaves, saved = others[: ctx.leaf_count], others[ctx.leaf_count :]
-        if leaves and _differentiates_backward():
-            values = torch.cat(leaves)
-            if isinstance(weight_kernel, Tensor):
-                weight = connect_leaves(weight, weight_kernel, values)
-            else:
-                weight = weight_kernel.connect(weight, values)
-        _, _, _, input_wanted, weight_wanted, bias_wanted, *leaves_wanted = ctx.needs_input_grad
+        op, (kernel, bias_kernel) = ctx.op, ctx.kernels
+        x, weight, leaf, *saved = ctx.saved_tensors
+        if leaf is not None and _differentiates_backward():
+            is_index = isinstance(kernel, Tensor)
+            weight = connect_leaves(weight, kernel, leaf) if is_index else kernel.connect(weight, leaf)
+        _, _, input_wanted, weight_wanted, bias_wanted, leaf_wanted, bias_leaf_wanted = ctx.needs_input_grad
         of_input, of_weight = op.backward(gradient, x, weight, saved, (input_wanted, weight_wanted))
         of_bias = _bias_gradient(op, gradient, ctx.bias_shape) if bias_wanted else None
-        count = len(weight_sizes)
-        of_leaves: list[Tensor | None] = [None] * len(leaves_wanted)
-        if any(leaves_wanted[:count]):
-            of_leaves[:count] = _split(op.entries(weight_kernel, gradient, x, saved), weight_sizes)
-        if any(leaves_wanted[count:]):
-            of_leaves[count:] = _split(_bias_gradient(op, gradient, ctx.bias_shape, bias_kernel), bias_sizes)
-        return None, None, None, of_input, of_weight, of_bias, *of_leaves
+        of_leaf = op.entries(kernel, gradient, x, saved) if leaf_wanted else None
+        of_bias_leaf = _bias_gradient(op, gradient, ctx.bias_shape, bias_kernel) if bias_leaf_wanted else None
+        return None, None, of_input, of_weight, of_bias, of_leaf, of_bias_leaf
 
 
 def run_with_kernels(
-    op: Any,
-    kernels: tuple[Any, Any],
-    sizes: tuple[Sequence[int], Sequence[int]],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *leaves: Tensor,
+    op: Any, kernels: tuple[Any, Any], x: Tensor, weight: Tensor, bias: Any, leaf: Any, bias_leaf: Any
 ) -> Tensor:
     """Run `KernelFunction` in the dtype of autocast, which does not see operations inside of a function."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = _autocast(x, dtype), _autocast(weight, dtype)
         bias = None if bias is None else _autocast(bias, dtype)
-    return KernelFunction.apply(op, kernels, sizes, x, weight, bias, *leaves)
+    return KernelFunction.apply(op, kernels, x, weight, bias, leaf, bias_leaf)
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -232,16 +206,8 @@ class LookupFunction(torch.autograd.Function):
     """Rows of a table, as in `nn.Embedding`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        lookup: Any,
-        sizes: Sequence[int],
-        options: tuple[Any, ...],
-        ids: Tensor,
-        table: Tensor,
-        *leaves: Tensor,
-    ) -> Tensor:
-        ctx.lookup, ctx.sizes, ctx.options, ctx.rows = lookup, sizes, options, table.shape[0]
+    def forward(ctx: Any, lookup: Any, options: tuple[Any, ...], ids: Tensor, table: Tensor, leaf: Tensor) -> Tensor:
+        ctx.lookup, ctx.options, ctx.rows = lookup, options, table.shape[0]
         ctx.save_for_backward(ids)
         return torch.embedding(table, ids)
 
@@ -250,7 +216,7 @@ class LookupFunction(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         padding, by_frequency = ctx.options
         table = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[3]:
             no_row = -1 if padding is None else padding
             table = torch.ops.aten.embedding_backward(gradient, ids, ctx.rows, no_row, by_frequency, False)
         tokens, rows = (ids, gradient) if ids.ndim == 1 else (ids.reshape(-1), _as_rows(gradient))
@@ -258,7 +224,7 @@ class LookupFunction(torch.autograd.Function):
             rows = rows / token_counts(tokens).unsqueeze(1)
         if padding is not None:
             tokens = tokens.where(tokens != padding, -1)
-        return None, None, None, None, table, *_split(ctx.lookup(tokens, rows), ctx.sizes)
+        return None, None, None, table, ctx.lookup(tokens, rows)
 
 
 class BagFunction(torch.autograd.Function):
@@ -271,7 +237,6 @@ class BagFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         lookup: Any,
-        sizes: Sequence[int],
         run: Callable[[Tensor, Tensor | None], Tensor],
         tokens: Tensor,
         bags: Tensor,
@@ -279,32 +244,31 @@ class BagFunction(torch.autograd.Function):
         frequency: Tensor | None,
         table: Tensor,
         weights: Tensor | None,
-        *leaves: Tensor,
+        leaf: Tensor,
     ) -> Tensor:
-        ctx.lookup, ctx.sizes, ctx.table_shape = lookup, sizes, table.shape
-        needed = (table, weights, *leaves) if ctx.needs_input_grad[8] else (None, weights)
-        ctx.save_for_backward(tokens, bags, share, frequency, *needed)
+        ctx.lookup, ctx.table_shape = lookup, table.shape
+        needed = (table, leaf) if ctx.needs_input_grad[7] else (None, None)
+        ctx.save_for_backward(tokens, bags, share, frequency, weights, *needed)
         return run(table, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        tokens, bags, share, frequency, table, weights, *leaves = ctx.saved_tensors
+        tokens, bags, share, frequency, weights, table, leaf = ctx.saved_tensors
         of_rows = gradient.index_select(0, bags) * share.unsqueeze(1)
         rows = tokens.clamp(min=0)  # padding is -1, and its share is 0
         of_weights = None
-        if ctx.needs_input_grad[8]:
-            table = ctx.lookup.connect(table, torch.cat(leaves)) if _differentiates_backward() else table
+        if ctx.needs_input_grad[7]:
+            table = ctx.lookup.connect(table, leaf) if _differentiates_backward() else table
             of_weights = (of_rows * table.index_select(0, rows)).sum(1).reshape(weights.shape)
         if weights is not None:
             of_rows = of_rows * weights.reshape(-1, 1)
         if frequency is not None:
             of_rows = of_rows / frequency.unsqueeze(1)
         of_table = None
-        if ctx.needs_input_grad[7]:
+        if ctx.needs_input_grad[6]:
             known = of_rows.masked_fill((tokens < 0).unsqueeze(1), 0)
             of_table = gradient.new_zeros(ctx.table_shape).index_add(0, rows, known)
-        of_leaves = ctx.lookup(tokens, of_rows).split_with_sizes(ctx.sizes)
-        return None, None, None, None, None, None, None, of_table, of_weights, *of_leaves
+        return None, None, None, None, None, None, of_table, of_weights, ctx.lookup(tokens, of_rows)
 
 
 def token_counts(tokens: Tensor) -> Tensor:
@@ -317,8 +281,7 @@ class AliasFunction(torch.autograd.Function):
     """The parameter for any use of it: the leaves take their entries from its dense gradient, which is dropped then."""
 
     @staticmethod
-    def forward(ctx: Any, index: Tensor, sizes: Sequence[int], tensor: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.sizes = sizes
+    def forward(ctx: Any, index: Tensor, tensor: Tensor, leaf: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         return tensor.view_as(tensor)
 
@@ -326,15 +289,15 @@ class AliasFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (index,) = ctx.saved_tensors
         gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-        dense = gradient if ctx.needs_input_grad[2] else None
-        return None, None, dense, *_split(gradient.reshape(-1).index_select(0, index), ctx.sizes)
+        dense = gradient if ctx.needs_input_grad[1] else None
+        return None, dense, gradient.reshape(-1).index_select(0, index)
 
 
 class NoGradientFunction(torch.autograd.Function):
     """A sharded parameter that is read outside of a forward: a gradient of it is an error."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, tensor: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, name: str, tensor: Tensor, leaf: Tensor) -> Tensor:
         ctx.name = name
         return tensor.view_as(tensor)
 

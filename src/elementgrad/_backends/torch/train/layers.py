@@ -5,6 +5,7 @@ as attributes and get `aliased_attribute` there.
 """
 
 import sys
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,8 @@ def operand(module: Any, name: str) -> tuple[Any, TorchPartialParameter | None]:
     parameter: TorchPartialParameter | None = module._trained.get(name)
     if parameter is None:
         return tensor, None
-    if len(parameter.leaf_names) == 1:
-        leaves: tuple[Any, ...] = (parameters[parameter.leaf_names[0]],)
-        same_leaves = leaves[0] is parameter.leaves[0]
-    else:
-        leaves = tuple([parameters[leaf_name] for leaf_name in parameter.leaf_names])
-        same_leaves = all([leaf is other for leaf, other in zip(leaves, parameter.leaves)])  # noqa: B905, C419
+    leaves = [parameters[leaf_name] for leaf_name in parameter.leaf_names]
+    same_leaves = all(map(is_, leaves, parameter.leaves))
     # `torch.func.functional_call` puts other tensors in the place of the parameter or of the leaves.
     if not parameter.storage.matches(tensor):
         return tensor if same_leaves else parameter.insert(tensor, leaves), None
@@ -90,7 +87,7 @@ def aliased_elsewhere(parameter: TorchPartialParameter) -> Any:
 
 def alias(parameter: TorchPartialParameter) -> Any:
     """Return a view of the parameter that passes gradients on to the leaves."""
-    tensor = AliasFunction.apply(parameter.index, parameter.sizes, parameter.storage.full_tensor, *parameter.leaves)
+    tensor = AliasFunction.apply(parameter.index, parameter.storage.full_tensor, parameter.leaf)
     if not torch.compiler.is_compiling():
         tensor._is_param = True  # so that isinstance(module.weight, nn.Parameter) is still true
     return tensor
@@ -99,7 +96,7 @@ def alias(parameter: TorchPartialParameter) -> Any:
 def _shard_attribute(name: str, parameter: TorchPartialParameter, caller: str) -> Any:
     if caller.startswith("torch.distributed."):
         return parameter.tensor  # FSDP compares it by identity
-    tensor = NoGradientFunction.apply(name, parameter.tensor, *parameter.leaves)
+    tensor = NoGradientFunction.apply(name, parameter.tensor, parameter.leaf)
     tensor._is_param, tensor._elements_of = True, parameter.tensor
     return tensor
 
@@ -115,11 +112,9 @@ class Layer:
         bias, of_bias = operand(self, "bias")
         if of_weight is None and of_bias is None:
             return op.forward(x, weight, bias)[0]
-        weight_sizes, weight_leaves = ((), ()) if of_weight is None else (of_weight.sizes, of_weight.leaves)
-        bias_sizes, bias_leaves = ((), ()) if of_bias is None else (of_bias.sizes, of_bias.leaves)
+        leaves = [None if parameter is None else parameter.leaf for parameter in (of_weight, of_bias)]
         kernels = self._element_kernels.get("weight"), self._element_kernels.get("bias")
-        sizes = weight_sizes, bias_sizes
-        return run_with_kernels(op, kernels, sizes, x, weight, bias, *weight_leaves, *bias_leaves)
+        return run_with_kernels(op, kernels, x, weight, bias, *leaves)
 
 
 class LinearLayer(Layer):
@@ -155,7 +150,7 @@ class EmbeddingLayer(Layer):
         if parameter is None:
             return functional.embedding(input, table, self.padding_idx)
         options, kernel = (self.padding_idx, self.scale_grad_by_freq), self._element_kernels["weight"]
-        return LookupFunction.apply(kernel, parameter.sizes, options, input, table, *parameter.leaves)
+        return LookupFunction.apply(kernel, options, input, table, parameter.leaf)
 
 
 class BagLayer(Layer):
@@ -185,7 +180,7 @@ class BagLayer(Layer):
             share = counted / counted.new_zeros(count).index_add(0, bags, counted).clamp(min=1).index_select(0, bags)
         frequency = token_counts(tokens) if self.scale_grad_by_freq else None
         inputs = tokens, bags, share, frequency, table, per_sample_weights
-        return BagFunction.apply(self._element_kernels["weight"], parameter.sizes, run, *inputs, *parameter.leaves)
+        return BagFunction.apply(self._element_kernels["weight"], run, *inputs, parameter.leaf)
 
 
 def _make_lookup(parameter: TorchPartialParameter) -> TorchLookup:
