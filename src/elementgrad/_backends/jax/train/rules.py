@@ -21,24 +21,24 @@ after the other if they are cheap, which leaves nothing of such an element.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
-from elementgrad._backends.jax.sharding import IN_BOUNDS, put, take, with_auto_axes, write_along
+from elementgrad._backends.jax.sharding import IN_BOUNDS, explicit_sharding, put, put_at, take, with_auto_axes
 
 Array = jax.Array
 DENSE = 2
 """A block of rows and columns is small if it is at most one part in so many of its array."""
 CHEAP = 8
 """Rows and columns that are at most one part in so many of the array may both be computed apart."""
-FEW = 64
-"""Up to so many indices of an axis are written to one by one."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -251,7 +251,7 @@ class _Block:
             flat = jnp.where(hit[..., None], new, flat)
         else:
             old = flat[..., self.columns]
-            flat = write_along(flat, flat.ndim - 1, self.columns, jnp.where(hit[..., None], new, old))
+            flat = put_at(flat, (..., self.columns), jnp.where(hit[..., None], new, old), flat.ndim - 1)
         return flat.reshape(plain.shape)
 
     def values(self) -> Array:
@@ -279,38 +279,10 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     side = next(number for number, operand in enumerate(operands) if isinstance(operand, PatchedArray))
     w, x = operands[side], operands[1 - side]
     x = x.whole() if isinstance(x, PatchedArray) else jnp.asarray(x)
-    params = equation.params
-    contracted, batched = params["dimension_numbers"]
+    contracted, batched = equation.params["dimension_numbers"]
     if batched[0]:
         return None
-    summed, x_summed = tuple(contracted[side]), tuple(contracted[1 - side])
-    free = tuple(axis for axis in range(len(w.shape)) if axis not in summed)
-    x_free = [axis for axis in range(x.ndim) if axis not in x_summed]
-    outer = [x.shape[axis] for axis in x_free]
-
-    def dot(x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
-        arrays, axes = [(w, x), (x, w)][side], [(w_axes, x_axes), (x_axes, w_axes)][side]
-        options = {name: params[name] for name in ("precision", "preferred_element_type")}
-        return jax.lax.dot_general(*arrays, (axes, ((), ())), **options)
-
-    def columns(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
-        new = dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed])
-        shape = (*outer, cut.total) if side == 1 else (cut.total, *outer)
-        axis = len(outer) if side == 1 else 0
-        return _replace_at(base.reshape(shape), new, cut.touched_mask(changed), cut.chosen, axis).reshape(base.shape)
-
-    def rows(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
-        matrix = jnp.transpose(x, (*x_free, *x_summed)).reshape(*outer, cut.total)
-        factor = jnp.take(matrix, cut.chosen, axis=len(outer), mode="clip")
-        added = dot(factor, [len(outer)], part, [cut.axis])
-        return base + _only_if(added.reshape(base.shape), changed.any())
-
-    def row_mask(cut: _PatchedSlice) -> np.ndarray:
-        inside = np.isin(np.arange(cut.total), cut.chosen).reshape([w.shape[axis] for axis in summed])
-        return np.expand_dims(np.transpose(inside, np.argsort(x_summed)), x_free)
-
-    plain = partial(_bind_pair, equation, side)
-    return _patched_product(w, x, (summed, free), plain, (columns, rows), row_mask)
+    return _patched_product(equation, _Dot(side, *map(tuple, contracted), _options(equation)), x, w)
 
 
 def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -321,133 +293,302 @@ def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return None
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
-    numbers = params["dimension_numbers"]
-    (x_axis, axis), (out_axis, in_axis) = (numbers.lhs_spec[1], numbers.out_spec[1]), numbers.rhs_spec[:2]
-
-    def columns(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
-        (new,) = bind(equation, [x, part])
-        return _replace_at(base, new, cut.touched_mask(changed), cut.chosen, axis)
-
-    def rows(cut: _PatchedSlice, base: Array, x: Array, part: Array, changed: Array) -> Array:
-        (added,) = bind(equation, [jnp.take(x, cut.chosen, axis=x_axis, mode="clip"), part])
-        return base + _only_if(added, changed.any())
-
-    def row_mask(cut: _PatchedSlice) -> np.ndarray:
-        inside = np.isin(np.arange(cut.total), cut.chosen)
-        return np.expand_dims(inside, [number for number in range(x.ndim) if number != x_axis])
-
-    plain = partial(_bind_pair, equation, 1)
-    return _patched_product(w, x, ((in_axis,), (out_axis,)), plain, (columns, rows), row_mask)
+    return _patched_product(equation, _Convolution(equation.primitive, _options(equation)), x, w)
 
 
-def _patched_product(
-    w: PatchedArray,
-    x: Array,
-    axes: tuple[Sequence[int], Sequence[int]],
-    plain: Callable[[Array, Array], Array],
-    ways: tuple[Callable[..., Array], Callable[..., Array]],
-    row_mask: Callable[["_PatchedSlice"], np.ndarray],
-) -> list[Array] | None:
-    """Compute a product by columns or by rows, as the two `ways` do; None if neither are few.
+def _options(equation: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(equation.params.items())
 
-    `axes` are the axes of w that make its rows and its columns. `plain` computes the plain product, and `row_mask`
-    tells which elements of x are multiplied with rows that have patched elements.
-    """
+
+@dataclass(frozen=True)
+class _Dot:
+    """A product of x and w. The axes of w that are summed over number its rows, the others its columns."""
+
+    side: int
+    """The number of the operand that w is."""
+    left_summed: tuple[int, ...]
+    right_summed: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    def axes(self, w: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the axes of w that make its rows, and those that make its columns."""
+        summed = self._summed[0]
+        return summed, tuple(axis for axis in range(len(w.shape)) if axis not in summed)
+
+    def plain(self, x: Array, w: Array) -> Array:
+        summed, x_summed = self._summed
+        return self._dot(x, x_summed, w, summed)
+
+    def columns(self, base: Array, x: Array, part: Array, cut: "_Axes") -> tuple[Array, tuple[int, ...], int]:
+        """Return the products with some columns, the shape of all of them, and the axis of the columns in it."""
+        summed, x_summed = self._summed
+        new = self._dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed])
+        outer = [size for axis, size in enumerate(x.shape) if axis not in x_summed]
+        shape = (*outer, cut.total) if self.side == 1 else (cut.total, *outer)
+        return new, shape, len(outer) if self.side == 1 else 0
+
+    def rows(self, x: Array, part: Array, chosen: Array, cut: "_Axes") -> Array:
+        """Return the product of some of x with some rows of w."""
+        summed, x_summed = self._summed
+        free = [axis for axis in range(x.ndim) if axis not in x_summed]
+        matrix = jnp.transpose(x, (*free, *[x_summed[summed.index(axis)] for axis in cut.axes]))
+        matrix = matrix.reshape(*matrix.shape[: len(free)], cut.total)
+        return self._dot(jnp.take(matrix, chosen, axis=len(free), mode="clip"), [len(free)], part, [cut.axis])
+
+    def row_mask(self, inside: Any, cut: "_Axes", ndim: int) -> Any:
+        """Return which elements of x are multiplied with some rows; its axes go with those of x."""
+        summed, x_summed = self._summed
+        order = [x_summed[summed.index(axis)] for axis in cut.axes]
+        mask = inside.reshape(cut.sizes).transpose(np.argsort(order).tolist())
+        return jnp.expand_dims(mask, [axis for axis in range(ndim) if axis not in x_summed])
+
+    @property
+    def _summed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes that are summed over: those of w, and those of x."""
+        return (self.left_summed, self.right_summed)[:: 1 if self.side == 0 else -1]
+
+    def _dot(self, x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
+        arrays, axes = [(w, x), (x, w)][self.side], [(w_axes, x_axes), (x_axes, w_axes)][self.side]
+        options = {name: value for name, value in self.options if name in ("precision", "preferred_element_type")}
+        return jax.lax.dot_general(*arrays, (axes, ((), ())), **options)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution of x with a kernel w, whose input channels number its rows, and output channels its columns."""
+
+    primitive: Any
+    options: tuple[tuple[str, Any], ...]
+    side: ClassVar[int] = 1
+
+    @property
+    def _numbers(self) -> Any:
+        return dict(self.options)["dimension_numbers"]
+
+    def axes(self, w: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        out_axis, in_axis = self._numbers.rhs_spec[:2]
+        return (in_axis,), (out_axis,)
+
+    def plain(self, x: Array, w: Array) -> Array:
+        return self.primitive.bind(x, w, **dict(self.options))
+
+    def columns(self, base: Array, x: Array, part: Array, cut: "_Axes") -> tuple[Array, tuple[int, ...], int]:
+        return self.plain(x, part), base.shape, self._numbers.out_spec[1]
+
+    def rows(self, x: Array, part: Array, chosen: Array, cut: "_Axes") -> Array:
+        return self.plain(jnp.take(x, chosen, axis=self._numbers.lhs_spec[1], mode="clip"), part)
+
+    def row_mask(self, inside: Any, cut: "_Axes", ndim: int) -> Any:
+        return jnp.expand_dims(inside, [axis for axis in range(ndim) if axis != self._numbers.lhs_spec[1]])
+
+
+def _patched_product(equation: Any, op: "_Dot | _Convolution", x: Array, w: PatchedArray) -> list[Array] | None:
+    """Compute a product by columns or by rows; None if neither are few."""
     if not w.is_finite or not len(w.positions):
         return None
-    by_rows, by_columns = cuts = [_PatchedSlice(w, along) for along in axes]
-    cut = min(by_columns, by_rows, key=lambda cut: cut.size)
-    if DENSE * cut.size > w.array.size:
+    rows, columns = [_PatchedSlice(w, along) for along in op.axes(w)]
+    smaller = min(columns, rows, key=lambda cut: cut.size)
+    if DENSE * smaller.size > w.array.size:
         return None
-    if not isinstance(w.array, jax.core.Tracer) or CHEAP * sum(cut.size for cut in cuts) > w.array.size:
-        cuts = [cut]
+    both = CHEAP * (rows.size + columns.size) <= w.array.size
+
+    def plain(x: Array, array: Array) -> Array:
+        return bind(equation, [(array, x), (x, array)][op.side])[0]
+
+    if smaller is rows and not both:
+        return [_by_rows(op, partial(plain, array=w.array), x, w, rows)]
+    base = plain(jax.lax.stop_gradient(x), jax.lax.stop_gradient(w.array))
+    specs = op, columns.axes, rows.axes if both else None
+    operands = x, w.values, w.array, columns.slices(w.array), columns.arrays, rows.arrays if both else None
+    if explicit_sharding(base) is None:
+        return [_by_columns(specs, base, *operands)]
+    return [with_auto_axes(lambda base, *others: _by_columns.__wrapped__(specs, base, *others), base, *operands)]
+
+
+# Layers with as many elements in arrays of one shape share one program, which is traced and differentiated once:
+# the positions of the elements are operands of it.
+@partial(jax.jit, static_argnums=0)
+def _by_columns(specs: tuple[Any, "_Axes", "_Axes | None"], *operands: Any) -> Array:
+    """Replace the columns of a plain product that patched elements lead to, if any of them has changed.
+
+    Columns that have not changed keep their bits; the derivative takes all of them for changed. In the derivative with
+    respect to x, rows take the part of columns where both are few: the rows with patched elements are multiplied apart,
+    and nothing is multiplied with an old element, which may be infinite.
+    """
+    op, cut, row_cut = specs
+
+    @jax.custom_jvp
+    def product(base: Array, x: Array, values: Array, array: Array, slices: Any, at: Any, rows: Any) -> Array:
+        slices = cut.take(array, at) if slices is None else slices
+        part = _insert(slices, values, at.coords, at.number)
+        touched = (part != slices).any([axis for axis in range(part.ndim) if axis != cut.axis])
+        new, shape, axis = op.columns(base, x, part, cut)
+        here = _along(at.inside & jnp.take(touched, at.spread, mode="clip"), axis, len(shape))
+        spread = jnp.take(new, at.spread, axis=axis, mode="clip")
+        return jnp.where(here, spread, base.reshape(shape)).reshape(base.shape)
+
+    @partial(product.defjvp, symbolic_zeros=True)
+    def product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
+        base, x, values, array, slices, at, rows = primals
+        _, of_x, of_values, of_array, *_ = tangents
+        total = jnp.zeros_like(base)
+
+        def add_columns(total: Array, x: Array, part: Array) -> Array:
+            """Put the product with some columns in their place; the transpose of this only reads."""
+            new, shape, axis = op.columns(base, x, part, cut)
+            kept = jnp.where(_along(at.inside, axis, len(shape)), 0, total.reshape(shape))
+            return put_at(kept, (*(slice(None),) * axis, at.chosen), new, axis).reshape(base.shape)
+
+        if not isinstance(of_x, SymbolicZero):
+            if row_cut is None:
+                slices = cut.take(array, at) if slices is None else slices
+                total = add_columns(op.plain(of_x, array), of_x, _insert(slices, values, at.coords, at.number))
+            else:
+                part = _insert(row_cut.take(array, rows), values, rows.coords, rows.number)
+                others = op.plain(jnp.where(op.row_mask(rows.inside, row_cut, x.ndim), 0, of_x), array)
+                total = others + op.rows(of_x, part, rows.chosen, row_cut).reshape(base.shape)
+        if not isinstance(of_values, SymbolicZero):
+            part = put_at(jnp.zeros(at.number.shape, array.dtype), at.coords, of_values)
+            total = total + add_columns(jnp.zeros_like(base), x, part)
+        if not isinstance(of_array, SymbolicZero):
+            total = total + op.plain(x, put_at(of_array, cut.coords(at), jnp.zeros_like(values)))
+        return product(*primals), total
+
+    return product(*operands)
+
+
+def _along(row: Array, axis: int, ndim: int) -> Array:
+    return row.reshape(*(1,) * axis, -1, *(1,) * (ndim - axis - 1))
+
+
+def _by_rows(op: Any, plain: Callable[[Array], Array], x: Array, w: PatchedArray, cut: "_PatchedSlice") -> Array:
+    """Leave the rows with patched elements out of a product, and add the product with these rows."""
     changed = w.changed_mask()
-    factor = x
-    if by_rows in cuts:
-        mask = row_mask(by_rows)
-        factor = with_auto_axes(lambda x, changed: _zero_if(changed.any(), x, mask), x, changed)
+    mask = op.row_mask(cut.arrays.inside, cut.axes, x.ndim)
+    factor = with_auto_axes(lambda x, changed: _zero_if(changed.any(), x, mask), x, changed)
 
-    def compute(base: Array, x: Array, array: Array, values: Array, changed: Array) -> Array:
-        for cut in cuts:
-            base = ways[cut is by_rows](cut, base, x, cut.part(array, values), changed)
-        return base
+    def add(base: Array, x: Array, array: Array, values: Array, changed: Array) -> Array:
+        part = put(cut.axes.take(array, cut.arrays), cut.positions, values)
+        added = op.rows(x, part, cut.arrays.chosen, cut.axes)
+        return base + _only_if(added.reshape(base.shape), changed.any())
 
-    return [with_auto_axes(compute, plain(factor, w.array), x, w.array, w.values, changed)]
+    return with_auto_axes(add, plain(factor), x, w.array, w.values, changed)
 
 
-def _bind_pair(equation: Any, side: int, x: Array, w: Array) -> Array:
-    return bind(equation, [(w, x), (x, w)][side])[0]
+@dataclass(frozen=True)
+class _Axes:
+    """Some axes of an array, taken together: the slices along them are numbered in C order."""
+
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.shape[axis] for axis in self.axes]
+
+    @property
+    def total(self) -> int:
+        """The number of slices."""
+        return math.prod(self.sizes)
+
+    @property
+    def others(self) -> list[int]:
+        return [axis for axis in range(len(self.shape)) if axis not in self.axes]
+
+    @property
+    def axis(self) -> int:
+        """The axis of the slices in `take`: in place of adjacent axes, or the first one, as in NumPy."""
+        adjacent = bool(self.axes) and self.axes == tuple(range(self.axes[0], self.axes[0] + len(self.axes)))
+        return self.axes[0] if adjacent else 0
+
+    def axis_of(self, axis: int) -> int:
+        """Return where another axis of the array is in `take`."""
+        number = self.others.index(axis)
+        return number + (number >= self.axis)
+
+    def coords(self, at: "_SliceArrays") -> tuple[Array, ...]:
+        """Return the coordinates of the elements in the array."""
+        along = dict(zip(self.axes, [each[at.coords[self.axis]] for each in at.index], strict=True))
+        along |= {axis: at.coords[self.axis_of(axis)] for axis in self.others}
+        return tuple([along[axis] for axis in range(len(self.shape))])
+
+    def take(self, array: Array, at: "_SliceArrays") -> Array:
+        """Return some slices."""
+        if not self.axes:
+            return array[None]
+        index = dict(zip(self.axes, at.index, strict=True))
+        every = tuple([index.get(axis, slice(None)) for axis in range(len(self.shape))])
+        return array.at[every].get(mode=IN_BOUNDS, unique_indices=True)
+
+
+class _SliceArrays(NamedTuple):
+    """The slices of an array that have patched elements. Indices are unsigned, as JAX looks at the sign of others."""
+
+    index: tuple[Any, ...]
+    """The coordinates of the slices, for each of their axes."""
+    chosen: Any
+    """The numbers of the slices, ascending."""
+    spread: Any
+    """For each slice of the array its number among these, or 0."""
+    inside: Any
+    """For each slice of the array True if it is one of these."""
+    coords: tuple[Any, ...]
+    """The coordinates of the elements in these slices."""
+    number: Any
+    """For each element of these slices the number of its value, or -1."""
 
 
 class _PatchedSlice:
     """The slices of a patched array, along some axes taken together, that have patched elements."""
 
     def __init__(self, w: PatchedArray, axes: Sequence[int]):
-        axes, coords, shape = sorted(axes), w.coords, w.shape
-        sizes = [shape[axis] for axis in axes]
-        self.total = math.prod(sizes)
-        along = np.ravel_multi_index([coords[axis] for axis in axes], sizes) if axes else np.zeros_like(w.positions)
+        self.axes = spec = _Axes(tuple(sorted(axes)), w.shape)
+        coords = w.coords
+        along = np.ravel_multi_index([coords[axis] for axis in spec.axes], spec.sizes) if axes else 0 * w.positions
         self.chosen, self._at = np.unique(along, return_inverse=True)
-        """The indices of the slices, and for each element the number of its slice."""
-        self._whole_axes = [axis for axis in range(len(shape)) if axis not in axes]
-        adjacent = axes == list(range(axes[0], axes[0] + len(axes))) if axes else True
-        self.axis = axes[0] if axes and adjacent else 0
-        """The axis of the slices in `part`: in place of adjacent axes, or the first one, as in NumPy."""
-        index = dict(zip(axes, np.unravel_index(self.chosen, sizes), strict=True)) if axes else {}
-        self._index = tuple([index.get(axis, slice(None)) for axis in range(len(shape))])
-        self._new_axis = not axes
-        self._shape = [shape[axis] for axis in self._whole_axes]
-        self._shape.insert(self.axis, len(self.chosen))
+        self._within = [coords[axis] for axis in spec.others]
+        self._within.insert(spec.axis, self._at)
+        self._shape = [w.shape[axis] for axis in spec.others]
+        self._shape.insert(spec.axis, len(self.chosen))
         self.size = math.prod(self._shape)
-        within = [coords[axis] for axis in self._whole_axes]
-        within.insert(self.axis, self._at)
-        self._positions = np.ravel_multi_index(within, self._shape)
 
-    def axis_of(self, axis: int) -> int:
-        """Return where an axis of the array is in `part`."""
-        number = self._whole_axes.index(axis)
-        return number + (number >= self.axis)
+    @property
+    def positions(self) -> np.ndarray:
+        """The flat positions of the elements in the slices."""
+        return np.ravel_multi_index(self._within, self._shape)
 
-    def part(self, array: Array, values: Array) -> Array:
-        """Return the slices of an array, with the values in them."""
-        slices = array[None] if self._new_axis else array.at[self._index].get(mode=IN_BOUNDS, unique_indices=True)
-        return put(slices, self._positions, values)
+    @cached_property
+    def arrays(self) -> _SliceArrays:
+        spread, inside = np.zeros(self.axes.total, np.int32), np.zeros(self.axes.total, bool)
+        spread[self.chosen], inside[self.chosen] = np.arange(len(self.chosen)), True
+        number = np.full(self._shape, -1, np.int32)
+        number[tuple(self._within)] = np.arange(len(self._at))
+        index = np.unravel_index(self.chosen, self.axes.sizes) if self.axes.axes else ()
+        unsigned = [each.astype(np.uint32) for each in (*index, self.chosen, *self._within)]
+        count = len(index)
+        return _SliceArrays(
+            tuple(unsigned[:count]), unsigned[count], spread, inside, tuple(unsigned[count + 1 :]), number
+        )
 
-    def touched_mask(self, changed: Array) -> Array:
-        """Return a mask of the slices in which an element has changed."""
-        return jnp.zeros(len(self.chosen), bool).at[self._at].max(changed, mode=IN_BOUNDS)
+    def slices(self, array: Array) -> Array | None:
+        """Return the slices of an array whose numbers are known; a compiler would take long to compute them."""
+        if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) > 1:
+            return None
+        with jax.ensure_compile_time_eval():
+            return self.axes.take(array, self.arrays)
 
 
-def _replace_at(base: Array, new: Array, touched: Array, where: np.ndarray, axis: int) -> Array:
-    """Replace the slices of `base` at ascending indices `where` of an axis by `new` ones, if they are touched.
+@jax.custom_jvp
+def _insert(slices: Array, values: Array, coords: tuple[Array, ...], number: Array) -> Array:
+    """Put values into slices; a compiler is faster at reading them than at scattering them."""
+    return jnp.where(number < 0, slices, jnp.take(values, number, mode="clip"))
 
-    Untouched ones keep their bits. The derivative takes all of them for touched.
-    """
-    ones = (1,) * axis, (1,) * (base.ndim - axis - 1)
-    touched = touched.reshape(*ones[0], -1, *ones[1])
-    inside = np.isin(np.arange(base.shape[axis]), where).reshape(*ones[0], -1, *ones[1])
 
-    @jax.custom_jvp
-    def replace(base: Array, new: Array, touched: Array) -> Array:
-        if len(where) == base.shape[axis]:
-            return jnp.where(touched, new, base)
-        if len(where) <= FEW:
-            old = jnp.take(base, where, axis=axis, mode="clip")
-            return write_along(base, axis, where, jnp.where(touched, new, old))
-        # One pass that reads, as scattering goes from index to index on a CPU.
-        spread = np.zeros(base.shape[axis], np.int32)
-        spread[where] = np.arange(len(where))
-        here = jnp.take(touched, spread, axis=axis, mode="clip") & inside
-        return jnp.where(here, jnp.take(new, spread, axis=axis, mode="clip"), base)
-
-    @replace.defjvp
-    def replace_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-        base, new, _ = tangents
-        if len(where) < base.shape[axis]:  # the gradient of this only reads
-            new = write_along(jnp.where(inside, 0, base), axis, where, new, add=True)
-        return replace(*primals), new
-
-    return replace(base, new, touched)
+@_insert.defjvp
+def _insert_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    _, _, coords, number = primals
+    slices, values = tangents[:2]
+    return _insert(*primals), put_at(jnp.where(number < 0, slices, 0), coords, values)  # whose transpose only reads
 
 
 def _zero_if(changed: Array, x: Array, mask: np.ndarray) -> Array:
