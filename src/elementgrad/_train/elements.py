@@ -508,14 +508,18 @@ class Elements(Tabular):
 
     def _record_merge(self, arrays: Mapping[int, Tensor]) -> None:
         """Give merged arrays the history of the parameters and this change, so that other patches still fit them."""
-        for number, array in arrays.items():
-            group = self._groups[number]
+        for own in groups_by_tensor([self._groups[number] for number in arrays]):
+            array = arrays[self._groups.index(own[0])]
             history = self._trainer.history(array)
-            for change in self._trainer.history(group.tensor).changes():
-                if change not in history.changes():
-                    history.add(change)
-            written = self._trainer.read_bits(array, group.positions)[1]
-            history.add(ElementChange(group.place, group.positions, group.change.bits, written))
+            known = set(map(id, history.changes()))
+            earlier = [each for each in self._trainer.history(own[0].tensor).changes() if id(each) not in known]
+            written = [self._trainer.read_bits(array, group.positions)[1] for group in own]
+            changes = [
+                ElementChange(group.place, group.positions, group.change.bits, bits)
+                for group, bits in zip(own, written, strict=True)
+            ]
+            for change in earlier + changes:
+                history.add(change)
 
     def _require(self, method: str) -> None:
         self._require_supported(method)

@@ -65,6 +65,12 @@ def put_at(array: Array, index: tuple[Any, ...], values: Array, axis: int = 0) -
     return _set(array, index, values, mode)
 
 
+def add_at(array: Array, index: tuple[Any, ...], values: Array, axis: int = 0) -> Array:
+    """Return an array with values added at some indices, some of them maybe more than once."""
+    index, values, mode = _with_spare_index(index, values, axis)
+    return array.at[index].add(values, mode=mode)
+
+
 def _with_spare_index(index: tuple[Any, ...], values: Array, axis: int = 0) -> tuple[tuple[Any, ...], Array, str]:
     """Add an index that no array has to a single one, where an array may be sharded: see `BEYOND`."""
     if values.shape[axis] != 1 or not _has_several_devices():
@@ -249,5 +255,9 @@ def _devices(array: Array) -> list[Any]:
 
 def _read_shard(data: Array, index: Sequence[np.ndarray]) -> np.ndarray:
     """Return elements of a shard; one in the memory of the host is read without a computation."""
-    here = all(device.platform == "cpu" for device in data.devices())
-    return np.asarray(data)[tuple(index)] if here else np.asarray(data[tuple(index)])
+    return np.asarray(data)[tuple(index)] if is_on_host(data) else np.asarray(data[tuple(index)])
+
+
+def is_on_host(array: Array) -> bool:
+    """Return True if all of an array is in the memory of the host, where NumPy reads it without a copy."""
+    return len(array.devices()) == 1 and all(device.platform == "cpu" for device in array.devices())

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from elementgrad._backends.jax._compat import dce_jaxpr
+from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
 from elementgrad._backends.jax.train.rules import (
     MOVES,
@@ -33,6 +34,7 @@ SPARSE: dict[str, Callable[[Any, Sequence[Any]], list[Array] | None]] = {
     "conv_general_dilated": convolve,
 }
 """Operations that need no whole array; they return None for an equation that does."""
+CALLS = {*FOLLOWED, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 REMAT = ("remat2", "checkpoint")
 ARRAYS = (jax.Array, jax.core.Tracer, np.ndarray, np.generic)
 UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
@@ -44,58 +46,61 @@ class TracedLoss:
 
     Args:
         call: The function.
-        arrays: Its arguments.
-        array_of: For each vector of values, the number of the array that it is of.
-        patch: Makes the patched arrays from the vectors of values.
+        patched: Its arguments: arrays with the elements that train, whose values are vectors.
         has_aux: The function returns a pair of the loss and anything else.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        arrays: Sequence[Array],
-        array_of: Sequence[int],
-        patch: Callable[[Sequence[Array]], list[PatchedArray]],
-        has_aux: bool,
-    ):
-        self._call, self._patch, self._has_aux = call, patch, has_aux
-        self._arrays, self._array_of = arrays, array_of
+    def __init__(self, call: Callable[..., Any], patched: Sequence[PatchedArray], has_aux: bool):
+        self._call, self._patched, self._has_aux = call, patched, has_aux
+        self._arrays = [each.array for each in patched]
         self._structure: Any = None
         self._constants: dict[int, Any] = {}
         """Leaves of what the function returns that are no arrays, by their number."""
         self._program: Any = None
         with suppress(*UNTRACEABLE):
-            self._program = jax.make_jaxpr(self._flat_call)(*arrays)
+            self._program = jax.make_jaxpr(self._flat_call)(*self._arrays)
 
-    def gradient(self, values: Sequence[Array], wanted: Sequence[int]) -> tuple[Any, list[Array | None]]:
-        """Return what the function returns, and its gradients for `wanted` values; None where it depends on none."""
+    def gradient(self, wanted: Sequence[int]) -> tuple[Any, list[Array | None]]:
+        """Return what the function returns, and its gradients for the vectors of some arrays, by their numbers.
 
-        def total(some: list[Array]) -> tuple[Array, list[Array]]:
-            every = list(values)
-            for number, value in zip(wanted, some, strict=True):
-                every[number] = value
-            loss, *aux = self._run(self._patch(every), lambda *use: None)
+        A gradient is None where the function does not depend on the array.
+        """
+        reached: set[int] = set()
+
+        def total(vectors: list[Array]) -> tuple[Array, list[Array]]:
+            patched = list(self._patched)
+            for number, vector in zip(wanted, vectors, strict=True):
+                values = _call_with_gradient(vector, partial(reached.add, number))
+                patched[number] = patched[number].with_values(values)
+            loss, *aux = self._run(patched, lambda *use: None)
             return loss, aux
 
-        loss, vjp, aux = jax.vjp(total, [values[number] for number in wanted], has_aux=True)
+        loss, vjp, aux = jax.vjp(total, [self._patched[number].values for number in wanted], has_aux=True)
         one = jnp.ones_like(loss)
         (gradients,) = vjp(one)
-        program, count = jax.make_jaxpr(vjp)(one).jaxpr, len(gradients)
-        paths = [dce_jaxpr(program, [n == number for n in range(count)])[1][0] for number in range(count)]
+        if self._program is None or _has_loops(self._program.jaxpr):
+            # The derivative of a loop has zeros in the place of gradients that there are none of.
+            program, count = jax.make_jaxpr(vjp)(one).jaxpr, len(wanted)
+            paths = [dce_jaxpr(program, [n == number for n in range(count)])[1][0] for number in range(count)]
+        else:
+            paths = [number in reached for number in wanted]
         if not all(paths) and self._program is not None:
             # The loss may depend on an array and not on the elements of it that are wanted, as after a slice.
-            paths = [self._reached_arrays[self._array_of[number]] for number in wanted]
+            paths = [self._reached_arrays[number] for number in wanted]
         gradients = [gradient if path else None for gradient, path in zip(gradients, paths, strict=True)]
         return self._unflatten([loss, *aux]), gradients
 
-    def uses(self, values: Sequence[Array]) -> list[ParameterUse]:
+    def uses(self) -> list[ParameterUse]:
         """Return every use of the arrays, without computing anything."""
         if self._program is None:
-            return [ParameterUse(one.name, "the function branches on values", True) for one in self._patch(values)]
+            return [ParameterUse(one.name, "the function branches on values", True) for one in self._patched]
         uses: list[ParameterUse] = []
-        jax.eval_shape(
-            lambda values: self._run(self._patch(values), lambda *use: uses.append(ParameterUse(*use))), values
-        )
+
+        def run(vectors: list[Array]) -> list[Array]:
+            patched = [each.with_values(vector) for each, vector in zip(self._patched, vectors, strict=True)]
+            return self._run(patched, lambda *use: uses.append(ParameterUse(*use)))
+
+        jax.eval_shape(run, [each.values for each in self._patched])
         return list(dict.fromkeys(uses))
 
     @cached_property
@@ -110,7 +115,7 @@ class TracedLoss:
         jvp = jax.make_jaxpr(lambda *tangents: jax.jvp(loss, tuple(arrays), tangents)[1])(*tangents)
         return list(dce_jaxpr(jvp.jaxpr, [True])[1])
 
-    def _run(self, arrays: list[PatchedArray], on_use: OnUse) -> list[Array]:
+    def _run(self, arrays: Sequence[PatchedArray], on_use: OnUse) -> list[Array]:
         if self._program is None:
             return self._flat_call(*[array.whole() for array in arrays])
         return run(self._program.jaxpr, self._program.consts, arrays, on_use)
@@ -137,6 +142,32 @@ class TracedLoss:
         count = len(arrays) + len(self._constants)
         leaves = [self._constants[number] if number in self._constants else next(left) for number in range(count)]
         return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+
+def _call_with_gradient(vector: Array, note: Callable[[], None]) -> Array:
+    """Return a vector, and call `note` when it is given a gradient, be it zero."""
+
+    @jax.custom_vjp
+    def identity(vector: Array) -> Array:
+        return vector
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        if isinstance(gradient, SymbolicZero):
+            return (None,)
+        note()
+        return (gradient,)
+
+    identity.defvjp(lambda vector: (vector.value, None), backward, symbolic_zeros=True)
+    return identity(vector)
+
+
+def _has_loops(jaxpr: Any) -> bool:
+    """Return True if a program has programs in it other than calls."""
+    return any(
+        equation.primitive.name not in CALLS or any(map(_has_loops, inner))
+        for equation in jaxpr.eqns
+        if (inner := list(jaxprs_in_params(equation.params)))
+    )
 
 
 def run(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], on_use: OnUse) -> list[Array]:

@@ -32,7 +32,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
-from elementgrad._backends.jax.sharding import IN_BOUNDS, explicit_sharding, put, put_at, take, with_auto_axes
+from elementgrad._backends.jax.sharding import IN_BOUNDS, add_at, explicit_sharding, is_on_host, put, put_at, take, with_auto_axes
 
 Array = jax.Array
 DENSE = 2
@@ -86,6 +86,9 @@ class PatchedArray:
     def changed_mask(self) -> Array:
         """Return a mask of the values that differ from the elements that they replace."""
         return self.values != take(self.array, self.positions)
+
+    def with_values(self, values: Array) -> "PatchedArray":
+        return PatchedArray(self.array, values, self.positions, self.name, self.largest)
 
     def move(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "PatchedArray":
         """Return a patched array with the same values, or some of them, at other positions of another array."""
@@ -282,7 +285,7 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     contracted, batched = equation.params["dimension_numbers"]
     if batched[0]:
         return None
-    return _patched_product(equation, _Dot(side, *map(tuple, contracted), _options(equation)), x, w)
+    return _patched_product(equation, _Dot(side, *map(tuple, contracted), len(w.shape) - len(contracted[side]), _options(equation)), x, w)
 
 
 def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -308,6 +311,8 @@ class _Dot:
     """The number of the operand that w is."""
     left_summed: tuple[int, ...]
     right_summed: tuple[int, ...]
+    free: int
+    """The number of axes of w that are not summed over."""
     options: tuple[tuple[str, Any], ...]
 
     def axes(self, w: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -322,18 +327,43 @@ class _Dot:
     def columns(self, base: Array, x: Array, part: Array, cut: "_Axes") -> tuple[Array, tuple[int, ...], int]:
         """Return the products with some columns, the shape of all of them, and the axis of the columns in it."""
         summed, x_summed = self._summed
-        new = self._dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed])
         outer = [size for axis, size in enumerate(x.shape) if axis not in x_summed]
         shape = (*outer, cut.total) if self.side == 1 else (cut.total, *outer)
-        return new, shape, len(outer) if self.side == 1 else 0
+        axis = len(outer) if self.side == 1 else 0
+        if part.shape[cut.axis] == 1 and self._is_simple(x, part):
+            factor = part.reshape(-1, *(1,) * (x.ndim - x_summed[0] - 1))
+            return jnp.expand_dims((x * factor).sum(x_summed[0]), axis), shape, axis
+        return self._dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed]), shape, axis
 
     def rows(self, x: Array, part: Array, chosen: Array, cut: "_Axes") -> Array:
         """Return the product of some of x with some rows of w."""
         summed, x_summed = self._summed
         free = [axis for axis in range(x.ndim) if axis not in x_summed]
         matrix = jnp.transpose(x, (*free, *[x_summed[summed.index(axis)] for axis in cut.axes]))
-        matrix = matrix.reshape(*matrix.shape[: len(free)], cut.total)
-        return self._dot(jnp.take(matrix, chosen, axis=len(free), mode="clip"), [len(free)], part, [cut.axis])
+        factor = jnp.take(matrix.reshape(*matrix.shape[: len(free)], cut.total), chosen, axis=len(free), mode="clip")
+        if part.shape[cut.axis] == 1 and self._is_simple(x, part):
+            return factor * part.reshape(-1) if self.side == 1 else part.reshape(-1, *(1,) * len(free)) * factor[..., 0]
+        return self._dot(factor, [len(free)], part, [cut.axis])
+
+    def change(self, base: Array, x: Array, values: Array, at: "_SliceArrays", cut: "_Axes") -> Array | None:
+        """Return how the result changes with the values, if they are few in their columns."""
+        if not self._is_simple(x, values) or CHEAP * values.size > at.number.size:
+            return None
+        (summed,), (x_summed,) = self._summed
+        coords = cut.coords(at)
+        factor = jnp.moveaxis(jnp.take(x, coords[summed], axis=x_summed, mode="clip"), x_summed, -1) * values
+        column = coords[1 - summed]
+        if self.side == 1:
+            return add_at(jnp.zeros_like(base), (..., column), factor, base.ndim - 1)
+        return add_at(jnp.zeros_like(base), (column,), jnp.moveaxis(factor, -1, 0))
+
+    def _is_simple(self, x: Array, other: Array) -> bool:
+        """Return True for a product of one axis with a matrix, in a dtype in which sums need no wider one.
+
+        There a compiler is much faster at products with single columns and rows if they are written as sums.
+        """
+        dtypes = {x.dtype, other.dtype, jnp.dtype(dict(self.options)["preferred_element_type"] or x.dtype)}
+        return len(self.left_summed) == 1 and self.free == 1 and len(dtypes) == 1 and x.dtype.itemsize >= 4
 
     def row_mask(self, inside: Any, cut: "_Axes", ndim: int) -> Any:
         """Return which elements of x are multiplied with some rows; its axes go with those of x."""
@@ -378,6 +408,9 @@ class _Convolution:
     def rows(self, x: Array, part: Array, chosen: Array, cut: "_Axes") -> Array:
         return self.plain(jnp.take(x, chosen, axis=self._numbers.lhs_spec[1], mode="clip"), part)
 
+    def change(self, *_: Any) -> None:
+        return None
+
     def row_mask(self, inside: Any, cut: "_Axes", ndim: int) -> Any:
         return jnp.expand_dims(inside, [axis for axis in range(ndim) if axis != self._numbers.lhs_spec[1]])
 
@@ -397,7 +430,8 @@ def _patched_product(equation: Any, op: "_Dot | _Convolution", x: Array, w: Patc
 
     if smaller is rows and not both:
         return [_by_rows(op, partial(plain, array=w.array), x, w, rows)]
-    base = plain(jax.lax.stop_gradient(x), jax.lax.stop_gradient(w.array))
+    array = jax.lax.stop_gradient(w.array) if isinstance(w.array, jax.core.Tracer) else w.array
+    base = plain(jax.lax.stop_gradient(x), array)
     specs = op, columns.axes, rows.axes if both else None
     operands = x, w.values, w.array, columns.slices(w.array), columns.arrays, rows.arrays if both else None
     if explicit_sharding(base) is None:
@@ -448,8 +482,11 @@ def _by_columns(specs: tuple[Any, "_Axes", "_Axes | None"], *operands: Any) -> A
                 others = op.plain(jnp.where(op.row_mask(rows.inside, row_cut, x.ndim), 0, of_x), array)
                 total = others + op.rows(of_x, part, rows.chosen, row_cut).reshape(base.shape)
         if not isinstance(of_values, SymbolicZero):
-            part = put_at(jnp.zeros(at.number.shape, array.dtype), at.coords, of_values)
-            total = total + add_columns(jnp.zeros_like(base), x, part)
+            change = op.change(base, x, of_values, at, cut)
+            if change is None:
+                part = put_at(jnp.zeros(at.number.shape, array.dtype), at.coords, of_values)
+                change = add_columns(jnp.zeros_like(base), x, part)
+            total = total + change
         if not isinstance(of_array, SymbolicZero):
             total = total + op.plain(x, put_at(of_array, cut.coords(at), jnp.zeros_like(values)))
         return product(*primals), total
@@ -572,10 +609,11 @@ class _PatchedSlice:
 
     def slices(self, array: Array) -> Array | None:
         """Return the slices of an array whose numbers are known; a compiler would take long to compute them."""
-        if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) > 1:
+        if isinstance(array, jax.core.Tracer) or not is_on_host(array):
             return None
-        with jax.ensure_compile_time_eval():
-            return self.axes.take(array, self.arrays)
+        index = dict(zip(self.axes.axes, self.arrays.index, strict=True))
+        every = tuple([index.get(axis, slice(None)) for axis in range(len(self.axes.shape))])
+        return np.asarray(array)[every if index else None]
 
 
 @jax.custom_jvp

@@ -172,11 +172,12 @@ class JaxTrainer(FunctionalTrainer):
 
     def merge(self, groups: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
         params, arrays = self._arrays_of(groups, params)
-        for group, value in zip(groups, values, strict=True):
-            array = arrays[group.name]
-            arrays[group.name] = put(array, group.positions, _cast(value, array.dtype, group.tensor.array))
-        new = {number: arrays[group.name] for number, group in enumerate(groups)}
-        untraced = {number: array for number, array in new.items() if not isinstance(array, jax.core.Tracer)}
+        for name, numbers in _numbers_by_name(groups).items():
+            array, like = arrays[name], groups[numbers[0]].tensor.array
+            new = _join([_cast(values[number], array.dtype, like) for number in numbers], array.dtype)
+            arrays[name] = put(array, np.concatenate([groups[number].positions for number in numbers]), new)
+        merged = {number: arrays[group.name] for number, group in enumerate(groups)}
+        untraced = {number: array for number, array in merged.items() if not isinstance(array, jax.core.Tracer)}
         return copy_with(params, arrays), untraced
 
     def value_and_grad(
@@ -188,9 +189,18 @@ class JaxTrainer(FunctionalTrainer):
         wanted: Sequence[int],
         has_aux: bool,
     ) -> tuple[Any, list[Array | None]]:
-        returned, gradients = self._trace(loss, groups, params, has_aux).gradient(values, wanted)
-        every = zip(wanted, gradients, strict=True)
-        return returned, [None if each is None else constrain_like(each, groups[number].leaf) for number, each in every]
+        traced = self._trace(loss, groups, values, params, has_aux)
+        numbers, chosen = list(_numbers_by_name(groups).values()), set(wanted)
+        arrays = [array for array, own in enumerate(numbers) if not chosen.isdisjoint(own)]
+        returned, gradients = traced.gradient(arrays)
+        each: dict[int, Array | None] = {}
+        for array, gradient in zip(arrays, gradients, strict=True):
+            own = numbers[array]
+            each |= zip(own, _split(gradient, [values[number] for number in own]), strict=True)
+        return returned, [
+            None if (gradient := each[number]) is None else constrain_like(gradient, groups[number].leaf)
+            for number in wanted
+        ]
 
     def zeros_like(self, value: Array) -> Array:
         return jnp.zeros_like(value)
@@ -201,7 +211,7 @@ class JaxTrainer(FunctionalTrainer):
     def parameter_uses(
         self, loss: Callable[[Any], Any], groups: Sequence[Any], values: Sequence[Array]
     ) -> list[ParameterUse]:
-        return self._trace(loss, groups, None, False).uses(values)
+        return self._trace(loss, groups, values, None, False).uses()
 
     @property
     def is_distributed(self) -> bool:
@@ -219,18 +229,20 @@ class JaxTrainer(FunctionalTrainer):
         arrays = [leaf.array for _, leaf in self.named_parameters()]
         return [each for each in arrays if not isinstance(each, jax.core.Tracer) and not each.is_fully_addressable]
 
-    def _trace(self, loss: Callable[[Any], Any], groups: Sequence[Any], params: Any, has_aux: bool) -> TracedLoss:
-        self.check_function(loss, grammar.listed([group.name for group in groups]))
+    def _trace(
+        self, loss: Callable[[Any], Any], groups: Sequence[Any], values: Sequence[Array], params: Any, has_aux: bool
+    ) -> TracedLoss:
+        self.check_function(loss, grammar.listed(list(dict.fromkeys(group.name for group in groups))))
         params, arrays = self._arrays_of(groups, params)
-
-        def patch(values: Sequence[Array]) -> list[PatchedArray]:
-            return [_patch(name, array, groups, values) for name, array in arrays.items()]
+        patched = [
+            _patch(arrays[name], [groups[number] for number in numbers], [values[number] for number in numbers])
+            for name, numbers in _numbers_by_name(groups).items()
+        ]
 
         def call(*new: Array) -> Any:
             return loss(copy_with(params, dict(zip(arrays, new, strict=True))))
 
-        array_of = [list(arrays).index(group.name) for group in groups]
-        return TracedLoss(call, list(arrays.values()), array_of, patch, has_aux)
+        return TracedLoss(call, patched, has_aux)
 
     def _arrays_of(self, groups: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
         """Return the parameters, or others of the same names and shapes, and the arrays of groups in them."""
@@ -248,15 +260,47 @@ class JaxTrainer(FunctionalTrainer):
         return params, {name: other.parameter(name).array for name in names}
 
 
-def _patch(name: str, array: Array, groups: Sequence[Any], values: Sequence[Array]) -> PatchedArray:
-    own = [(group, value) for group, value in zip(groups, values, strict=True) if group.name == name]
-    positions = np.concatenate([group.positions for group, _ in own])
-    new = jnp.concatenate([value.astype(array.dtype) for _, value in own])
-    if array is own[0][0].tensor.array or isinstance(array, jax.core.Tracer):
-        largest = float(np.max([group.largest for group, _ in own]))
+def _numbers_by_name(groups: Sequence[Any]) -> dict[str, list[int]]:
+    """Return for each parameter the numbers of its groups."""
+    numbers: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        numbers.setdefault(group.name, []).append(number)
+    return numbers
+
+
+def _patch(array: Array, groups: Sequence[Any], values: Sequence[Array]) -> PatchedArray:
+    positions = np.concatenate([group.positions for group in groups])
+    if array is groups[0].tensor.array or isinstance(array, jax.core.Tracer):
+        largest = float(np.max([group.largest for group in groups]))
     else:
         largest = _largest_abs(sharding.read(array, positions)) if _is_finite(array) else np.inf
-    return PatchedArray(array, new, positions, name, largest)
+    return PatchedArray(array, _join(values, array.dtype), positions, groups[0].name, largest)
+
+
+def _join(values: Sequence[Array], dtype: Any) -> Array:
+    """Return vectors as one. Many of them are joined on the host, as a program for them is slow to compile."""
+    if len(values) == 1:
+        return values[0].astype(dtype)
+    if all(map(_is_here, values)):
+        return jnp.asarray(np.concatenate([np.asarray(value) for value in values])).astype(dtype)
+    return jax.lax.concatenate([value if value.dtype == dtype else value.astype(dtype) for value in values], 0)
+
+
+def _split(vector: Array | None, like: Sequence[Array]) -> Sequence[Array | None]:
+    """Return the parts of a vector that other vectors were joined to, in their dtypes."""
+    if vector is None:
+        return [None] * len(like)
+    if len(like) == 1:
+        return [vector.astype(like[0].dtype)]
+    ends = np.cumsum([len(value) for value in like])[:-1]
+    is_here = _is_here(vector)
+    parts = np.split(np.asarray(vector), ends) if is_here else jnp.split(vector, ends)
+    parts = [part if part.dtype == value.dtype else part.astype(value.dtype) for part, value in zip(parts, like, strict=True)]
+    return jax.device_put(parts) if is_here else parts
+
+
+def _is_here(value: Array) -> bool:
+    return not isinstance(value, jax.core.Tracer) and len(value.sharding.device_set) == 1
 
 
 def _cast(values: Array, dtype: Any, like: Array) -> Array:

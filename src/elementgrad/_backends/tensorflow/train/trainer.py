@@ -1,6 +1,6 @@
 """The trainer of a Keras model or layer: names, checks, starting and stopping, gradients by a tape."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -57,6 +57,7 @@ class KerasTrainer(Trainer):
         self._owner = object()
         parameters = [variable for _, kind, variable in self._model._variables() if kind == "parameter"]
         self._variables = {id(variable._value): variable for variable in parameters}
+        self._names: dict[int, Iterator[str]] = {}
 
     def names(self) -> Iterator[str]:
         return (name for name, kind, _ in self._model.named_tensors() if kind == "parameter")
@@ -116,12 +117,19 @@ class KerasTrainer(Trainer):
             dtype = tf.float32 if tensor.dtype in HALVES else tensor.dtype  # half precision loses small steps
         dtype = dtype or tf.as_dtype(now.dtype)
         variable = self._variables[id(tensor)]
-        taken = {group.leaf.name for group in self.groups_of(tensor)}
-        name = next(name for number in count() if (name := f"{variable.name}_elements_{number}") not in taken)
+        name = next(self._leaf_names(tensor))
         with distributed.scope(tensor):
             leaf = keras.Variable(cast(now, dtype), dtype=dtype.name, autocast=False, name=name)
         leaf._path = f"{variable.path}_elements_{name.rpartition('_')[2]}"  # optimizers leave variables out by it
         return KerasElementGroup(target, leaf, initial if originals is None else _from_bits(originals), initial)
+
+    def _leaf_names(self, tensor: Tensor) -> Iterator[str]:
+        """Return an iterator over names for leaves of a variable, each of which is given once."""
+        if id(tensor) not in self._names:
+            base, taken = self._variables[id(tensor)].name, {group.leaf.name for group in self.groups_of(tensor)}
+            names = (f"{base}_elements_{number}" for number in count())
+            self._names[id(tensor)] = (name for name in names if name not in taken)
+        return self._names[id(tensor)]
 
     def groups_of(self, tensor: Tensor) -> Sequence[KerasElementGroup]:
         parameter = partial_parameter_of(tensor)
@@ -129,13 +137,15 @@ class KerasTrainer(Trainer):
 
     def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
         freezer.claim(self._variables.values(), self._owner, [self._variables[id(tensor)] for tensor in keep])
-        for group in groups:
-            parameter = partial_parameter_of(group.tensor) or KerasPartialParameter(self._variables[id(group.tensor)])
-            group.parameter = parameter
-            parameter.groups.append(group)
+        for own in groups_by_tensor(groups):
+            tensor = own[0].tensor
+            parameter = partial_parameter_of(tensor) or KerasPartialParameter(self._variables[id(tensor)])
+            for group in own:
+                group.parameter = parameter
+            parameter.groups += own
             parameter.arrange()
-            attach(parameter)
-        changed = _parameters_of(groups)
+            attach(parameter, own)
+        changed = parameters_of(groups)
         for parameter in changed:
             parameter.layers |= {id(layer): layer for _, layer in self._model._layers()}
             parameter.roots[id(self._root)] = self._root
@@ -145,9 +155,9 @@ class KerasTrainer(Trainer):
 
     def stop(self, groups: Sequence[Any]) -> None:
         # Called again after an interrupt, it goes on from wherever it was.
-        changed = _parameters_of(groups)
+        changed = parameters_of(groups)
         for parameter in changed:
-            parameter.groups[:] = [group for group in parameter.groups if all(group is not other for other in groups)]
+            parameter.remove(groups)
         for group in groups:
             detach(group.leaf._value)
         for parameter in changed:
@@ -211,10 +221,6 @@ class KerasTrainer(Trainer):
     @property
     def _strategy(self) -> Any:
         return distributed.multi_process_strategy(variable._value for variable in self._variables.values())
-
-
-def _parameters_of(groups: Iterable[KerasElementGroup]) -> list[KerasPartialParameter]:
-    return list({id(group.parameter): group.parameter for group in groups if group.parameter is not None}.values())
 
 
 def _update_layers(changed: Sequence[KerasPartialParameter]) -> None:
