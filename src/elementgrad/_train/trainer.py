@@ -300,8 +300,8 @@ class Trainer(ABC):
         """Copy a group's originals into its parameter and its leaf."""
 
     @abstractmethod
-    def check_loss(self, loss: Tensor, of: str) -> None:
-        """Raise an error for a loss that is not one number with a gradient."""
+    def check_loss(self, loss: Tensor, of: object) -> None:
+        """Raise an error for a loss that is not one number with a gradient; `of` prints as its places."""
 
     def check_tape(self, tape: Any, losses: int) -> None:
         """Raise an error for a tape that cannot differentiate `losses` losses, where the framework has tapes."""
@@ -446,7 +446,7 @@ class FunctionalTrainer(Trainer):
     ) -> list[ParameterUse]:
         """Return the operations of a loss on the parameters of groups."""
 
-    def check_function(self, loss: Any, of: str) -> None:
+    def check_function(self, loss: Any, of: object) -> None:
         """Raise an error for a loss that is not a function."""
         if not callable(loss):
             raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a function of the parameters")
@@ -468,7 +468,7 @@ class FunctionalTrainer(Trainer):
         """Raise an error, since nothing was started."""
         raise FrameworkError("these parameters were never changed and need no release; elements.merge() has the values")
 
-    def check_loss(self, loss: Tensor, of: str) -> NoReturn:
+    def check_loss(self, loss: Tensor, of: object) -> NoReturn:
         """Raise an error, since only functions have gradients here."""
         raise FrameworkError("a loss that is computed already has no gradient here; give its function to elements.grad")
 

@@ -233,7 +233,8 @@ class TorchTop(TopBackend):
     parameter_gradients = staticmethod(parameter_gradients)
 
     def pieces(self, x: Tensor) -> Iterator[np.ndarray]:
-        return (piece.to(_sum_dtype(x)).numpy(force=True).astype(np.float64, copy=False) for piece in _pieces(x.detach()))
+        for piece in _pieces(x.detach()):
+            yield piece.to(_sum_dtype(x)).numpy(force=True).astype(np.float64, copy=False)
 
 
 implementation = TorchTop()

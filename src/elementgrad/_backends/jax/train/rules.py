@@ -32,7 +32,16 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elementgrad._backends.jax.program import bind
-from elementgrad._backends.jax.sharding import IN_BOUNDS, add_at, explicit_sharding, is_on_host, put, put_at, take, with_auto_axes
+from elementgrad._backends.jax.sharding import (
+    IN_BOUNDS,
+    add_at,
+    explicit_sharding,
+    is_on_host,
+    put,
+    put_at,
+    take,
+    with_auto_axes,
+)
 
 Array = jax.Array
 DENSE = 2
@@ -285,7 +294,9 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     contracted, batched = equation.params["dimension_numbers"]
     if batched[0]:
         return None
-    return _patched_product(equation, _Dot(side, *map(tuple, contracted), len(w.shape) - len(contracted[side]), _options(equation)), x, w)
+    left, right = map(tuple, contracted)
+    free = len(w.shape) - len(contracted[side])
+    return _patched_product(equation, _Dot(side, left, right, free, _options(equation)), x, w)
 
 
 def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -375,7 +386,8 @@ class _Dot:
     @property
     def _summed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes that are summed over: those of w, and those of x."""
-        return (self.left_summed, self.right_summed)[:: 1 if self.side == 0 else -1]
+        axes = self.left_summed, self.right_summed
+        return axes[self.side], axes[1 - self.side]
 
     def _dot(self, x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
         arrays, axes = [(w, x), (x, w)][self.side], [(w_axes, x_axes), (x_axes, w_axes)][self.side]
@@ -433,10 +445,12 @@ def _patched_product(equation: Any, op: "_Dot | _Convolution", x: Array, w: Patc
     array = jax.lax.stop_gradient(w.array) if isinstance(w.array, jax.core.Tracer) else w.array
     base = plain(jax.lax.stop_gradient(x), array)
     specs = op, columns.axes, rows.axes if both else None
-    operands = x, w.values, w.array, columns.slices(w.array), columns.arrays, rows.arrays if both else None
+    operands = x, w.values, w.array, columns.read(w.array), columns.arrays, rows.arrays if both else None
     if explicit_sharding(base) is None:
         return [_by_columns(specs, base, *operands)]
-    return [with_auto_axes(lambda base, *others: _by_columns.__wrapped__(specs, base, *others), base, *operands)]
+    uncompiled: Any = _by_columns.__wrapped__  # type: ignore[attr-defined]
+    others: Any = operands
+    return [with_auto_axes(lambda base, *others: uncompiled(specs, base, *others), base, *others)]
 
 
 # Layers with as many elements in arrays of one shape share one program, which is traced and differentiated once:
@@ -545,7 +559,7 @@ class _Axes:
 
     def coords(self, at: "_SliceArrays") -> tuple[Array, ...]:
         """Return the coordinates of the elements in the array."""
-        along = dict(zip(self.axes, [each[at.coords[self.axis]] for each in at.index], strict=True))
+        along = dict(zip(self.axes, [each[at.coords[self.axis]] for each in at.slices], strict=True))
         along |= {axis: at.coords[self.axis_of(axis)] for axis in self.others}
         return tuple([along[axis] for axis in range(len(self.shape))])
 
@@ -553,7 +567,7 @@ class _Axes:
         """Return some slices."""
         if not self.axes:
             return array[None]
-        index = dict(zip(self.axes, at.index, strict=True))
+        index = dict(zip(self.axes, at.slices, strict=True))
         every = tuple([index.get(axis, slice(None)) for axis in range(len(self.shape))])
         return array.at[every].get(mode=IN_BOUNDS, unique_indices=True)
 
@@ -561,7 +575,7 @@ class _Axes:
 class _SliceArrays(NamedTuple):
     """The slices of an array that have patched elements. Indices are unsigned, as JAX looks at the sign of others."""
 
-    index: tuple[Any, ...]
+    slices: tuple[Any, ...]
     """The coordinates of the slices, for each of their axes."""
     chosen: Any
     """The numbers of the slices, ascending."""
@@ -607,11 +621,11 @@ class _PatchedSlice:
             tuple(unsigned[:count]), unsigned[count], spread, inside, tuple(unsigned[count + 1 :]), number
         )
 
-    def slices(self, array: Array) -> Array | None:
+    def read(self, array: Array) -> np.ndarray | None:
         """Return the slices of an array whose numbers are known; a compiler would take long to compute them."""
         if isinstance(array, jax.core.Tracer) or not is_on_host(array):
             return None
-        index = dict(zip(self.axes.axes, self.arrays.index, strict=True))
+        index = dict(zip(self.axes.axes, self.arrays.slices, strict=True))
         every = tuple([index.get(axis, slice(None)) for axis in range(len(self.axes.shape))])
         return np.asarray(array)[every if index else None]
 

@@ -251,7 +251,7 @@ class TorchTrainer(Trainer):
             group.leaf.copy_(cast(group.originals, group.leaf.dtype))
         self._write(group, group.originals)
 
-    def check_loss(self, loss: Tensor, of: str) -> None:
+    def check_loss(self, loss: Tensor, of: object) -> None:
         if not isinstance(loss, Tensor):
             raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a torch.Tensor of one number")
         if loss.numel() != 1:
