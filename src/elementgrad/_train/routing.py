@@ -83,6 +83,8 @@ def resolve(trainer: Trainer, places: Iterable[Place | str]) -> Iterator[Resolve
 def check_disjoint(targets: Sequence[ResolvedPlace]) -> None:
     """Raise a `DuplicateError` if two places name the same element."""
     for same in groups_by_tensor(targets):
+        if len(same) == 1:
+            continue  # a place names no element twice
         check_no_overlap(same[0].name, same[0].shape, [(target.place, target.positions) for target in same])
 
 

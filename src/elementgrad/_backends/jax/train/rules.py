@@ -42,6 +42,7 @@ from elementgrad._backends.jax.sharding import (
     take,
     with_auto_axes,
 )
+from elementgrad._train.numbers import unique_indices
 
 Array = jax.Array
 DENSE = 2
@@ -596,7 +597,7 @@ class _PatchedSlice:
         self.axes = spec = _Axes(tuple(sorted(axes)), w.shape)
         coords = w.coords
         along = np.ravel_multi_index([coords[axis] for axis in spec.axes], spec.sizes) if axes else 0 * w.positions
-        self.chosen, self._at = np.unique(along, return_inverse=True)
+        self.chosen, self._at = unique_indices(along, spec.total)
         self._within = [coords[axis] for axis in spec.others]
         self._within.insert(spec.axis, self._at)
         self._shape = [w.shape[axis] for axis in spec.others]

@@ -22,6 +22,7 @@ from torch.nn import functional
 from elementgrad._backends.torch._compat import unsafe_view
 from elementgrad._backends.torch.train.parameter import index_tensor
 from elementgrad._cleanup import safe_context
+from elementgrad._train.numbers import unique_indices
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor
@@ -67,8 +68,8 @@ class TorchProduct:
         row, column = np.asarray(row, dtype=np.int64), np.asarray(column, dtype=np.int64)
         self._size = rows, columns
         self._row, self._column = index_tensor(row, device), index_tensor(column, device)
-        unique_rows, row_of = np.unique(row, return_inverse=True)
-        unique_columns, column_of = np.unique(column, return_inverse=True)
+        unique_rows, row_of = unique_indices(row, rows)
+        unique_columns, column_of = unique_indices(column, columns)
         # If all columns of a factor occur, the factor is used as it is, without a copy.
         self._rows = None if len(unique_rows) == rows else index_tensor(unique_rows, device)
         self._columns = None if len(unique_columns) == columns else index_tensor(unique_columns, device)
@@ -172,13 +173,13 @@ class TorchLookup:
     """
 
     def __init__(self, row: np.ndarray, column: np.ndarray, columns: int, device: torch.device | str):
-        rows, row_of = np.unique(np.asarray(row, dtype=np.int64), return_inverse=True)
-        unique_columns, column_of = np.unique(np.asarray(column, dtype=np.int64), return_inverse=True)
+        rows, row_of = unique_indices(row, int(np.max(row, initial=0)) + 1)
+        unique_columns, column_of = unique_indices(column, columns)
         self._rows, self._row_of = index_tensor(rows, device), index_tensor(row_of, device)
         self._columns = None if len(unique_columns) == columns else index_tensor(unique_columns, device)
         self._column_of = index_tensor(column_of, device)
         self._width = len(unique_columns)
-        cell = row_of.reshape(-1) * self._width + column_of.reshape(-1)
+        cell = row_of * self._width + column_of
         self._cell = None if _counts_up(cell, len(rows) * self._width) else index_tensor(cell, device)
         self._single = (int(rows[0]), int(unique_columns[0])) if len(row_of) == 1 else None
         self._large = len(rows) * self._width > SMALL_TABLE + 4 * len(row_of)
@@ -289,23 +290,23 @@ class TorchCorrelation:
         cost = 0.0
         for each in np.unique(offset):
             entries = np.flatnonzero(offset == each)
-            outs, out_of = np.unique(out[entries], return_inverse=True)
-            ins, in_of = np.unique(channel[entries], return_inverse=True)
-            product = TorchProduct(out_of.reshape(-1), in_of.reshape(-1), len(outs), len(ins), device)
+            outs, out_of = unique_indices(out[entries], shape[0])
+            ins, in_of = unique_indices(channel[entries], shape[1] * grid.groups)
+            product = TorchProduct(out_of, in_of, len(outs), len(ins), device)
             cost += product.cost + SELECTED * (len(outs) + len(ins))
             at = tuple([int(axis) for axis in np.unravel_index(each, shape[2:])])
             order.append(entries)
             self._parts.append(_OffsetEntries(at, index_tensor(outs, device), index_tensor(ins, device), product))
         self._order = index_tensor(np.concatenate(order).argsort(), device)
         # Channels cannot be left out of a convolution in groups.
-        outs, out_of = np.unique(out, return_inverse=True)
-        ins, in_of = np.unique(inside, return_inverse=True)
+        outs, out_of = unique_indices(out, shape[0])
+        ins, in_of = unique_indices(inside, shape[1])
         if grid.groups > 1:
             outs, out_of, ins, in_of = np.arange(shape[0]), out, np.arange(shape[1]), inside
         self._shape = len(outs), len(ins), *shape[2:]
         self._outs = index_tensor(outs, device) if len(outs) < shape[0] else None
         self._ins = index_tensor(ins, device) if len(ins) < shape[1] else None
-        flat = np.ravel_multi_index((out_of.reshape(-1), in_of.reshape(-1), *offsets), self._shape)
+        flat = np.ravel_multi_index((out_of, in_of, *offsets), self._shape)
         self._flat = index_tensor(flat, device)
         copied = sum(len(channels) for channels in (self._outs, self._ins) if channels is not None)
         self._by_channels = cost > MULTIPLIED * prod(self._shape) + SELECTED * copied
