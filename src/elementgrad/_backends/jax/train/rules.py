@@ -15,8 +15,8 @@ with the whole array at any ratio of old to new:
 
 Either reads a few columns or rows of the array; the fewer elements decide. Zero times infinity is not zero: columns
 with an element that was not finite spoil the gradient of what they are multiplied with, rows with one the result. Where
-that is known the whole array is used. Where the array is traced, so that it cannot be known, both ways are taken one
-after the other if they are cheap, which leaves nothing of such an element.
+that is known the whole array is used. Where both are few, the result is computed by columns and the gradient of what
+they are multiplied with by rows, which leaves nothing of such an element; so it does for arrays that are traced.
 """
 
 import math
@@ -48,7 +48,7 @@ Array = jax.Array
 DENSE = 2
 """A block of rows and columns is small if it is at most one part in so many of its array."""
 CHEAP = 8
-"""Rows and columns that are at most one part in so many of the array may both be computed apart."""
+"""Rows and columns that are at most one part in so many of the array are both few."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -470,7 +470,7 @@ def _by_columns(specs: tuple[Any, "_Axes", "_Axes | None"], *operands: Any) -> A
     def product(base: Array, x: Array, values: Array, array: Array, slices: Any, at: Any, rows: Any) -> Array:
         slices = cut.take(array, at) if slices is None else slices
         part = _insert(slices, values, at.coords, at.number)
-        touched = (part != slices).any([axis for axis in range(part.ndim) if axis != cut.axis])
+        touched = (part != slices).any(tuple([axis for axis in range(part.ndim) if axis != cut.axis]))
         new, shape, axis = op.columns(base, x, part, cut)
         here = _along(at.inside & jnp.take(touched, at.spread, mode="clip"), axis, len(shape))
         spread = jnp.take(new, at.spread, axis=axis, mode="clip")

@@ -157,8 +157,8 @@ class TorchPartialParameter(PartialParameter):
     def leaf(self) -> Tensor:
         """All leaves in one vector, from which gradients go on to each of them.
 
-        It is joined once and used by every forward, so that the cost of a forward does not follow the number of places.
-        Only its place in the graph counts, and no forward reads its values, which the leaves may have left behind.
+        It is joined once and used by every forward, as autograd would take long over many leaves in each of them. Only
+        its place in the graph counts: no forward reads its values, which the leaves may have left behind.
         """
         if len(self.leaves) == 1:
             return self.leaves[0]
