@@ -1,5 +1,6 @@
-# Two commands: `make tour` (PyTorch alone) and `make test` (all frameworks). Needs Python 3.11, pip and make.
+# Two commands: `make tour` (PyTorch alone) and `make test` (all frameworks). Needs Python 3.11 to 3.13, pip and make.
 # `make test-all` adds tests/slow: several processes, MPI, Dask, a browser, tours. `make sweep` runs long property sweeps.
+# `make test-oldest` and `make test-newest` run on the oldest and newest versions; `make matrix` on versions of PyTorch.
 # Also `make lint`, `make bench` and `make docs` (the site, into site/).
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: tour test test-all test-oldest sweep lint bench docs clean
+.PHONY: tour test test-all test-oldest test-newest matrix sweep lint bench docs package clean
 
 tour: $(VENV)/tour.stamp
 	@$(BIN)/elementgrad tour
@@ -22,8 +23,13 @@ test: $(VENV)/test.stamp
 test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 2 $(if $(K),-k "$(K)")
 
-test-oldest: .venv-oldest/stamp
-	.venv-oldest/bin/python -m pytest -n 2 --ignore=tests/slow $(if $(K),-k "$(K)")
+# On Python 3.11, and on 3.13 or 3.12. Their builds of PyTorch are those of PyPI, which take 6 GB and 8 GB of disk.
+test-oldest test-newest: test-%: .venv-%/stamp
+	.venv-$*/bin/python -m pytest -n 2 --ignore=tests/slow $(if $(K),-k "$(K)")
+
+# By hand: installs several gigabytes for each version, one after the other. TORCH="2.8.0 2.9.1" chooses versions.
+matrix:
+	python=$$(tools/find_python 3.11) && $$python tools/matrix.py $(TORCH)
 
 # More examples of every property test, and interrupts at far more lines. Takes an hour or more.
 sweep: $(VENV)/test.stamp
@@ -34,6 +40,11 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The wheel and the source distribution, into dist/.
+package: $(VENV)/test.stamp
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -42,7 +53,7 @@ docs: .venv-docs/stamp
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean --quiet
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-docs site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-docs site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/tour.stamp: locks/tour.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -58,10 +69,12 @@ $(VENV)/bench.stamp: locks/bench.txt $(VENV)/test.stamp
 	$(PIP) --no-deps -r locks/bench.txt
 	@touch $@
 
-.venv-oldest/stamp: locks/oldest.txt pyproject.toml
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -r locks/oldest.txt
-	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+.venv-oldest/stamp: PYTHONS := 3.11
+.venv-newest/stamp: PYTHONS := 3.13 3.12
+.venv-oldest/stamp .venv-newest/stamp: .venv-%/stamp: locks/%.txt pyproject.toml
+	python=$$(tools/find_python $(PYTHONS)) && $$python -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --no-cache-dir --disable-pip-version-check -r locks/$*.txt
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 .venv-docs/stamp: locks/docs.txt

@@ -7,23 +7,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elementgrad._edit.choose import choose as choose
     from elementgrad._explain.api import explain as explain
     from elementgrad._explain.check import Check as Check
     from elementgrad._explain.check import check as check
     from elementgrad._explain.diagnosis import Diagnosis as Diagnosis
     from elementgrad._names.capture import tag as tag
     from elementgrad._names.names import names as names
+    from elementgrad._place.edit import choose as choose
     from elementgrad._place.place import Place as Place
     from elementgrad._place.place import at as at
     from elementgrad._place.selection import Selection as Selection
     from elementgrad._read.api import grad as grad
     from elementgrad._read.api import hessian as hessian
     from elementgrad._read.api import jacobian as jacobian
+    from elementgrad._read.api import value as value
     from elementgrad._read.blocks import Blocks as Blocks
     from elementgrad._read.contributions import Share as Share
     from elementgrad._read.contributions import Shares as Shares
     from elementgrad._read.contributions import contributions as contributions
+    from elementgrad._read.field import field as field
     from elementgrad._read.jacobian import Jacobian as Jacobian
     from elementgrad._read.plan import Block as Block
     from elementgrad._read.plan import Plan as Plan
@@ -58,12 +60,12 @@ if TYPE_CHECKING:
     from elementgrad.errors import UnconnectedError as UnconnectedError
     from elementgrad.errors import WorkerError as WorkerError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     name: module
     for module, names in {
-        "_edit.choose": ("choose",),
+        "_place.edit": ("choose",),
         "_explain.api": ("explain",),
         "_explain.check": ("check", "Check"),
         "_explain.diagnosis": ("Diagnosis",),
@@ -71,9 +73,10 @@ _MODULES = {
         "_names.names": ("names",),
         "_place.place": ("at", "Place"),
         "_place.selection": ("Selection",),
-        "_read.api": ("grad", "hessian", "jacobian"),
+        "_read.api": ("grad", "hessian", "jacobian", "value"),
         "_read.blocks": ("Blocks",),
         "_read.contributions": ("contributions", "Share", "Shares"),
+        "_read.field": ("field",),
         "_read.jacobian": ("Jacobian",),
         "_read.plan": ("Block", "Plan"),
         "_read.record": ("record", "Recording"),

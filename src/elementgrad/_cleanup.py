@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import CodeType
@@ -29,6 +29,8 @@ Snapshot = Callable[[], Callable[[], None]]
 """Takes a snapshot of the state of a framework in this thread, and returns a function that restores it."""
 MISSING = object()
 _snapshots: list[Snapshot] = []
+Replace = Callable[[Any, str, Any], None]
+"""Replaces an attribute: owner, name, new value."""
 
 
 class _Thread(threading.local):
@@ -245,6 +247,11 @@ class Lock:
         """Return a `with` block that holds the lock."""
         return _LockScope(self)
 
+    def is_held_elsewhere(self) -> bool:
+        """Return True if another thread holds the lock."""
+        holder = self._holder.get("holder")
+        return holder is not None and holder.thread != threading.get_ident()
+
     def _release(self, me: "_Holder") -> None:
         if self._holder.get("holder") is me:
             del self._holder["holder"]
@@ -447,3 +454,64 @@ def _undo_leftovers() -> None:
         if frame.f_code in _verbs:
             return  # this verb runs inside of another, whose scopes are rightly open
     scopes[0].close()
+
+
+class AttributePatch:
+    """Ref-counted monkey-patch: installed by the first user, removed by the last, thread-safe.
+
+    `install(replace, *of)` replaces the attributes. The replacements must behave like the originals in threads that do
+    not use the patch. With `of`, such as a class to patch, there is one patch for each `of`, counted by itself.
+    """
+
+    def __init__(self, install: Callable[..., None]):
+        self._install = install
+        self._lock = Lock()
+        self._patches: dict[tuple[Hashable, ...], _InstalledPatch] = {}
+
+    @contextmanager
+    def on(self, *of: Hashable) -> Iterator[None]:
+        """Replace the attributes for a block of code."""
+        with scope():
+            self.enter(*of)
+            yield
+
+    def enter(self, *of: Hashable) -> None:
+        """Replace the attributes until the innermost open scope is left."""
+        user = object()
+        defer(self._leave, of, user)
+        with self._lock.hold():
+            patch = self._patches.setdefault(of, _InstalledPatch())
+            patch.users.add(user)
+            if not patch.installed:
+                self._install(patch.replace, *of)
+                patch.installed = True
+
+    def _leave(self, of: tuple[Hashable, ...], user: object) -> None:
+        with self._lock.hold():
+            patch = self._patches.get(of)
+            if patch is None or user not in patch.users:
+                return
+            if len(patch.users) == 1:
+                patch.restore()
+                del self._patches[of]
+            patch.users.discard(user)
+
+
+class _InstalledPatch:
+    """The attributes that are replaced now. The original of an inherited one is `MISSING`: its owner has none."""
+
+    def __init__(self) -> None:
+        self.users: set[object] = set()
+        self.installed = False
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        original = vars(owner).get(name, MISSING)
+        self._originals.append((owner, name, original))
+        setattr(owner, name, new)
+
+    def restore(self) -> None:
+        self.installed = False
+        while self._originals:
+            restore_attribute(*self._originals[-1])
+            self._originals.pop()

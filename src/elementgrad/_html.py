@@ -1,11 +1,9 @@
-"""HTML for notebooks: boxes and tables with inline style, in the colours of the page around them."""
+"""Tables for terminals, and HTML for notebooks: boxes and tables with inline style, in the colours of the page."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from html import escape
 from typing import Any
-
-from elementgrad._place.grammar import table
 
 Rows = Sequence[Sequence[str]]
 """Rows of cells; the first may be the column heads."""
@@ -45,6 +43,14 @@ class Tabular:
     @never_raise
     def _repr_html_(self) -> str:
         return grid(self._rows())
+
+
+def table(rows: Rows) -> str:
+    """Return rows of cells as aligned columns of text; the first row has the heads."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def rows_of(what: Tabular) -> Rows:

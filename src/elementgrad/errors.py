@@ -3,6 +3,7 @@
 import re
 import sys
 import warnings
+from importlib import import_module
 from reprlib import repr as brief
 from typing import Any
 
@@ -164,3 +165,18 @@ class UnconnectedError(ElementgradError, ValueError):
 # Users find these types in `elementgrad`, and messages and pickles name them so.
 for _public in [value for value in vars().values() if isinstance(value, type) and value.__module__ == __name__]:
     _public.__module__ = "elementgrad"
+
+
+def require_packages(packages: str, what: str, extra: str) -> None:
+    """Raise an error that says what to install, unless all of these packages can be imported.
+
+    >>> from elementgrad.errors import require_packages
+    >>> require_packages("numpy no_such_package", "eg.plot", "show")
+    Traceback (most recent call last):
+    ImportError: eg.plot needs no_such_package; pip install 'elementgrad[show]'
+    """
+    for package in packages.split():
+        try:
+            import_module(package)
+        except ImportError:
+            raise ImportError(f"{what} needs {package}; pip install 'elementgrad[{extra}]'") from None

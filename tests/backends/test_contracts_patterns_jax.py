@@ -11,6 +11,8 @@ from elementgrad._backends.jax.sparsity import RULES, JaxprPropagator
 from elementgrad._sparsity.index_sets import IndexSets
 from elementgrad._sparsity.rules import DependentValue
 
+pytestmark = pytest.mark.contract
+
 X = np.arange(1, 25).reshape(4, 6)
 MOVES = {
     "reshape": lambda x: lax.reshape(x, (3, 8)),

@@ -10,6 +10,8 @@ from elementgrad._backends.tensorflow.sparsity import RULES, GraphPropagator, re
 from elementgrad._sparsity.index_sets import IndexSets
 from elementgrad._sparsity.rules import DependentValue
 
+pytestmark = pytest.mark.contract
+
 X = np.arange(1, 25).reshape(4, 6)
 MOVES = {
     "reshape": lambda x: tf.reshape(x, (3, 8)),

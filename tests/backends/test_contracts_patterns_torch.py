@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elementgrad._backends.torch.sparsity_rules import LINEAR, RULES
 
+pytestmark = pytest.mark.contract
+
 aten = torch.ops.aten
 MADE_UP = {"pointwise", "reshape", "contiguous", "stack"}
 """Entries of the table of rules that are no operations of their own below autograd."""

@@ -7,6 +7,8 @@ import tensorflow as tf
 from tensorflow.python.eager.record import should_record_backprop
 from tensorflow.python.framework import op_callbacks
 
+pytestmark = pytest.mark.contract
+
 
 def test_tensorflow_numbers_eager_tensors_as_they_are_made_and_tells_of_operations_after_the_tape():
     x, met = tf.ones(2), []

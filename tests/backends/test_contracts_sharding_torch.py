@@ -6,6 +6,10 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from elementgrad._backends.torch._compat import fsdp_state
+
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(autouse=True)
 def alone():
@@ -29,7 +33,7 @@ class Seen(nn.Linear):
 
 def test_pytorch_gives_modules_the_whole_parameter_by_setattr_and_takes_it_back():
     layer = fully_shard(Seen(3, 2).requires_grad_(False))
-    (group,) = layer._get_fsdp_state()._fsdp_param_groups
+    _, (group,) = fsdp_state(layer)
     parameter = group.fsdp_params[0]
     assert parameter.sharded_param is layer.weight
     assert isinstance(layer.weight, DTensor)
@@ -45,7 +49,7 @@ def test_pytorch_gives_modules_the_whole_parameter_by_setattr_and_takes_it_back(
 
 def test_pytorch_says_whether_a_sharded_model_synchronises_gradients():
     layer = fully_shard(nn.Linear(3, 2))
-    (group,) = layer._get_fsdp_state()._fsdp_param_groups
+    _, (group,) = fsdp_state(layer)
     assert group.reduce_grads
     layer.set_requires_gradient_sync(False)
     assert not group.reduce_grads

@@ -17,6 +17,8 @@ from tensorflow.python.framework.ops import _EagerTensorBase
 from tensorflow.python.ops import gen_math_ops, script_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
+pytestmark = pytest.mark.contract
+
 
 def test_tensorflow_vectorises_a_scatter_with_int32_alone():
     def update(dtype):

@@ -150,13 +150,6 @@ def test_a_transform_inside_is_checked():
     assert eg.check(lambda x: cube(x).pow(2).sum(), torch.tensor([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_arguments_by_name_are_a_dict(compiled):
-    f = torch.compile(torch.sin, backend="eager") if compiled else torch.sin
-    with pytest.raises(eg.OptionError, match="kwargs=None is no dict; give arguments by name"):
-        eg.check(f, torch.ones(2), kwargs=None)
-
-
 def test_many_slow_runs_are_compiled_where_that_can_be(monkeypatch):
     monkeypatch.setattr(probe, "COMPILE_AFTER", 0.0)
     calls = []

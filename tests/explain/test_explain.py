@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import elementgrad as eg
 from elementgrad._explain.blame import FurtherEvidence, why_nonfinite, why_unconnected, why_zero
@@ -124,62 +123,6 @@ def test_what_does_not_decide_is_said_to():
     assert "whether they came back was not tried" in found.evidence[0]
 
 
-class OddError(ValueError):
-    pass
-
-
-def test_what_the_function_raises_comes_through_and_everything_is_restored():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
-
-    def f(x):
-        model(x)
-        raise OddError("mine")
-
-    model.eval(), model[2].train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    with pytest.raises(OddError, match="mine"):
-        eg.explain(f, torch.ones(2, 3))
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not torch.overrides._get_current_function_mode_stack()
-    assert not nn.modules.module._global_forward_hooks
-    assert not nn.modules.module._global_forward_pre_hooks
-
-
-@pytest.mark.parametrize("fault", [torch.relu, torch.detach, torch.sqrt, torch.tanh])
-def test_nothing_is_disturbed(fault):
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
-    x = torch.zeros(2, 3, requires_grad=True)
-    x.grad = torch.ones(2, 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    eg.explain(lambda x: model(fault(x)).sum(), x)
-    assert torch.equal(x.grad, torch.ones(2, 3))
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "says"),
-    [
-        (lambda: eg.explain(lambda x: x.sum(), X, wrt="y"), eg.PlaceError, "no tensor is named 'y'"),
-        (lambda: eg.explain(lambda x: x.sum(), X, probe="no"), eg.OptionError, "probe='no' is neither True nor False"),
-        (lambda: eg.explain(of=X), eg.PlaceError, "needs both tensors"),
-        (lambda: eg.explain(of="output", wrt=X), eg.PlaceError, "names no live tensor"),
-        (lambda: eg.explain(lambda x: x.sum(), X, wrt="x[7]"), eg.SelectionError, "out of range"),
-        (lambda: eg.explain(lambda: X.sum()), eg.PlaceError, "did not call backward"),
-        (lambda: eg.explain(lambda: X.sum(), wrt="x"), eg.PlaceError, "names no live tensor"),
-        (lambda: eg.explain(3, X), eg.FrameworkError, "cannot be called"),
-        (lambda: eg.explain(X), eg.FrameworkError, "Tensor cannot be called"),
-    ],
-)
-def test_bad_input_is_told(given, error, says):
-    with pytest.raises(error, match=says.replace("[", r"\[")):
-        given()
-
-
 def test_the_error_of_grad_names_the_line_and_the_fix():
     def f(x):
         h = torch.tanh(x)
@@ -195,9 +138,19 @@ def test_the_error_of_grad_names_the_line_and_the_fix():
     )
 
 
+def clamps_at_the_bound() -> bool:
+    """PyTorch takes the derivative of clamp at its bound for 1, and since 2.15 for 0."""
+    x = torch.ones(1, requires_grad=True)
+    return not torch.autograd.grad(x.clamp(-1, 1), x)[0]
+
+
 KINKS = {
     "abs at 0": (torch.abs, 0.0, "zero", "kink", 0.0),
-    "clip at the bound": (lambda x: x.clamp(-1, 1), 1.0, "flows", None, 1.0),
+    "clip at the bound": (
+        lambda x: x.clamp(-1, 1),
+        1.0,
+        *(("zero", "clamped", 0.0) if clamps_at_the_bound() else ("flows", None, 1.0)),
+    ),
     "max(x, 0) at 0": (lambda x: torch.maximum(x, torch.zeros(1)), 0.0, "flows", None, 0.5),
     "relu at 0": (torch.relu, 0.0, "zero", "dead-relu", 0.0),
     "round": (torch.round, 0.3, "zero", "step-function", 0.0),

@@ -128,16 +128,6 @@ def test_what_jax_refuses_to_differentiate_is_a_verdict():
     assert "jax refuses to differentiate it: " in str(found)
 
 
-def test_traced_code_is_refused_in_one_sentence():
-    with pytest.raises(eg.TracedError, match=r"call it outside of jax\.jit"):
-        jax.jit(lambda x: eg.explain(lambda y: y.sum(), x).value)(X)
-
-
-def test_live_arrays_are_refused_in_one_sentence():
-    with pytest.raises(eg.FrameworkError, match="give the function and its arguments"):
-        eg.explain(of=X.sum(), wrt=X)
-
-
 def test_a_long_loop_is_one_step():
     def f(x):
         return jax.lax.scan(lambda h, _: (0.999 * h + 0.001 * x, None), x, None, 5000)[0].sum()

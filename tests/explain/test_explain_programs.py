@@ -1,81 +1,24 @@
 """Why a gradient is missing, zero, not finite or wrong: every broken program by its cause and line."""
 
-import importlib.util
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
-import jax
 import keras
 import pytest
 import torch
 
-from tests.support import (
-    broken_jax,
-    broken_jax_causes,
-    broken_jax_elements,
-    broken_jax_numbers,
-    broken_jax_verdicts,
-    broken_tensorflow,
-    broken_tensorflow_causes,
-    broken_tensorflow_elements,
-    broken_tensorflow_numbers,
-    broken_tensorflow_singular,
-    broken_tensorflow_state,
-    broken_tensorflow_steps,
-    broken_tensorflow_verdicts,
-    broken_torch,
-    broken_torch_causes,
-    broken_torch_elements,
-    broken_torch_numbers,
-    broken_torch_refused,
-    broken_torch_remedies,
-    broken_torch_steps,
-    broken_torch_verdicts,
-    broken_torch_wrong,
-    healthy_jax,
-    healthy_tensorflow,
-    healthy_torch,
-)
-
-TABLES = [
-    broken_torch,
-    broken_torch_causes,
-    broken_torch_elements,
-    broken_torch_numbers,
-    broken_torch_refused,
-    broken_torch_remedies,
-    broken_torch_steps,
-    broken_torch_verdicts,
-    broken_torch_wrong,
-    broken_tensorflow,
-    broken_tensorflow_causes,
-    broken_tensorflow_elements,
-    broken_tensorflow_numbers,
-    broken_tensorflow_singular,
-    broken_tensorflow_state,
-    broken_tensorflow_steps,
-    broken_tensorflow_verdicts,
-    broken_jax,
-    broken_jax_causes,
-    broken_jax_elements,
-    broken_jax_numbers,
-    broken_jax_verdicts,
+SUPPORT = Path(__file__).parent.parent / "support"
+NEEDS = {"broken_jax_modules": "flax"}
+"""Tables of what is not among the oldest supported versions."""
+MODULES = [
+    import_module(f"tests.support.{path.stem}")
+    for framework in ("torch", "tensorflow", "jax")
+    for path in sorted([*SUPPORT.glob(f"broken_{framework}*.py"), SUPPORT / f"healthy_{framework}.py"])
+    if path.stem not in NEEDS or find_spec(NEEDS[path.stem])
 ]
-BROKEN = [program for table in TABLES for program in table.BROKEN]
-HEALTHY = [*healthy_torch.HEALTHY, *healthy_tensorflow.HEALTHY, *healthy_jax.HEALTHY]
-if importlib.util.find_spec("flax") is not None:  # it is not among the oldest supported versions
-    from tests.support import broken_jax_modules
-
-    BROKEN += broken_jax_modules.BROKEN
-    HEALTHY += broken_jax_modules.HEALTHY
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_fast():
-    """Compile without optimisations: each program runs once."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
+BROKEN = [program for module in MODULES for program in getattr(module, "BROKEN", ())]
+HEALTHY = [program for module in MODULES for program in getattr(module, "HEALTHY", ())]
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,13 @@ import elementgrad as eg
 from elementgrad import _cleanup as cleanup
 from elementgrad._backends.torch.isolate import _flags, _set_flags, ambient_state, enter_mode, snapshot_ambient_state
 from elementgrad._cleanup import call_atomically, defer, scope, with_cleanup
-from tests.support import interrupted_jax, interrupted_keras, interrupted_torch
+from tests.support import user_jax, user_keras, user_torch
 from tests.support.interrupts import interrupted, points, some, spelled
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 EVERY = {"torch": 1, "keras": 1, "jax": 1} if LONG else {"torch": 41, "keras": 151, "jax": 151}
 """Of the points at which a verb can be interrupted, one in so many is tried."""
-FRAMEWORKS = [interrupted_torch, interrupted_keras, interrupted_jax]
+FRAMEWORKS = [user_torch, user_keras, user_jax]
 
 
 def name(value):
@@ -129,7 +129,7 @@ def test_interrupted_patches_are_applied_and_taken_back_whole_or_not_at_all(fw, 
 
 
 def test_hooks_of_leaves_are_there_after_an_interrupted_backward():
-    fw = interrupted_torch
+    fw = user_torch
     model = fw.model().eval()
     elements = eg.trainable(model, fw.PLACES)
     fired = []
@@ -235,7 +235,7 @@ def interrupt(call, seconds):
 
 @pytest.mark.parametrize("verb", ["parameter", "check", "sparse", "record"])
 def test_real_signals_leave_a_model_as_it_was(signals, verb):
-    fw, call = interrupted_torch, interrupted_torch.READS[verb]
+    fw, call = user_torch, user_torch.READS[verb]
     model = fw.model().eval()
     expected = call(model)
     gc.collect()  # models of other tests, whose elements train to their end
@@ -248,7 +248,7 @@ def test_real_signals_leave_a_model_as_it_was(signals, verb):
 
 
 def test_real_signals_leave_a_model_that_trains_or_is_plain(signals):
-    fw = interrupted_torch
+    fw = user_torch
     model = fw.model()
     eg.trainable(model, fw.PLACES).release()
     before = fw.described(model)
@@ -474,7 +474,7 @@ def test_blocks_of_autocast_that_end_twice_are_put_right():
 
 
 def test_attention_has_its_kernels_after_an_interrupt(monkeypatch):
-    before = interrupted_torch.surroundings()["kernels"]
+    before = user_torch.surroundings()["kernels"]
     set_flash, calls = torch._C._set_sdp_use_flash, []
 
     def flash(on):
@@ -485,5 +485,5 @@ def test_attention_has_its_kernels_after_an_interrupt(monkeypatch):
 
     monkeypatch.setattr(torch._C, "_set_sdp_use_flash", flash)
     with pytest.raises(KeyboardInterrupt):
-        interrupted_torch.READS["sparse"](interrupted_torch.model().eval())
-    assert interrupted_torch.surroundings()["kernels"] == before
+        user_torch.READS["sparse"](user_torch.model().eval())
+    assert user_torch.surroundings()["kernels"] == before

@@ -11,6 +11,7 @@ from keras import layers
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 import elementgrad as eg
+from tests.support.keras_models import Compiled, functional
 
 X = tf.constant([[1.0, -2.0, 0.5], [0.3, 0.7, -1.0]])
 UNTOUCHED = [(keras.Layer, "__call__"), (keras.layers.Dense, "call"), (keras.Layer, "add_loss"), (Function, "__call__")]
@@ -21,81 +22,6 @@ def _untouched():
     before = [vars(owner)[name] for owner, name in UNTOUCHED]
     yield
     assert [vars(owner)[name] for owner, name in UNTOUCHED] == before
-
-
-def functional() -> keras.Model:
-    image = keras.Input((3,), name="image")
-    a = layers.Dense(3, "tanh", name="a")
-    x = layers.Dropout(0.5, name="drop")(layers.BatchNormalization(name="bn")(a(a(image))))
-    return keras.Model(image, layers.Dense(2, name="b", activity_regularizer="l2")(x))
-
-
-class Doubled(layers.Dense):
-    """A layer that has its own way of being called."""
-
-    def __call__(self, x: Any) -> Any:
-        return super().__call__(x) * 2
-
-
-class Compiled(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Doubled(3, name="a"), layers.Dense(2, name="b")
-        self.idle = layers.Dense(1, name="idle")
-        self.idle.build((None, 3))
-
-    @tf.function
-    def call(self, x: Any) -> Any:
-        return self.b(eg.tag(tf.square(self.a(x)), "squared"))
-
-    @tf.function(jit_compile=True)
-    def score(self, x: Any) -> Any:
-        return tf.reduce_sum(self.a(x)) ** 2
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_statistics_seeds_and_losses_stay_as_they_were(training):
-    model = functional()
-    loss = model(X, training=training) is not None and model.losses
-    before = [np.array(variable) for variable in model.variables]
-    eg.jacobian(model, 3 * X, kwargs={"training": training}, wrt="a#0")[(0, 0), (0, 0)]
-    eg.grad(model, 3 * X, kwargs={"training": training}, of="b[0, 0]", wrt=["bn/gamma", "a/kernel", "image"])
-    assert all(np.array_equal(variable, old) for variable, old in zip(model.variables, before, strict=True))
-    assert [id(x) for x in model.losses] == [id(x) for x in loss]
-
-
-def test_an_exception_in_a_layer_leaves_nothing_behind():
-    class Fails(layers.Layer):
-        def call(self, x: Any) -> Any:
-            raise RuntimeError("no")
-
-    model = keras.Sequential([layers.Dense(3, name="a"), Fails(name="fails")])
-    with pytest.raises(RuntimeError, match="no"):
-        eg.grad(model, X, wrt="a")
-
-
-@pytest.mark.parametrize(
-    ("of", "wrt", "message"),
-    [
-        ("output[0, 0]", "aa", "no tensor is named 'aa'; nearest: a"),
-        ("output[0, 0]", "a", "'a' is 2 tensors here; name one: a#0, a#1"),
-        ("output[0, 0]", "a#2", "'a#2' is none of these: a#0, a#1"),
-        ("output[0, 0]", "a/kernle", "no tensor is named 'a/kernle'; nearest: a/kernel"),
-    ],
-)
-def test_names_that_do_not_fit(of, wrt, message):
-    with pytest.raises(eg.PlaceError, match=message):
-        eg.grad(functional(), X, of=of, wrt=wrt)
-
-
-def test_the_wrong_way_round_is_said_so():
-    with pytest.raises(eg.UnconnectedError, match='ask the other way round, of="bn" and wrt="a#0"'):
-        eg.grad(functional(), X, of="a#0[0, 0]", wrt="bn")
-
-
-def test_a_layer_that_is_not_called():
-    with pytest.raises(eg.PlaceError, match="'idle' is not computed with these arguments"):
-        eg.grad(Compiled(), X, of="output[0, 0]", wrt="idle")
 
 
 def test_several_outputs_are_parts():

@@ -1,7 +1,5 @@
 """Tags in any function, compiled or not: met when somebody asks, passed on as they are when nobody does."""
 
-import weakref
-
 import jax
 import numpy as np
 import pytest
@@ -46,17 +44,6 @@ def test_a_tag_passes_on_what_it_is_given(fw):
     assert eg.tag(pair, "pair") is pair
 
 
-def test_a_tag_keeps_nothing_of_its_name(fw):
-    class Name(str):
-        """A text that can be asked whether it is still alive."""
-
-    x, name = fw.tensor(X), Name("step_17")
-    alive = weakref.ref(name)
-    eg.tag(x, name)
-    del name
-    assert alive() is None
-
-
 def test_the_same_name_again_counts_up(fw):
     def f(x):
         for _ in range(3):
@@ -80,17 +67,6 @@ def test_parts_of_a_structure_have_names(fw):
     x = fw.tensor(X)
     np.testing.assert_allclose(fw.numpy(eg.grad(f, x, wrt="both:a")), 3 * X)
     np.testing.assert_allclose(fw.numpy(eg.grad(f, x, wrt="both:b.0")), 2 * X)
-
-
-@pytest.mark.parametrize("name", ["", 3, None, "a#0", "a:b", "a[0]", "a(b)", "a\nb"])
-def test_what_is_no_name_is_refused(fw, name):
-    with pytest.raises(eg.PlaceError, match="is no name for a tag; give a str without"):
-        eg.tag(fw.tensor(X), name)
-
-
-def test_only_tensors_are_tagged():
-    with pytest.raises(eg.FrameworkError, match="a NumPy array carries no gradients"):
-        eg.tag(X, "x")
 
 
 def test_elements_of_one_tensor_through_functional_writes(fw):

@@ -1,6 +1,7 @@
 """The package itself: what importing it loads, which module may import which, and what the command line prints."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 import elementgrad as eg
 from elementgrad._cli import main
 
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(set(SOURCE.rglob("*.py")) - set(SOURCE.glob("_tour/cells/*.py")))  # which are scripts
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_backends"}
 """What backends may build on; all else builds on them."""
 INTERFACES = {
-    *("_edit.backend", "_read.backend", "_read.recorder", "_train.trainer", "_train.numbers"),
+    *("_read.backend", "_train.trainer", "_train.numbers"),
     *("_explain.backend", "_explain.trace", "_explain.dependence"),
 }
 """What verbs own and backends implement or use."""
@@ -73,6 +75,58 @@ import torch, elementgrad as eg
 print(eg.at(torch.ones(2))[0].set(3.0).tolist())
 """
     assert python(code) == "[3.0, 1.0]"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("torch.__version__ = '2.7.1'", "torch 2.7.1 is not supported: elementgrad needs PyTorch 2.8 or newer; pip"),
+        (
+            "torch.__version__ = '3.0'; del torch._C._storage_Use_Count",
+            "torch 3.0 is not supported: cannot import name",
+        ),
+    ],
+)
+def test_a_framework_that_is_too_old_or_unknown_gets_one_sentence_and_disturbs_no_other(change, why):
+    code = f"""
+import torch, jax.numpy, elementgrad as eg
+{change}
+print(eg.at(jax.numpy.ones(2))[0].set(3.0).tolist())
+for use in (lambda: eg.at(torch.ones(2))[0].set(3.0), lambda: eg.trainable(torch.nn.Linear(2, 1), "weight[0, 0]")):
+    try:
+        use()
+    except eg.FrameworkError as error:
+        print(error)
+"""
+    other, *sentences = python(code).split("\n")
+    assert other == "[3.0, 1.0]"
+    assert len(sentences) == 2
+    assert all(sentence.startswith(why) for sentence in sentences)
+
+
+def test_the_floors_of_the_extras_are_those_that_the_backends_ask_for():
+    floors = {name: re.escape(name) + r">=([\d.]+)" for name in ("torch", "tensorflow", "jax")}
+    project = (ROOT / "pyproject.toml").read_text()
+    for name, pattern in floors.items():
+        floor = re.search(f'"{pattern}"', project)[1]
+        compat = (SOURCE / "_backends" / name / "_compat.py").read_text()
+        assert f"{floor} or newer" in compat
+
+
+def test_the_readme_lists_the_versions_of_the_locks():
+    table = (ROOT / "README.md").read_text()
+    names = {"PyTorch": "torch", "TensorFlow": "tensorflow_cpu", "JAX": "jax", "NumPy": "numpy"}
+    locks = [("oldest",), ("tour", "test"), ("newest",)]
+    texts = ["".join((ROOT / "locks" / f"{name}.txt").read_text() for name in parts) for parts in locks]
+    for title, package in names.items():
+        pins = [re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)[1] for text in texts]
+        assert f"| {title} | {' | '.join(pins)} |" in table
+
+
+def test_the_version_is_the_same_everywhere_and_has_its_section_in_the_changelog():
+    (released,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert f"\nversion: {eg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{eg.__version__}] - {released}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_first_edit_may_stand_inside_a_compiled_function():

@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,40 @@ SELECTION = {"resolve", "flat", "coords"}
 def test_a_class_name_exists_once():
     names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def room(parts: tuple[str, ...]) -> str:
+    """The folder or module of the package that a module is in; the backend of a framework is a room of its own."""
+    framework = parts[0] == "_backends" and len(parts) > 1 and (SOURCE / "_backends" / parts[1]).is_dir()
+    return "/".join(parts[: 2 if framework else 1])
+
+
+def imported_modules(tree: ast.Module) -> set[tuple[str, ...]]:
+    """All modules of ours that a module imports, also in functions, but for those that only types need."""
+    unseen = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    skipped = {inner for node in unseen for inner in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in skipped:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import) and node not in skipped:
+            found |= {alias.name for alias in node.names}
+    return {tuple(name.split(".")[1:]) for name in found if name.startswith("elementgrad.")}
+
+
+def test_folders_do_not_import_each_other_in_a_circle():
+    # The backend of a framework implements interfaces that verbs own (test_package.py says which), so that imports of
+    # the backends themselves are not followed.
+    graph: dict[str, set[str]] = {}
+    for path, tree in TREES.items():
+        here = room(path.relative_to(SOURCE).with_suffix("").parts)
+        if here != "__init__" and "/" not in here:
+            graph.setdefault(here, set()).update({room(module) for module in imported_modules(tree)} - {here})
+    assert graph["_read"] >= {"_backends", "_place", "_names"}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_no_file_is_too_long_to_read():

@@ -139,12 +139,6 @@ def test_a_named_tuple_is_a_tuple_and_what_has_an_array_is_one():
     assert eg.Selection.resolve(Series(), shape=(3,)).flat().tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("shape", [5, "ab", (-1,), (5.0,)])
-def test_a_shape_is_a_tuple_of_sizes(shape):
-    with pytest.raises(eg.SelectionError, match="is not a shape; give a tuple of sizes"):
-        eg.Selection.resolve(0, shape)
-
-
 @pytest.mark.parametrize(
     ("index", "message"),
     [

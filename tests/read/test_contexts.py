@@ -151,12 +151,6 @@ def test_reads_inside_a_function_of_tensorflow(how):
     np.testing.assert_allclose(diagonal, 6 * X)
 
 
-def test_a_size_that_is_not_known_while_tracing_is_told():
-    spec = tf.TensorSpec([None], tf.float64)
-    with pytest.raises(eg.TracedError, match=r"the shape \(None,\) of x is not known while tracing"):
-        tf.function(lambda x: eg.grad(lambda x: tf.reduce_sum(x), x), input_signature=[spec])(TENSORFLOW.tensor(X))
-
-
 def test_reads_inside_transformations_of_jax():
     def reads(x):
         J = eg.jacobian(lambda x: curved(JAX, x), x)

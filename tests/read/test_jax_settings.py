@@ -8,11 +8,14 @@ import pytest
 import elementgrad as eg
 
 SETTINGS = {
-    "jax_numpy_rank_promotion": "raise",
-    "jax_numpy_dtype_promotion": "strict",
-    "jax_enable_checks": True,
-    "jax_debug_nans": True,
+    "strict": {
+        "jax_numpy_rank_promotion": "raise",
+        "jax_numpy_dtype_promotion": "strict",
+        "jax_enable_checks": True,
+    },
+    "debug_nans": {"jax_debug_nans": True},
 }
+"""What only adds errors while a program is traced is on together; the other one runs programs in another way."""
 NUMBERS = np.arange(1.0, 7.0).reshape(2, 3) / 3
 X = jnp.asarray(NUMBERS)
 SIN, COS = np.sin(NUMBERS), np.cos(NUMBERS)
@@ -32,10 +35,12 @@ PICKED = {
 
 @pytest.fixture(params=SETTINGS, autouse=True)
 def setting(request):
-    before = getattr(jax.config, request.param)
-    jax.config.update(request.param, SETTINGS[request.param])
+    before = {name: getattr(jax.config, name) for name in SETTINGS[request.param]}
+    for name, value in SETTINGS[request.param].items():
+        jax.config.update(name, value)
     yield
-    jax.config.update(request.param, before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def scaled(x):

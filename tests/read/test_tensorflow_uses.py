@@ -210,8 +210,3 @@ def test_a_variable_that_is_read_where_nobody_can_look_is_refused(function, wher
     outer.inner = OUTSIDE
     with pytest.raises(eg.FrameworkError, match=f"the variable is read inside {where}.*; read it before"):
         eg.contributions(outer, X, wrt=f"{OUTSIDE.name}/w")
-
-
-def test_what_cannot_be_traced_is_refused():
-    with pytest.raises(eg.FrameworkError, match="the function cannot be traced, so its uses of a tensor"):
-        shares(lambda x: x * float(x.numpy()[0]), X, "x")

@@ -172,11 +172,6 @@ def test_a_graph_that_backward_freed_is_named():
         rec.grad(y, x)
 
 
-def test_layouts_without_elements_are_refused():
-    with pytest.raises(eg.FrameworkError, match=r"have no derivatives; give x\.to_dense"):
-        eg.record(torch.eye(2).to_sparse())
-
-
 def test_views_that_come_several_at_once_may_be_written_to():
     def program(t):
         for row in t:

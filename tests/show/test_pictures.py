@@ -127,6 +127,25 @@ def test_marks_are_found_in_bars_and_feature_maps():
     assert "16 of 40 feature maps: those with the largest gradients" in figure.notes
 
 
+def test_a_field_stands_out_from_what_normalisation_leaves_on_every_pixel():
+    gradient = RNG.normal(size=(1, 1, 64, 64)) * 1e-6
+    gradient[0, 0, 20:25, 30:33] = 0.4
+    gradient[0, 0, 22, 31] = 0.43
+    for options in ({}, {"image": RNG.uniform(size=(64, 64))}):
+        figure = eg.plot(gradient, channels="first", **options)
+        assert figure.notes == [
+            "15 of 4096 pixels carry 95 % of the size, in rows 20 to 24 and columns 30 to 32 (framed)"
+        ]
+        assert artists(figure, "field")
+        assert figure.axes[-1].get_ylim() == (-0.43, 0.43)
+
+
+def test_feature_maps_that_are_all_zero_are_said_so_and_not_drawn():
+    figure = eg.plot(np.zeros((1, 24, 8, 8)))
+    assert figure.notes == ["all of the 24 feature maps are zero, and one of them is drawn"]
+    assert len(figure.axes) == 2  # one map and the colours
+
+
 def test_huge_arrays_are_drawn_in_blocks_by_what_is_largest_in_them():
     values = np.zeros((2000, 3000))
     values[1999, 2999], values[5, 7], values[900, 901] = -4.0, 3.0, np.nan

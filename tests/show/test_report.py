@@ -64,7 +64,7 @@ def test_several_places_are_reported_one_after_another(tmp_path):
     found = numbers(html)
     assert [array.tolist() for array in found] == [[0.5] * 3, [0.5] * 2, [[0.5, 1.0, 1.5]] * 2]
     assert "output by 0.weight: The plan" in headings(html)
-    assert ["[0]", "0.5", "3"] in cells(html)  # the value of the element that is meant
+    assert ["[2]", "0.5", "3"] in cells(html)  # the element that is meant, as it is indexed in the input
     assert ["[0]", "0.5"] in cells(html)  # an activation is there only in a run
 
 
@@ -100,7 +100,9 @@ def test_what_was_trained_is_reported_before_and_after(tmp_path):
 
 def test_everything_is_escaped(tmp_path):
     evil = "</script><script>alert(1)</script>"
-    sections = [Section(evil, [Prose(evil), Code(evil), Table([evil], [[evil]], evil), StepList([(1, evil, True)])])]
+    sections = [
+        Section(evil, [Prose(evil), Code(evil), Table([evil], [[evil]], evil), StepList([(1, evil, True, evil)])])
+    ]
     html = Page(evil, sections, evil).html()
     assert "<script>alert" not in html
     assert html.count("<script>") == html.count("</script>") == 1
@@ -173,3 +175,21 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package, call):
     with pytest.raises(ImportError) as raised:
         getattr(eg, call)(*arguments)
     assert str(raised.value) == f"eg.{call} needs {package}; pip install 'elementgrad[show]'"
+
+
+def test_the_contents_have_one_entry_for_each_question(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    path = eg.report(
+        tmp_path / "r.html",
+        net,
+        torch.ones(1, 3),
+        of=["output[0, -1]", "output[0, 0]"],
+        wrt=["input", "0.weight[2:, 1]"],
+    )
+    text = path.read_text()
+    entries = re.findall(r'<li><a href="#s\d+">(.*?)</a>', text)
+    assert entries == [
+        f"{of} by {wrt}" for of in ("output[0, -1]", "output[0, 0]") for wrt in ("input", "0.weight[2:, 1]")
+    ]
+    assert "[3, 1]" in text  # the element as it is named in the weight, and not in the part that was asked for
+    assert re.search(r"<code>tanh</code> in 1, test_report\.py:\d+", text)

@@ -66,23 +66,3 @@ def test_a_picture_is_bounded_and_shows_every_entry():
     assert [sum(ch != "⠀" for ch in line) for line in (lines[0], lines[7], lines[-1])] == [1, 0, 1]
     assert "2 of 1000000000000 entries" in large._repr_html_()
     assert str(eg.Pattern.from_dense(np.zeros((0, 3)))).startswith("Pattern (0, 3): 0 of 0 entries")
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: eg.Pattern.from_entries([0, 1], [0], (2, 2)), "2 rows and 1 columns do not pair up"),
-        (lambda: eg.Pattern.from_entries([2], [0], (2, 2)), "a row of an entry is no int from 0 to 1"),
-        (lambda: eg.Pattern.from_entries([0], [-1], (2, 2)), "a column of an entry is no int from 0 to 1"),
-        (lambda: eg.Pattern.from_dense(np.ones(3)), "and this has 1 axes; reshape it to two"),
-        (lambda: eg.Pattern((2, 2), [0, 2], [0, 1]), "starts must rise from 0 to the 2 entries"),
-        (lambda: eg.Pattern((1, 2), [0, 2], [1, 0]), "the columns of each row must rise"),
-        (lambda: eg.Pattern((1, 2), [0, 1], [2]), r"a column is out of range for shape \(1, 2\)"),
-        (lambda: eg.Pattern((1, 2, 3), [0, 0], []), "a pattern has two axes"),
-        (lambda: eg.Pattern.from_dense(BAND) | eg.Pattern.from_dense(BAND[:2]), "have no union; give one shape"),
-        (lambda: eg.Pattern.full((10**6, 10**6)), "1000000000000 entries: every output depends on very many inputs"),
-    ],
-)
-def test_what_is_no_pattern_is_told_in_one_sentence(make, error):
-    with pytest.raises(eg.ElementgradError, match=error):
-        make()

@@ -126,45 +126,6 @@ def test_some_elements_of_both_sides_have_a_sparse_jacobian_of_their_own(fw):
     np.testing.assert_allclose(J.prepare("scipy")(other).toarray(), there, **EXACT)
 
 
-def test_a_pattern_that_misses_an_entry_is_found_out(fw):
-    J = eg.jacobian(
-        lambda x: x[1:] * x[:-1], fw.tensor(np.arange(1.0, 8.0)), pattern=eg.Pattern.from_dense(np.eye(6, 7))
-    )
-    with pytest.raises(eg.PatternError, match=r"element 1 of x has entries outside the pattern.*P \| Q"):
-        J.verify()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda fw, J, x: J.sparse("dense"), eg.OptionError, 'format=\'dense\' is none of "csr", "coo" and "scipy"'),
-        (lambda fw, J, x: J.pattern(local=1), eg.OptionError, "local=1 is neither True nor False"),
-        (lambda fw, J, x: J.prepare()(x[1:]), eg.BroadcastError, r"shape \(3,\).* prepared for x of shape \(4,\)"),
-        (lambda fw, J, x: J.prepare()(np.ones(4)), eg.FrameworkError, r"S\(x\) takes a tensor of"),
-        (
-            lambda fw, J, x: eg.jacobian(lambda x: x, x, pattern=eg.Pattern.from_dense(np.eye(3))),
-            eg.OptionError,
-            r"the pattern is of shape \(3, 3\), and output with respect to x is \(4, 4\)",
-        ),
-        (
-            lambda fw, J, x: eg.jacobian(lambda x: x, x, pattern=3),
-            eg.OptionError,
-            "pattern is int; give an eg.Pattern",
-        ),
-        (
-            lambda fw, J, x: eg.jacobian(lambda x: x, x, batch=True).sparse(),
-            eg.OptionError,
-            "leave it out for a sparse",
-        ),
-    ],
-)
-def test_what_cannot_be_is_told_in_one_sentence(fw, call, error, message):
-    x = fw.tensor(np.ones(4))
-    J = eg.jacobian(lambda x: x * x, x, pattern=eg.Pattern.from_dense(np.eye(4)))
-    with pytest.raises(error, match=message):
-        call(fw, J, x)
-
-
 def test_an_unconnected_jacobian_has_no_pattern_or_an_empty_one(fw):
     x, pattern = fw.tensor(np.ones(3)), eg.Pattern.from_dense(np.eye(3))
     stop = OPS[fw.name].stop

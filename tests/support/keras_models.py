@@ -2,11 +2,14 @@
 Keras's forms. Layers are named, weights are drawn from a seed, and everything is in Keras's float type."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+
+import elementgrad as eg
 
 Model = keras.Model
 
@@ -184,3 +187,33 @@ MODELS: dict[str, Callable[[], Model]] = {
         nested,
     )
 }
+
+
+def functional() -> keras.Model:
+    image = keras.Input((3,), name="image")
+    a = layers.Dense(3, "tanh", name="a")
+    x = layers.Dropout(0.5, name="drop")(layers.BatchNormalization(name="bn")(a(a(image))))
+    return keras.Model(image, layers.Dense(2, name="b", activity_regularizer="l2")(x))
+
+
+class Doubled(layers.Dense):
+    """A layer that has its own way of being called."""
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x) * 2
+
+
+class Compiled(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Doubled(3, name="a"), layers.Dense(2, name="b")
+        self.idle = layers.Dense(1, name="idle")
+        self.idle.build((None, 3))
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return self.b(eg.tag(tf.square(self.a(x)), "squared"))
+
+    @tf.function(jit_compile=True)
+    def score(self, x: Any) -> Any:
+        return tf.reduce_sum(self.a(x)) ** 2

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import elementgrad as eg
-from elementgrad._backends.monkeypatch import AttributePatch
+from elementgrad._cleanup import AttributePatch
 
 X = tf.constant([[1.0, -2.0, 0.5]])
 

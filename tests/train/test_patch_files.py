@@ -9,7 +9,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -435,25 +434,3 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
             some().write(path)
     assert [other.name for other in tmp_path.iterdir()] == ["p"]
     assert Patch.read(path) == old
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_process_killed_while_it_saves_leaves_the_old_patch_or_the_new(tmp_path):
-    """200 kills; what they leave beside the patch is removed by the first write after an hour."""
-    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path), "200"]
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(root)])
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert min(told["found"].values()) > 0
-    assert told["left"] > 0  # kills that came in the midst of a save
-    left = [path for path in tmp_path.iterdir() if path.name != "patch.safetensors"]
-    assert all(path.match(".patch.safetensors.????????????????.tmp") for path in left)
-    (tmp_path / ".patch.safetensors.other.tmp").write_text("somebody else's")
-    for path in left:
-        os.utime(path, (0, 0))
-    some().write(tmp_path / "patch.safetensors")
-    assert {path.name for path in tmp_path.iterdir()} == {"patch.safetensors", ".patch.safetensors.other.tmp"}

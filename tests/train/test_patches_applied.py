@@ -318,9 +318,3 @@ def test_undo_leaves_alone_what_was_loaded_since(model, patch):
     with pytest.raises(eg.PatchError, match="there is nothing to undo"):
         applied.undo()
     assert not model[1].bias.any()
-
-
-@pytest.mark.parametrize("path", [3, None, b"patch.safetensors"])
-def test_what_is_no_path_is_refused(model, path):
-    with pytest.raises(eg.PatchError, match="is not the path of a patch"):
-        eg.apply(model, path)

@@ -131,11 +131,6 @@ def test_a_wrong_map_leaves_the_model_as_it_is(patch, home):
     assert_same(home.tensors(model), home.tensors(home.make("float32")))
 
 
-def test_places_have_no_names_to_map():
-    with pytest.raises(eg.OptionError, match="these are places; leave it out"):
-        eg.trainable(HOMES["torch"].make("float32"), "fc.bias", names={})
-
-
 def test_patches_through_maps_compose_and_are_known_by_what_was_before(tmp_path, patch):
     torch, keras = HOMES["torch"], HOMES["keras"]
     other = tmp_path / "other.safetensors"

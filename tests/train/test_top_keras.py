@@ -1,76 +1,19 @@
 """Ranking elements of Keras models disturbs nothing, holds one dense gradient at a time, and says what it cannot do."""
 
-import contextlib
-import random
 import weakref
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from tensorflow.python.eager.context import context
 from tensorflow.python.framework import op_callbacks
 
 import elementgrad as eg
 from elementgrad._train.trainer import TopBackend
 from tests.support.ranked import HOW, assert_best
-from tests.support.ranked_keras import WIDE, RankedKeras, conv, drawn, finished, mlp
+from tests.support.ranked_keras import WIDE, RankedKeras, drawn, finished, mlp
 
 KERAS = RankedKeras()
-
-
-class StoppedError(Exception):
-    pass
-
-
-def seen(model):
-    return (
-        [(variable.path, variable.trainable, variable.numpy().tolist()) for variable in model.variables],
-        [sorted(vars(layer)) for layer in model.layers],
-        [loss.numpy() for loss in model.losses],
-        random.getstate(),
-        context()._rng.getstate() if getattr(context(), "_rng", None) else None,
-    )
-
-
-@pytest.mark.parametrize("kind", ["number", "vector", "generator"])
-@pytest.mark.parametrize("by", HOW)
-@pytest.mark.parametrize("fails", [None, "at once", "half-way", "on the way back"])
-def test_nothing_is_disturbed(kind, by, fails):
-    model, plain = conv()
-    tf.random.set_seed(0)
-    before = seen(model)
-
-    @tf.custom_gradient
-    def failing(x):
-        def back(gradient):
-            if fails == "on the way back":
-                raise StoppedError
-            return gradient
-
-        return tf.identity(x), back
-
-    def losses(model):
-        vector = failing(plain(model))
-        vector += 0 if kind == "generator" else tf.random.uniform([], dtype=tf.float64)
-        if fails == "at once":
-            raise StoppedError
-        if kind != "generator":
-            if fails == "half-way":
-                raise StoppedError
-            return tf.reduce_sum(vector) if kind == "number" else vector
-        return several(vector)
-
-    def several(vector):
-        yield tf.reduce_sum(vector)
-        if fails == "half-way":
-            raise StoppedError
-
-    with pytest.raises(StoppedError) if fails else contextlib.nullcontext():
-        eg.top(model, losses, 5, by)
-    assert seen(model) == before
-    assert keras.src.backend.in_stateless_scope() is False
 
 
 @pytest.mark.parametrize("by", HOW)
@@ -167,64 +110,3 @@ def test_a_generator_has_one_graph_at_a_time():
 
 
 MODEL, LOSS = mlp()
-
-
-def prelude(model):
-    """Two losses that share the first layer, and one between that does not."""
-    hidden = model.layers[0](drawn(6, 5))
-    yield tf.reduce_sum(hidden[0])
-    yield tf.reduce_sum(model.layers[1].kernel.value ** 2)
-    yield tf.reduce_sum(hidden[1]) * tf.reduce_sum(model.layers[1].kernel.value)
-
-
-def writing(model):
-    model.layers[0].kernel.assign(tf.zeros_like(model.layers[0].kernel))
-    return LOSS(model)
-
-
-REFUSED = {
-    "detached": (lambda model: tf.stop_gradient(LOSS(model)), eg.UnconnectedError, "a loss has no gradient"),
-    "one of them": (lambda model: [LOSS(model), tf.ones([])], eg.UnconnectedError, "a loss has no gradient"),
-    "one of them, late": (
-        lambda model: (LOSS(model)[i] if i else tf.ones([], tf.float64) for i in range(2)),
-        eg.UnconnectedError,
-        "a loss has no gradient",
-    ),
-    "a number": (lambda model: float(LOSS(model)[0]), eg.FrameworkError, "loss_fn gave float and no loss"),
-    "past Keras": (
-        lambda model: LOSS(model)[0] + tf.reduce_sum(model.layers[0].kernel._value),
-        eg.FrameworkError,
-        "the loss uses first/kernel past Keras",
-    ),
-    "shared": (lambda model: iter(tf.unstack(LOSS(model))), eg.FrameworkError, "return them in a list"),
-    "shared in part": (prelude, eg.FrameworkError, "return them in a list"),
-    "written": (writing, eg.FrameworkError, "loss_fn has written to first/kernel; write to a copy"),
-    "NaN": (lambda model: LOSS(model) * np.nan, eg.PlaceError, r"\[\[0\].* has a .* of nan, which"),
-    "too few": (
-        lambda model: tf.reduce_sum(model.layers[2].bias.value),
-        eg.UnconnectedError,
-        "k=20 is more than the 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("by", HOW)
-@pytest.mark.parametrize("case", REFUSED)
-def test_losses_that_cannot_rank(case, by):
-    loss_fn, error, message = REFUSED[case]
-    before = seen(MODEL)
-    with pytest.raises(error, match=message) as raised:
-        eg.top(MODEL, loss_fn, 20, by)
-    assert "\n" not in str(raised.value)
-    assert seen(MODEL) == before
-
-
-def test_losses_that_are_others_when_asked_again():
-    rows = iter(range(20))
-    with pytest.raises(eg.FrameworkError, match="gives other losses when it is asked again"):
-        eg.top(MODEL, lambda model: (LOSS(model)[0] * next(rows) for _ in range(2)), 5)
-
-
-def test_inside_of_a_compiled_function():
-    with pytest.raises(eg.FrameworkError, match=r"outside of tf\.function"):
-        tf.function(lambda: eg.top(MODEL, LOSS, 1) and tf.ones([]), autograph=False)()

@@ -2,12 +2,13 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import elementgrad as eg
 from tests.support.ranked import best, named
-from tests.support.ranked_torch import RankedTorch, checkpointed, gpt2, mlp
+from tests.support.ranked_torch import RankedTorch, checkpointed, gpt2, mlp, sparse
 
 
 def test_reentrant_checkpoints_too():
@@ -70,3 +71,17 @@ def test_a_model_that_is_one_number():
     bare = nn.ParameterDict({"x": torch.tensor(2.0)})
     assert eg.top(bare, lambda model: model["x"], 1) == [eg.at("x")]
     assert eg.top(bare, None, 1, "magnitude") == [eg.at("x")]
+
+
+def test_values_that_are_not_finite_are_no_matter_where_nobody_chooses():
+    model, _ = mlp()
+    with torch.no_grad():
+        model[0].bias[2] = float("inf")
+    with pytest.raises(eg.PlaceError, match=r"0.bias\[\[2\]\] has a value of inf"):
+        eg.top(model, None, 3, "magnitude")
+    assert len(eg.top(model, None, 3, "magnitude", among=["0.bias[:2]", "0.weight"])) >= 1
+
+
+def test_whole_numbers_are_not_ranked():
+    model, _ = sparse()
+    assert "steps" not in [place.name for place in eg.top(model, None, 40, "magnitude")]

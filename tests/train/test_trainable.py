@@ -293,8 +293,3 @@ def test_dtypes_that_cannot_hold_the_values_are_refused(model, dtype):
         eg.trainable(model, "fold", dtype=dtype)
     assert_same(model.state_dict(), before)
     assert model.fold.requires_grad
-
-
-def test_places_with_values_are_no_places(model):
-    with pytest.raises(eg.PlaceError, match="dict names no elements"):
-        eg.trainable(model, {"fold": 1})

@@ -1,10 +1,6 @@
-"""Models in training under functional calls, checkpoints, autocast, the compiler, and in another process."""
+"""Models in training under functional calls, checkpoints, autocast and the compiler."""
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -149,35 +145,3 @@ def test_chosen_places_train(model):
     before = state(model)
     train(model, elements)
     assert sum(int((p != before[name]).sum()) for name, p in model.named_parameters() if name in before) == 20
-
-
-def continued(places, steps, optimizer_state=None):
-    torch.manual_seed(0)
-    model = Tagger().bfloat16()
-    elements = eg.trainable(model, places)
-    optimizer = torch.optim.AdamW(elements.parameters(), lr=0.01, weight_decay=0.1)
-    if optimizer_state is not None:
-        optimizer.load_state_dict(optimizer_state)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(TOKENS).float().square().mean().backward()
-        optimizer.step()
-    return elements, optimizer
-
-
-def test_resuming_in_another_process_is_exact(tmp_path):
-    half, optimizer = continued(PLACES, 5)
-    half.save(tmp_path / "half.safetensors")
-    torch.save(optimizer.state_dict(), tmp_path / "half.pt")
-    script = """
-        import sys, torch
-        from tests.train.test_trainable_contexts import continued
-        elements, _ = continued("half.safetensors", 5, torch.load("half.pt"))
-        elements.save("rest.safetensors")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    path = os.pathsep.join([os.path.abspath(path) for path in sys.path if path] + [os.getcwd()])
-    subprocess.run(command, check=True, timeout=300, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
-    whole, _ = continued(PLACES, 10)
-    whole.save(tmp_path / "whole.safetensors")
-    assert eg.inspect(tmp_path / "rest.safetensors") == eg.inspect(tmp_path / "whole.safetensors")

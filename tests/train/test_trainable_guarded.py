@@ -88,20 +88,6 @@ def test_a_trained_parameter_cannot_be_taken_away(model):
     assert model(TOKENS).shape == (2, 4, 12)
 
 
-def test_an_expanded_parameter_is_refused():
-    layer = nn.Module()
-    layer.w = nn.Parameter(torch.randn(3, 1).expand(3, 4))
-    with pytest.raises(eg.FrameworkError, match="expanded"):
-        eg.trainable(layer, "w[0, 0]")
-
-
-def test_a_parameter_with_a_number_in_several_elements_is_refused():
-    layer = nn.Module()
-    layer.w = nn.Parameter(torch.randn(5).as_strided((3, 3), (1, 1)))
-    with pytest.raises(eg.FrameworkError, match="one number is many elements"):
-        eg.trainable(layer, "w[0, 0]")
-
-
 NUMBERS = torch.randn(4, 6)
 SHARING = {
     "all of it": (NUMBERS, NUMBERS, True),

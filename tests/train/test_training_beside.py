@@ -3,7 +3,6 @@
 import copy
 import warnings
 
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -225,11 +224,6 @@ def test_names_of_a_tied_parameter_keep_it():
     eg.trainable(model, "last.weight[0, 1]", keep="head.weight")
     assert model["table"].weight.requires_grad
     assert not model["head"].bias.requires_grad
-
-
-def test_nothing_is_kept_where_nothing_is_frozen():
-    with pytest.raises(eg.OptionError, match="here nothing is frozen; leave it out"):
-        eg.trainable({"w": jnp.ones(3)}, "w[0]", keep="w")
 
 
 def keras_model():

@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import torch
 from keras import layers
 
 import elementgrad as eg
@@ -109,35 +108,6 @@ def test_several_places_of_one_loss_and_parts_of_a_place(model):
     expected = np.zeros(10, np.float32)
     expected[2:4], expected[7] = whole[0][2:4], other[0][7]
     assert np.array_equal(bias, expected)
-
-
-def test_routes_that_cannot_be(model):
-    elements = eg.trainable(model, ["head/bias[0]", "table/embeddings[0]"])
-    with tf.GradientTape() as tape:
-        first, second = losses_of(model)
-    with pytest.raises(eg.OptionError, match="persistent=True"):
-        elements.gradients(tape, {"head/bias[0]": first, "table/embeddings[0]": second})
-    with pytest.raises(eg.OptionError, match="no tape"):
-        elements.gradients(None, first)
-    with pytest.raises(eg.OptionError, match="one number"):
-        elements.gradients(tape, {"head/bias[0]": tf.stack([first, second])})
-    with pytest.raises(eg.PlaceError, match="do not train here"):
-        elements.gradients(tape, {"head/bias[1]": first})
-    with pytest.raises(eg.UnconnectedError, match="does not depend on head/bias"):
-        elements.gradients(tape, {"head/bias[0]": tf.constant(1.0)})
-
-
-def test_words_of_other_frameworks_name_the_right_one(model):
-    elements = eg.trainable(model, "head/bias[0]")
-    with pytest.raises(eg.FrameworkError, match=r"use elements\.variables"):
-        elements.parameters()
-    with pytest.raises(eg.FrameworkError, match=r"use elements\.gradients\(tape, \{place: loss\}\)"):
-        elements.backward({})
-    elements = eg.trainable(torch.nn.Linear(2, 2), "bias[0]")
-    with pytest.raises(eg.FrameworkError, match=r"use elements\.parameters\(\)"):
-        elements.variables  # noqa: B018
-    with pytest.raises(eg.FrameworkError, match=r"use elements\.backward\("):
-        elements.gradients(None, {})
 
 
 def trained(model, places, path):

@@ -4,10 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
+
+if TYPE_CHECKING:
+    from elementgrad._place.selection import Selection
+
+if TYPE_CHECKING:
+    from elementgrad._names.backend import Model
 
 Tensor = Any
 Function = Callable[..., Sequence[Tensor]]
@@ -20,6 +26,10 @@ class TensorFunction(Protocol):
     @property
     def function(self) -> Callable[..., Any]:
         """The user's function."""
+
+    @property
+    def model(self) -> "Model":
+        """The user's function, with the names that it holds."""
 
     @property
     def others(self) -> Sequence[Tensor]:
@@ -86,9 +96,30 @@ class Linearization(ABC):
         """
         return None
 
+    def read_block(
+        self, output: int, rows: "Selection", inputs: Sequence[int], columns: "Sequence[Selection]"
+    ) -> list[Tensor | None] | None:
+        """Return the derivatives of all rows by all columns, if no sweep through whole tensors is needed for them.
+
+        There is a matrix for each input, None without a path. None in place of the list leaves them to sweeps.
+        """
+        return None
+
+    def describe(self, output: int, rows: "Selection", names: Mapping[int, str]) -> str | None:
+        """Return what `read_block` needs of each input, by its name; None if sweeps go through whole tensors."""
+        return None
+
+    def read_value(self, output: int, selection: "Selection") -> Tensor | None:
+        """Return the values of some elements of an output that has not been evaluated; None if it has."""
+        return None
+
     @abstractmethod
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """Run forward sweeps from tangents of an input; return a batch for each output, None without a path."""
+
+    def transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
+        """Run forward sweeps as transposes of a reverse one; raise `UnsupportedError` where `jvp` is all there is."""
+        raise UnsupportedError("reverse sweeps are not transposed")
 
     @abstractmethod
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:

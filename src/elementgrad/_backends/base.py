@@ -18,9 +18,10 @@ from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
-    from elementgrad._edit.backend import EditBackend
+    from elementgrad._cone.backend import ConeBackend
     from elementgrad._explain.backend import ExplainBackend
     from elementgrad._names.backend import NamesBackend
+    from elementgrad._place.edit import EditBackend
     from elementgrad._place.selection import Selection
     from elementgrad._read.backend import ReadBackend
     from elementgrad._train.trainer import TopBackend, TrainBackend
@@ -30,7 +31,7 @@ Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 """The dtypes of derivatives that NumPy has."""
-MODULES = {"read": "read", "explain": "explain", "train": "train.trainer", "top": "top"}
+MODULES = {"read": "read", "explain": "explain", "train": "train.trainer", "top": "top", "cone": "cone.program"}
 """The module of each backend in which `implementation` implements the interface of a verb."""
 
 
@@ -80,6 +81,8 @@ class Backend(ABC):
     """One framework."""
 
     name: str
+    records_programs = False
+    """True if functions can be recorded for cones."""
     conjugates = False
     """True if reverse sweeps of complex numbers take and give the conjugates of those of the other frameworks, which
     have `∂f/∂a + i ∂f/∂b` for a real f and `z = a + ib`."""
@@ -97,6 +100,8 @@ class Backend(ABC):
     def load(self, verb: Literal["train"]) -> "TrainBackend": ...
     @overload
     def load(self, verb: Literal["top"]) -> "TopBackend": ...
+    @overload
+    def load(self, verb: Literal["cone"]) -> "ConeBackend": ...
     def load(self, verb: str) -> Any:
         """Return the framework's implementation of a verb's interface, imported when it is first needed."""
         loaded = self._loaded.get(verb)

@@ -13,6 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _backends: dict[type, Backend] = {}
 _opaque: list[Callable[..., Any]] = []
 _compilers: list[Callable[..., Any]] = []
+_unsupported: dict[str, Exception] = {}
+"""Why a framework that is imported has no backend: it is too old, or so new that names we rely on are gone."""
+_PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax", "jaxlib": "jax"}
+"""The packages whose classes belong to a framework."""
 
 
 def opaque_to_compiler(function: Function) -> Function:
@@ -74,7 +78,29 @@ def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
 def backend_of_model(function: Any) -> Backend | None:
     """Return the backend whose model a function is, or None; raise an error for Keras on another backend."""
     require_keras_on_tensorflow(function)
-    return next((backend for backend in imported_backends() if backend.names.is_model(function)), None)
+    model = next((backend for backend in imported_backends() if backend.names.is_model(function)), None)
+    if model is None:
+        _require_supported(type(function))
+    return model
+
+
+def module_of(value: Any) -> tuple[Backend, Any] | tuple[None, None]:
+    """Return the module that a value is, or is a method of, and its backend; None twice if it is none with names.
+
+    Keras on another backend than TensorFlow has no names that can be used.
+    """
+    layer = getattr(sys.modules.get("keras"), "Layer", None)
+    if not callable(value) or (layer is not None and isinstance(value, layer) and not _is_keras_on_tensorflow()):
+        return None, None
+    for backend in imported_backends():
+        root = backend.names.model.root_of(value)
+        if root is not None:
+            return backend, root
+    return None, None
+
+
+def _is_keras_on_tensorflow() -> bool:
+    return bool(sys.modules["keras"].backend.backend() == "tensorflow")
 
 
 def _compiler() -> Backend | None:
@@ -90,24 +116,46 @@ def _search(kind: type) -> Backend | None:
             if backend.caches_type(kind):
                 _backends[kind] = backend
             return backend
+    _require_supported(kind)
     return None
+
+
+def _require_supported(kind: type) -> None:
+    """Raise if a class is of a framework that has no backend in the version that is installed."""
+    if _unsupported:
+        for base in kind.__mro__:
+            package = _PACKAGES.get(base.__module__.partition(".")[0], "")
+            error = _unsupported.get(package)
+            if error is not None:
+                version = sys.modules[package].__version__
+                remedy = f"pip install 'elementgrad[{package}]' gets one that is"
+                raise FrameworkError(f"{package} {version} is not supported: {error}; {remedy}") from error
 
 
 def imported_backends() -> Iterator[Backend]:
     """Yield the backends of the frameworks that are imported."""
     # By plain import statements: `torch.compile` can trace no others.
-    if sys.modules.get("torch") is not None:
-        from elementgrad._backends.torch.tensor import backend as torch_backend
-
-        yield torch_backend
-    if sys.modules.get("tensorflow") is not None:
-        from elementgrad._backends.tensorflow.tensor import backend as tensorflow_backend
-
-        yield tensorflow_backend
-    if sys.modules.get("jax") is not None:
-        from elementgrad._backends.jax.tensor import backend as jax_backend
-
-        yield jax_backend
+    if sys.modules.get("torch") is not None and "torch" not in _unsupported:
+        try:
+            from elementgrad._backends.torch.tensor import backend as torch_backend
+        except (ImportError, AttributeError) as error:
+            _unsupported["torch"] = error
+        else:
+            yield torch_backend
+    if sys.modules.get("tensorflow") is not None and "tensorflow" not in _unsupported:
+        try:
+            from elementgrad._backends.tensorflow.tensor import backend as tensorflow_backend
+        except (ImportError, AttributeError) as error:
+            _unsupported["tensorflow"] = error
+        else:
+            yield tensorflow_backend
+    if sys.modules.get("jax") is not None and "jax" not in _unsupported:
+        try:
+            from elementgrad._backends.jax.tensor import backend as jax_backend
+        except (ImportError, AttributeError) as error:
+            _unsupported["jax"] = error
+        else:
+            yield jax_backend
 
 
 def require_keras_on_tensorflow(function: Any) -> None:

@@ -34,12 +34,12 @@ from elementgrad._cli.output import FINDING, InputError, is_stdout_unicode, say,
 from elementgrad._cli.parser import make_parser
 from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
-from elementgrad._optional import require
 from elementgrad._read.budget import parse_budget
 from elementgrad._train.api import reverse_patch
 from elementgrad._train.routing import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
+from elementgrad.errors import require_packages
 
 JSON_FORMAT = 1
 """The version of the objects that `--json` prints."""
@@ -58,9 +58,9 @@ FILE_ARGUMENTS = ("model", "inputs", "out", "plot", "patch", "target")
 
 def tour(*, framework: str, out: str, no_report: bool) -> None:
     """Show the tour in the terminal, and write its page unless `no_report`."""
-    require("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
-    require("safetensors", "the tour", "train")
-    from elementgrad._tour.render import show_tour
+    require_packages("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
+    require_packages("safetensors", "the tour", "train")
+    from elementgrad._tour.runner import show_tour
 
     if not no_report:
         writable(out)
@@ -86,7 +86,7 @@ def grad(
     if len(wrt or []) > 1 and ((out or "").endswith(".npy") or plot is not None):
         raise InputError("a .npy file and a picture hold one gradient; give --wrt once, or an .npz file")
     if plot is not None:
-        require("matplotlib", "--plot", "show")
+        require_packages("matplotlib", "--plot", "show")
     with user_code():
         target = CommandTarget(**target_options)
         call = BoundCall(target.function, target.args, target.kwargs)
@@ -216,7 +216,7 @@ def undo_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
 
 def completion(*, shell: str) -> None:
     """Print the script by which a shell completes commands."""
-    require("shtab", "completion", "completion")
+    require_packages("shtab", "completion", "completion")
     import shtab
 
     parser = make_parser()

@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad import _npz
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
+from elementgrad._files import read_npz
 from elementgrad._names import pytree
-from elementgrad._names.call import BoundArguments
-from elementgrad._optional import require
+from elementgrad._names.arguments import BoundArguments
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._train.numbers import VIEWS
 from elementgrad._train.weights import DTYPES
+from elementgrad.errors import require_packages
 
 ARRAY_FILES = (".npy", ".npz", ".safetensors", ".json")
 """The files of arrays that are read and written."""
@@ -387,14 +387,14 @@ def _read_file(path: str) -> Any:
     try:
         if not zipped:
             return _wrap_array(np.load(path, allow_pickle=False), path)
-        arrays = _npz.read(path)
+        arrays = read_npz(path)
     except (ValueError, EOFError) as error:
         raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     return NamedInputs({name: _wrap_array(array, f"{path}:{name}") for name, array in arrays.items()})
 
 
 def _read_safetensors(path: str) -> NamedInputs:
-    require("safetensors", f"reading {path}", "train")
+    require_packages("safetensors", f"reading {path}", "train")
     from safetensors import SafetensorError, deserialize
 
     with open(path, "rb") as file:

@@ -27,10 +27,10 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
 from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, cannot_follow
-from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef, require_callable
-from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, parse_place, parse_target
-from elementgrad.errors import DtypeError, ElementgradError, OptionError, PlaceError, SelectionError, quoted
+from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
+from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
+from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SelectionError, quoted
 
 Tensor = Any
 T = TypeVar("T")
@@ -47,6 +47,8 @@ def explain(
     of: Any = None,
     wrt: Any = None,
     probe: bool = True,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Diagnosis:
     """Explain why the gradient of `of` with respect to `wrt` is missing, zero, NaN or wrong: cause, line and fix.
 
@@ -61,6 +63,8 @@ def explain(
         of: What is differentiated, by name or place; the only floating output if left out.
         wrt: What it is differentiated by; the only floating input if left out.
         probe: False to try nothing out by moving an element, which takes more runs.
+        names_from: A model that `f` calls, as for `eg.jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         The diagnosis. `print` it; it is true if nothing is wrong.
@@ -78,10 +82,10 @@ def explain(
     'flows'
     """
     if not isinstance(probe, bool):
-        raise OptionError(f"probe={quoted(probe)} is neither True nor False; give one of them")
+        raise option_error("probe", probe, "is neither True nor False; give one of them")
     if f is None:
         return _explain_live(of, wrt)
-    require_callable(f)
+    f, args, kwargs = gather_arguments(explain, f, args, kwargs, arguments, names_from)
     if not args and not kwargs and of is None and registry.backend_of_model(f) is None:
         return _explain_step(f, wrt)
     place, target_place = parse_place(wrt), parse_target(of)
@@ -288,7 +292,7 @@ class Explanation:
 
     def _has_single_input(self) -> bool:
         """Return True if there is nothing else that the target could be computed from."""
-        return len(self._call.inputs) == 1 and registry.backend_of_model(self._call.function) is None
+        return len(self._call.inputs) == 1 and not self._call.is_model
 
     def _floats(self, x: Tensor) -> np.ndarray:
         values = self._backend.to_float64(x)

@@ -1,6 +1,5 @@
 """The interface that a backend implements for explanations: `ExplainBackend`."""
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -12,6 +11,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.base import Backend
 from elementgrad._explain.trace import LiveReport, Trace
+from elementgrad._names.arguments import referenced_values
 from elementgrad.errors import FrameworkError
 
 Tensor = Any
@@ -68,18 +68,10 @@ def backend_for_step(function: Any, wrt: Any = None) -> Backend:
         raise FrameworkError(
             "a step without arguments can be watched on PyTorch and TensorFlow; give a function and its arguments"
         )
-    for value in _referenced_values(function) if len(able) > 1 else ():
+    for value in referenced_values(function) if len(able) > 1 else ():
         package = value.__name__.partition(".")[0] if isinstance(value, ModuleType) else None
         name = "tensorflow" if package == "keras" else package
         for backend in able:
             if name == backend.name or registry.backend_of(value) is backend or backend.names.is_model(value):
                 return backend
     return able[0]
-
-
-def _referenced_values(function: Any) -> list[Any]:
-    try:
-        names = inspect.getclosurevars(inspect.unwrap(getattr(function, "python_function", function)))
-    except (TypeError, ValueError):  # it is not written in Python, or uses a name that has no value yet
-        return []
-    return [*names.nonlocals.values(), *names.globals.values()]

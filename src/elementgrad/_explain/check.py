@@ -17,8 +17,9 @@ from elementgrad._explain.differences import EPSILON, STEP_SIZES, UNSTEADY, Line
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import SampledCall, part_positions, precision_of, real_parts, slope_unit
 from elementgrad._explain.trace import uneven_weights
+from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._read.api import NOTHING, Named, parse_place, parse_target
+from elementgrad._place.place import Named, parse_place, parse_target
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = Any
@@ -109,7 +110,13 @@ def _first_three(entries: Sequence[CheckedEntry], field: str) -> list[str]:
 
 @not_compiled
 def check(
-    f: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOTHING, of: Named = None, wrt: Named = None
+    f: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    of: Named = None,
+    wrt: Named = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Check:
     """Check that entries of a derivative are the slopes of the function's values, by central differences.
 
@@ -124,6 +131,8 @@ def check(
         kwargs: Its keyword arguments.
         of: What is differentiated, by name or place; the only floating output if left out.
         wrt: What it is differentiated by; the only floating input if left out.
+        names_from: A model that `f` calls, as for `eg.jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         The check. Its verdict is `agrees`, `differs`, or `undecided` where differences do not tell, as for a function
@@ -139,7 +148,7 @@ def check(
     detach
     """
     place, target_place = parse_place(wrt), parse_target(of)
-    call = BoundCall(f, args, kwargs)
+    call = BoundCall(*gather_arguments(check, f, args, kwargs, arguments, names_from), [place])
     source, target = call.find_source(place), call.find_target(target_place)
     sampled, dtype, linear = _linearize(call, source, target)
     with call.backend.precision(sampled.dtype):

@@ -27,6 +27,18 @@ class CauseFinding:
         return cls(hint.cause, hint.op, evidence)
 
 
+class PathStep(str):
+    """The name of an operation on a path, with the module and the line that it was called from."""
+
+    site: str
+
+    @classmethod
+    def of(cls, op: Op, broken: bool) -> "PathStep":
+        step = cls(f"{op.operation} (broken here)" if broken else op.operation)
+        step.site = ", ".join([text for text in (f"in {op.module}" if op.module else "", op.where or "") if text])
+        return step
+
+
 class DataPath:
     """The operations of a graph that lie between source and target, by their data."""
 
@@ -112,11 +124,7 @@ class DataPath:
         else:
             way = [*self._way_to(*[value for value in broken.inputs if value in self.from_source][:1]), broken]
             way += self._way_from(broken)
-        return [
-            f"{op.operation} (broken here)" if op is broken else op.operation
-            for op in way
-            if not op.hidden or op is broken
-        ]
+        return [PathStep.of(op, op is broken) for op in way if not op.hidden or op is broken]
 
     def _way_to(self, *values: int) -> list[Op]:
         """Return the operations of one way from the source to the first of `values`."""

@@ -1,8 +1,11 @@
 """The interface that a backend implements for names: `NamesBackend`, and the `Model` that it returns."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from elementgrad._names.capture import Capture
 
 Tensor = Any
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
@@ -10,36 +13,37 @@ Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 box), the contents, and a function that rebuilds the container around other contents."""
 
 
-class CaptureLike(Protocol):
-    """The part of a `Capture` that backends use: they hand it the results of layers and tags."""
+GIVEN = ".input"
+"""Behind the path of a module: what the module is given, as opposed to what it returns."""
 
-    @property
-    def everything(self) -> bool:
-        """True if the results of all layers are captured."""
 
-    @property
-    def bases(self) -> set[str]:
-        """The names whose values are captured, without the number of a call or a part."""
+class Replacement(NamedTuple):
+    """A tensor that a function holds, and the one that it computes with in its place."""
 
-    @property
-    def active(self) -> bool:
-        """True if what this thread computes now is part of the run."""
-
-    def open(self, here: Callable[[str], bool] = ...) -> Any:
-        """Return a context in which this thread's tags are captured, if `here(name)` is True; else they are staged."""
-
-    def capture(self, kind: str, base: str, value: Any) -> Any:
-        """Capture a value that has a name, and return what the run goes on with."""
-
-    def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
-        """Capture one tensor of a value that has a name, and return what the run goes on with."""
+    name: str
+    held: Tensor
+    new: Tensor
 
 
 class Model:
-    """A function of the user, with the tensors that it holds and its layers. A plain function has neither."""
+    """A function of the user, with the modules whose tensors and layers have names in its calls.
 
-    def __init__(self, function: Callable[..., Any]):
+    `roots` has each module under the prefix of its names: the argument that it is given as, or an empty prefix for the
+    function itself. A plain function has none.
+    """
+
+    def __init__(self, function: Callable[..., Any], roots: Mapping[str, Any] | None = None):
         self.function = function
+        root = self.root_of(function) if roots is None else None
+        self.roots: Mapping[str, Any] = roots or ({} if root is None else {"": root})
+
+    @staticmethod
+    def root_of(value: Any) -> Any:
+        """Return the module that a value is, or is a method of, if its tensors and layers have names; or None."""
+        return None
+
+    only_input: str | None = None
+    """A name that the only input always has."""
 
     def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name, kind ("parameter" or "buffer") and tensor of all that the function holds."""
@@ -57,12 +61,20 @@ class Model:
         """Return the model's own names of its inputs, each with what that input may be called as an argument."""
         return {}
 
+    def other_names(self) -> Iterable[str]:
+        """Return other spellings of names of tensors and layers."""
+        return ()
+
+    def canonical_name(self, name: str) -> str:
+        """Return the name under which a tensor is found, for a name that may be another spelling of it."""
+        return name
+
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         """Return kind and tensor of everything with a name; the result of a layer is an activation without a tensor."""
         return []
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
+    def prepare(self, replacements: Sequence[Replacement], capture: "Capture | None") -> Iterator[Callable[..., Any]]:
         """Yield the function to call, with some of its tensors replaced and its named values captured."""
         if capture is None:
             yield self.function
@@ -71,16 +83,33 @@ class Model:
                 yield self.function
 
 
+def split_prefix(prefix: str, name: str) -> str | None:
+    """Return the rest of a name behind the prefix of a root, empty for the root itself; None without that prefix."""
+    if not prefix or name == prefix:
+        return name[len(prefix) :]
+    return name[len(prefix) + 1 :] if name.startswith(f"{prefix}.") else None
+
+
+def add_prefix(prefix: str, name: str) -> str:
+    """Return a name inside of a root, with the prefix of the root."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
 class NamesBackend:
     """The framework's part in finding tensors by name. The defaults are those of plain functions and eager tensors."""
+
+    model: type[Model] = Model
+    """The type of a function together with the names that it holds."""
+    takes_arrays = False
+    """True if functions of the framework take NumPy arrays for tensors."""
 
     def is_model(self, function: Any) -> bool:
         """Return True if a function holds tensors or layers that have names."""
         return False
 
-    def model(self, function: Callable[..., Any]) -> Model:
-        """Return a function together with the names that it holds."""
-        return Model(function)
+    def name_closed_over(self, x: Tensor) -> str | None:
+        """Return a name for a parameter that is neither an argument nor in a root, if runs can replace it; or None."""
+        return None
 
     def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function whose signature a call of a model has."""
@@ -92,6 +121,10 @@ class NamesBackend:
 
     def flatten_node(self, value: Any) -> Node | None:
         """Return one level of a container of the framework's own, or None for anything else."""
+        return None
+
+    def from_numpy(self, array: Any, model: Model) -> Tensor | None:
+        """Return the tensor that the framework would make of an array given to a function; None if it makes none."""
         return None
 
     def unwrap_parameter(self, x: Tensor) -> Tensor:

@@ -4,32 +4,33 @@
 `Operand` is one side of a Jacobian: a tensor, and which of its elements are indexed.
 """
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._names import pytree
-from elementgrad._names.backend import Model
+from elementgrad._names.arguments import BoundArguments, NamedFunction, backend_of_code, require_callable
+from elementgrad._names.backend import GIVEN, Model, Replacement
 from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
+from elementgrad._names.patterns import is_pattern
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection, resolve
-from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError, TracedError, quoted
+from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError, TracedError
 
 Tensor = Any
-COMPUTED = ("activation", "output")
+COMPUTED = ("activation", "given", "output")
 """The kinds of tensors that exist only once the function has run."""
+"""The keyword arguments of a call that has none."""
 OUTPUT = re.compile(r"output([.:]|$)")
 
 
@@ -147,42 +148,74 @@ class Operand(pytree.Leaf):
         return Selection.at_flat(positions, self.of or (1,))  # an index array needs an axis, and there may be none
 
 
-def require_callable(function: Any) -> None:
-    if not callable(function):
-        raise FrameworkError(f"{type(function).__name__} cannot be called; give a function and then its arguments")
-
-
 class BoundCall:
-    """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`."""
+    """A function and its arguments, with a name for each tensor in them: `x`, `params.weight`, `xs.0`.
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+    A model among the arguments has all of its names behind that of the argument: `model.fc.weight`. A function that is
+    a model has them behind nothing.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[Place] = ()
+    ):
         require_callable(function)
-        if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow check comes last
-            raise OptionError(
-                f"kwargs={quoted(kwargs)} is no dict; give arguments by name, as in kwargs={{'mask': mask}}"
-            )
+        self.function = function
         self._bound = BoundArguments.of(function, args, kwargs)
         self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
         self.inputs: list[TensorRef] = []
+        self._arrays: set[str] = set()  # the inputs that were given as NumPy arrays
+        self._roots: dict[str, Any] = dict(function.roots) if isinstance(function, NamedFunction) else {}
         backends: dict[str, Backend] = {}
+        arrays: list[tuple[int, TensorRef, tuple[str, int]]] = []
         for argument, value in self._bound.arguments.items():
             for index, (name, leaf) in enumerate(pytree.named_leaves(value, argument)):
                 backend = registry.backend_of(leaf)
                 if backend is not None:
                     self.inputs.append(TensorRef(name, "input", leaf, len(self.inputs)))
                     self._leaves.append((argument, index))
+                elif isinstance(leaf, np.ndarray):
+                    arrays.append((len(self.inputs), TensorRef(name, "input", leaf), (argument, index)))
+                elif type(leaf) not in pytree.SIMPLE:
+                    backend, root = registry.module_of(leaf)
+                    if backend is not None:
+                        self._roots[name] = root
+                if backend is not None:
                     backends[backend.name] = backend
-        self.backend = _only_backend(function, backends, args)
-        self.function = function
+        if not backends:  # a function that takes no tensors is of the framework of those that it is asked about
+            tensors = [place.tensor for place in places if place.tensor is not None]
+            backends = {backend.name: backend for backend in map(registry.require_backend, tensors)}
+        self.backend = _only_backend(function, backends, args, bool(arrays))
+        if arrays:
+            self._add_arrays(arrays)
         self.output_name = "output"
         """The name of the only floating output, once the function has run."""
         self.orders: dict[CaptureKey, int] = {}
         """How many tensors were captured before each that was asked for."""
 
+    def _add_arrays(self, arrays: Sequence[tuple[int, TensorRef, tuple[str, int]]]) -> None:
+        """Make inputs of NumPy arrays, as tensors, where the framework takes arrays as such.
+
+        The function itself gets the array, unless it is replaced.
+        """
+        for tensors_before, ref, leaf in arrays:
+            tensor = self.backend.names.from_numpy(ref.tensor, self.model)
+            if tensor is not None:
+                position = tensors_before + len(self._arrays)
+                self.inputs.insert(position, replace(ref, tensor=tensor))
+                self._leaves.insert(position, leaf)
+                self._arrays.add(ref.name)
+        self.inputs = [replace(ref, index=index) for index, ref in enumerate(self.inputs)]
+
     @cached_property
     def model(self) -> Model:
         """The function, with the names that it holds."""
-        return self.backend.names.model(self.function)
+        own = self.backend.names.model.root_of(self.function)
+        return self.backend.names.model(self.function, self._roots if own is None else {"": own} | self._roots)
+
+    @property
+    def is_model(self) -> bool:
+        """True if the function is a model, or is given one."""
+        return bool(self._roots) or registry.backend_of_model(self.function) is not None
 
     def find_source(self, place: Place) -> TensorRef:
         """Return the tensor that a place names, as one to differentiate by.
@@ -195,7 +228,9 @@ class BoundCall:
             return self._find_identical(place.tensor)
         if place.name is None:
             return self._only_input()
-        name = place.name
+        if is_pattern(place.name):
+            raise PlaceError(f"{place} is a pattern of several names, and one place is needed here; give one name")
+        name = self.model.canonical_name(place.name)
         named = [ref for ref in self.inputs if ref.name == name.replace(":", ".")] or self._find_alias(name)
         named += [TensorRef(name, kind, tensor, exact=True) for kind, tensor in self.model.lookup(name)]
         if OUTPUT.match(name):
@@ -240,17 +275,17 @@ class BoundCall:
         For a source that the run computes, `tensors` has a function of it, a tensor to add to it, or None to leave it
         as it is. A computed value that `cuts` names is transformed in any case.
         """
-        inputs, parameters, transforms = {}, {}, dict(cuts)
+        inputs, replacements, transforms = {}, [], dict(cuts)
         for source, x in zip(sources, tensors, strict=True):
             if source.index is not None:
                 inputs[source.index] = x
             elif source.computed:
                 transforms[source.key] = _as_transform(x)
             elif x is not None:
-                parameters[source.name] = x
+                replacements.append(Replacement(source.name, source.tensor, x))
         kept = [target.key for target in targets if target.computed and target is not ONLY_OUTPUT]
         capture = Capture(self.backend, transforms, kept) if transforms or kept else None
-        outputs = self._run(inputs, parameters, capture)
+        outputs = self._run(inputs, replacements, capture)
         if capture is not None:
             self._require_captured(capture)
         results = []
@@ -264,23 +299,23 @@ class BoundCall:
                 results.append(replaced[0] if replaced else target.tensor)
         return results
 
-    def capture_all(self) -> Capture:
-        """Run the function once and capture all that has a name."""
-        capture = Capture(self.backend, {}, [], everything=True)
-        self._run({}, {}, capture)
+    def capture_all(self, given: bool) -> Capture:
+        """Run the function once and capture all that has a name, also what modules are given if `given` is True."""
+        capture = Capture(self.backend, {}, [], everything=True, given=given)
+        self._run({}, [], capture)
         return capture
 
     def _run(
-        self, inputs: Mapping[int, Tensor], parameters: Mapping[str, Tensor], capture: Capture | None
+        self, inputs: Mapping[int, Tensor], replacements: Sequence[Replacement], capture: Capture | None
     ) -> list[tuple[str, Tensor]]:
         """Call the function with some tensors replaced, and return its outputs by name."""
         args, kwargs = self._bound.split(self._arguments(inputs))
         inside = capture if capture is not None and capture.inside else None
-        if not parameters and inside is None:
+        if not replacements and inside is None:
             with without_capture():
                 returned = self.backend.names.traceable(self.function)(*args, **kwargs)
         else:
-            with without_capture(), self.model.prepare(parameters, inside) as function:
+            with without_capture(), self.model.prepare(replacements, inside) as function:
                 returned = self.backend.names.traceable(function)(*args, **kwargs)
         outputs = self._named_outputs(returned)
         if not outputs and not (capture and capture.values):
@@ -305,7 +340,7 @@ class BoundCall:
         leaves: dict[str, dict[int, Tensor]] = {}
         for index, x in inputs.items():
             argument, leaf = self._leaves[index]
-            if arguments[argument] is self.inputs[index].tensor:
+            if arguments[argument] is self.inputs[index].tensor or isinstance(arguments[argument], np.ndarray):
                 arguments[argument] = x
             else:
                 leaves.setdefault(argument, {})[leaf] = x
@@ -316,24 +351,29 @@ class BoundCall:
     def _find_alias(self, name: str) -> list[TensorRef]:
         """Return the input for which the model has a name of its own."""
         spellings = self.model.input_aliases().get(name, ())
-        return [ref for spelling in spellings for ref in self.inputs if ref.name == spelling][:1]
+        matches = [ref for spelling in spellings for ref in self.inputs if ref.name == spelling][:1]
+        is_only_input = name == self.model.only_input and len(self.inputs) == 1
+        return matches or (self.inputs if is_only_input else [])
 
     def _find_identical(self, tensor: Tensor) -> TensorRef:
         registry.require_backend(tensor)
         same = [ref for ref in self.inputs if ref.tensor is tensor]
         if not same:
-            bare = self.backend.names.unwrap_parameter(tensor)
+            bare, names = self.backend.names.unwrap_parameter(tensor), self.backend.names
             same = [TensorRef(name, kind, x) for name, kind, x in self.model.named_tensors() if x is bare][:1]
+            closed_over = names.name_closed_over(tensor) if registry.backend_of(tensor) is self.backend else None
+            if not same and closed_over is not None:
+                return TensorRef(closed_over, "parameter", bare)
         if len(same) == 1:
             return same[0]
         if same:
-            names = listed([ref.name for ref in same])
-            raise PlaceError(f"the tensor was given as {names}; say which by its name")
-        names = listed([ref.name for ref in self.inputs])
-        raise PlaceError(f"the tensor is none of the inputs {names}; pass it to the function, or name one of these")
+            raise PlaceError(f"the tensor was given as {listed([ref.name for ref in same])}; say which by its name")
+        inputs = listed([ref.name for ref in self.inputs])
+        raise PlaceError(f"the tensor is none of the inputs {inputs}; pass it to the function, or name one of these")
 
     def _only_input(self) -> TensorRef:
         floats = [ref for ref in self.inputs if self.backend.kind(ref.tensor) in "fc"]
+        floats = [ref for ref in floats if ref.name not in self._arrays] or floats  # tensors come before arrays
         if len(floats) != 1:
             parameters = [name for name, kind, _ in self.model.named_tensors() if kind == "parameter"]
             inputs = [(ref.name, ref.tensor) for ref in self.inputs]
@@ -361,7 +401,8 @@ class BoundCall:
             if similar:
                 what = "is none of these" if key.marked and not matches else f"is {len(similar)} tensors here; name one"
                 raise PlaceError(f"{key.name!r} {what}: {listed(similar)}")
-            if ("activation", None) in self.model.lookup(key.base):
+            bases = (key.base, key.base.removesuffix(GIVEN))
+            if any(("activation", None) in self.model.lookup(base) for base in bases):
                 raise PlaceError(
                     f"{key.name!r} is not computed with these arguments; name a layer that is called, or pass "
                     "arguments that lead to this one"
@@ -375,6 +416,7 @@ class BoundCall:
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
         if name in names:
             return PlaceError(f"{name!r} was not there before this first run, which has built it; ask again")
+        names += [other for other in self.model.other_names() if kind is None]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
 
@@ -392,6 +434,10 @@ class PartialCall:
         return self.call.function
 
     @property
+    def model(self) -> Model:
+        return self.call.model
+
+    @property
     def others(self) -> list[Tensor]:
         return [ref.tensor for ref in self.call.inputs if ref not in self.sources]
 
@@ -407,78 +453,20 @@ class PartialCall:
         return self.call.run(self.sources, tensors, self.targets, self.cuts)
 
 
-class BoundArguments:
-    """Arguments by the names of the parameters that they are for."""
-
-    def __init__(self, arguments: dict[str, Any], positional: int, signature: inspect.Signature | None):
-        self.arguments = arguments
-        self._positional = positional
-        self._signature = signature
-        """None if all were given by position."""
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "BoundArguments":
-        """Bind arguments to the parameters of a function; for a model, to those of the user's forward."""
-        backend = registry.backend_of_model(function)
-        function = function if backend is None else backend.names.forward_of(function)
-        names = None if kwargs else _positional_names(function, len(args))
-        if names is not None:
-            return cls(dict(zip(names, args, strict=True)), len(args), None)
-        signature = _signature(function)
-        return cls(dict(signature.bind(*args, **kwargs).arguments), len(args), signature)
-
-    def split(self, arguments: dict[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return these arguments, or others of the same names, by position and by name as they were given."""
-        if self._signature is None:
-            return tuple(arguments.values()), {}
-        bound = inspect.BoundArguments(self._signature, arguments)  # type: ignore[arg-type]
-        # What was given by name is passed on by name: it may be that the function takes it in no other way.
-        args, rest = bound.args[: self._positional], bound.args[self._positional :]
-        return args, dict(zip(list(arguments)[self._positional :], rest, strict=False)) | bound.kwargs
-
-
-ANY = inspect.signature(lambda *args, **kwargs: None)
-_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
-
-
-def _positional_names(function: Callable[..., Any], count: int) -> Sequence[str] | None:
-    """Return the names of `count` positional arguments, if a plain function takes just that.
-
-    Its code object knows them, and making a signature takes longer than many a sweep.
-    """
-    method = getattr(function, "__func__", None)
-    plain = function if method is None else method
-    if type(plain) is not FunctionType or plain.__dict__:  # a function that wraps another has the other's signature
-        return None
-    code, first = plain.__code__, 0 if method is None else 1
-    limit = code.co_argcount - first
-    required = limit - len(plain.__defaults__ or ())
-    fits = required <= count <= limit and not code.co_kwonlyargcount
-    return code.co_varnames[first : first + count] if fits else None
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    # Made once for each method of a class, as it takes as long as a small read.
-    method = getattr(function, "__func__", None)
-    known = _signatures.get(method) if method is not None else None
-    if known is None:
-        try:
-            known = inspect.signature(function)
-        except (TypeError, ValueError):  # written in C
-            known = ANY
-        if method is not None:
-            _signatures[method] = known
-    return known
-
-
 def _as_transform(new: Any) -> Transform:
     if new is None:
         return lambda value: value
     return new if callable(new) else lambda value: value + new
 
 
-def _only_backend(function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any]) -> Backend:
+def _only_backend(
+    function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any], has_arrays: bool
+) -> Backend:
     model_backend = registry.backend_of_model(function) if not backends else None
+    if model_backend is None and not backends and (has_arrays or not args):
+        model_backend = backend_of_code(function)
+        if has_arrays and model_backend is not None and not model_backend.names.takes_arrays:
+            model_backend = None
     if model_backend is not None:
         return model_backend
     if not backends:
@@ -498,6 +486,9 @@ def _not_one_error(
         return PlaceError(
             f"there are {len(floats)} {kind}s, {listed(floats)}; name one, as in {argument}={floats[0]!r}"
         )
+    if not named:
+        first = f", as in {argument}={parameters[0]!r}" if parameters else ""
+        return PlaceError(f"there is no {kind} tensor; say which tensor is meant{first}")
     dtypes = listed([f"{name}: {tensor.dtype}" for name, tensor in named])
     hint = f"; name a parameter, as in {argument}={parameters[0]!r}" if parameters else ""
     return DtypeError(f"no {kind} is floating point ({dtypes}), and no other dtype has gradients{hint}")

@@ -15,7 +15,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import Lock, defer, push, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import NamesBackend
+from elementgrad._names.backend import GIVEN, NamesBackend
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -116,7 +116,7 @@ class CapturedValue:
         if self.key and self.kind == "output":
             tails = [f".{self.key}", *tails]
         if self.key and self.alone:
-            tails = [*tails, ""]
+            tails = ["", *tails] if self.kind == "given" else [*tails, ""]
         return [head + tail for tail in tails]
 
 
@@ -155,9 +155,12 @@ class Capture:
         transforms: Mapping[CaptureKey, Transform],
         kept: Sequence[CaptureKey],
         everything: bool = False,
+        given: bool = False,
     ):
         self.everything = everything
-        """True if all that has a name is captured."""
+        """True if all that has a name is captured, but for what modules are given."""
+        self.given = given
+        """True if what all modules are given is captured."""
         self.bases = {key.base for key in (*transforms, *kept)}
         """The names that are captured in any case."""
         self.inside = everything or any(key.kind != "output" for key in (*transforms, *kept))
@@ -189,6 +192,11 @@ class Capture:
         alone = sum([registry.backend_of(leaf) is self._backend for _, leaf in leaves]) == 1
         keys = iter([key[1:] for key, _ in leaves])
         return pytree.map_tree(value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone))
+
+    def capture_given(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Capture what a module is given, by position or by name, and return what it goes on with."""
+        value = self.capture("given", path + GIVEN, {**dict(enumerate(args)), **kwargs})
+        return tuple([value[index] for index in range(len(args))]), {name: value[name] for name in kwargs}
 
     def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
         """Capture one tensor of a value that has a name, and return what the run goes on with."""

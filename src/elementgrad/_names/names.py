@@ -1,15 +1,24 @@
-"""`names`: a table of everything in a function or model that `of` and `wrt` can name."""
+"""`names`: a table of everything in a function or model that `of` and `wrt` can name, and patterns over these names."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elementgrad._backends import registry
 from elementgrad._backends.registry import not_compiled
 from elementgrad._html import Rows, Tabular
+from elementgrad._names import pytree
+from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import BoundCall
-from elementgrad._read.api import NOTHING
+from elementgrad._names.patterns import is_pattern, match_names
+from elementgrad._place.grammar import KINDS
+from elementgrad._place.place import Place
 
 Tensor = Any
+FLOATING = ("float", "bfloat", "complex")
+"""How the names of dtypes begin that have gradients."""
+_CALL = re.compile(r"(.*)#\d+(:.*)?")
 
 
 @dataclass(frozen=True)
@@ -23,27 +32,60 @@ class Name:
 
 
 class Names(Tabular, tuple[Name, ...]):
-    """Names, printed as a table: inputs, then values in the order in which a run computes them, then the model's."""
+    """Names, printed as a table: inputs, then values in the order in which a run computes them, then the model's.
+
+    In the table, repeated calls of a layer that give the same shape are one line, with a pattern that names them all.
+    """
 
     __slots__ = ()
 
     def _rows(self) -> Rows:
-        rows = [("name", "kind", "shape", "dtype")]
-        rows += [(row.name, row.kind, "x".join(map(str, row.shape)) or "()", row.dtype) for row in self]
-        return rows
+        calls: dict[Any, list[Name]] = {}
+        for row in self:
+            call = _CALL.fullmatch(row.name)
+            calls.setdefault((row.kind, *(call.groups() if call else (row.name, row.name))), []).append(row)
+        lines: list[tuple[str, Name, int]] = []
+        for (_, base, part), same in calls.items():
+            if len(same) > 1 and len({(row.shape, row.dtype) for row in same}) == 1:
+                lines.append((f"{base}#*{part or ''}", same[0], len(same)))
+            else:
+                lines += [(row.name, row, 1) for row in same]
+        counted = any(count > 1 for _, _, count in lines)
+        rows = [("name", "kind", "shape", "dtype", "calls")]
+        for name, row, count in lines:
+            shape = "x".join(map(str, row.shape)) or "()"
+            rows.append((name, row.kind, shape, row.dtype, str(count) if count > 1 else ""))
+        return rows if counted else [row[:-1] for row in rows]
 
 
 @not_compiled
-def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOTHING) -> Names:
-    """List every tensor of a function or model that can be named, found by one run of it that disturbs nothing.
+def names(
+    model: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    kind: str | None = None,
+    match: str | None = None,
+    names_from: Any = None,
+    **arguments: Any,
+) -> Names:
+    """List the tensors of a function or model that can be named, found by one run of it that disturbs nothing.
 
     Args:
-        model: a function or model.
+        model: a function or model. Without arguments it is not run, and its parameters and buffers are listed.
         args: its arguments.
         kwargs: its arguments by name.
+        kind: only names of this kind: "input", "output", "activation", "given", "parameter" or "buffer". What modules
+            are given is listed only if it is asked for.
+        match: only names that match this pattern, in which `*` stands for any part of one component of a name, and
+            `**` for any number of components.
+        names_from: a model that the function calls and does not take as an argument; or a dict of models.
+        arguments: more arguments by name.
 
     Returns:
         A tuple of rows with `name`, `kind`, `shape` and `dtype`, which prints as a table.
+
+    Raises:
+        PlaceError: no name matches the pattern.
 
     >>> import torch, elementgrad as eg
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
@@ -55,20 +97,66 @@ def names(model: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] = NOT
     output    output      1x2    float32
     0.weight  parameter   2x3    float32
     0.bias    parameter   2      float32
+    >>> eg.names(model, match="*.weight")
+    name      kind       shape  dtype
+    0.weight  parameter  2x3    float32
     """
-    call = BoundCall(model, args, kwargs)
+    if kind is not None and kind not in KINDS:
+        raise option_error("kind", kind, f"is none of {', '.join(KINDS)}")
+    if match is not None and (not isinstance(match, str) or "[" in match):
+        raise option_error("match", match, 'is no pattern of names; give one such as "encoder.*.weight"')
+    function, args, kwargs = gather_arguments(names, model, args, kwargs, arguments, names_from)
+    backend = None if args or kwargs else registry.backend_of_model(function)
+    if backend is None:
+        rows = list_names(BoundCall(function, args, kwargs), kind)
+    else:
+        rows = [_row(backend, *named) for named in backend.names.model(function).named_tensors()]
+    rows = [row for row in rows if kind in (None, row.kind)]
+    matches = None if match is None else set(match_names(match, [row.name for row in rows]))
+    return Names([row for row in rows if matches is None or row.name in matches])
+
+
+def list_names(call: BoundCall, kind: str | None = None) -> list[Name]:
+    """Run a call once, and return all that has a name; what modules are given, only for that kind."""
     backend = call.backend
-    with backend.isolated(model):
-        capture = call.capture_all()
-    inputs = [(ref.name, "input", ref.tensor) for ref in call.inputs]
+    with backend.isolated(call.function):
+        capture = call.capture_all(given=kind == "given")
+    return [
+        *[_row(backend, ref.name, "input", ref.tensor) for ref in call.inputs],
+        *[Name(name, value.kind, *capture.described[value]) for name, value in capture.named_values()],
+        *[_row(backend, *named) for named in call.model.named_tensors()],
+    ]
 
-    def row(name: str, kind: str, tensor: Tensor) -> Name:
-        return Name(name, kind, tuple(backend.shape(tensor)), backend.dtype(tensor))
 
-    return Names(
-        [
-            *[row(*named) for named in inputs],
-            *[Name(name, value.kind, *capture.described[value]) for name, value in capture.named_values()],
-            *[row(*named) for named in call.model.named_tensors()],
-        ]
-    )
+def _row(backend: Any, name: str, kind: str, tensor: Tensor) -> Name:
+    return Name(name, kind, tuple(backend.shape(tensor)), backend.dtype(tensor))
+
+
+def expand_patterns(call: BoundCall, *trees: Any) -> Sequence[Any]:
+    """Return trees of places in which each pattern is a dict of the places that it matches, by their texts.
+
+    A pattern matches what `eg.names` lists, of the dtypes that have gradients. Finding that takes a run.
+    """
+    patterns = [place for tree in trees for place in pytree.leaves_of(tree) if is_pattern(place.name)]
+    if not patterns:
+        return trees
+    rows = {kind: list_names(call, kind) for kind in {place.kind for place in patterns}}
+
+    def expand(place: Place) -> Any:
+        return _match_rows(place, rows[place.kind]) if is_pattern(place.name) else place
+
+    return [pytree.map_tree(tree, expand) for tree in trees]
+
+
+def _match_rows(place: Place, rows: Iterable[Name]) -> dict[str, Place]:
+    fitting = [row for row in rows if place.kind in (None, row.kind) and row.dtype.startswith(FLOATING)]
+    matches = match_names(str(place.name), [row.name for row in fitting])
+    kinds: dict[str, list[str]] = {}
+    for row in fitting:
+        kinds.setdefault(row.name, []).append(row.kind)
+    places = [
+        Place(None, name, place.index, kind if place.kind or len(kinds[name]) > 1 else None, pointwise=place.pointwise)
+        for name in dict.fromkeys(matches)
+        for kind in kinds[name]
+    ]
+    return {str(each): each for each in places}

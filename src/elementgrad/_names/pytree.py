@@ -1,6 +1,7 @@
 """Trees of tensors: tuples, lists, dicts, dataclasses and the containers that a framework knows, and names in them."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import count
@@ -9,6 +10,7 @@ from typing import Any
 
 from elementgrad._backends import registry
 from elementgrad._names.backend import Node
+from elementgrad._place.place import Place
 from elementgrad.errors import OptionError
 
 SIMPLE = {int, float, complex, bool, str, bytes, type(None)}
@@ -19,7 +21,7 @@ _leaf_types: set[type] = set()
 
 
 class Leaf:
-    """Base of dataclasses that are leaves all the same."""
+    """Base of dataclasses that are leaves all the same, as places are."""
 
     __slots__ = ()
 
@@ -60,7 +62,7 @@ def replace_leaves(tree: Any, new: Mapping[int, Any]) -> Any:
 
 def unflatten_like(tree: Any, new: Sequence[Any]) -> Any:
     """Return the same structure with other leaves, in the order of `leaves_of`."""
-    if isinstance(tree, Leaf):
+    if isinstance(tree, (Leaf, Place)):
         return new[0]
     rest = iter(new)
     return map_tree(tree, lambda _: next(rest))
@@ -74,12 +76,12 @@ def _flatten_checked(tree: Any, above: tuple[Any, ...]) -> Node | None:
 
 def flatten_one_level(tree: Any) -> Node | None:
     """Return the contents of a container, or None for a leaf."""
-    if isinstance(tree, dict):
+    if isinstance(tree, (dict, UserDict)):
         return list(tree), list(tree.values()), lambda entries: _with_items(tree, entries)
     if isinstance(tree, (tuple, list)):
         keys = getattr(tree, "_fields", None) or range(len(tree))  # a named tuple has fields
         return keys, tree, getattr(type(tree), "_make", type(tree))
-    if isinstance(tree, Leaf) or type(tree) in SIMPLE:
+    if isinstance(tree, (Leaf, Place)) or type(tree) in SIMPLE:
         _leaf_types.add(type(tree))
         return None
     backend = registry.backend_of(tree)
@@ -94,7 +96,7 @@ def flatten_one_level(tree: Any) -> Node | None:
     return node
 
 
-def _with_items(tree: dict[Any, Any], entries: Sequence[Any]) -> Any:
+def _with_items(tree: Any, entries: Sequence[Any]) -> Any:
     if type(tree) is dict:
         return dict(zip(tree, entries, strict=True))
     other = copy.copy(tree)  # a subclass stays what it is

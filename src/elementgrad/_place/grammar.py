@@ -22,7 +22,7 @@ DIGITS_LIMIT = 40
 """Digits of an int: one with more names no element and takes long to read."""
 SHOWN = 100
 """Characters that an error shows before and behind the one that does not fit."""
-KINDS = ("input", "output", "activation", "parameter", "buffer")
+KINDS = ("input", "output", "activation", "given", "parameter", "buffer")
 _NAME = re.compile(r"[^\[\]()\n]*")
 _INT = re.compile(r"[+-]?\d+")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -177,11 +177,3 @@ def nearest(name: str, names: Sequence[str]) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return names as a list in a sentence, at most eight of them."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "none"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as aligned columns of text; the first row has the heads."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

@@ -1,6 +1,7 @@
 """`Place`, a tensor and some of its elements, and `eg.at`, which makes places."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,8 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.source_location import spelled_as
-from elementgrad._edit import edit
 from elementgrad._html import box, never_raise
-from elementgrad._names import pytree
-from elementgrad._place import grammar
+from elementgrad._place import edit, grammar
 from elementgrad._place.index import Index, IndexArray, denormalize, normalize, to_text
 from elementgrad._place.selection import Selection, Shape, resolve
 from elementgrad.errors import PlaceError, SelectionError, quoted
@@ -20,7 +19,7 @@ Tensor = Any
 COORDS = "coords takes ints, one row per element and one column per axis, such as [[0, 5], [1, 12]]"
 
 
-class Place(pytree.Leaf):
+class Place:
     """A tensor, given itself or by name, and some of its elements. Make one with `eg.at`.
 
     On a live tensor it reads and edits these elements, functionally: nothing is changed in place, and gradients reach
@@ -348,7 +347,8 @@ class At:
 
         Args:
             target: a tensor, a name, the text of a place or a place.
-            kind: the kind of tensor that a name means: "input", "output", "activation", "parameter" or "buffer".
+            kind: the kind of tensor that a name means: "input", "output", "activation", "given" (what a module is
+                given), "parameter" or "buffer".
             write: in a recording, which write of each element is meant, from the end if negative.
 
         Returns:
@@ -402,3 +402,35 @@ def _require_write(write: Any, backend: Backend | None) -> None:
 
 
 at = At()
+ONLY = Place()
+"""The place of the only tensor there is."""
+
+
+Named = str | Place | Tensor | None
+"""What verbs take: the text of a place, a place, a tensor, or None for the only one there is."""
+
+
+def parse_place(named: Named) -> Place:
+    """Return the place that an argument of a verb stands for."""
+    if named is None:
+        return ONLY
+    place = _parse_name(named) if isinstance(named, str) else named
+    if isinstance(place, Place):
+        return place
+    if registry.backend_of(place) is None:
+        raise PlaceError(
+            f'{quoted(place)} names no tensor; give a name such as "x" or "output[0]", a place or a tensor'
+        )
+    return Place(place)
+
+
+_parse_name = lru_cache(maxsize=1024)(Place.parse)
+"""Kept, since parsing takes longer than most of what a small read does; places do not change."""
+
+
+def parse_target(named: Named) -> Place:
+    """Return the place of an output, which must be named as it is not there before the function has run."""
+    place = parse_place(named)
+    if place.tensor is not None:
+        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
+    return place

@@ -4,7 +4,7 @@
    outputs, and vjp and jvp sweeps between any output and input of it.
 2. `jacobian` is the lazy array over one output and one input. An index becomes a selection of rows and of columns.
 3. `plan` chooses reverse sweeps for rows or forward ones for columns, whichever are fewer, and cuts them into chunks
-   that fit the budget. With a known sparsity pattern, `compressed` packs rows or columns of one colour into one sweep.
+   that fit the budget. With a known sparsity pattern, `sparse` packs rows or columns of one colour into one sweep.
 4. `sweeps` runs the chunks and picks the requested elements. It compares every forward sweep with reverse ones, and
    falls back to single sweeps or to the other direction where a framework has no rule.
 5. `blocks` reads a whole Jacobian piece by piece: here, on `workers`, or to disk (`zarr`). `sparse` prepares one for

@@ -3,24 +3,25 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import is_
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from elementgrad._backends.autodiff import Linearization
-from elementgrad._backends.registry import backend_of, not_compiled
+from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._names import pytree
-from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._place.place import Place
+from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
+from elementgrad._names.call import ONLY_OUTPUT, BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._names.names import expand_patterns
+from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._place.selection import Selection
 from elementgrad._read.budget import parse_budget
+from elementgrad._read.cone import ConeLinearization, is_large, parse_cone, record
 from elementgrad._read.jacobian import (
-    Derivative,
+    Evaluation,
     Jacobian,
-    JacobianSpec,
     Origin,
     ReadOptions,
     read_together,
@@ -29,14 +30,9 @@ from elementgrad._read.jacobian import (
 from elementgrad.errors import OptionError, PlaceError, SelectionError, quoted
 
 Tensor = Any
-Named = str | Place | Tensor | None
-"""A tensor or elements of it: the text of a place, a place, one of the arguments, or None for the only one."""
 Tree = Any
 """A value, or a tuple, list or dict of values."""
 Unconnected = Literal["error", "zero"]
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-ONLY = Place()
-"""The only tensor there is."""
 
 
 @not_compiled
@@ -52,6 +48,9 @@ def jacobian(
     create_graph: bool = False,
     batch: bool = False,
     pattern: Any = None,
+    cone: bool | None = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return the derivative of an output of `f(*args, **kwargs)` with respect to an input, as an array to index.
 
@@ -71,6 +70,11 @@ def jacobian(
             each example.
         pattern: An `eg.Pattern` or a matrix of scipy.sparse of the entries that can be nonzero; reads then go by
             colours.
+        cone: True to record `f` instead of evaluating it. Every read then runs the part of `f` that its elements depend
+            on. PyTorch only.
+        names_from: A model that `f` calls and does not take as an argument, whose names `of` and `wrt` use; or a dict
+            of models by the names that they are to have.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         A lazy `Jacobian`, or a tree of them.
@@ -87,9 +91,11 @@ def jacobian(
     >>> eg.jacobian(model, torch.ones(3), of="output", wrt="0").shape
     (2, 2)
     """
-    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch)
+    f, args, kwargs = gather_arguments(jacobian, f, args, kwargs, arguments, names_from)
+    recorded = parse_cone(cone) is True
+    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=recorded)
     return pytree.map_tree(
-        evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: evaluation.jacobian(of, wrt, pattern))
+        evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: Jacobian(evaluation, of, wrt, pattern))
     )
 
 
@@ -106,6 +112,8 @@ def hessian(
     create_graph: bool = False,
     batch: bool = False,
     pattern: Any = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return the second derivatives of one output element, as an array to index: the lazy Jacobian of the gradient.
 
@@ -120,6 +128,8 @@ def hessian(
         create_graph: As for `jacobian`.
         batch: As for `jacobian`.
         pattern: As for `jacobian`.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         A lazy `Jacobian`, or a tree of them.
@@ -129,6 +139,7 @@ def hessian(
     >>> H[0, 1], H[1, :], H.diagonal()
     (tensor(6.), tensor([6., 4.]), tensor([0., 4.]))
     """
+    f, args, kwargs = gather_arguments(hessian, f, args, kwargs, arguments, names_from)
     first = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=2)
 
     def blocks(of: Operand) -> Tree:
@@ -137,7 +148,7 @@ def hessian(
             gradient.wrt,
             lambda row: pytree.map_tree(
                 gradient.wrt,
-                lambda column: gradient.jacobian(gradient.as_output(of, row), column, pattern, row is column),
+                lambda column: Jacobian(gradient, gradient.as_output(of, row), column, pattern),
             ),
         )
 
@@ -156,6 +167,9 @@ def grad(
     budget: int | str | None = None,
     create_graph: bool = False,
     batch: bool = False,
+    cone: bool | None = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return the derivative of the elements that `of` names with respect to those that `wrt` names, computed now.
 
@@ -169,6 +183,11 @@ def grad(
         budget: As for `jacobian`.
         create_graph: As for `jacobian`.
         batch: As for `jacobian`.
+        cone: By default only the part of `f` that the named elements depend on is run where that is cheaper: `f` is
+            recorded first, without numbers. True to do so in any case, or raise an error that says why it cannot be
+            done; False never to do so, for a function with side effects. PyTorch only.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         A tensor of the shape of `of`'s elements and then `wrt`'s, or a tree of them.
@@ -181,32 +200,81 @@ def grad(
     >>> eg.grad(lambda X, Y: X @ Y, X, Y, of="output[0, 0]", wrt="X[0, 1]")
     tensor(7.)
     """
-    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch)
+    f, args, kwargs = gather_arguments(grad, f, args, kwargs, arguments, names_from)
+    cone = parse_cone(cone)
+    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=cone)
     return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
 
-@dataclass
-class _Evaluation:
+@not_compiled
+@spelled_as("eg.value")
+def value(
+    f: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] = NOTHING,
+    of: Tree = None,
+    cone: bool | None = None,
+    names_from: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Return the values of the elements that `of` names, without gradients.
+
+    Args:
+        f: A function or model, as for `jacobian`.
+        args: The positional arguments of `f`.
+        kwargs: The keyword arguments of `f`.
+        of: The elements of an output, activation or tag. A tuple, list or dict gives the same structure of values.
+        cone: As for `grad`: by default only what these elements depend on is computed, where that is cheaper.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
+
+    Returns:
+        A tensor of the shape of the named elements, or a tree of them.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Softmax(0))
+    >>> eg.value(model, torch.tensor([0.0, 0.0]), of="1[0]")
+    tensor(0.5000)
+    """
+    f, args, kwargs = gather_arguments(value, f, args, kwargs, arguments, names_from)
+    cone = parse_cone(cone)
+    call = BoundCall(f, args, kwargs)
+    of, _ = expand_patterns(call, pytree.map_tree(of, parse_target), ())
+    places = pytree.leaves_of(of)
+    targets = [call.find_target(place) for place in places]
+    if not targets:
+        raise PlaceError("of names nothing; name a tensor, or leave it out where there is only one")
+    outputs, backend = _distinct(targets), call.backend
+    numbers = [outputs.index(target) for target in targets]
+
+    def select(place: Place, number: int, tensor: Tensor) -> Selection:
+        name = call.output_name if outputs[number] is ONLY_OUTPUT else outputs[number].name
+        return Place(None, name, place.index, pointwise=place.pointwise).select(tuple(backend.shape(tensor)))
+
+    linear = None
+    if cone or (cone is None and all(place.index for place in places) and is_large(call)):
+        linear = record(call, [], outputs, bool(cone))
+    if linear is not None:
+        selections = [select(place, n, linear.outputs[n]) for place, n in zip(places, numbers, strict=True)]
+        if cone or all(linear.pays(n, selection) for n, selection in zip(numbers, selections, strict=True)):
+            values = [linear.read_value(n, selection) for n, selection in zip(numbers, selections, strict=True)]
+            return pytree.unflatten_like(of, values)
+    with backend.isolated(call.function):
+        tensors = [backend.stop(x) for x in call.run((), (), outputs)]
+    values = [
+        backend.copy(backend.take(tensors[n], select(place, n, tensors[n])))
+        for place, n in zip(places, numbers, strict=True)
+    ]
+    return pytree.unflatten_like(of, values)
+
+
+@dataclass(frozen=True, eq=False)
+class _NamedEvaluation(Evaluation):
     """A function evaluated at its arguments, with an operand for each name in `of` and `wrt`."""
 
-    call: BoundCall
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    linear: Linearization
-    of: Tree
-    wrt: Tree
-    options: ReadOptions
-    create_graph: bool
-    relinearize: Callable[[int, Tensor], Linearization]
-    element: Place | None = None
-    """The output element whose gradient is differentiated, for second derivatives."""
-
-    def jacobian(self, of: Operand, wrt: Operand, pattern: Any = None, symmetric: bool = False) -> Jacobian:
-        options, call = self.options, self.call
-        flags = options.zero, options.batch is not None, self.create_graph
-        spec = JacobianSpec(call.function, self.args, self.kwargs, *flags, of.place, wrt.place, self.element)
-        origin = Origin(spec, self.relinearize, call if self.element is None else None, symmetric)
-        return Jacobian(Derivative(call.backend, self.linear, of, wrt), options, origin, pattern)
+    origin: Origin
+    of: Tree = None
+    wrt: Tree = None
 
     def gradients(self, of: Operand, require_single: bool) -> Tree:
         """Return the block of each input, all from the same sweeps."""
@@ -216,32 +284,31 @@ class _Evaluation:
                     f"{of.name} of shape {of.shape} is not a single number; say which element, as in "
                     f'of="{of.name}[{", ".join("0" * len(of.shape))}]", or use eg.jacobian'
                 )
-            of = replace(of, base=of.select((0,) * len(of.shape), self.call.backend))
-        blocks = read_together([self.jacobian(of, wrt) for wrt in pytree.leaves_of(self.wrt)])
+            of = replace(of, base=of.select((0,) * len(of.shape), self.backend))
+        blocks = read_together([Jacobian(self, of, wrt) for wrt in pytree.leaves_of(self.wrt)])
         return pytree.unflatten_like(self.wrt, blocks)
 
-    def gradient(self, of: Operand) -> "_Evaluation":
+    def gradient(self, of: Operand) -> "_NamedEvaluation":
         """Return the gradient of one element, as a function of the same inputs, linearized."""
         if math.prod(of.shape) != 1:
             raise SelectionError(
                 f"{of.name} of shape {of.shape} has a Hessian for each element; say which, as in "
                 f'of="{of.name}[{", ".join("0" * len(of.shape))}]"'
             )
-        backend, inputs = self.call.backend, pytree.leaves_of(self.wrt)
+        backend, inputs = self.backend, pytree.leaves_of(self.wrt)
         for wrt in inputs:
-            self.jacobian(of, wrt).require_apart()
+            Jacobian(self, of, wrt).require_apart()
         position = np.array(of.select(..., backend).flat().reshape(-1))
         seed = backend.load("read").one_hot_seeds(of.tensor, position, self.options.batch or 1)[0]
 
         def relinearize(number: int, x: Tensor) -> Linearization:
-            return self.relinearize(number, x).gradient(of.index, seed)
+            return self.origin.relinearize(number, x).gradient(of.index, seed)
 
         return replace(
             self,
             linear=self.linear.gradient(of.index, seed),
             options=replace(self.options, missing_rules=reverse_only(backend, [of, *inputs])),
-            relinearize=relinearize,
-            element=of.place,
+            origin=replace(self.origin, relinearize=relinearize, element=of.place),
         )
 
     def as_output(self, of: Operand, wrt: Operand) -> Operand:
@@ -260,15 +327,17 @@ def _evaluate(
     create_graph: bool,
     batch: bool,
     order: int = 1,
-) -> _Evaluation:
+    cone: bool | None = False,
+) -> _NamedEvaluation:
     """Check all arguments, find the tensors that are named, and run the function once."""
     zero = parse_unconnected(unconnected)
     for name, flag in (("batch", batch), ("create_graph", create_graph)):
         if not isinstance(flag, bool):
-            raise OptionError(f"{name}={quoted(flag)} is neither True nor False; give one of them")
+            raise option_error(name, flag, "is neither True nor False; give one of them")
     limit = parse_budget(budget)
     of, wrt = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
-    call = BoundCall(f, args, kwargs)
+    call = BoundCall(f, args, kwargs, pytree.leaves_of(wrt))
+    of, wrt = expand_patterns(call, of, wrt)
     of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
     sources, targets = (
         [call.find_source(place) for place in wrt_places],
@@ -298,14 +367,48 @@ def _evaluate(
         return linearize([x if i == number else other for i, other in enumerate(tensors)])
 
     ins = make_operands(wrt_places, sources, inputs, tensors)  # before the run, which may take long, for their errors
-    linear = linearize(tensors)
+    linear: Linearization | None = None
+    if cone is not False:
+        linear = _find_cone(call, inputs, outputs, cone, create_graph or batch, of_places, make_operands, targets)
+    if linear is None:
+        linear = linearize(tensors)
     if not all(map(is_, linear.inputs, tensors)):
         ins = make_operands(wrt_places, sources, inputs, linear.inputs)
     outs = make_operands(of_places, targets, outputs, [linear.value(number) for number in range(len(outputs))])
     examples = _count_examples(call, [*outs, *ins]) if batch else None
     options = ReadOptions(zero, limit, examples, reverse_only(call.backend, [*outs, *ins]))
     trees = pytree.unflatten_like(of, outs), pytree.unflatten_like(wrt, ins)
-    return _Evaluation(call, args, dict(kwargs), linear, *trees, options, create_graph, relinearize)
+    origin = Origin(call, args, dict(kwargs), create_graph, relinearize)
+    return _NamedEvaluation(call.backend, linear, options, origin, *trees)
+
+
+def _find_cone(
+    call: BoundCall,
+    inputs: Sequence[TensorRef],
+    outputs: list[TensorRef],
+    cone: bool | None,
+    unsupported: bool,
+    places: Sequence[Place],
+    make_operands: Callable[..., list[Operand]],
+    targets: list[TensorRef],
+) -> ConeLinearization | None:
+    """Record the function, if reads by cones are required or pay; return None if it is to be evaluated."""
+    backend = call.backend
+    if cone and unsupported:
+        raise OptionError("cone=True goes with neither create_graph=True nor batch=True; leave one of them out")
+    if cone is None and (unsupported or not all(place.index for place in places) or not is_large(call)):
+        return None
+    linear = record(call, inputs, outputs, bool(cone))
+    if linear is None:
+        return None
+    ends = range(len(outputs)), range(len(inputs))
+    if not all(linear.is_connected(output, input) for output in ends[0] for input in ends[1]):
+        return None  # the plain way says why
+    if cone is None:
+        outs = make_operands(places, targets, outputs, linear.outputs)
+        if not all(linear.pays(of.index, of.select(..., backend)) for of in outs):
+            return None
+    return linear
 
 
 def _distinct(refs: list[TensorRef]) -> list[TensorRef]:
@@ -324,29 +427,3 @@ def parse_unconnected(unconnected: str) -> bool:
     if unconnected not in ("error", "zero"):
         raise OptionError(f'unconnected={quoted(unconnected)} is neither "error" nor "zero"; give one of them')
     return unconnected == "zero"
-
-
-def parse_place(named: Named) -> Place:
-    """Return the place that a name or tensor stands for; for None, the only tensor there is."""
-    if named is None:
-        return ONLY
-    place = _parse_name(named) if isinstance(named, str) else named
-    if isinstance(place, Place):
-        return place
-    if backend_of(place) is None:
-        raise PlaceError(
-            f'{quoted(place)} names no tensor; give a name such as "x" or "output[0]", a place or a tensor'
-        )
-    return Place(place)
-
-
-_parse_name = lru_cache(maxsize=1024)(Place.parse)
-"""Kept, since parsing takes longer than most of what a small read does; places do not change."""
-
-
-def parse_target(named: Named) -> Place:
-    """Return the place of an output, which must be named as it is not there before the function has run."""
-    place = parse_place(named)
-    if place.tensor is not None:
-        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
-    return place

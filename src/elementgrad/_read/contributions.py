@@ -9,17 +9,18 @@ from typing import Any, Literal
 import numpy as np
 
 from elementgrad._backends import registry
-from elementgrad._backends.autodiff import Linearization
+from elementgrad._backends.autodiff import Linearization, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._html import grid, never_raise
+from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, Named, parse_place, parse_target, parse_unconnected
+from elementgrad._place.place import Named, Place, parse_place, parse_target
+from elementgrad._read.api import parse_unconnected
 from elementgrad._read.jacobian import unconnected_error
 from elementgrad._read.sweeps import SweepRunner
-from elementgrad.errors import PlaceError
+from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = Any
 
@@ -109,6 +110,8 @@ def contributions(
     via: str | Place | Sequence[str | Place] = (),
     without: str | Place | Sequence[str | Place] = (),
     unconnected: Literal["error", "zero"] = "error",
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Shares:
     """Return the derivative of one place with respect to another, as one share for each use of the source.
 
@@ -123,6 +126,8 @@ def contributions(
         via: Activations or tags: only paths that pass all of them count.
         without: Activations or tags: only paths that pass none of them count.
         unconnected: `"zero"` to return zeros where there is no path, instead of an error.
+        names_from: As for `jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         The shares, in the order of computation.
@@ -135,7 +140,7 @@ def contributions(
     zero = parse_unconnected(unconnected)
     _require_single_places(of=of, wrt=wrt)
     wrt_place, of_place = parse_place(wrt), parse_target(of)
-    call = BoundCall(f, args, kwargs)
+    call = BoundCall(*gather_arguments(contributions, f, args, kwargs, arguments, names_from), [wrt_place])
     backend = call.backend
     source, target = call.find_source(wrt_place), call.find_target(of_place)
     stops = {_resolve_waypoint(call, place): place for place in _parse_waypoints(via)}
@@ -218,7 +223,10 @@ def _one_hot_seeds(backend: Backend, output: Operand) -> Tensor:
 def _vjp(
     backend: Backend, linear: Linearization, output: int, inputs: Sequence[int], seeds: Tensor
 ) -> list[Tensor | None]:
-    return SweepRunner(backend, linear, output, inputs).run("reverse", seeds, backend.shape(seeds)[0])
+    try:
+        return SweepRunner(backend, linear, output, inputs).run("reverse", seeds, backend.shape(seeds)[0])
+    except UnsupportedError as error:
+        raise FrameworkError(f"{backend.name} has no reverse sweep through this: {error}") from error
 
 
 def _pick(backend: Backend, stack: Tensor, side: Operand, shape: tuple[int, ...]) -> Tensor:

@@ -10,15 +10,14 @@ import numpy as np
 from elementgrad._backends.autodiff import Linearization, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import backend_of, not_compiled
-from elementgrad._edit import edit
 from elementgrad._html import box, never_raise
 from elementgrad._names.call import BoundCall, Operand
+from elementgrad._place import edit
 from elementgrad._place.place import Place
 from elementgrad._place.selection import Selection
 from elementgrad._read.budget import format_bytes
-from elementgrad._read.compressed import Compressed, EntryRequest
 from elementgrad._read.plan import BlockLayout, Plan
-from elementgrad._read.sparse import Format, Prepared
+from elementgrad._read.sparse import Compressed, EntryRequest, Format, Prepared
 from elementgrad._read.sweeps import SweepRunner
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import (
@@ -48,16 +47,6 @@ LARGEST_COLOURED = 2 * 10**7
 
 
 @dataclass(frozen=True, eq=False)
-class Derivative:
-    """A linearized function with one of its outputs and one of its inputs."""
-
-    backend: Backend
-    linear: Linearization
-    of: Operand
-    wrt: Operand
-
-
-@dataclass(frozen=True, eq=False)
 class ReadOptions:
     """The options of a read."""
 
@@ -71,46 +60,28 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class JacobianSpec:
-    """The arguments of `jacobian`, or of `hessian`, for one output and one input, to be evaluated in any process."""
+class Origin:
+    """The call that derivatives come from: evaluated again at another point, in another process, or to explain one."""
 
-    function: Callable[..., Any]
+    call: BoundCall
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    zero: bool
-    batch: bool
     create_graph: bool
-    of: Place | None
-    """For a Hessian, the input of its rows."""
-    wrt: Place | None
+    relinearize: Callable[[int, Tensor], Linearization]
+    """Linearize the function anew, with another tensor for one of its inputs."""
     element: Place | None = None
-    """The output element that has the Hessian."""
-
-    def evaluate(self, budget: int | None, pattern: Pattern | None) -> "Jacobian":
-        """Evaluate the function, here and now."""
-        from elementgrad._read.api import hessian, jacobian  # which import this module
-
-        options: Any = {"unconnected": "zero" if self.zero else "error", "batch": self.batch, "budget": budget}
-        options |= {"kwargs": self.kwargs, "pattern": pattern}
-        if self.element is None:
-            return jacobian(self.function, *self.args, of=self.of, wrt=self.wrt, **options)
-        if self.of == self.wrt:
-            return hessian(self.function, *self.args, of=self.element, wrt=self.wrt, **options)
-        options["pattern"] = None  # it is that of one of the four blocks
-        return hessian(self.function, *self.args, of=self.element, wrt=[self.of, self.wrt], **options)[0][1]
+    """The output element whose gradient is differentiated, for second derivatives."""
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
-    """The call that a derivative comes from: evaluated again at another point, in another process, or to explain it."""
+class Evaluation:
+    """A linearized function, whose Jacobians share it, and the options of their reads."""
 
-    spec: JacobianSpec
-    relinearize: Callable[[int, Tensor], Linearization]
-    """Linearize the function anew, with another tensor for one of its inputs."""
-    call: BoundCall | None = None
-    """The call, unless the derivative is a second one, of which a missing path is not explained."""
-    symmetric: bool = False
-    """True for a Hessian with the same input on both sides."""
+    backend: Backend
+    linear: Linearization
+    options: ReadOptions
+    origin: Origin | None = None
+    """None for a recording."""
 
 
 class Jacobian:
@@ -136,17 +107,17 @@ class Jacobian:
     __array_ufunc__ = None  # NumPy leaves `u @ J` to us
     __iter__ = None
 
-    def __init__(self, derivative: Derivative, options: ReadOptions, origin: Origin | None = None, pattern: Any = None):
-        of, wrt = derivative.of, derivative.wrt
-        self._backend = derivative.backend
+    def __init__(self, evaluation: Evaluation, of: Operand, wrt: Operand, pattern: Any = None):
+        options = evaluation.options
+        self._backend = evaluation.backend
         self._of = of
         self._wrt = wrt
         self._options = options
-        self._origin = origin
+        self._origin = evaluation.origin
         self._examples = () if options.batch is None else (options.batch,)
         self._runner = SweepRunner(
-            derivative.backend,
-            derivative.linear,
+            evaluation.backend,
+            evaluation.linear,
             of.index,
             [wrt.index],
             math.prod(of.of),
@@ -168,7 +139,8 @@ class Jacobian:
     @property
     def value(self) -> Tensor:
         """The value of the function: the tensor that is differentiated."""
-        return self._backend.copy(self._pick(self._of.tensor[None], self._of)[0])
+        value = self._runner.linear.read_value(self._of.index, self._select(..., self._of))
+        return self._backend.copy(self._pick(self._of.tensor[None], self._of)[0]) if value is None else value
 
     @not_compiled
     def __getitem__(self, sides: Any) -> Tensor:
@@ -247,7 +219,10 @@ class Jacobian:
         """
         rows, columns = self._select(out, self._of), self._select(in_, self._wrt)
         coloured = self._colour_block(rows, columns)
-        return coloured.plan(self._runner) if coloured else self._runner.plan_block(rows, [columns])
+        if coloured:
+            return coloured.plan(self._runner)
+        cone = self._runner.linear.describe(self._of.index, rows, {self._wrt.index: self._wrt.name})
+        return replace(self._runner.plan_block(rows, [columns]), cone=cone)
 
     @not_compiled
     def dense(self, executor: "Executor | None" = None, out: "str | PathLike[str] | None" = None) -> Any:
@@ -444,8 +419,9 @@ class Jacobian:
     def _require_zero_allowed(self) -> None:
         if self._options.zero:
             return
-        call = None if self._origin is None else self._origin.call
-        reason = None if call is None else explain_missing_path(call, self._of.place, self._wrt.place)
+        origin, reason = self._origin, None
+        if origin is not None and origin.element is None:  # a missing path of second derivatives is not explained
+            reason = explain_missing_path(origin.call, self._of.place, self._wrt.place)
         raise unconnected_error(self._of, self._wrt, self._backend, reason)
 
     def _read_part(self, plan: Plan, layout: BlockLayout, index: int) -> np.ndarray:
@@ -535,9 +511,9 @@ class Jacobian:
         whole = self._whole_pattern()
         rows, columns = self._positions()
         pattern = self._restrict(whole)
-        symmetric = self._origin is not None and self._origin.symmetric
+        hessian = self._origin is not None and self._origin.element is not None
+        symmetric = hessian and self._of.index == self._wrt.index and self._of.base is self._wrt.base is None
         symmetric = symmetric and self._backend.kind(self._wrt.tensor) == "f"
-        symmetric = symmetric and self._of.base is self._wrt.base is None
         shapes = self._of.of, self._wrt.of
         request = EntryRequest(whole, rows[pattern.rows], columns[pattern.columns], symmetric, shapes)
         return Prepared(self, pattern, request, format)

@@ -68,6 +68,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     colouring: Coloring | None = None
     """The rows and columns that share a sweep, where a pattern is known and that takes fewer sweeps."""
+    cone: str | None = None
+    """The part of the function that runs, where it was recorded for cones."""
 
     @property
     def chunks(self) -> int:
@@ -91,6 +93,7 @@ class Plan:
             ("naive", f"{pluralize(self.naive, 'reverse sweep')} for the whole Jacobian, {format_bytes(whole)}"),
             *self._color_lines(),
             ("planned", self._sweep_text() + self._chunk_text()),
+            *([] if self.cone is None else [("cone", self.cone)]),
             ("speed-up", f"{_format_ratio(self.naive / max(1, self.sweeps))} fewer sweeps"),
             *(("note", note) for note in self.notes),
         )

@@ -15,17 +15,17 @@ from elementgrad._names import pytree
 from elementgrad._names.call import Operand
 from elementgrad._place.place import Place
 from elementgrad._read.api import parse_unconnected
+from elementgrad._read.backend import ElementRequest, Recorder
 from elementgrad._read.budget import parse_budget
 from elementgrad._read.contributions import Share, Shares
 from elementgrad._read.jacobian import (
-    Derivative,
+    Evaluation,
     Jacobian,
     ReadOptions,
     read_together,
     reverse_only,
     unconnected_error,
 )
-from elementgrad._read.recorder import ElementRequest, Recorder
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, SelectionError
 
 Tensor = Any
@@ -218,10 +218,11 @@ class _RecordedRead:
         self.of = _operands(of, outputs, "of", self.linear.value, backend)
         self.wrt = _operands(wrt, inputs, "wrt", self.linear.inputs.__getitem__, backend)
         sides = [*pytree.leaves_of(self.of), *pytree.leaves_of(self.wrt)]
-        self.options = ReadOptions(self.zero, limit, missing_rules=reverse_only(backend, sides))
+        options = ReadOptions(self.zero, limit, missing_rules=reverse_only(backend, sides))
+        self.evaluation = Evaluation(backend, self.linear, options)
 
     def jacobian(self, of: Operand, wrt: Operand) -> Jacobian:
-        return Jacobian(Derivative(self.backend, self.linear, of, wrt), self.options)
+        return Jacobian(self.evaluation, of, wrt)
 
     def gradients(self, of: Operand, leaf: Tensor | Place) -> Tree:
         """Compute the gradients for all inputs by the same sweeps. `leaf` is what the caller gave for `of`."""

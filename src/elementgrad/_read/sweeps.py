@@ -1,9 +1,9 @@
 """`SweepRunner`: reads blocks, single entries and products of a derivative by running sweeps, on every framework alike.
 
-A read is planned first (`plan`), then run in chunks that fit the budget (`run_chunks`). The runner remembers what reads
-find out: sweeps that cannot run as a batch, which then run one by one; a direction without a rule, which the other one
-replaces; inputs whose examples are known not to mix. Every forward sweep is compared with reverse ones before its
-numbers are returned.
+A read is planned first (`plan`), then run in chunks that fit the budget. The runner remembers what reads find out:
+sweeps that cannot run as a batch, which then run one by one; a direction without a rule, which the other one replaces;
+inputs whose examples are known not to mix. Every forward sweep is compared with reverse ones before its numbers are
+returned.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,6 @@ from elementgrad._read.plan import Mode, Plan, Task, choose_direction, fit
 from elementgrad.errors import BatchError, FrameworkError, SizeError
 
 Tensor = Any
-Sweep = Callable[[Tensor], list[Tensor | None]]
-"""From a batch of seeds to a batch of derivatives for each end, None for one without a path."""
 Pick = Callable[[Tensor, int, int], Tensor]
 """From a batch of sweeps, (k, examples, elements), and its start and stop among all to the part that is kept."""
 PRECISION = {2: 2.0**-8, 4: 2.0**-23, 8: 2.0**-52}
@@ -39,7 +37,7 @@ class SweepRunner:
     """Sweeps between one output and one or several inputs. A derivative without a path is None.
 
     A tensor counts as `batch` examples of `of_size` or `wrt_sizes` elements; without a batch there is one example. What
-    reads learn is in the last three fields. Threads may share a runner: an entry is only ever added, and always true.
+    reads learn is in the last four fields. Threads may share a runner: an entry is only ever added, and always true.
     """
 
     backend: Backend
@@ -56,6 +54,8 @@ class SweepRunner:
     """The directions whose sweeps run one after another, and why."""
     unmixed_inputs: set[tuple[int, ...]] = field(default_factory=set)
     """Inputs whose examples are known not to mix."""
+    transposes: bool = True
+    """False once reverse sweeps turned out not to be transposed to forward ones."""
 
     def __post_init__(self) -> None:
         self.missing_rules.update(self.linear.missing_rules)
@@ -97,6 +97,12 @@ class SweepRunner:
         numbers = self.batch * rows.size * sum([selection.size for selection in columns])
         if not numbers:
             return [self.zeros((self.batch, rows.size, selection.size)) for selection in columns]
+        if self.batch == 1:
+            blocks = self.linear.read_block(self.output, rows, self.inputs, columns)
+            if blocks is not None:
+                return [
+                    None if block is None else self._reshape(block, (1, *self.backend.shape(block))) for block in blocks
+                ]
         # The everyday read: one element and no batch leave nothing to plan.
         if rows.size == self.batch == 1 and "reverse" not in self.missing_rules:
             if numbers * WIDEST > ROOM:
@@ -238,7 +244,11 @@ class SweepRunner:
         """Sweep from `count` seeds, of which each chunk is made when it is needed."""
         sweep = self.vjp if mode == "reverse" else partial(self.jvp, self.inputs[0])
         chunks: list[list[Tensor | None]] = []
-        self.run_chunks(mode, sweep, make_seeds, count, chunk, lambda derivatives, *_: chunks.append(derivatives))
+
+        def keep(derivatives: list[Tensor | None], start: int, stop: int) -> None:
+            chunks.append(derivatives)
+
+        self._run_chunks(mode, lambda start, stop: sweep(make_seeds(start, stop)), count, chunk, keep)
         if len(chunks) == 1:
             return chunks[0]
         return [None if parts[0] is None else self.backend.concat(parts) for parts in zip(*chunks, strict=True)]
@@ -247,23 +257,34 @@ class SweepRunner:
         """Run one batch of reverse sweeps to all inputs."""
         return self.linear.vjp(self.output, self.inputs, seeds)
 
-    def jvp(self, number: int, seeds: Tensor) -> list[Tensor | None]:
-        """Run one batch of forward sweeps from an input, and check them."""
-        (tangents,) = self.linear.jvp(number, [self.output], seeds)
-        if tangents is None or self.linear.jvp_transposes_vjp:
+    def jvp(self, number: int, seeds: Tensor, positions: np.ndarray | None = None) -> list[Tensor | None]:
+        """Run one batch of forward sweeps from an input, and check them; `positions` has the ones of one-hot seeds.
+
+        They are transposed reverse sweeps, where the framework can and these turn out to be linear.
+        """
+        linear = self.linear
+        if self.transposes and not linear.jvp_transposes_vjp:
+            try:
+                tangents = linear.transpose_vjp(number, self.output, seeds)
+                if tangents is None or self._check_jvp_against_vjp(number, seeds, positions, tangents):
+                    return [tangents]
+            except UnsupportedError:
+                pass
+            self.transposes = False
+        (tangents,) = linear.jvp(number, [self.output], seeds)
+        if tangents is None or linear.jvp_transposes_vjp:
             return [tangents]
         try:
-            return [tangents if self._check_jvp_against_vjp(number, seeds, tangents) else None]
+            return [tangents if self._check_jvp_against_vjp(number, seeds, positions, tangents) else None]
         except UnsupportedError as error:
             if self.backend.shape(seeds)[0] == 1:
                 raise
             raise NotBatchableError(str(error)) from error  # one by one they may be right
 
-    def run_chunks(
+    def _run_chunks(
         self,
         mode: Mode,
-        sweep: Sweep,
-        make_seeds: Callable[[int, int], Tensor],
+        sweep: Callable[[int, int], list[Tensor | None]],
         count: int,
         chunk: int,
         keep: Callable[[list[Tensor | None], int, int], None],
@@ -274,7 +295,7 @@ class SweepRunner:
             while start < count:
                 stop = min(start + (1 if mode in self.unbatchable else chunk), count)
                 try:
-                    derivatives = sweep(make_seeds(start, stop))
+                    derivatives = sweep(start, stop)
                 except NotBatchableError as error:
                     self.unbatchable[mode] = str(error)
                     continue
@@ -283,7 +304,9 @@ class SweepRunner:
                 progress.advance_to(start)
 
     @np.errstate(all="ignore")  # what overflows in half precision fails the comparison
-    def _check_jvp_against_vjp(self, number: int, seeds: Tensor, tangents: Tensor) -> bool:
+    def _check_jvp_against_vjp(
+        self, number: int, seeds: Tensor, positions: np.ndarray | None, tangents: Tensor
+    ) -> bool:
         """Return True if there is a path; raise `UnsupportedError` if the tangents are not those of reverse sweeps.
 
         A forward sweep goes by other rules, and may run the function again: it knows nothing of gradient hooks, of a
@@ -294,20 +317,24 @@ class SweepRunner:
         compare.
         """
         backend, y = self.backend, self.linear.outputs[self.output]
-        forward, tangent_seeds = self._to_numpy(tangents), self._to_numpy(seeds)
-        if forward is None or tangent_seeds is None:
+        forward = self._to_numpy(tangents)
+        tangent_seeds = None if positions is not None or forward is None else self._to_numpy(seeds)
+        if forward is None or (tangent_seeds is None and positions is None):
             return True
-        forward, tangent_seeds = forward.reshape(len(tangent_seeds), -1), tangent_seeds.reshape(len(tangent_seeds), -1)
-        sizes = np.abs(forward)
-        largest = sizes.max(0) if len(sizes) > 1 else sizes[0]
+        forward = forward.reshape(len(forward), -1)
+        numbers = np.abs(forward)  # its memory is used for all that follows, as new memory would take longer than sums
+        largest = numbers.max(0) if len(numbers) > 1 else numbers[0].copy()
         if not np.isfinite(largest.max(initial=0)):
             raise UnsupportedError("they are not finite, and then the two directions differ")
-        scaled = _generic_weights(largest.size, largest.dtype) / np.where(largest > 0, largest, 1)
+        largest[largest == 0] = 1
+        scaled = np.divide(_generic_weights(largest.size, largest.dtype), largest, out=largest)
         seed = backend.cast(scaled.reshape(1, *backend.shape(y)), y)
         weights = np.asarray(self._to_numpy(seed)).reshape(-1)  # as they are in the dtype of the output
         precision = max(PRECISION[backend.itemsize(end)] for end in (y, self.linear.inputs[number]))
-        products = forward * weights  # summed up as in `_matvec`, with their signs and without
-        expected, tolerance = products.sum(-1), precision**0.5 * np.abs(products).sum(-1)
+        # NumPy sums pairwise, so that errors stay far below the tolerance in single precision as well. A matrix library
+        # has threads of its own, which would wait for those of the framework.
+        expected = np.multiply(forward, weights, out=numbers).sum(-1)
+        tolerance = precision**0.5 * np.abs(numbers, out=numbers).sum(-1)
         for sign, cotangent in ((1, seed), (-1, -seed)):
             try:
                 (gradient,) = self.linear.vjp(self.output, [number], cotangent)
@@ -315,8 +342,12 @@ class SweepRunner:
                 return True
             if gradient is None:
                 return False
-            reverse = np.asarray(self._to_numpy(gradient)).reshape(-1)
-            if not (np.abs(sign * expected - _matvec(tangent_seeds, reverse)) <= tolerance).all():
+            reverse = np.asarray(self._to_numpy(gradient))
+            if tangent_seeds is not None:
+                products = (tangent_seeds.reshape(len(forward), -1) * reverse.reshape(-1)).sum(-1)
+            else:
+                products = reverse.reshape(self.batch, -1)[:, positions].sum(0)
+            if not (np.abs(sign * expected - products) <= tolerance).all():
                 raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
         return True
 
@@ -399,8 +430,10 @@ class SweepRunner:
                 else:
                     parts.append(picks[i](self._stack(derivative, self.wrt_sizes[i]), start, stop))
 
-        seeds = self._one_hot_seeds(self.linear.outputs[self.output], positions)
-        self.run_chunks("reverse", self.vjp, seeds, len(positions), plan.chunk, keep)
+        def sweep(start: int, stop: int) -> list[Tensor | None]:
+            return self.vjp(self._one_hot_seeds(self.linear.outputs[self.output], positions[start:stop]))
+
+        self._run_chunks("reverse", sweep, len(positions), plan.chunk, keep)
         return picked
 
     def _sweep_columns(self, plan: Plan, number: int, positions: np.ndarray, pick: Pick) -> list[Tensor] | None:
@@ -410,14 +443,15 @@ class SweepRunner:
             (derivative,) = derivatives
             picked.append(None if derivative is None else pick(self._stack(derivative, self.of_size), start, stop))
 
-        seeds = self._one_hot_seeds(self.linear.inputs[number], positions)
-        self.run_chunks("forward", partial(self.jvp, number), seeds, len(positions), plan.chunk, keep)
+        def sweep(start: int, stop: int) -> list[Tensor | None]:
+            part = positions[start:stop]
+            return self.jvp(number, self._one_hot_seeds(self.linear.inputs[number], part), part)
+
+        self._run_chunks("forward", sweep, len(positions), plan.chunk, keep)
         return None if picked[0] is None else picked
 
-    def _one_hot_seeds(self, like: Tensor, positions: np.ndarray) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: self.backend.load("read").one_hot_seeds(
-            like, positions[start:stop].copy(), self.batch
-        )
+    def _one_hot_seeds(self, like: Tensor, positions: np.ndarray) -> Tensor:
+        return self.backend.load("read").one_hot_seeds(like, positions.copy(), self.batch)
 
     def _stack(self, derivatives: Tensor, size: int) -> Tensor:
         return self._reshape(derivatives, (self.backend.shape(derivatives)[0], self.batch, size))
@@ -465,9 +499,3 @@ def _distinct(selection: Selection) -> tuple[np.ndarray, np.ndarray | None]:
 def _generic_weights(size: int, dtype: np.dtype) -> np.ndarray:
     """Return weights that cancel in no function but by chance; positive, as the seeds of rows are."""
     return np.random.default_rng(0).uniform(0.5, 1.5, size).astype(dtype)
-
-
-def _matvec(stack: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    # Not by a matrix library, whose threads would wait for those of the framework. NumPy sums pairwise, so that errors
-    # stay far below the tolerance in single precision as well.
-    return (stack * vector).sum(-1)

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import ChainMap, Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,18 +28,57 @@ import numpy as np
 
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import close_scopes_after
-from elementgrad._optional import require
+from elementgrad._place.place import Place
+from elementgrad._read import api
 from elementgrad._read.budget import default_budget, no_progress
 from elementgrad._read.jacobian import Jacobian, to_numpy
 from elementgrad._read.plan import BlockLayout, Plan
 from elementgrad._read.sweeps import PRECISION
 from elementgrad._read.zarr import Store
-from elementgrad.errors import FrameworkError, OptionError, WorkerError
+from elementgrad._sparsity.pattern import Pattern
+from elementgrad.errors import FrameworkError, OptionError, WorkerError, require_packages
 
 KEPT = 2
 """The number of evaluations that a process keeps; the oldest goes first."""
 IDLE = 300.0
 """After so many seconds without a block an evaluation is kept no longer: a cluster is there for others too."""
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianSpec:
+    """The arguments of `jacobian`, or of `hessian`, for one output and one input, to be evaluated in any process."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    zero: bool
+    batch: bool
+    create_graph: bool
+    of: Place | None
+    """For a Hessian, the input of its rows."""
+    wrt: Place | None
+    element: Place | None = None
+    """The output element that has the Hessian."""
+
+    @classmethod
+    def of_jacobian(cls, jacobian: Jacobian) -> "JacobianSpec":
+        """Return what evaluates a Jacobian anew."""
+        origin, options = jacobian._origin, jacobian._options
+        assert origin is not None
+        flags = options.zero, options.batch is not None, origin.create_graph
+        places = jacobian._of.place, jacobian._wrt.place, origin.element
+        return cls(origin.call.function, origin.args, origin.kwargs, *flags, *places)
+
+    def evaluate(self, budget: int | None, pattern: Pattern | None) -> Jacobian:
+        """Evaluate the function, here and now."""
+        options: Any = {"unconnected": "zero" if self.zero else "error", "batch": self.batch, "budget": budget}
+        options |= {"kwargs": self.kwargs, "pattern": pattern}
+        if self.element is None:
+            return api.jacobian(self.function, *self.args, of=self.of, wrt=self.wrt, **options)
+        if self.of == self.wrt:
+            return api.hessian(self.function, *self.args, of=self.element, wrt=self.wrt, **options)
+        options["pattern"] = None  # it is that of one of the four blocks
+        return api.hessian(self.function, *self.args, of=self.element, wrt=[self.of, self.wrt], **options)[0][1]
 
 
 @dataclass(frozen=True)
@@ -240,9 +279,9 @@ def check_executor(executor: Any, jacobian: Jacobian) -> Executor | None:
         )
     if jacobian._origin is None:
         raise OptionError("eager code that was recorded runs in no other process; put it into a function, eg.jacobian")
-    if jacobian._origin.spec.create_graph:
+    if jacobian._origin.create_graph:
         raise OptionError("with create_graph=True results stay in a graph, which no other process has; leave it out")
-    require("cloudpickle", "executor=", "distributed")
+    require_packages("cloudpickle", "executor=", "distributed")
     return executor
 
 
@@ -355,14 +394,13 @@ def _remedy(error: BaseException) -> str:
 def _make_payload(jacobian: Jacobian, plan: Plan, layout: BlockLayout) -> bytes:
     import cloudpickle
 
-    backend, pickled, origin = jacobian._backend, io.BytesIO(), jacobian._origin
-    assert origin is not None
+    backend, pickled = jacobian._backend, io.BytesIO()
     value = to_numpy(jacobian.value, backend)
     pattern = None if jacobian._known_pattern is None else jacobian._restrict(jacobian._known_pattern)
     table = ChainMap(dict(backend.load("read").reducers()), cloudpickle.CloudPickler.dispatch_table)
     pickler = type("Pickler", (cloudpickle.CloudPickler,), {"dispatch_table": table})  # which is read off the class
     try:
-        pickler(pickled).dump((origin.spec, jacobian._runner.budget, pattern))
+        pickler(pickled).dump((JacobianSpec.of_jacobian(jacobian), jacobian._runner.budget, pattern))
     except Exception as error:
         raise OptionError(
             f"the function or its arguments cannot be sent to another process: {error}; leave out what is no data, "

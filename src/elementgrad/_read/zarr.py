@@ -25,11 +25,10 @@ import numpy as np
 
 from elementgrad._backends.registry import backend_of
 from elementgrad._names import pytree
-from elementgrad._optional import require
 from elementgrad._read.jacobian import Jacobian, to_numpy
 from elementgrad._read.plan import BlockLayout
 from elementgrad._read.sweeps import PRECISION
-from elementgrad.errors import OptionError, WorkerError, quoted
+from elementgrad.errors import OptionError, WorkerError, quoted, require_packages
 
 VERSION = 3
 """The version of what is compared: arrays of another are not gone on with."""
@@ -100,15 +99,13 @@ def fingerprint(jacobian: Jacobian, layout: BlockLayout, probes: np.ndarray | No
 
 def _given_values(jacobian: Jacobian) -> Iterator[tuple[str, list[Any]]]:
     """Yield the tensors, numbers and strings among the arguments and what a model holds, by name and as bytes."""
-    if jacobian._origin is None:
+    origin, backend = jacobian._origin, jacobian._backend
+    if origin is None:
         return
-    spec, backend = jacobian._origin.spec, jacobian._backend
-    arguments = {f"argument {i}": arg for i, arg in enumerate(spec.args)} | dict(sorted(spec.kwargs.items()))
+    arguments = {f"argument {i}": arg for i, arg in enumerate(origin.args)} | dict(sorted(origin.kwargs.items()))
     leaves = [leaf for name, value in arguments.items() for leaf in pytree.named_leaves(value, name)]
-    if backend.names.is_model(spec.function):
-        leaves += [
-            (f"{kind} {name}", tensor) for name, kind, tensor in backend.names.model(spec.function).named_tensors()
-        ]
+    if backend.names.is_model(origin.call.function):
+        leaves += [(f"{kind} {name}", tensor) for name, kind, tensor in origin.call.model.named_tensors()]
     for name, value in leaves:
         content = _to_bytes(value)
         if content is not None:
@@ -173,7 +170,7 @@ def check_out(out: Any) -> Path:
     """Return the path if an array can be made or gone on with there; checked before anything is computed."""
     if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
         raise OptionError(f'out={quoted(out)} is no path; give the name of a directory, such as "j.zarr"')
-    require("zarr", "out=", "distributed")
+    require_packages("zarr", "out=", "distributed")
     path = Path(os.path.abspath(out))
     if path.is_file():
         raise OptionError(f'{out} is a file; give the name of a directory, such as "j.zarr"')

@@ -19,8 +19,8 @@ import numpy as np
 
 from elementgrad import __version__
 from elementgrad._files import replace_file, writable
-from elementgrad._optional import require
 from elementgrad._show.plot import plot
+from elementgrad.errors import require_packages
 
 Tone = Literal["good", "bad", "odd", "calm"]
 MAX_ROWS = 20
@@ -79,10 +79,10 @@ class Callout:
 
 @dataclass(frozen=True)
 class StepList:
-    """Numbered steps; each has True if it breaks the path."""
+    """Numbered steps; each has True if it breaks the path, and the module and line that it is from."""
 
     kind: ClassVar = "steps"
-    steps: Sequence[tuple[int, str, bool]]
+    steps: Sequence[tuple[int, str, bool, str]]
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,24 @@ class NumbersTable:
 
     @classmethod
     def of(
-        cls, values: np.ndarray, name: str, inputs: np.ndarray | None = None, limit: int = DOWNLOAD_LIMIT
+        cls,
+        values: np.ndarray,
+        name: str,
+        inputs: np.ndarray | None = None,
+        limit: int = DOWNLOAD_LIMIT,
+        coords: np.ndarray | None = None,
     ) -> "NumbersTable":
-        """Return gradients as a table and a file of at most `limit` bytes, beside the values of their elements."""
+        """Return gradients as a table and a file of at most `limit` bytes, beside the values of their elements.
+
+        `coords` has the coordinates of each element in its tensor, where `values` are some of its elements.
+        """
         file = io.BytesIO()
         with np.errstate(over="ignore"):
             narrow = values.astype("<f4")
         exact = np.array_equal(narrow.astype(np.float64), values, equal_nan=True)
         np.save(file, narrow if exact else values.astype("<f8"))
         npy = file.getvalue()
-        table = _largest_rows(values, inputs)
+        table = _largest_rows(values, inputs, coords)
         if len(npy) <= limit:
             return cls(_file_stem(name), table, base64.b64encode(npy).decode())
         note = f"All {values.size} numbers would take {len(npy) / 1e6:.1f} MB and are left out; eg.grad gives them."
@@ -185,6 +193,8 @@ class Section:
 
     title: str
     parts: Sequence[Part]
+    entry: str | None = None
+    """Its entry in the contents: the title for None, and none if empty."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +216,7 @@ class Page:
 
     def html(self) -> str:
         """Return the content of the file."""
-        require("jinja2 pygments", "a report", "show")
+        require_packages("jinja2 pygments", "a report", "show")
         import jinja2
 
         folder = resources.files("elementgrad._show")
@@ -238,7 +248,7 @@ def _file_stem(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "numbers"
 
 
-def _largest_rows(values: np.ndarray, inputs: np.ndarray | None) -> Table:
+def _largest_rows(values: np.ndarray, inputs: np.ndarray | None, coords: np.ndarray | None) -> Table:
     """Return a table of the numbers that are largest in size, or of all in order if they are few."""
     flat = values.reshape(-1)
     sizes = np.where(np.isnan(flat), np.inf, np.abs(flat))
@@ -246,8 +256,11 @@ def _largest_rows(values: np.ndarray, inputs: np.ndarray | None) -> Table:
     chosen = np.arange(flat.size) if few else np.argsort(-sizes, kind="stable")[:MAX_ROWS]
     rows = []
     for position in chosen.tolist():
-        where = ", ".join([str(int(axis)) for axis in np.unravel_index(position, values.shape)]) if values.shape else ""
-        row = [f"[{where}]", f"{flat[position]:.6g}"]
+        if coords is not None:
+            where = coords[position]
+        else:
+            where = np.array(np.unravel_index(position, values.shape) if values.shape else ())
+        row = [f"[{', '.join(map(str, where.tolist()))}]", f"{flat[position]:.6g}"]
         rows.append(row if inputs is None else [*row, f"{inputs.reshape(-1)[position]:.6g}"])
     heads = ["index", "gradient"] if inputs is None else ["index", "gradient", "value there"]
     return Table(heads, rows, "" if few else f"The {MAX_ROWS} largest in size of {flat.size}.")

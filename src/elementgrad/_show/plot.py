@@ -1,7 +1,6 @@
 """`eg.plot`: choose the picture that fits an object, and draw it.
 
-Pictures of arrays and Jacobians are in `heatmaps.py`, those of numbers in an order (shares, changes, traces) in
-`steps.py`. Both import matplotlib, and so are imported here only when a picture is drawn.
+The pictures are in `pictures.py`, which imports matplotlib and is imported here only when one is drawn.
 """
 
 import math
@@ -13,7 +12,6 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._names.call import Operand
-from elementgrad._optional import require
 from elementgrad._read.contributions import Shares
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.values import (
@@ -30,7 +28,7 @@ from elementgrad._show.values import (
 )
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch
-from elementgrad.errors import BroadcastError, OptionError, SizeError
+from elementgrad.errors import BroadcastError, OptionError, SizeError, require_packages
 
 if TYPE_CHECKING:
     from elementgrad._show.style import Picture, Theme
@@ -105,7 +103,7 @@ def plot(
     >>> figure.axes[0].images[0].get_clim()
     (-27.0, 27.0)
     """
-    require("matplotlib", "eg.plot", "show")
+    require_packages("matplotlib", "eg.plot", "show")
     from elementgrad._show.style import get_theme
 
     colours = get_theme(theme)
@@ -124,15 +122,15 @@ def plot(
 
 def _draw_steps(what: Any, options: ArrayOptions, theme: "Theme") -> "Drawing | None":
     """Draw numbers that come one after another; return None for anything else."""
-    from elementgrad._show import steps
+    from elementgrad._show import pictures
 
     draw: Any
     if isinstance(what, Shares):
-        draw = steps.draw_waterfall
+        draw = pictures.draw_waterfall
     elif isinstance(what, Elements | Patch):
-        draw = steps.draw_changes
-    elif steps.is_trace(what):
-        draw = steps.draw_trace
+        draw = pictures.draw_changes
+    elif pictures.is_trace(what):
+        draw = pictures.draw_trace
     else:
         return None
     drawing: Drawing = draw(patch_of(what) if isinstance(what, Elements) else what, theme)
@@ -143,37 +141,37 @@ def _draw_steps(what: Any, options: ArrayOptions, theme: "Theme") -> "Drawing | 
 
 
 def _draw_array(what: Any, options: ArrayOptions, theme: "Theme") -> "Drawing":
-    from elementgrad._show import heatmaps
+    from elementgrad._show import pictures
 
     values, framework, limit = to_floats(what), _framework_of(what), options.limit
     require_elements(values.shape)
     kind = _choose_kind(options, values.shape, framework)
     marks = mark_coordinates(options.mark, values.shape)
     if kind == "tokens":
-        numbers, texts = heatmaps.reduce_per_token(values, options.tokens)
+        numbers, texts = pictures.reduce_per_token(values, options.tokens)
         features = values.size // len(numbers)
         positions = (flat_positions(marks, values.shape) // features).tolist()
-        picture, notes = heatmaps.draw_tokens(numbers, texts, positions, theme, limit, features)
+        picture, notes = pictures.draw_tokens(numbers, texts, positions, theme, limit, features)
     elif kind == "vector":
-        picture, notes = heatmaps.draw_vector(values, marks, theme, limit)
+        picture, notes = pictures.draw_vector(values, marks, theme, limit)
     elif kind == "matrix":
-        picture, notes = heatmaps.draw_matrix(values, marks, theme, limit)
+        picture, notes = pictures.draw_matrix(values, marks, theme, limit)
     elif kind == "spy":
-        table = heatmaps.as_matrix(values)
+        table = pictures.as_matrix(values)
         marks_in_table = move_marks(marks, values.shape, table.shape)
-        picture, notes = heatmaps.draw_spy(table, marks_in_table, theme, (None, None), table.shape)
+        picture, notes = pictures.draw_spy(table, marks_in_table, theme, (None, None), table.shape)
     else:
         last = values.ndim > 2 and has_channels_last(values.shape, options.channels, framework)
         planes = Planes.of(values, marks, last)
         if kind == "channels":
-            picture, notes = heatmaps.draw_channels(planes, theme, limit)
+            picture, notes = pictures.draw_channels(planes, theme, limit)
         else:
             _require_one_image(values.shape)
             if kind == "image":
-                picture, notes = heatmaps.draw_image(planes, theme, limit)
+                picture, notes = pictures.draw_image(planes, theme, limit)
             else:
                 background = _to_background(options.image, planes, options.channels)
-                picture, notes = heatmaps.draw_receptive_field(planes, background, theme, limit)
+                picture, notes = pictures.draw_receptive_field(planes, background, theme, limit)
     name = KIND_NAMES.get(kind, "Heat map")
     alt = f"{name} of a gradient of shape {values.shape}: {Scale.of(values, limit).description}"
     return picture, [*_mark_notes(marks, values), *notes], alt + _marks_text(marks)
@@ -248,7 +246,7 @@ def _to_dense(jacobian: Jacobian) -> Tensor:
 
 def _draw_jacobian(jacobian: Jacobian, mark: Any, theme: "Theme") -> "Drawing":
     """Draw where some rows and columns of a Jacobian, evenly spread, are not zero."""
-    from elementgrad._show import heatmaps
+    from elementgrad._show import pictures
 
     of, wrt = operands(jacobian)
     require_elements(jacobian.shape)
@@ -267,7 +265,7 @@ def _draw_jacobian(jacobian: Jacobian, mark: Any, theme: "Theme") -> "Drawing":
     ]
     lines = [rows if len(rows) < height else None, columns if len(columns) < width else None]
     marks_in_table = np.array(nearest, np.int64).reshape(-1, 2)
-    picture, notes = heatmaps.draw_spy(table, marks_in_table, theme, lines, (height, width))
+    picture, notes = pictures.draw_spy(table, marks_in_table, theme, lines, (height, width))
     alt = f"Where the derivative of {of.name} {of.shape} by {wrt.name} {wrt.shape} is not zero: {notes[0]}"
     return picture, notes, alt + _marks_text(marks)
 

@@ -20,10 +20,10 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._files import writable
 from elementgrad._html import rows_of
 from elementgrad._names import pytree
+from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand
-from elementgrad._optional import require
-from elementgrad._place.place import Place
-from elementgrad._read.api import NOTHING, jacobian, parse_place, parse_target
+from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._read.api import jacobian
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.page import (
     DOWNLOAD_LIMIT,
@@ -44,7 +44,7 @@ from elementgrad._show.plot import MAX_ENTRIES
 from elementgrad._show.values import IMAGE_CHANNELS, Scale, has_channels_last, to_floats
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch, shorten
-from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError
+from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeError, UnconnectedError, require_packages
 
 TONES: dict[str, Tone] = {"flows": "good", "zero": "odd", "unconnected": "bad", "nonfinite": "bad", "mismatch": "bad"}
 MAX_STEPS = 40
@@ -64,6 +64,8 @@ def report(
     budget: int | str | None = None,
     tokens: Sequence[str] | None = None,
     channels: str | None = None,
+    names_from: Any = None,
+    **arguments: Any,
 ) -> Path:
     """Write one HTML file about a derivative, or about what was trained.
 
@@ -82,6 +84,8 @@ def report(
         budget: Memory for sweeps that run at once, in bytes or as a text such as `"200MB"`.
         tokens: One text for each position of a sequence, as for `eg.plot`.
         channels: `"first"` or `"last"`, as for `eg.plot`.
+        names_from: A model that `f` calls, as for `eg.jacobian`.
+        arguments: More keyword arguments of `f`.
 
     Returns:
         The path of the file.
@@ -97,10 +101,11 @@ def report(
     >>> "<title>squares</title>" in path.read_text()
     True
     """
-    require("matplotlib jinja2 pygments", "eg.report", "show")
+    require_packages("matplotlib jinja2 pygments", "eg.report", "show")
     writable(path)
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
+    f, args, kwargs = gather_arguments(report, f, args, kwargs, arguments, names_from)
     pairs = product(pytree.leaves_of(of), pytree.leaves_of(wrt))
     items = [ReportQuery(f, args, kwargs, *pair).answer(budget) for pair in pairs]
     if not items:
@@ -108,8 +113,10 @@ def report(
     sections = []
     for item in items:
         prefix = "" if len(items) == 1 else f"{' by '.join(item.names)}: "
-        for section in item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels):
-            sections.append(Section(prefix + section.title, section.parts))
+        for number, section in enumerate(item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels)):
+            # Of several questions, the contents has one entry for each.
+            entry = None if len(items) == 1 else " by ".join(item.names) if number == 0 else ""
+            sections.append(Section(prefix + section.title, section.parts, entry))
     first = items[0]
     others = f", and {len(items) - 1} more" if len(items) > 1 else ""
     lead = f"How {first.names[0]} changes with {first.names[1]}{others}."
@@ -117,7 +124,7 @@ def report(
 
 
 def _patch_page(patch: Patch, title: str | None) -> Page:
-    from elementgrad._show.steps import elements_of_patch  # imports matplotlib
+    from elementgrad._show.pictures import elements_of_patch  # imports matplotlib
 
     names, before, after = elements_of_patch(patch)
     with np.errstate(invalid="ignore"):
@@ -215,14 +222,15 @@ class ReportItem:
         sections = [Section("The question", self._question_parts()), Section("The answer", answer)]
         if self.values is not None and self.jacobian is not None:
             of, wrt = operands(self.jacobian)
-            gradient, inputs = self.values, None
+            gradient, inputs, coords = self.values, None, None
             if math.prod(of.shape) == 1:
                 gradient, inputs = self.values.reshape(wrt.shape), self.query.wrt_values
+                coords = None if wrt.base is None else wrt.base.coords().reshape(-1, len(wrt.of))
             if inputs is not None and wrt.base is not None:
                 inputs = inputs.reshape(-1)[wrt.base.flat()]
             answer += [Facts(_summarize(self.values)), self._picture(of, wrt, gradient, inputs, tokens, channels)]
             name = f"gradient of {self.names[0]} by {self.names[1]}"
-            sections.append(Section("The numbers", [NumbersTable.of(gradient, name, inputs, download_limit)]))
+            sections.append(Section("The numbers", [NumbersTable.of(gradient, name, inputs, download_limit, coords)]))
             sections.append(Section("The plan", [Facts(self.jacobian.plan().lines)]))
         path = self._path_parts()
         return [*sections, Section("The path", path)] if path else sections
@@ -281,7 +289,10 @@ class ReportItem:
         if self.diagnosis is None:
             return [Prose(f"eg.explain does not answer here: {self.unexplained}.")]
         parts: list[Part] = [Prose(f"Seen: {fact}.") for fact in self.diagnosis.evidence]
-        steps = [(number, step, step.endswith("(broken here)")) for number, step in enumerate(self.diagnosis.path, 1)]
+        steps = [
+            (number, step, step.endswith("(broken here)"), getattr(step, "site", ""))
+            for number, step in enumerate(self.diagnosis.path, 1)
+        ]
         if len(steps) > MAX_STEPS:
             parts.append(
                 Prose(f"{MAX_STEPS} of {len(steps)} operations: those at the ends, and the one that breaks it.")

@@ -94,11 +94,15 @@ class Scale:
     """The counts of numbers that are not finite, by kind."""
 
     @classmethod
-    def of(cls, values: np.ndarray, limit: float | None = None) -> "Scale":
-        """Return the scale with a given limit, or with one that a few large numbers do not decide."""
+    def of(cls, values: np.ndarray, limit: float | None = None, weighty: bool = False) -> "Scale":
+        """Return the scale with a given limit, or with one that a few large numbers do not decide.
+
+        With `weighty`, only the numbers decide that carry most of the size, and not how many small ones there are.
+        """
         finite = values[np.isfinite(values)]
         sizes = np.abs(finite)
-        limit = _robust_limit(sizes) if limit is None else _check_limit(limit)
+        deciding = sizes[carries_most(sizes)] if weighty else sizes
+        limit = _robust_limit(deciding) if limit is None else _check_limit(limit)
         return cls(
             limit,
             values.size,
@@ -133,6 +137,25 @@ class Scale:
         span = f" from {self.lowest:.3g} to {self.highest:.3g}" if self.any_finite else ", none of them finite"
         words = f"{self.count} numbers{span}, {self.nonzero} of them not zero"
         return "; ".join([words, *self.notes, *[f"{count} {name}" for name, count in self.nonfinite.items()]])
+
+
+def carries_most(sizes: np.ndarray) -> np.ndarray:
+    """Return a mask of the fewest numbers whose squares add up to `PERCENTILE` of those of all.
+
+    Squares, since that is what the length of a gradient is made of: many tiny numbers, such as normalisation leaves on
+    every pixel, are no part of a receptive field.
+
+    >>> import numpy as np
+    >>> from elementgrad._show.values import carries_most
+    >>> carries_most(np.array([0.4, 1e-5, 0.3, 1e-5])).tolist()
+    [True, False, True, False]
+    """
+    squares = np.square(sizes / (sizes.max(initial=0.0) or 1.0)).reshape(-1)
+    order = np.argsort(-squares, kind="stable")
+    before = np.cumsum(squares[order]) - squares[order]
+    mask = np.zeros(squares.shape, np.bool_)
+    mask[order] = (before < PERCENTILE / 100 * squares.sum()) & (squares[order] > 0)
+    return mask.reshape(sizes.shape)
 
 
 def _robust_limit(sizes: np.ndarray) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elementgrad import _npz
+from elementgrad._files import ArchiveError, read_npz
 from elementgrad.errors import OptionError, SelectionError, SizeError
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -168,9 +168,9 @@ class Pattern:
             OptionError: The file has no pattern.
         """
         try:
-            arrays = _npz.read(path)
+            arrays = read_npz(path)
             shape, starts, columns = (arrays[name] for name in ("shape", "starts", "columns"))
-        except (KeyError, _npz.ArchiveError) as error:
+        except (KeyError, ArchiveError) as error:
             where = os.fspath(path)
             raise OptionError(f"{where!r} holds no pattern ({error}); give a file that Pattern.save wrote") from None
         return cls(tuple(np.atleast_1d(shape).tolist()), starts, columns)

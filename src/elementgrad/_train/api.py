@@ -227,14 +227,16 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
 def _require_tied(trainer: Trainer, tensor: Any, name: str, tied_in_patch: Sequence[str]) -> None:
     """Raise a `PatchError` if a tensor has other names than at the source, so that too much or too little changes."""
     every = list(trainer.named_parameters())
-    tied_here = [other for other, parameter in every if parameter is tensor and other != name]
+    known = {spelling for other in tied_in_patch for spelling in (other, trainer.stable_name(other))}
+    stable = trainer.stable_name(name)
+    tied_here = [other for other, parameter in every if parameter is tensor and trainer.stable_name(other) != stable]
     apart = [other for other, parameter in every if other in tied_in_patch and parameter is not tensor]
     if apart:
         raise PatchError(
             f"the patch was made where {name} and {listed(apart)} are one tensor, and here they are not: it would "
             "change one of them alone; tie them first, or leave all but one out of a file"
         )
-    surplus = [other for other in tied_here if other not in tied_in_patch]
+    surplus = [other for other in tied_here if known.isdisjoint((other, trainer.stable_name(other)))]
     if surplus:
         raise PatchError(
             f"{name} and {listed(surplus)} are one tensor here, and were not where the patch was made: it would change "

@@ -564,9 +564,10 @@ def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
     history = trainer.history(group.tensor)
     positions, bits = history.originals()
     read = trainer.byte_reader(group.tensor)
+    name = trainer.stable_name(group.name)
     return Entry(
-        place=str(group.place),
-        name=group.name,
+        place=str(Place(None, name, group.place.index, None, pointwise=group.place.pointwise)),
+        name=name,
         shape=group.shape,
         dtype=dtype,
         indices=group.positions,
@@ -574,6 +575,8 @@ def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
         originals=BitArray(dtype, history.bytes_before(group.positions)),
         fingerprint=fingerprint(group.shape, dtype, read, positions=positions, bits=bits, full=full),
         tied=tuple(
-            name for name, tensor in trainer.named_parameters() if tensor is group.tensor and name != group.name
+            trainer.stable_name(other)
+            for other, tensor in trainer.named_parameters()
+            if tensor is group.tensor and trainer.stable_name(other) != name
         ),
     )

@@ -18,11 +18,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from elementgrad._optional import require
 from elementgrad._place.grammar import listed
 from elementgrad._train.entries import Entry
 from elementgrad._train.numbers import VIEWS, BitArray
-from elementgrad.errors import ElementgradError, PatchError
+from elementgrad.errors import ElementgradError, PatchError, require_packages
 
 FORMAT = "elementgrad-patch"
 VERSION = 1
@@ -170,7 +169,7 @@ def pack_safetensors(tensors: Mapping[str, StoredTensor], meta: Mapping[str, str
 
 def unpack(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """Return the metadata and tensors of a patch's file; raise a `PatchError` if they are not as they were written."""
-    require("safetensors", "reading a patch", "train")
+    require_packages("safetensors", "reading a patch", "train")
     from safetensors import SafetensorError, deserialize
 
     name = Path(path).name

@@ -19,9 +19,8 @@ from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._names.backend import Model
 from elementgrad._place.grammar import listed, nearest
-from elementgrad._place.place import Place
+from elementgrad._place.place import Place, parse_place
 from elementgrad._place.selection import Selection
-from elementgrad._read.api import parse_place
 from elementgrad._read.jacobian import Reason
 from elementgrad._train.routing import explain_unconnected
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError

@@ -202,6 +202,10 @@ class Trainer(ABC):
         """Yield every name of every parameter; tied parameters have several."""
         return ((name, self.parameter(name)) for name in self.names())
 
+    def stable_name(self, name: str) -> str:
+        """Return the name of a parameter that is the same in every process and every copy of the model."""
+        return name
+
     @abstractmethod
     def parameter(self, name: str) -> Tensor:
         """Return the parameter of a name, or raise an error that says which names fit."""

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from elementgrad import _npz
-from elementgrad._files import replace_file
+from elementgrad._files import ArchiveError, pack_npz, read_npz, replace_file
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad._train.patch_file import StoredTensor, pack_safetensors
@@ -75,8 +74,8 @@ class Weights:
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
-                return cls({name: FileTensor.of(array) for name, array in _npz.read(path).items()})
-            except (_npz.ArchiveError, DtypeError) as error:
+                return cls({name: FileTensor.of(array) for name, array in read_npz(path).items()})
+            except (ArchiveError, DtypeError) as error:
                 raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
             packed = bytearray(file.read())
@@ -98,8 +97,8 @@ class Weights:
             for name, tensor in self.tensors.items()
         }
         try:
-            content = _npz.pack(arrays)
-        except _npz.ArchiveError as error:
+            content = pack_npz(arrays)
+        except ArchiveError as error:
             raise PatchError(str(error)) from None
         replace_file(path, content)
 

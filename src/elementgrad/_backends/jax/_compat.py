@@ -1,5 +1,13 @@
 """Every private name of JAX that this backend relies on, so that an upgrade is one file."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+if jax.__version_info__ < (0, 5):
+    raise ImportError("elementgrad needs JAX 0.5 or newer")
+
 # The trace that a thread is in, which verbs restore after an interrupt, and traces of our own for explanations.
 from jax._src import core as core
 
@@ -24,3 +32,11 @@ TRACERS_STORE_AVAL = "aval" in core.Tracer.__slots__
 def is_missing_rule(error: BaseException) -> bool:
     """Return True if an operation has no derivative rule; JAX says so in several wordings."""
     return any(word in str(error) for word in ("JVP", "ifferentiation", "autodiff"))
+
+
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many operands of a scan are the same in every turn, and how many are carried from turn to turn."""
+    if "ft_in" in params:  # a tree of the operands, since 0.12
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]

@@ -17,7 +17,7 @@ import jax.scipy.special
 import numpy as np
 
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
-from elementgrad._backends.jax.contributions import JAX_PACKAGES
+from elementgrad._backends.jax.read import JAX_PACKAGES
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
 from elementgrad._explain.trace import cause_of_bound, is_masked_score

@@ -11,7 +11,8 @@ import jax
 
 from elementgrad._backends.jax.program import capture_tags, is_array, name_in_graph
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend, Node
+from elementgrad._names.backend import Model, NamesBackend, Node, Replacement
+from elementgrad._names.capture import Capture
 
 Array = jax.Array
 BOX = ["value"]
@@ -30,22 +31,6 @@ def flatten_node(value: Any) -> Node | None:
     return [None] if keys == BOX else keys, [branch for _, branch in branches], rebuild
 
 
-class JaxNames(NamesBackend):
-    """Names in callables that are pytrees."""
-
-    flatten_node = staticmethod(flatten_node)
-    name_in_graph = staticmethod(name_in_graph)
-
-    def is_model(self, function: Any) -> bool:
-        return next(iter(JaxModel(function).named_tensors()), None) is not None
-
-    def model(self, function: Callable[..., Any]) -> Model:
-        return JaxModel(function)
-
-    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if isinstance(function, CopyingFunction) else CopyingFunction(function)
-
-
 class JaxModel(Model):
     """A function, or a callable that is a pytree such as a module of flax NNX or Equinox, or a method or partial."""
 
@@ -58,9 +43,27 @@ class JaxModel(Model):
         return [(kind, array) for other, kind, array in self.named_tensors() if other == name]
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Array], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        function = CopyingFunction(self.function, replacements)
+    def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
+        function = CopyingFunction(self.function, {each.name: each.new for each in replacements})
         yield function if capture is None else CopyingFunction(capture_tags(function, capture))
+
+
+class JaxNames(NamesBackend):
+    """Names in callables that are pytrees."""
+
+    model = JaxModel
+    takes_arrays = True
+    flatten_node = staticmethod(flatten_node)
+    name_in_graph = staticmethod(name_in_graph)
+
+    def is_model(self, function: Any) -> bool:
+        return next(iter(JaxModel(function).named_tensors()), None) is not None
+
+    def from_numpy(self, array: Any, model: Model) -> Array | None:
+        return jax.numpy.asarray(array) if array.dtype.kind in "biufc" else None
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if isinstance(function, CopyingFunction) else CopyingFunction(function)
 
 
 class CopyingFunction:

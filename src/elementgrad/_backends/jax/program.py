@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from elementgrad._backends.jax._compat import current_name_stack, get_opaque_trace_state, jaxprs_in_params, user_context
 from elementgrad._cleanup import assign, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike
+from elementgrad._names.capture import Capture
 from elementgrad.errors import PlaceError
 
 Step = Callable[[Any, list[Any]], Sequence[Any]]
@@ -36,7 +36,7 @@ def name_in_graph(x: Any, name: str) -> Any:
     return x
 
 
-def capture_tags(function: Callable[..., Any], capture: CaptureLike) -> Callable[..., Any]:
+def capture_tags(function: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
     """Return a function that is traced to a jaxpr and then evaluated, with its tags captured.
 
     A function that branches in Python on values cannot be traced. It runs as it is, with the tags captured that Python
@@ -123,7 +123,7 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, jax.core.Tracer))
 
 
-def _trace(function: Callable[[], Any], capture: CaptureLike) -> tuple[Any, Any]:
+def _trace(function: Callable[[], Any], capture: Capture) -> tuple[Any, Any]:
     """Return what a function returned, and the jaxpr that computes the arrays in it."""
     returned: list[Any] = []
 
@@ -143,7 +143,7 @@ def _stage_names(bases: set[str]) -> Iterator[None]:
         yield
 
 
-def _at_level(capture: CaptureLike) -> Callable[[str], bool]:
+def _at_level(capture: Capture) -> Callable[[str], bool]:
     """Return a function that is True for a tag in the function itself, and False while something inside is traced."""
     level = get_opaque_trace_state(convention="elementgrad")
 
@@ -160,7 +160,7 @@ def _at_level(capture: CaptureLike) -> Callable[[str], bool]:
     return here
 
 
-def _capturing_step(capture: CaptureLike) -> Step:
+def _capturing_step(capture: Capture) -> Step:
     known: dict[int, set[str]] = {}
 
     def step(equation: Any, operands: list[Any]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.lax import GatherDimensionNumbers, GatherScatterMode
 from jax.lax import gather as lax_gather
 
-from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
+from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params, scan_sizes
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, is_reverse_only
 from elementgrad._sparsity import rules
 from elementgrad._sparsity.index_sets import Ids, IndexSets
@@ -127,9 +127,9 @@ def scan(propagator: JaxprPropagator, equation: Any, operands: list[Value]) -> S
     """A loop with a known number of turns."""
     params = equation.params
     length, body = params["length"], params["jaxpr"]
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, carries = scan_sizes(params)
+    last = first + carries
     fixed, carried, rows = operands[:first], operands[first:last], operands[last:]
-    carries = last - first
     if length * _operation_count(body.jaxpr) > MAX_UNROLLED:
         any_row = [
             DependentValue(propagator.sets.reduce(row.ids, [0])) if isinstance(row, DependentValue) else UNKNOWN

@@ -21,7 +21,7 @@ from elementgrad._backends.jax._compat import core
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxNames
 from elementgrad._cleanup import safe_context
-from elementgrad._edit.backend import EditBackend
+from elementgrad._place.edit import EditBackend
 from elementgrad._place.selection import Selection
 
 context: Any = core.trace_ctx

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad._backends.jax._compat import TRACERS_STORE_AVAL, core, current, current_name_stack, typeof
+from elementgrad._backends.jax._compat import TRACERS_STORE_AVAL, core, current, current_name_stack, scan_sizes, typeof
 from elementgrad._backends.jax.explain_rules import (
     CUSTOM_JVP,
     CUSTOM_VJP,
@@ -240,7 +240,7 @@ class JaxOpRecorder(core.Trace):
 
     def _run_loop(self, params: Mapping[str, Any], operands: Sequence[Any], site: CallSite) -> list[Any]:
         length, body = params["length"], params["jaxpr"]
-        consts, carry = params["num_consts"], params["num_carry"]
+        consts, carry = scan_sizes(params)
         fixed, carried = list(operands[:consts]), list(operands[consts : consts + carry])
 
         def unstack(x: Any) -> list[Any]:

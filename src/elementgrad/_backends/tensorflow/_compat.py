@@ -9,6 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+if tuple(map(int, tf.__version__.split(".")[:2])) < (2, 18):
+    raise ImportError("elementgrad needs TensorFlow 2.18 or newer")
+
 # Eager execution: the context with its seed and kernels, and the two ways in which an operation is executed.
 from tensorflow.python import pywrap_tfe as pywrap_tfe
 from tensorflow.python.eager import context as context

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.autodiff import Linearization, NotBatchableError, TensorFunction, UnsupportedError, reason
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.tensorflow._compat import (
     Function,
     TfMethodTarget,
@@ -28,7 +27,7 @@ from elementgrad._backends.tensorflow._compat import (
     uses_autograph,
 )
 from elementgrad._backends.tensorflow.isolate import Seeds, isolated, seeds, without_log
-from elementgrad._cleanup import assign, enter, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import ElementgradError, OptionError
 

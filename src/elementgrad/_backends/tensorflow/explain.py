@@ -95,7 +95,7 @@ class TensorflowTrace(Trace):
 
     def _record(self, stage: Any, change: Callable[[Tensor], Tensor] | None = None) -> TensorflowOpRecorder:
         """Run the function, with a changed source if `change` is given."""
-        self._recorder = recorder = TensorflowOpRecorder(self._run.function, TensorflowTrace._record.__code__)
+        self._recorder = recorder = TensorflowOpRecorder(self._run.model, TensorflowTrace._record.__code__)
         self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
 
         def start(x: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class TensorflowExplain(ExplainBackend):
     def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
         # It reports on the first gradient that is None, or else the last one for `wrt`.
         _require_eager()
-        recorder = TensorflowOpRecorder(function, TensorflowExplain.report_step.__code__)
+        recorder = TensorflowOpRecorder(KerasModel(function), TensorflowExplain.report_step.__code__)
         try:
             with run_functions_as_python(), recorder.record_thread():
                 function()
@@ -368,7 +368,7 @@ def _tracked_values(request: TapeRequest) -> set[int]:
 def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if not isinstance(source, tf.Variable):
         return []
-    variables = KerasModel(run.function)._variables() if run.held[0] else ()
+    variables = run.model._variables() if isinstance(run.model, KerasModel) else ()
     frozen = [
         (kind, variable) for _, kind, variable in variables if variable._value is source and not variable.trainable
     ]

@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.tensorflow._compat import (
     BaseResourceVariable,
     Context,
@@ -23,7 +22,7 @@ from elementgrad._backends.tensorflow._compat import (
     global_seed,
     variable_dtype,
 )
-from elementgrad._cleanup import assign, defer, push, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer, push, scope
 
 
 def snapshot() -> Callable[[], None]:

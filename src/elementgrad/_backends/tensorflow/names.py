@@ -4,6 +4,7 @@ The results of layers are captured by replacing `__call__` and `call` of their c
 (`watch_layers`).
 """
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_symbolic_scope, keras_backend
 from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
-from elementgrad._cleanup import assign, defer, enter, push, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, push, scope
 from elementgrad._names import pytree
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend
+from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.capture import Capture
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -27,79 +29,37 @@ Result = Any
 Tensor = Any
 Watch = Callable[[Layer, Result], Result]
 """Takes a layer and its result, and returns what the run goes on with."""
+Arguments = tuple[Any, Any]
+WatchGiven = Callable[[Layer, Any, Any], Arguments]
+"""Takes a layer and its arguments by position and by name, and returns those that it goes on with."""
 AUTOGRAPH = "autograph_info__"
 """AutoGraph leaves a function with this attribute alone."""
 
 
-class TensorflowNames(NamesBackend):
-    """Names in Keras models, eager or inside `tf.function`."""
+class KerasModel(Model):
+    """A function with the Keras models or other layers that it is, is a method of, or is given.
 
-    def is_model(self, function: Any) -> bool:
-        return layer_of(function) is not None
+    Layers read their variables themselves, and a tape can watch these. To replace values they are assigned, for as long
+    as the function runs. While values are captured, compiled functions run as Python.
+    """
 
-    def model(self, function: Callable[..., Any]) -> Model:
-        return TensorflowModel(function) if layer_of(function) is None else KerasModel(function)
+    only_input = "inputs"
 
-    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        original = python_function_of(function)
-        return original.call if layer_of(function) is original else original
-
-    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if tf.executing_eagerly() else convert_by_autograph(function)
-
-    def unwrap_parameter(self, x: Tensor) -> Tensor:
-        value = getattr(x, "_value", None)
-        return value if isinstance(value, tf.Variable) else x
-
-    def is_real_call(self, x: Tensor) -> bool:
-        return is_computing()
-
-    def is_single_value(self, x: Tensor) -> bool:
-        return not is_in_inner_graph(x)
-
-
-class TensorflowModel(Model):
-    """A function. While its values are captured, the compiled functions in it run as Python."""
+    @staticmethod
+    def root_of(value: Any) -> Layer:
+        return layer_of(value)
 
     @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        if capture is None:
-            yield self.function
-        else:
-            with scope():
+    def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
+        with scope():
+            for _, variable, value in replacements:
+                defer(variable.assign, variable + 0)
+                variable.assign(value)
+            if capture is not None:
                 enter(capture.open())
                 enter(run_functions_as_python())
                 enter(self._watch_layers(capture))
-                yield self.function
-
-    def _watch_layers(self, capture: CaptureLike) -> Any:
-        return watch_layers((), None)
-
-
-class KerasModel(TensorflowModel):
-    """A Keras model or any other layer, or a method of one.
-
-    Its layers read the variables themselves, and a tape can watch these. To replace values they are assigned, for as
-    long as the model runs.
-    """
-
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__(function)
-        self._root: Layer = layer_of(function)
-
-    @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        variables = [
-            (variable, x)
-            for name, x in replacements.items()
-            for _, variable in self.lookup(name)
-            if variable is not None
-        ]
-        with scope():
-            for variable, value in variables:
-                defer(variable.assign, variable + 0)
-                variable.assign(value)
-            yield enter(super().prepare({}, capture))
+            yield self.function
 
     def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         return ((name, kind, variable._value) for name, kind, variable in self._variables())
@@ -111,7 +71,8 @@ class KerasModel(TensorflowModel):
         return self._layers()
 
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
-        functional: Any = getattr(self._root, "_functional", None) or self._root
+        root = self.roots.get("")
+        functional: Any = getattr(root, "_functional", None) or root
         structure = getattr(functional, "_inputs_struct", None)
         if structure is None or getattr(python_function_of(self.function), "__name__", "call") != "call":
             return {}
@@ -121,7 +82,52 @@ class KerasModel(TensorflowModel):
             places[id(tensor)] += [f"inputs.{tensor.name}", f"inputs.{index}"]
         return {tensor.name: places[id(tensor)] for tensor in functional.inputs}
 
+    def other_names(self) -> Iterable[str]:
+        return self._attribute_paths()
+
+    def canonical_name(self, name: str) -> str:
+        """Return the path of names for a path of attributes: `dense_12/kernel` for `d.kernel` in `model.d.kernel`."""
+        path, mark, rest = re.match(r"([^#:]*)(.?)(.*)", name).groups()  # type: ignore[union-attr]
+        for ending in ("", GIVEN):
+            known = None if "." not in path and ending else self._attribute_paths().get(path.removesuffix(ending))
+            if known is not None and path.endswith(ending):
+                return known + ending + mark + rest
+        return name
+
+    def stable_name(self, name: str) -> str:
+        """Return the path of attributes for a name that Keras made up, which counts up in each process; or the name."""
+        if not any(map(_is_automatic, self._components(name))):
+            return name
+        return next((path for path, known in self._attribute_paths().items() if known == name), name)
+
+    def _components(self, name: str) -> list[Any]:
+        """Return the layers on the path of a name, and its variable."""
+        owners = [(path, layer) for path, layer in self._layers() if path == name or name.startswith(f"{path}/")]
+        variables = [variable for other, _, variable in self._variables() if other == name]
+        return [layer for path, layer in owners if path not in self.roots] + variables
+
+    def _attribute_paths(self) -> dict[str, str]:
+        """Return the name of each layer and variable by its path of attributes, where that is no name itself."""
+        names: dict[str, str] = {}
+        paths: dict[int, str] = {}
+        for prefix, root in self.roots.items():
+            paths.setdefault(id(root), prefix)
+        for name, layer in self._layers():
+            path = paths.get(id(layer))
+            if path is None:
+                continue
+            for attribute, child in _attributes_of(layer):
+                paths.setdefault(id(child), add_prefix(path, attribute))
+            if name not in self.roots:
+                names[path] = name
+            for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+                join = add_prefix if name in self.roots else _join
+                names[add_prefix(path, _attribute_of(layer, variable))] = join(name, variable.name)
+        taken = set(names.values())
+        return {path: name for path, name in names.items() if path not in taken}
+
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
+        name = self.canonical_name(name)
         variables = [(kind, variable) for other, kind, variable in self._variables() if other == name]
         variables = variables or self._variables_by_path(name)
         layers = [path for path in self.layers() if path == name]
@@ -132,7 +138,8 @@ class KerasModel(TensorflowModel):
 
     def _variables_by_path(self, name: str) -> list[tuple[str, Any]]:
         """Return the variables with this path in Keras, with or without the name of the model."""
-        paths = (name, f"{self._root.name}/{name}")
+        rests = [(root, split_prefix(prefix, name)) for prefix, root in self.roots.items()]
+        paths = [path for root, rest in rests if rest for path in (rest, f"{root.name}/{rest}")]
         return [(kind, variable) for _, kind, variable in self._variables() if variable.path in paths]
 
     def _variables(self) -> Iterator[tuple[str, str, Any]]:
@@ -146,10 +153,11 @@ class KerasModel(TensorflowModel):
                 for variable in variables:
                     if variable._value is not None and id(variable) not in seen:  # None until it is initialized
                         seen.add(id(variable))
-                        yield _join(path, variable.name), kind, variable
+                        join = add_prefix if path in self.roots else _join
+                        yield join(path, variable.name), kind, variable
 
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        """Yield every layer by its first path, the root by an empty one."""
+        """Yield every layer by its first path, a root by its prefix."""
         seen: set[int] = set()
 
         def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
@@ -159,22 +167,71 @@ class KerasModel(TensorflowModel):
                 for inner in layer._layers:
                     yield from walk(inner, _join(path, inner.name))
 
-        return walk(self._root, "")
+        for prefix, root in self.roots.items():
+            yield from ((add_prefix(prefix, path), layer) for path, layer in walk(root, ""))
 
-    def _watch_layers(self, capture: CaptureLike) -> Any:
+    def _watch_layers(self, capture: Capture) -> Any:
+        if not self.roots:
+            return watch_layers((), None)
         paths = {id(layer): path for path, layer in self._layers() if not _is_input(layer)}
         others: dict[int, Layer] = {}  # layers that are not the model's, kept alive so that no other gets the same id
 
-        def watch(layer: Layer, result: Any) -> Any:
+        def path_of(layer: Layer) -> str | None:
             if id(layer) not in paths and id(layer) not in others:
                 others[id(layer)] = layer
                 paths.update({id(new): path for path, new in self._layers()})  # it may have been made in this run
-            path = paths.get(id(layer))
-            if path and (capture.everything or path in capture.bases):
-                return capture.capture("activation", path, result)
-            return result
+            return paths.get(id(layer))
 
-        return watch_layers([layer for _, layer in self._layers()], watch)
+        def watch(layer: Layer, result: Any) -> Any:
+            path = path_of(layer)
+            wanted = path and (capture.everything or path in capture.bases)
+            return capture.capture("activation", str(path), result) if wanted else result
+
+        def watch_given(layer: Layer, args: Any, kwargs: Any) -> Arguments:
+            path = path_of(layer)
+            if not path or not (capture.given or path + GIVEN in capture.bases):
+                return args, kwargs
+            args, kwargs = pytree.map_tree((args, kwargs), partial(_convert_array, layer))
+            return capture.capture_given(path, args, kwargs)
+
+        return watch_layers([layer for _, layer in self._layers()], watch, watch_given)
+
+
+class TensorflowNames(NamesBackend):
+    """Names in Keras models, eager or inside `tf.function`."""
+
+    model = KerasModel
+    takes_arrays = True
+
+    def is_model(self, function: Any) -> bool:
+        return layer_of(function) is not None
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        original = python_function_of(function)
+        return original.call if layer_of(function) is original else original
+
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if tf.executing_eagerly() else convert_by_autograph(function)
+
+    def from_numpy(self, array: Any, model: Model) -> Tensor | None:
+        if array.dtype.kind not in "biufc":
+            return None
+        roots = list(model.roots.values())
+        return _convert_array(roots[0], array) if len(roots) == 1 else tf.convert_to_tensor(array)
+
+    def unwrap_parameter(self, x: Tensor) -> Tensor:
+        value = getattr(x, "_value", None)
+        return value if isinstance(value, tf.Variable) else x
+
+    def name_closed_over(self, x: Tensor) -> str | None:
+        variable = self.unwrap_parameter(x)
+        return str(getattr(x, "path", variable.name)) if isinstance(variable, tf.Variable) else None
+
+    def is_real_call(self, x: Tensor) -> bool:
+        return is_computing()
+
+    def is_single_value(self, x: Tensor) -> bool:
+        return not is_in_inner_graph(x)
 
 
 def layer_of(function: Any) -> Layer:
@@ -185,6 +242,38 @@ def layer_of(function: Any) -> Layer:
     function = python_function_of(function)
     owner = function if isinstance(function, kind) else getattr(function, "__self__", None)
     return owner if isinstance(owner, kind) else None
+
+
+def _convert_array(layer: Layer, value: Any) -> Any:
+    """Return a NumPy array as the tensor that a layer makes of it, in its own floating dtype; any other value as is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return tf.convert_to_tensor(value, layer.input_dtype if value.dtype.kind == "f" else None)
+
+
+def _attributes_of(layer: Layer) -> Iterator[tuple[str, Layer]]:
+    """Yield the layers inside of a layer by their attributes, as `d` or `blocks.0`; public attributes come first."""
+    public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+    private = {name: value for name, value in vars(layer).items() if name.startswith("_")}
+    for name, value in (*public.items(), ("layers", getattr(layer, "layers", ())), *private.items()):
+        values = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        )
+        for key, each in ((name, value), *[(f"{name}.{key}", inner) for key, inner in values]):
+            if any(each is inner for inner in layer._layers):
+                yield key, each
+
+
+def _attribute_of(layer: Layer, variable: Any) -> str:
+    attributes = [name for name, value in vars(layer).items() if value is variable and not name.startswith("_")]
+    return attributes[0] if attributes else str(variable.name)
+
+
+def _is_automatic(owner: Any) -> bool:
+    """Return True if Keras may have made up the name of a layer or variable: that of its class, and a number."""
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(owner).__name__)
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+    return re.fullmatch(rf"({re.escape(words)}|variable)(_\d+)?", owner.name) is not None
 
 
 def _is_input(layer: Layer) -> bool:
@@ -200,6 +289,7 @@ class _LayerWatcher:
     """One use of `watch_layers`; without a watch, layers inside are not watched."""
 
     watch: Watch | None
+    given: WatchGiven | None = None
 
 
 class _LayerState(threading.local):
@@ -220,8 +310,8 @@ def layer_type() -> type | None:
 
 
 @contextmanager
-def watch_layers(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]:
-    """Pass the results of these layers through `watch` in this thread, in place of an outer watch."""
+def watch_layers(layers: Iterable[Layer], watch: Watch | None, given: WatchGiven | None = None) -> Iterator[None]:
+    """Pass results and arguments of these layers through functions in this thread, in place of an outer watch."""
     kinds = {type(layer) for layer in layers}
     owners = {(_owner(kind, name), name) for kind in kinds for name in ("__call__", "call")}
     with scope():
@@ -229,7 +319,7 @@ def watch_layers(layers: Iterable[Layer], watch: Watch | None) -> Iterator[None]
             _steps.enter()
         for owner, name in owners:
             _methods.enter(owner, name)
-        push(_local, "watches", _LayerWatcher(watch))
+        push(_local, "watches", _LayerWatcher(watch, given))
         yield
 
 
@@ -266,11 +356,14 @@ def _install_method(replace: Replace, owner: type, name: str) -> None:
 
     def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
         method = _bind(original, layer, type(layer))
-        watch = _local.watches[-1].watch if _local.watches else None
+        watcher = _local.watches[-1] if _local.watches else None
+        watch = None if watcher is None else watcher.watch
         # One call has one result, also where `__call__` calls `call`, and both call those of a base class.
         inner = name == "call" and bool(_local.called) and _local.called[-1] is layer
         if watch is None or inner or _owner(type(layer), name) is not owner:
             return method(*args, **kwargs)
+        if watcher is not None and watcher.given is not None and is_computing():
+            args, kwargs = watcher.given(layer, args, kwargs)
         with scope():
             assign(_local, "called", (*_local.called, layer))
             result = method(*args, **kwargs)

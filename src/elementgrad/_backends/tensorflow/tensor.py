@@ -20,7 +20,7 @@ from elementgrad._backends.tensorflow import isolate
 from elementgrad._backends.tensorflow._compat import TENSOR_TYPES
 from elementgrad._backends.tensorflow.autodiff import TensorflowLinearization
 from elementgrad._backends.tensorflow.names import TensorflowNames
-from elementgrad._edit.backend import EditBackend
+from elementgrad._place.edit import EditBackend
 from elementgrad._place.index import Span
 from elementgrad._place.selection import Selection, forward
 from elementgrad.errors import TracedError

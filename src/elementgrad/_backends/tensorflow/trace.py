@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import is_user_code, location_text, verb_of
 from elementgrad._backends.tensorflow import explain_rules, names
 from elementgrad._backends.tensorflow._compat import (
@@ -32,7 +31,8 @@ from elementgrad._backends.tensorflow._compat import (
 )
 from elementgrad._backends.tensorflow.explain_rules import TensorflowOp, inner_op_types, is_differentiable
 from elementgrad._backends.tensorflow.top import see_operations
-from elementgrad._cleanup import assign, enter, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
+from elementgrad._names.backend import Model, add_prefix
 
 Tensor = Any
 Leaf = tuple[int, Tensor, str | None]
@@ -73,9 +73,9 @@ def _keep_error(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TensorflowOpRecorder:
-    """Records the operations of `function` inside `record_thread()`; the search for the user's line ends at `entry`."""
+    """Records the operations of a model inside `record_thread()`; the search for the user's line ends at `entry`."""
 
-    def __init__(self, function: Any, entry: CodeType):
+    def __init__(self, model: Model, entry: CodeType):
         self.ops: list[TensorflowOp] = []
         self.leaves: dict[int, tuple[Tensor, str | None]] = {}
         """The tensors that no recorded operation made, by value id, and the lines that used them first."""
@@ -86,7 +86,7 @@ class TensorflowOpRecorder:
         self.tapes = TapeLog(self)
         self._ids: dict[int, int] = {}
         self._count = 0
-        self._root = names.layer_of(function)  # a model is not one of its own layers
+        self._prefixes = {id(root): prefix for prefix, root in model.roots.items()}
         self._entry = entry
         self._first_uid = uid()
 
@@ -139,7 +139,13 @@ class TensorflowOpRecorder:
 
     @property
     def _module(self) -> str:
-        return "/".join([layer.name for layer in names.current_layers() if layer is not self._root])
+        prefix = path = ""
+        for layer in names.current_layers():
+            if id(layer) in self._prefixes:
+                prefix, path = self._prefixes[id(layer)], ""
+            else:
+                path = f"{path}/{layer.name}" if path else layer.name
+        return add_prefix(prefix, path)
 
     @_keep_error
     def _record_op(

@@ -4,21 +4,28 @@
 import math
 import re
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):  # recordings look at the top of the hooks for saving
+    raise ImportError("elementgrad needs PyTorch 2.8 or newer")
+
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 import torch.utils._device
 import torch.utils._python_dispatch
 from torch.autograd import forward_ad
 
+from elementgrad._cleanup import defer, safe_context, scope
+
 # The compiler. Its own modules are not imported here: that takes as long as importing PyTorch.
+from torch._guards import TracingContext
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
-from torch._C._dynamo.guards import (
-    set_is_in_mode_without_ignore_compile_internals as set_is_in_mode_without_ignore_compile_internals,
-)
 
 # vmap without its wrappers, to run one sweep for a stack of seeds: `torch.func.vmap` takes longer than a small sweep.
 from torch._C._functorch import _add_batch_dim as _add_batch_dim
@@ -26,10 +33,15 @@ from torch._C._functorch import _remove_batch_dim as _remove_batch_dim
 from torch._C._functorch import _vmap_decrement_nesting as _vmap_decrement_nesting
 from torch._C._functorch import _vmap_increment_nesting as _vmap_increment_nesting
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
-from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
+
+try:  # before 2.9 with vmap itself
+    from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
+except ImportError:
+    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore[no-redef]
 
 # Sweeps through a graph: the engine without the checks of `torch.autograd.grad`, and who else uses a memory.
 from torch._C import _storage_Use_Count as _storage_Use_Count
+from torch.autograd.function import FunctionMeta as FunctionMeta
 from torch.autograd.function import _SingleLevelFunction as _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward as _engine_run_backward
 
@@ -44,7 +56,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_optimiz
 
 # Modes that see every operation, and the pytrees that operations take. Documented, but in private modules.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # The modes and switches of a thread, one by one and in C, so that no interrupt leaves some of them changed.
 from torch._C import _enter_dual_level as _enter_dual_level
@@ -74,6 +88,10 @@ FUNCTORCH_WRAPPERS: Any = (
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
 )
 """The functions, by module and name, by which `torch.func` wraps its arguments; a recording patches them."""
+autograd_function: Any = torch.autograd.function
+"""Module whose `_bind_default_args` PyTorch looks up when it applies a function in C (`APPLY_IS_IN_C`)."""
+APPLY_IS_IN_C = not hasattr(torch.autograd.Function.apply, "__func__")
+"""True since 2.15: an `apply` that was bound earlier then never passes a Python method again."""
 PythonNode: Any = torch._C._FunctionBase
 """Base of the graph nodes of `autograd.Function`, which a `GradientEdge` made by hand would not keep alive."""
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
@@ -86,6 +104,17 @@ device_module: Any = torch.utils._device
 """Has the default device as `CURRENT_DEVICE`."""
 dispatch_flags: dict[str, Any] = vars(torch.utils._python_dispatch)
 """Has the flags by which PyTorch knows that a dispatch mode is on."""
+FLAGS = {
+    "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
+    "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
+    "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
+}
+"""These flags by the attribute in which each such mode saves them; the last since 2.9."""
+FLAGS = {saved: flag for saved, flag in FLAGS.items() if flag in dispatch_flags}
+set_compiler_flag: Callable[[bool], object] = getattr(
+    torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", bool
+)
+"""Sets the compiler's copy of the last flag, in C; does nothing where there is none."""
 is_functional_tensor = torch._is_functional_tensor
 """Tells the wrappers of functionalization, whose storage does not have their values."""
 
@@ -95,6 +124,18 @@ def decomposition_table() -> Any:
     from torch._decomp import decomposition_table as table
 
     return table
+
+
+def load_forward_rules() -> None:
+    """Import the forward rules that PyTorch imports with the first dual tensor, without its warning about them.
+
+    They are written in TorchScript, of which PyTorch warns since 2.14 in the user's terminal.
+    """
+    rules = "torch._decomp.decompositions_for_jvp"
+    if rules not in sys.modules:
+        with safe_context(warnings.catch_warnings()):
+            warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
+            import_module(rules)
 
 
 def derivative_is_missing(error: Exception) -> bool:
@@ -159,7 +200,10 @@ def default_store() -> Any:
 def fsdp_state(module: Any) -> tuple[Any, Any]:
     """Return the state that `fully_shard` keeps of a module, and its groups of parameters."""
     state = module._get_fsdp_state()
-    return state, state._fsdp_param_groups
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group or none before 2.12
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return state, groups
 
 
 def shard_offset(tensor: Any) -> Any:
@@ -208,7 +252,21 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
 
 def storage_uses(x: torch.Tensor) -> int:
     """Return how many tensors hold the storage of x, the look at it included; there is no public count."""
-    return _storage_Use_Count(x.untyped_storage()._cdata)
+    storage = x.untyped_storage()  # held while it counts: before 2.9 it would not be included otherwise
+    return _storage_Use_Count(storage._cdata)
+
+
+def to_list(x: torch.Tensor) -> list[Any]:
+    """Return the values of a tensor, in order; inside `torch.func.grad` PyTorch 2.8 reads them one by one alone."""
+    try:
+        return x.reshape(-1).tolist()
+    except RuntimeError:
+        return [value.item() for value in x.reshape(-1)]
+
+
+def is_compiling() -> bool:
+    """Return True while the compiler traces; before 2.9 it does not say so in a function that it runs as one step."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def version_of(x: torch.Tensor) -> int:
@@ -221,8 +279,14 @@ def output_bytes(node: Any) -> list[int]:
     return [math.prod(each.shape) * each.dtype.itemsize for each in node._input_metadata]
 
 
-REENTRANT_CHECKPOINT, OTHER_CHECKPOINT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-"""The names in `torch.utils.checkpoint` of the two sorts of checkpoints; the second since 2.1."""
+REENTRANT_CHECKPOINT = "CheckpointFunction"
+"""The name in `torch.utils.checkpoint` of what reentrant checkpoints run by."""
+
+
+def other_checkpoint(module: Any) -> str:
+    """Return the name in `torch.utils.checkpoint` of the generator that other checkpoints run by."""
+    name = "_checkpoint_without_reentrant_generator"
+    return f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # the first since 2.15, the second since 2.1
 
 
 def node_number(node: Any) -> int:
@@ -275,3 +339,119 @@ def overwritten_maker(text: str) -> str | None:
 
 MAKE_SUBCLASS = "_make_subclass"
 """The method of `torch.Tensor` that makes parameters of plain tensors, which cuts them off and no mode sees."""
+
+
+# For cones.
+
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that only its `__torch_dispatch__` is to see; documented, but private."""
+
+
+def make_wrapper_subclass(cls: type, like: torch.Tensor, device: Any) -> Any:
+    """Return a tensor of a subclass with the shape of `like` and no memory; the only way to make one."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+def schema_of(func: Any) -> Any:
+    return func._schema
+
+
+def operation_name(func: Any) -> str:
+    """Return the name of an operation without its overload, such as `convolution`."""
+    return func._schema.name.removeprefix("aten::")
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the tensors that an operation writes to."""
+    written = []
+    for position, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(parameter.name)
+            written += [given] if isinstance(given, torch.Tensor) else []
+    return written
+
+
+def returns_views(func: Any) -> bool:
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def takes_device(func: Any) -> bool:
+    return any(parameter.name == "device" for parameter in func._schema.arguments)
+
+
+def shape_depends_on_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags
+
+
+def is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def to_functional(x: torch.Tensor) -> Any:
+    """Return a tensor whose writes PyTorch turns into plain operations while functionalization is enabled."""
+    return torch._to_functional_tensor(x)
+
+
+def from_functional(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a functional one stands for, with all that was written to it."""
+    if not torch._is_functional_tensor(x):
+        return x
+    torch._sync(x)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(x)
+
+
+def enable_functionalization() -> None:
+    torch._enable_functionalization(reapply_views=True)
+
+
+def disable_functionalization() -> None:
+    torch._disable_functionalization()
+
+
+def changes_shape(func: Any) -> bool:
+    """Return True if an operation changes the shape of a tensor in place."""
+    return torch.Tag.inplace_view in func.tags
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """Return a number that tensors share if they share their memory; meta tensors have no address."""
+    return x.untyped_storage()._cdata
+
+
+def upsample(name: str, x: torch.Tensor, size: int, scale: float | None, *corners: bool) -> torch.Tensor:
+    """Resize the last axis of a stack of vectors, with the scale that the caller gave and not the ratio of sizes."""
+    return getattr(torch.ops.aten, name).default(x, [size], *corners, scale)
+
+
+def upsample_cubic(x: torch.Tensor, size: int, corners: bool, scale: float | None) -> torch.Tensor:
+    return torch.ops.aten.upsample_bicubic2d.default(x, [size, 1], corners, scale, None)
+
+
+def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+@contextmanager
+def function_apply_replaced(replace: Callable[..., Any]) -> Iterator[None]:
+    """Replace `autograd.Function.apply`, which no mode sees. An `apply` that was bound before stays as it was."""
+    function: Any = torch.autograd.Function
+    original = vars(function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return replace(original.__get__(None, cls), cls, *args, **kwargs)
+
+    with scope():
+        defer(setattr, function, "apply", original)
+        function.apply = classmethod(apply)
+        yield

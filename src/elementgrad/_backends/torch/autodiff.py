@@ -1,8 +1,7 @@
 """Sweeps through a PyTorch function: reverse through the graph of one evaluation, forward by transposing those.
 
-Where that cannot be, and for a single one, forward sweeps go by dual numbers, and the function runs again. Batches of
-sweeps run under vmap. While the function runs, checkpoints inside are plain calls, since in a sweep they would run
-parts of it again.
+Where that cannot be, forward sweeps go by dual numbers, and the function runs again. Batches of sweeps run under vmap.
+While the function runs, checkpoints inside are plain calls, since in a sweep they would run parts of it again.
 
 PyTorch hands out derivatives that are not stored anywhere, or that something else holds too. One may be a tensor of
 zeros without memory, a number expanded to a shape, a conjugate or negative that is only marked as such, or a small part
@@ -32,9 +31,7 @@ from elementgrad._backends.autodiff import (
     UnsupportedError,
     reason,
 )
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch._compat import (
-    OTHER_CHECKPOINT,
     REENTRANT_CHECKPOINT,
     _add_batch_dim,
     _engine_run_backward,
@@ -50,12 +47,23 @@ from elementgrad._backends.torch._compat import (
     is_inplace_error,
     is_zero_tensor,
     lazy_load_decompositions,
+    load_forward_rules,
+    other_checkpoint,
     output_bytes,
     storage_uses,
     version_of,
 )
-from elementgrad._backends.torch.isolate import NOTHING, Freezable, State, in_mode, isolated, plainly, state
-from elementgrad._cleanup import enter, push, safe_context, scope
+from elementgrad._backends.torch.isolate import (
+    DUAL_NUMBERS,
+    NOTHING,
+    Freezable,
+    State,
+    in_mode,
+    isolated,
+    plainly,
+    state,
+)
+from elementgrad._cleanup import AttributePatch, Replace, enter, push, safe_context, scope
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
 
@@ -89,8 +97,8 @@ UNSHARED = 2
 class TorchLinearization(Linearization):
     """One evaluation with its graph.
 
-    A batch of forward sweeps transposes a reverse one. A single one goes by dual numbers, which know no reverse rule,
-    and so does a batch where a reverse rule has no derivative: the function runs again, from the same random numbers.
+    Forward sweeps transpose a reverse one, which is linear in its cotangent, so that the function does not run. Where a
+    reverse rule has no derivative they go by dual numbers: the function runs again, from the same random numbers.
     """
 
     graph_errors: GraphErrors = GRAPH_ERRORS
@@ -112,7 +120,6 @@ class TorchLinearization(Linearization):
         self._sweep_state = state if state[0] is None else None
         self._create_graph = create_graph
         self._plain_attention = False
-        self._can_transpose = True
         self._unbatchable: dict[int, str | None] = {}
         self._versions = [_version(x) for x in inputs]
         self.leaves, self.outputs = evaluate(False)
@@ -209,11 +216,6 @@ class TorchLinearization(Linearization):
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:
             raise UnsupportedError(CHANGED)
-        if len(seeds) > 1 and self._can_transpose:
-            try:
-                return unshare([self._transpose_vjp(input, output, seeds) for output in outputs], self._create_graph)
-            except Exception:  # reverse rules without derivatives of their own; then the function runs again
-                self._can_transpose = False
         sweep = self._dual_jvp if len(seeds) == 1 else self._batched_jvp
         tangents: list[Tensor | None]
         try:
@@ -226,6 +228,27 @@ class TorchLinearization(Linearization):
         except Exception as error:
             raise (UnsupportedError if len(seeds) == 1 else NotBatchableError)(reason(error)) from error
         return unshare(tangents, self._create_graph)
+
+    def transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
+        if [_version(x) for x in self.inputs] != self._versions:
+            raise UnsupportedError(CHANGED)
+        y, leaf = self.outputs[output], self.leaves[input]
+        if not y.requires_grad:
+            return None
+        try:
+            with isolated(None, now=self._sweep_state), plainly():
+                cotangent = torch.zeros_like(y, requires_grad=True)
+                (gradient,) = _engine_run_backward((y,), (cotangent,), True, True, (leaf,), **TO_INPUTS)
+                if gradient is None:
+                    return None
+                sweep, seeds = self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds)
+                (tangents,) = sweep(seeds[0]) if len(seeds) == 1 else batched_vjp(sweep, seeds)
+        except Exception as error:  # a reverse rule without a derivative of its own, or one that cannot be stacked
+            raise UnsupportedError(reason(error)) from error
+        if tangents is None:
+            raise UnsupportedError("a reverse rule on the way cannot be transposed")
+        tangents = tangents.unsqueeze(0) if len(seeds) == 1 else tangents
+        return unshare([tangents], self._create_graph)[0]
 
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         inputs, outputs = ([source], targets) if forward else (targets, [source])
@@ -317,28 +340,15 @@ class TorchLinearization(Linearization):
 
     # Forward sweeps
 
-    def _transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
-        """Run forward sweeps as transposes of a reverse one, which is linear in its seed: the function does not run."""
-        y, leaf = self.outputs[output], self.leaves[input]
-        if not y.requires_grad:
-            return None
-        with isolated(None), plainly():
-            cotangent = torch.zeros_like(y, requires_grad=True)
-            (gradient,) = torch.autograd.grad(y, leaf, cotangent, create_graph=True, allow_unused=True)
-            if gradient is None:
-                return None
-            (tangents,) = batched_vjp(self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds))
-        if tangents is None:
-            raise UnsupportedError("a reverse rule on the way cannot be transposed")
-        return tangents
-
     def _batched_jvp(
         self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool
     ) -> Sequence[Tensor]:
         def one(seed: Tensor) -> Any:
             return torch.func.jvp(lambda x: self._rerun(input, outputs, x), (x,), (seed,))[1]
 
+        load_forward_rules()
         with (
+            DUAL_NUMBERS.hold(),
             isolated(self._replay, self.state, plain_attention),
             checkpointing_disabled(True),
             no_performance_warnings(),
@@ -348,7 +358,9 @@ class TorchLinearization(Linearization):
             return torch.func.vmap(one, randomness="same")(seeds)
 
     def _dual_jvp(self, input: int, outputs: Sequence[int], seeds: Tensor, plain_attention: bool) -> Sequence[Tensor]:
+        load_forward_rules()
         with (
+            DUAL_NUMBERS.hold(),
             isolated(self._replay, self.state, plain_attention),
             checkpointing_disabled(True),
             forward_ad.dual_level(),
@@ -575,7 +587,8 @@ def disable_checkpointing(inside: bool, faithful: bool = False) -> None:
 
 def _install(replace: Replace) -> None:
     module: Any = sys.modules["torch.utils.checkpoint"]
-    replace(module, OTHER_CHECKPOINT, _wrap_generator(getattr(module, OTHER_CHECKPOINT)))
+    other = other_checkpoint(module)
+    replace(module, other, _wrap_generator(getattr(module, other)))
     replace(module, REENTRANT_CHECKPOINT, _ReentrantProxy(getattr(module, REENTRANT_CHECKPOINT)))
 
 

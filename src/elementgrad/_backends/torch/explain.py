@@ -32,6 +32,7 @@ from elementgrad._backends.torch.explain_rules import (
     flow_hook,
 )
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
@@ -98,7 +99,7 @@ class TorchTrace(Trace):
     ) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
         """Run the function; return the recorder, the source's id, the target, and the source as it was passed."""
         leads = PathToSource()
-        recorder = TorchOpRecorder(leads, self._run.function, None if meter is None else meter(leads))
+        recorder = TorchOpRecorder(leads, self._run.model, None if meter is None else meter(leads))
         started: list[tuple[int, Tensor]] = []
 
         def start(x: Tensor) -> Tensor:
@@ -144,6 +145,7 @@ class TorchTrace(Trace):
         flat = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
         flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
         tangent = flat.reshape(self.source.shape)
+        _compat.load_forward_rules()
         try:
             with forward_ad.dual_level():
                 recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
@@ -547,7 +549,7 @@ STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
 
 def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
-    recorder = TorchOpRecorder(lambda x: x.requires_grad, function)
+    recorder = TorchOpRecorder(lambda x: x.requires_grad, TorchModel(function))
     requests = recorder.requests
     root = recorder.follow(wrt)
     try:

@@ -20,20 +20,13 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch import _compat
-from elementgrad._cleanup import call_atomically, close_generators, defer, enter, scope
+from elementgrad._cleanup import AttributePatch, Lock, Replace, call_atomically, close_generators, defer, enter, scope
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
 Modes = tuple[Any, ...]
 _guards: list[Any] = []  # inference mode ends when the object that set it is freed
-FLAGS = {
-    "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
-    "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
-    "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
-}
-"""The flags that say whether a dispatch mode is on, by the attribute in which each such mode saves them."""
 LEFT = "_elementgrad_left"
 """Marks a mode of ours that was left. PyTorch takes modes off for a moment, and may put it back after that."""
 
@@ -93,8 +86,7 @@ class Stack(NamedTuple):
     push: Callable[[Any], None]
 
     def modes(self) -> Modes:
-        count = self.length()
-        return tuple([self.at(index) for index in range(count)]) if count else ()
+        return tuple([self.at(index) for index in range(self.length())])
 
     def change(self, before: Modes, after: Sequence[Any]) -> "list[partial[Any]]":
         """Return the steps from some modes to others."""
@@ -135,8 +127,8 @@ def ambient_state() -> AmbientState:
     """Return the modes and switches as they are now."""
     return AmbientState(
         torch.is_inference_mode_enabled(),
-        FUNCTIONS.modes(),
-        OPERATIONS.modes(),
+        FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
+        OPERATIONS.modes() if OPERATIONS.length() else (),
         _compat.functorch.get_dynamic_layer_stack_depth(),
         _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
@@ -185,34 +177,35 @@ def _leave_mode(mode: Any, before: list[bool]) -> None:
 
 
 def _flags() -> list[bool]:
-    return [_compat.dispatch_flags[name] for name in FLAGS.values()]
+    return [_compat.dispatch_flags[name] for name in _compat.FLAGS.values()]
 
 
 def _saved_flags(mode: Any) -> list[bool]:
     """Return the flags from before a mode was entered, if it got to save them all; it may be entered in itself."""
-    saved = [getattr(mode, name, None) for name in FLAGS]
+    saved = [getattr(mode, name, None) for name in _compat.FLAGS]
     return [flags[0] for flags in saved if flags] if all(saved) else []
 
 
 def _set_flags(flags: Sequence[bool], above: Modes = ()) -> "list[partial[Any]]":
     """Return the steps that restore flags, now or, with modes above, when the next of these is left."""
     if above:
-        saved = [getattr(above[0], name, None) for name in FLAGS]
+        saved = [getattr(above[0], name, None) for name in _compat.FLAGS]
         return [partial(old.__setitem__, 0, flag) for old, flag in zip(saved, flags, strict=True) if old]
     set_all = [
         partial(_compat.dispatch_flags.__setitem__, name, flag)
-        for name, flag in zip(FLAGS.values(), flags, strict=True)
+        for name, flag in zip(_compat.FLAGS.values(), flags, strict=True)
     ]
-    return [*set_all, partial(_compat.set_is_in_mode_without_ignore_compile_internals, flags[-1])]
+    return [*set_all, partial(_compat.set_compiler_flag, flags[-1])]
 
 
 def snapshot_ambient_state() -> Callable[[], None]:
     """Return a function that restores the modes and switches as they are now."""
     now = ambient_state()
-    for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
-        if any(hasattr(mode, LEFT) for mode in modes):
-            _set_modes(stack, modes)
-            now = ambient_state()
+    if now.function_modes or now.dispatch_modes:
+        for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
+            if any(hasattr(mode, LEFT) for mode in modes):
+                _set_modes(stack, modes)
+                now = ambient_state()
     return partial(restore_ambient_state, now)
 
 
@@ -244,6 +237,10 @@ def _set_modes(stack: Stack, modes: Modes) -> None:
     gone = [mode for mode in now if all(mode is not other for other in after)]
     flags = _saved_flags(gone[0]) if gone else []
     call_atomically(*steps, *(_set_flags(flags) if flags else ()))
+
+
+DUAL_NUMBERS = Lock()
+"""Held while our sweeps use dual numbers: PyTorch has one level of them for all threads."""
 
 
 def _close_dual_level(before: int) -> None:
@@ -278,7 +275,8 @@ def restore_ambient_state(before: AmbientState) -> None:
     _set_modes(OPERATIONS, before.dispatch_modes)
     if now.transforms > before.transforms:
         _compat.functorch.pop_dynamic_layer_stack_and_undo_to_depth(before.transforms)
-    _close_dual_levels(before.dual_levels)
+    if not DUAL_NUMBERS.is_held_elsewhere():
+        _close_dual_levels(before.dual_levels)
     if now.saving_refused != before.saving_refused and before.saving_refused is None:
         _compat.saved_tensor_hooks._saved_tensors_hooks_enable()
     while _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False) not in (None, before.saving):

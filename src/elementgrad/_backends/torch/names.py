@@ -1,19 +1,22 @@
 """Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
-from elementgrad._backends.torch.contributions import clone_unrecorded
-from elementgrad._backends.torch.isolate import add_hook, restore_attributes
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, restore_attributes
+from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
-from elementgrad._names.backend import CaptureLike, Model, NamesBackend
+from elementgrad._names import pytree
+from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
+from elementgrad._names.capture import Capture
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -29,105 +32,28 @@ _originals: dict[
 ] = {}  # the tensors of models that are replaced in any thread, by the id of what replaces them
 
 
-class TorchNames(NamesBackend):
-    """Names in PyTorch modules."""
-
-    snapshot = staticmethod(clone_unrecorded)
-
-    def is_model(self, function: Any) -> bool:
-        return isinstance(function, Module) or module_of(function) is not None
-
-    def model(self, function: Callable[..., Any]) -> Model:
-        return TorchModel(function)
-
-    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return unwrap(function).forward if isinstance(function, Module) else function
-
-
 class TorchModel(Model):
-    """A module, or a method of one."""
+    """A function with the modules that it is, is a method of, or is given."""
 
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__(function)
-        self._root = module_of(function)
+    @staticmethod
+    def root_of(value: Any) -> Module | None:
+        return module_of(value)
 
     def named_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         seen = set()
-        for path, module in self._modules():
+        for path, module in self.modules():
             for kind, tensors in _tensors_of(module):
                 for name, tensor in tensors.items():
                     tensor = _original(tensor)
                     if tensor is not None and id(tensor) not in seen:
                         seen.add(id(tensor))
-                        yield _join(path, name), kind, tensor
+                        yield add_prefix(path, name), kind, tensor
 
     def layers(self) -> Iterator[str]:
-        return (path for path, _ in self._modules() if path)
+        return (path for path, _ in self.modules() if path)
 
     def modules(self) -> Iterator[tuple[str, Module]]:
-        return self._modules()
-
-    def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
-        if self._root is None:
-            return []
-        matches: list[tuple[str, Tensor | None]] = []
-        above, _, last = name.rpartition(".")
-        module = self._find(above)
-        if above.endswith(KERAS_PARAMETERS):
-            require_keras_on_tensorflow(self._find(above.removesuffix(KERAS_PARAMETERS)))
-        if module is not None:
-            matches += [
-                (kind, _original(tensors[last]))
-                for kind, tensors in _tensors_of(module)
-                if tensors.get(last) is not None
-            ]
-        return matches + ([("activation", None)] if self._find(name) is not None else [])
-
-    @contextmanager
-    def prepare(self, replacements: Mapping[str, Tensor], capture: CaptureLike | None) -> Iterator[Callable[..., Any]]:
-        with scope():
-            if capture is not None:
-                enter(capture.open())
-                for path, module in self._captured_modules(capture):
-                    add_hook(module._forward_hooks, partial(_capture_result, capture, path))
-            if replacements:
-                tensors = {name: self.lookup(name)[0][1] for name in replacements}
-                if self._root is not None and "torch.distributed.fsdp" in sys.modules:
-                    # Imported here, since code for training imports the compiler of PyTorch.
-                    from elementgrad._backends.torch.distributed import check_replaceable
-
-                    check_replaceable(self._root, tensors)
-                self._replace(list(zip(tensors.values(), replacements.values(), strict=True)))
-            yield self.function
-
-    def _captured_modules(self, capture: CaptureLike) -> Iterator[tuple[str, Module]]:
-        if capture.everything:
-            yield from ((path, module) for path, module in self._modules() if path)
-        for name in capture.bases:
-            module = self._find(name)
-            if module is not None:
-                yield name, module
-
-    def _replace(self, new: Sequence[tuple[Any, Tensor]]) -> None:
-        """Replace tensors until the scope is left, in all modules that share them.
-
-        Attributes that modules derive from them are restored too. One thread at a time: the first to restore would
-        leave the tensors of the second in the model.
-        """
-        if self._root is not None:
-            _locks.setdefault(self._root, Lock()).take()
-        defer(_forget_originals, [id(other) for _, other in new])
-        others = {id(tensor): other for tensor, other in new}
-        _originals.update({id(other): tensor for tensor, other in new})
-        for _, module in self._modules():
-            for tensors in (module._parameters, module._buffers):
-                here = {name: others[id(tensor)] for name, tensor in tensors.items() if id(tensor) in others}
-                if here:
-                    defer(_restore_module, module, tensors, dict(tensors), dict(module.__dict__))
-                    tensors.update(here)  # type: ignore[arg-type]
-
-    def _modules(self) -> Iterator[tuple[str, Module]]:
-        """Yield every module by its first path, the root by an empty one."""
+        """Yield every module by its first path, a root by its prefix."""
         seen: set[int] = set()
 
         def walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
@@ -137,16 +63,131 @@ class TorchModel(Model):
                 yield path, module
                 for name, child in module._modules.items():
                     if child is not None:
-                        yield from walk(child, _join(path, name))
+                        yield from walk(child, add_prefix(path, name))
 
-        return walk(self._root, "") if self._root is not None else iter(())
+        for prefix, root in self.roots.items():
+            yield from walk(root, prefix)
 
-    def _find(self, path: str) -> Module | None:
-        module = None if self._root is None else unwrap(self._root)
-        for name in path.split(".") if path else ():
-            child = module._modules.get(name) if module is not None else None
-            module = None if child is None else unwrap(child)
-        return module
+    def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
+        matches: list[tuple[str, Tensor | None]] = []
+        above, _, last = name.rpartition(".")
+        if above.endswith(KERAS_PARAMETERS):
+            for module in self._find(above.removesuffix(KERAS_PARAMETERS)):
+                require_keras_on_tensorflow(module)
+        for module in self._find(above):
+            matches += [
+                (kind, _original(tensors[last]))
+                for kind, tensors in _tensors_of(module)
+                if tensors.get(last) is not None
+            ]
+        return matches + [("activation", None) for _ in self._find(name)]
+
+    @contextmanager
+    def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
+        with scope():
+            if capture is not None:
+                enter(capture.open())
+                for path, module in self._select_modules(capture.everything, capture.bases):
+                    add_hook(module._forward_hooks, partial(_capture_result, capture, path))
+                given = {name.removesuffix(GIVEN) for name in capture.bases if name.endswith(GIVEN)}
+                for path, module in self._select_modules(capture.given, given):
+                    hook = partial(_capture_given, capture, path)
+                    add_hook(module._forward_pre_hooks_with_kwargs, hook)
+                    add_hook(module._forward_pre_hooks, hook)
+            if replacements:
+                if "torch.distributed.fsdp" in sys.modules:
+                    # Imported here, since code for training imports the compiler of PyTorch.
+                    from elementgrad._backends.torch.distributed import check_replaceable
+
+                    for root in self.roots.values():
+                        check_replaceable(root, {each.name: each.held for each in replacements})
+                self._replace(replacements)
+            yield self.function
+
+    def _select_modules(self, everything: bool, names: Collection[str]) -> Iterator[tuple[str, Module]]:
+        if everything:
+            yield from ((path, module) for path, module in self.modules() if path)
+        for name in names:
+            yield from ((name, module) for module in self._find(name))
+
+    def _replace(self, new: Sequence[Replacement]) -> None:
+        """Replace tensors until the scope is left, in all modules that share them.
+
+        Attributes that modules derive from them are restored too. One thread at a time: the first to restore would
+        leave the tensors of the second in the model. A parameter that is in none of the modules is replaced in the
+        arguments of calls.
+        """
+        for root in sorted(self.roots.values(), key=id):  # in the same order in all threads
+            _locks.setdefault(root, Lock()).take()
+        defer(_forget_originals, [id(each.new) for each in new])
+        others = {id(each.held): each.new for each in new}
+        held_in_modules = set()
+        _originals.update({id(each.new): each.held for each in new})
+        for _, module in self.modules():
+            for tensors in (module._parameters, module._buffers):
+                here = {name: others[id(tensor)] for name, tensor in tensors.items() if id(tensor) in others}
+                if here:
+                    held_in_modules.update([id(tensors[name]) for name in here])
+                    defer(_restore_module, module, tensors, dict(tensors), dict(module.__dict__))
+                    tensors.update(here)  # type: ignore[arg-type]
+        closed_over = {key: other for key, other in others.items() if key not in held_in_modules}
+        if closed_over:
+            # Imported here, since plain reads do not need it.
+            from elementgrad._backends.torch.record.intercept import push_recorder
+
+            substitution = _Substitution(closed_over)
+            push_recorder(substitution)
+            enter_mode(substitution)
+
+    def _find(self, path: str) -> list[Module]:
+        """Return the modules with this path; they are several where two roots have the same names."""
+        matches = []
+        for prefix, root in self.roots.items():
+            rest = split_prefix(prefix, path)
+            module = None if rest is None else unwrap(root)
+            for name in rest.split(".") if rest else ():
+                child = module._modules.get(name) if module is not None else None
+                module = None if child is None else unwrap(child)
+            matches += [] if module is None else [module]
+        return matches
+
+
+class TorchNames(NamesBackend):
+    """Names in PyTorch modules."""
+
+    model = TorchModel
+    snapshot = staticmethod(clone_unrecorded)
+
+    def is_model(self, function: Any) -> bool:
+        return isinstance(function, Module) or module_of(function) is not None
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return unwrap(function).forward if isinstance(function, Module) else function
+
+    def name_closed_over(self, x: Tensor) -> str | None:
+        is_parameter = isinstance(x, torch.nn.Parameter) or (x.is_leaf and x.requires_grad)
+        return "parameter" if is_parameter else None
+
+
+class _Substitution(TorchFunctionMode):
+    """Passes other tensors in place of some parameters, wherever a function of PyTorch is called with them."""
+
+    def __init__(self, others: Mapping[int, Tensor]):
+        super().__init__()
+        self._others = others
+
+    def substitute(self, x: Any) -> Any:
+        return self._others.get(id(x), x)
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.map_tree((args, kwargs), self.substitute)
+        return func(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from elementgrad._backends.torch.record.intercept import name_of, takes_originals
+
+        kwargs = kwargs or {}
+        return func(*args, **kwargs) if takes_originals(name_of(func)) else self.run(func, args, kwargs)
 
 
 def module_of(function: Any) -> Module | None:
@@ -186,10 +227,10 @@ def _original(tensor: Any) -> Any:
     return _originals.get(id(tensor), tensor)
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _capture_given(capture: Capture, path: str, module: Module, args: Any, kwargs: Any) -> Any:
+    return capture.capture_given(path, args, kwargs) if capture.active else None
 
 
-def _capture_result(capture: CaptureLike, path: str, module: Module, _: Any, result: Any) -> Any:
+def _capture_result(capture: Capture, path: str, module: Module, _: Any, result: Any) -> Any:
     new = capture.capture("activation", path, result) if capture.active else result
     return None if new is result else new

@@ -16,7 +16,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elementgrad._backends.autodiff import UnsupportedError
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.torch._compat import (
     DisableTorchFunction,
     TorchDispatchMode,
@@ -26,7 +25,7 @@ from elementgrad._backends.torch._compat import (
 )
 from elementgrad._backends.torch.isolate import in_mode, isolated, plainly
 from elementgrad._backends.torch.sparsity_rules import RULES, OpCall
-from elementgrad._cleanup import assign, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, scope
 from elementgrad._sparsity.index_sets import EMPTY, Ids, IndexSets
 from elementgrad._sparsity.pattern import Pattern
 

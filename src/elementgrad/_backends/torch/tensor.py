@@ -21,10 +21,10 @@ from elementgrad._backends import registry
 from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad._backends.base import Backend, DtypeRange, Kind
 from elementgrad._backends.torch import isolate
-from elementgrad._backends.torch._compat import get_eval_frame_callback, is_functional_tensor
+from elementgrad._backends.torch._compat import get_eval_frame_callback, is_compiling, is_functional_tensor, to_list
 from elementgrad._backends.torch.autodiff import TorchLinearization
 from elementgrad._backends.torch.names import TorchNames
-from elementgrad._edit.backend import EditBackend
+from elementgrad._place.edit import EditBackend
 from elementgrad._place.selection import Selection
 from elementgrad.errors import FrameworkError, TracedError
 
@@ -117,6 +117,7 @@ class TorchBackend(Backend):
     """The operations of `Backend` on `torch.Tensor`."""
 
     name = "torch"
+    records_programs = True
 
     def __init__(self) -> None:
         super().__init__(TorchEdit(self), TorchNames())
@@ -142,14 +143,14 @@ class TorchBackend(Backend):
         try:
             return x.numpy(force=True)
         except (RuntimeError, TypeError):  # no storage to read, or a dtype that NumPy lacks
-            if type(x) is not Tensor or torch.compiler.is_compiling():
+            if type(x) is not Tensor or is_compiling():
                 return None
         if x.is_floating_point() and x.element_size() < 4:
             return self.read(x.float())
         return _read_wrapped(x, NUMPY_DTYPES[self.kind(x)])
 
     def require_concrete(self, traced: Tensor, why: str) -> NoReturn:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             traced.nonzero()  # where graph breaks are allowed, the compiler takes this as its cue for one
         raise TracedError(why)
 
@@ -277,7 +278,7 @@ def _dtype_range(dtype: torch.dtype) -> DtypeRange | None:
 def _read_wrapped(x: Tensor, dtype: type) -> np.ndarray | None:
     """Read a tensor inside `torch.func.grad` or `jvp`, which has values though no storage; None inside vmap."""
     try:
-        return np.array(x.tolist(), dtype=dtype).reshape(x.shape)
+        return np.array(to_list(x), dtype=dtype).reshape(x.shape)
     except (RuntimeError, OverflowError):
         return None
 

@@ -13,6 +13,7 @@ from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
+from elementgrad._names.backend import Replacement
 from elementgrad._train.trainer import TopBackend, group_by_size
 from elementgrad.errors import FrameworkError, UnconnectedError
 
@@ -51,7 +52,7 @@ def parameter_gradients(
         with scope():
             enter_modes()
             leaves = _make_leaves(model, parameters)
-        enter(model.prepare(leaves, None))
+        enter(model.prepare([Replacement(name, parameters[name], leaf) for name, leaf in leaves.items()], None))
         with _check_unwritten(parameters):
             groups = _groups(leaves)
             first_values: list[float] | None = None
@@ -88,7 +89,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def _make_leaves(model: TorchModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # An embedding with max_norm writes to its table in the forward, and gets a copy of it.
-    modules = [module for _, module in model._modules() if getattr(module, "max_norm", None) is not None]
+    modules = [module for _, module in model.modules() if getattr(module, "max_norm", None) is not None]
     written = {id(x) for module in modules for x in module._parameters.values()}
     return {
         name: (x.clone().detach() if x.is_inference() or id(x) in written else x.detach()).requires_grad_()
@@ -220,7 +221,7 @@ def _check_unwritten(parameters: Mapping[str, Tensor]) -> Iterator[None]:
 @contextmanager
 def _restore_training_flags(model: TorchModel) -> Iterator[None]:
     with scope():
-        defer(_set_training_flags, [(module, module.training) for _, module in model._modules()])
+        defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
         yield
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import location_text, verb_of
 from elementgrad._backends.torch import explain_ops
 from elementgrad._backends.torch._compat import (
@@ -31,10 +30,10 @@ from elementgrad._backends.torch._compat import (
     is_functorch_wrapped_tensor,
     sequence_number,
 )
-from elementgrad._backends.torch.contributions import clone_unrecorded
 from elementgrad._backends.torch.explain_ops import COPYING, Meter, Overwrite, TorchCall
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_freezing_call
 from elementgrad._backends.torch.names import TorchModel, unwrap
+from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._backends.torch.record.intercept import (
     EXPORTS,
     active_recorders,
@@ -44,9 +43,10 @@ from elementgrad._backends.torch.record.intercept import (
     pause_recording,
     push_recorder,
 )
-from elementgrad._cleanup import safe_context, scope
+from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
+from elementgrad._names.backend import Model
 
 Tensor = torch.Tensor
 HOOK_FUNCTION = "BackwardHookFunction"
@@ -60,7 +60,7 @@ COMPOSITE = {"sample": ("distributions", "sample"), "step": ("optim", "optimizer
 class TorchOpRecorder:
     """Record the operations of the code that runs inside of `recording`."""
 
-    def __init__(self, leads: Callable[[Tensor], bool], function: Any = None, meter: Meter | None = None):
+    def __init__(self, leads: Callable[[Tensor], bool], model: Model, meter: Meter | None = None):
         self.ops: list[Op] = []
         self.measures: list[Any] = []
         self.hints: list[Hint] = []
@@ -70,7 +70,7 @@ class TorchOpRecorder:
         self._meter = meter
         self._reached: set[int] = set()  # values computed from the source
         self._used: set[int] = set()  # values that an operation read, and that its gradient may need
-        self._paths = {id(module): path for path, module in TorchModel(function)._modules()}
+        self._paths = {id(module): path for path, module in model.modules()}
         self._modules: list[Any] = []
         self._thread = threading.get_ident()
         self._exports: dict[int, Op] = {}
@@ -106,7 +106,7 @@ class TorchOpRecorder:
         if _is_scripted(module) and not any(map(_is_scripted, self._modules)):
             self._add_opaque("a scripted module", _tensors(args))
         if not self._modules and id(unwrap(module)) not in self._paths:
-            self._paths.update({id(inner): path for path, inner in TorchModel(module)._modules()})
+            self._paths.update({id(inner): path for path, inner in TorchModel(module).modules()})
         self._modules.append(module)
 
     def _leave(self, module: Any, _: Any, __: Any) -> None:

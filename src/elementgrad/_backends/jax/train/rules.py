@@ -297,7 +297,7 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return None
     left, right = map(tuple, contracted)
     free = len(w.shape) - len(contracted[side])
-    return _patched_product(equation, _Dot(side, left, right, free, _options(equation)), x, w)
+    return _patched_product(equation, _DotProduct(side, left, right, free, _options(equation)), x, w)
 
 
 def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -308,7 +308,7 @@ def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return None
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
-    return _patched_product(equation, _Convolution(equation.primitive, _options(equation)), x, w)
+    return _patched_product(equation, _ConvolutionProduct(equation.primitive, _options(equation)), x, w)
 
 
 def _options(equation: Any) -> tuple[tuple[str, Any], ...]:
@@ -316,7 +316,7 @@ def _options(equation: Any) -> tuple[tuple[str, Any], ...]:
 
 
 @dataclass(frozen=True)
-class _Dot:
+class _DotProduct:
     """A product of x and w. The axes of w that are summed over number its rows, the others its columns."""
 
     side: int
@@ -397,7 +397,7 @@ class _Dot:
 
 
 @dataclass(frozen=True)
-class _Convolution:
+class _ConvolutionProduct:
     """A convolution of x with a kernel w, whose input channels number its rows, and output channels its columns."""
 
     primitive: Any
@@ -428,7 +428,9 @@ class _Convolution:
         return jnp.expand_dims(inside, [axis for axis in range(ndim) if axis != self._numbers.lhs_spec[1]])
 
 
-def _patched_product(equation: Any, op: "_Dot | _Convolution", x: Array, w: PatchedArray) -> list[Array] | None:
+def _patched_product(
+    equation: Any, op: "_DotProduct | _ConvolutionProduct", x: Array, w: PatchedArray
+) -> list[Array] | None:
     """Compute a product by columns or by rows; None if neither are few."""
     if not w.is_finite or not len(w.positions):
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from elementgrad._backends.jax import sharding
-from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
+from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params, scan_sizes
 from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
 from elementgrad._backends.jax.sharding import constrain_like, put
@@ -237,7 +237,7 @@ class _PatchedInterpreter:
     def _scan(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         """Let the body of a scan close over patched arrays; what it scans over, or carries, is made whole."""
         params = equation.params
-        body, fixed, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
+        body, (fixed, carried) = params["jaxpr"], scan_sizes(params)
         consts = operands[:fixed]
         rest = [_make_whole(operand, "scan", self._on_use) for operand in operands[fixed:]]
 

@@ -271,6 +271,9 @@ class KerasTrainer(Trainer):
             raise FrameworkError("the model has no variables yet; call it once, or model.build(...), before")
         raise self.unknown_name_error(name, matches[0][0] if matches else None)
 
+    def stable_name(self, name: str) -> str:
+        return self._model.stable_name(self._model.canonical_name(name))
+
     def name_of(self, tensor: Tensor) -> str:
         for name, kind, parameter in self._model.named_tensors():
             if kind == "parameter" and parameter is distributed.unwrap(tensor):

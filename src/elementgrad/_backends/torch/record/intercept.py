@@ -10,14 +10,21 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
 
-from elementgrad._backends.monkeypatch import AttributePatch, Replace
 from elementgrad._backends.source_location import is_user_code, location_text
-from elementgrad._backends.torch._compat import FUNCTORCH_WRAPPERS, _SingleLevelFunction
-from elementgrad._cleanup import assign, close_scopes_after, push, scope
+from elementgrad._backends.torch._compat import (
+    APPLY_IS_IN_C,
+    FUNCTORCH_WRAPPERS,
+    FunctionMeta,
+    _SingleLevelFunction,
+    autograd_function,
+    functorch_is_active,
+)
+from elementgrad._cleanup import AttributePatch, Replace, assign, close_scopes_after, push, scope
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
@@ -58,6 +65,12 @@ class _ThreadState(threading.local):
     """Innermost last."""
     pauses: int = 0
     """Number of `pause_recording` blocks that the thread is in."""
+    applying: str = ""
+    """What PyTorch does in C with a function that it applies: nothing yet, `PLAIN` or `PASSING`."""
+    applied: Any = None
+    """The class of that function."""
+    returns_one: bool = False
+    """True if that function returned no tuple."""
 
 
 _local = _ThreadState()
@@ -66,6 +79,7 @@ _local = _ThreadState()
 def push_recorder(recorder: CallInterceptor) -> None:
     """Send every call of this thread to a recorder, until the innermost open scope is left."""
     push(_local, "recorders", recorder)
+    assign(_local, "applying", "")
     _patch.enter()
 
 
@@ -90,8 +104,12 @@ def is_paused() -> bool:
 
 
 def _install(replace: Replace) -> None:
-    # `Function.apply` finds the method of its base class, also where it was looked up before: so the base is patched.
+    # Before 2.15 `Function.apply` finds the method of its base class, also where it was looked up before.
     replace(_SingleLevelFunction, "apply", classmethod(_apply))
+    if APPLY_IS_IN_C:
+        replace(torch.autograd.Function, "apply", classmethod(_apply))
+        replace(FunctionMeta, "__getattribute__", _look_up)
+        replace(autograd_function, BIND, partial(_bind_arguments, getattr(autograd_function, BIND)))
     for module, name in FUNCTORCH_WRAPPERS:
         replace(module, name, _with_substitutes(getattr(module, name)))
 
@@ -101,10 +119,79 @@ _patch = AttributePatch(_install)
 
 @close_scopes_after
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    apply = super(_SingleLevelFunction, cls).apply
+    call: Callable[..., Any] = MethodType(apply, cls)
     for recorder in active_recorders() if not is_paused() else ():
-        apply = partial(_run, recorder, apply)
-    return apply(*args, **kwargs)
+        call = partial(_run, recorder, call)
+    return call(*args, **kwargs)
+
+
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function as PyTorch does. Recorders get it as a method of its class, and know it by that and its name."""
+    with scope():
+        assign(_local, "applying", PLAIN)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+# An `apply` that was bound before the recording, since PyTorch 2.15. It is a function in C, which no patch reaches, but
+# it looks up all that it needs in the user's class: whether there is a `setup_context`, then `forward`, and so on. So
+# the lookups of these classes are patched. They pretend that there is a `setup_context`: PyTorch then has a function in
+# Python, which is patched as well, bind the arguments of `forward`. There the recorders apply the user's function. The
+# results become the arguments of `_PassedOn`, whose parts answer all lookups that are left.
+
+PLAIN, PASSING = "plain", "passing"
+"""PyTorch is to look up the user's function itself; it is to look up `_PassedOn` in its place."""
+BIND = "_bind_default_args"
+
+
+def _is_recorded() -> bool:
+    return bool(_local.recorders) and not _local.applying and not is_paused() and not functorch_is_active()
+
+
+def _look_up(cls: Any, name: str) -> Any:
+    find = type.__getattribute__
+    if _local.applying == PASSING and not is_paused():
+        if name == "setup_context":  # the last lookup
+            _local.applying = ""
+        return find(_PassedOn, name)
+    if name == "setup_context" and cls is not _SingleLevelFunction and _is_recorded():
+        _local.applied = cls
+        return find(cls if _has_setup_context(cls) else _PassedOn, name)
+    if name == "forward" and _local.applying == PLAIN and not _has_setup_context(cls):
+        _local.applying = ""  # what runs inside is recorded again; others get there in `_bind_arguments`
+    return find(cls, name)
+
+
+def _has_setup_context(cls: Any) -> bool:
+    find = type.__getattribute__
+    return find(cls, "setup_context") is not find(_SingleLevelFunction, "setup_context")
+
+
+@close_scopes_after
+def _bind_arguments(bind: Callable[..., Any], forward: Any, args: Any, kwargs: Any) -> Any:
+    if not _is_recorded():
+        _local.applying = ""
+        return bind(forward, args, kwargs)
+    results = _apply(_local.applied, *args, **(kwargs or {}))
+    _local.applying, _local.returns_one = PASSING, not isinstance(results, tuple)
+    return ((results,) if _local.returns_one else results), {}
+
+
+class _PassedOn(torch.autograd.Function):
+    """The results of the user's function, as tensors that are no views and may be written to in place."""
+
+    @staticmethod
+    def forward(*results: Any) -> Any:
+        with pause_recording():
+            passed = tuple([x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in results])
+        return passed[0] if _local.returns_one else passed
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return upstream
 
 
 def _run(recorder: CallInterceptor, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

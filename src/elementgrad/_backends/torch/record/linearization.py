@@ -27,7 +27,7 @@ from elementgrad._backends.torch.record.history import (
     same_edge,
 )
 from elementgrad._backends.torch.record.intercept import LINE_KEY, pause_recording
-from elementgrad._read.recorder import ElementRequest, UseFlow
+from elementgrad._read.backend import ElementRequest, UseFlow
 from elementgrad.errors import FrameworkError
 
 Tensor = torch.Tensor

@@ -38,7 +38,7 @@ from elementgrad._backends.torch.record.writes import (
 )
 from elementgrad._cleanup import close_scopes_after, defer
 from elementgrad._names import pytree
-from elementgrad._read.recorder import ElementRequest, Recorder, UseFlow
+from elementgrad._read.backend import ElementRequest, Recorder, UseFlow
 from elementgrad.errors import FrameworkError, PlaceError
 
 Tensor = torch.Tensor

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from elementgrad._backends.torch._compat import unsafe_view
+from elementgrad._backends.torch._compat import is_compiling, unsafe_view
 from elementgrad._backends.torch.train.parameter import index_tensor
 from elementgrad._cleanup import safe_context
 from elementgrad._train.numbers import unique_indices
@@ -108,7 +108,7 @@ class TorchProduct:
     def _can_sample(self, left: Tensor, right: Tensor) -> bool:
         # PyTorch can neither compile a sampled product nor differentiate it in this form.
         return (
-            not torch.compiler.is_compiling()
+            not is_compiling()
             and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
             and left.device.type == "cpu"
             and left.dtype == right.dtype
@@ -118,7 +118,7 @@ class TorchProduct:
     def _gather(self, left: Tensor, right: Tensor) -> Tensor:
         chunk = CPU_CHUNK if left.device.type == "cpu" else DEVICE_CHUNK
         length = max(16, chunk // max(1, len(self._row)))
-        if torch.compiler.is_compiling() or len(left) <= length:
+        if is_compiling() or len(left) <= length:
             return self._gather_chunk(left, right)
         first, *others = zip(left.split(length), right.split(length), strict=True)
         total = self._gather_chunk(*first)
@@ -198,7 +198,7 @@ class TorchLookup:
         else:
             place = torch.searchsorted(self._rows, tokens).clamp(max=count - 1)
             hit = self._rows.index_select(0, place) == tokens
-            if self._large and not torch.compiler.is_compiling():
+            if self._large and not is_compiling():
                 return self._sum_present_rows(place[hit], gradient[hit])
             place = place.where(hit, count)  # all other tokens are summed in a row that is cut off
             sums = gradient.new_zeros(count + 1, self._width).index_add(0, place, gradient)[:count].view(-1)
@@ -475,7 +475,7 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _differentiates_backward() -> bool:
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not is_compiling()
 
 
 class KernelFunction(torch.autograd.Function):

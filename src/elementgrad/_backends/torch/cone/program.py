@@ -1,0 +1,573 @@
+"""Records PyTorch programs without running them, and runs parts of them again.
+
+A `LazyTensor` has a shape, a dtype and a device, and no numbers. A dispatch mode sees every operation below autograd,
+after autocast and after the decomposition of composite operations, finds the shapes of its results by PyTorch's meta
+kernels, and notes the operation. These are the operations of which autograd would make its graph. A cone runs them
+above autograd, so that every derivative rule is PyTorch's own.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from elementgrad._backends.autodiff import TensorFunction, reason
+from elementgrad._backends.source_location import is_user_code, location_text
+from elementgrad._backends.torch import _compat
+from elementgrad._backends.torch.autodiff import materialize
+from elementgrad._backends.torch.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
+from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, restore_attributes
+from elementgrad._cleanup import defer, scope
+from elementgrad._cone.backend import ConeBackend, RecordedProgram
+from elementgrad._cone.boxes import Box, sizes, slices, whole
+from elementgrad._cone.plan import Cone, NoConeError, ProgramOp, ProgramValue, plan_need
+from elementgrad.errors import ElementgradError
+
+Tensor = torch.Tensor
+SHAPE_KEEPING = frozenset(
+    [
+        "relu",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "gelu",
+        "silu",
+        "sigmoid",
+        "tanh",
+        "elu",
+        "leaky_relu",
+        "softplus",
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "neg",
+        "abs",
+        "sin",
+        "cos",
+        "mish",
+    ]
+)
+"""Operations of one tensor whose results are like it, so that no meta kernel has to say so."""
+
+
+class AliasedWriteError(Exception):
+    """An in-place write to a tensor that has views, which PyTorch's own functionalization makes plain first."""
+
+
+class LazyTensor(Tensor):
+    """A tensor of a program that is being recorded: it has no numbers."""
+
+    meta: Tensor
+    value: ProgramValue
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, value: ProgramValue, device: Any) -> "LazyTensor":
+        lazy = _compat.make_wrapper_subclass(cls, meta, device)
+        lazy.meta, lazy.value = meta, value
+        return lazy
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<tensor of shape {tuple(self.shape)} that has not been computed>"
+
+    __torch_function__ = _compat.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NoConeError(f"{func} runs outside of the recording")
+
+
+LEAVING = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage)
+"""Functions that give numbers or memory to something that is not PyTorch."""
+HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+
+
+class Refusal(TorchFunctionMode):
+    """Refuses what a recording cannot follow: numbers that leave PyTorch, and hooks on gradients.
+
+    While PyTorch makes writes plain, also tensors that were written to through another tensor which has no gradient,
+    such as `x.detach().mul_(2)`: autograd goes on with the gradient of x, and a plain program does not have it.
+    """
+
+    def __init__(self, recorder: "ProgramRecorder"):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._recorder.functionalized:
+            for x in _compat.tree_leaves((args, kwargs)):
+                traced = isinstance(x, Tensor) and _compat.is_functional_tensor(x) and x.grad_fn is not None
+                if traced and not self._recorder.value_of(x).differentiable:
+                    raise NoConeError("a tensor is written to without its gradient")
+        if func in LEAVING:
+            raise NoConeError("numbers leave PyTorch on the way")
+        if func in HOOKS:
+            raise NoConeError("a gradient hook is registered on the way")
+        return func(*args, **(kwargs or {}))
+
+
+class RecordedCall:
+    """A call of one PyTorch operation, with values of the program in place of tensors."""
+
+    def __init__(self, func: Any, leaves: Sequence[Any], spec: Any, grad: bool):
+        self.func = func
+        self.leaves = leaves
+        self._spec = spec
+        self.grad = grad
+        """True if gradients were enabled."""
+        self.writes = False
+        """True if the first argument is written to."""
+        self.random_state: Tensor | None = None
+        """The state of the generator, for an operation that draws random numbers."""
+        self.slots = [slot for slot, leaf in enumerate(leaves) if isinstance(leaf, ProgramValue)]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, with defaults for those that were not given."""
+        args, kwargs = _compat.tree_unflatten(list(self.leaves), self._spec)
+        arguments = {}
+        for position, parameter in enumerate(_compat.schema_of(self.func).arguments):
+            given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
+            arguments[parameter.name] = given
+        return arguments
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Run the operation on other tensors."""
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            leaves[slot] = tensor
+        if self.writes:
+            # A write without gradients changes the numbers and leaves the gradient of what was there before.
+            with torch.enable_grad():
+                leaves[self.slots[0]] = tensors[0].clone()
+        args, kwargs = _compat.tree_unflatten(leaves, self._spec)
+        return self.func(*args, **kwargs)
+
+
+class CustomCall:
+    """A call of a user's own `autograd.Function`, whose backward is the derivative."""
+
+    func: Any = None
+
+    def __init__(self, apply: Callable[..., Any], leaves: Sequence[Any], grad: bool):
+        self.leaves = leaves
+        self.grad = grad
+        self.slots = [slot for slot, leaf in enumerate(leaves) if isinstance(leaf, ProgramValue)]
+        self._apply = apply
+
+    def run(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            leaves[slot] = tensor
+        return self._apply(*leaves)
+
+
+class ProgramRecorder(_compat.TorchDispatchMode):
+    """A dispatch mode that notes operations and computes only the shapes of their results."""
+
+    def __init__(self, functionalized: bool, limit: int | None):
+        super().__init__()
+        self.ops: list[ProgramOp] = []
+        self.custom_nodes: set[Any] = set()
+        """The nodes of the graph that users' own rules made."""
+        self._limit = limit
+        self.functionalized = functionalized
+        """True if PyTorch makes in-place writes plain before they are recorded."""
+        self._constants: dict[int, ProgramValue] = {}
+        self._metas: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []  # ids are only unique while the tensors live
+        self._views: dict[int, list[Any]] = {}
+        self._user_files: dict[str, bool] = {}
+
+    # Values
+
+    def make_input(self, x: Tensor) -> "LazyTensor":
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        value = ProgramValue(tuple(x.shape), x.detach(), dtype=x.dtype, differentiable=x.is_floating_point())
+        return LazyTensor(meta, value, x.device)
+
+    def value_of(self, x: Tensor) -> ProgramValue:
+        x = _compat.from_functional(x) if self.functionalized else x
+        if isinstance(x, LazyTensor):
+            return x.value
+        value = self._constants.get(id(x))
+        if value is None:
+            value = self._constants[id(x)] = ProgramValue(tuple(x.shape), x.detach(), dtype=x.dtype)
+            self._kept.append(x)
+        return value
+
+    def _meta_of(self, x: Tensor) -> Tensor:
+        if isinstance(x, LazyTensor):
+            return x.meta
+        if id(x) not in self._metas:
+            self._metas[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            self._kept.append(x)
+        return self._metas[id(x)]
+
+    def compute(self, value: ProgramValue) -> Tensor:
+        """Compute a value now, as the program needs its numbers to go on."""
+        cone = plan_need(self.ops, value, whole(value.shape))
+        return run_cone(cone, value, (), grad=False)[0]
+
+    # Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _compat.operation_name(func)
+        if name.startswith("prim::"):
+            return args[0].device if "device" in name else func(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            return self.compute(self.value_of(args[0])).item()
+        if name == "is_same_size":
+            return args[0].shape == args[1].shape
+        if name in DECOMPOSED:
+            with self:
+                return DECOMPOSED[name](func)(*args, **kwargs)
+        leaves, spec = _compat.tree_flatten((args, kwargs))
+        call = RecordedCall(
+            func, [self.value_of(x) if isinstance(x, Tensor) else x for x in leaves], spec, torch.is_grad_enabled()
+        )
+        written = _compat.written_arguments(func, args, kwargs)
+        if is_random(func):
+            self._draw(call, name)
+        if written:
+            self._check_write(func, name, written, call)
+        made = self._find_shapes(func, name, leaves, spec, call, written)
+        flat, structure = _compat.tree_flatten(made)
+        op = self._note(name, call, flat)
+        if written:
+            self._rename(written[0], op.results[0])
+            return written[0]
+        device = next((x.device for x in leaves if isinstance(x, Tensor)), kwargs.get("device") or torch.device("cpu"))
+        lazies = [
+            y if value is None else LazyTensor(y, value, device) for y, value in zip(flat, op.results, strict=True)
+        ]
+        if _compat.returns_views(func):
+            for lazy in lazies:
+                if isinstance(lazy, LazyTensor):
+                    self._views.setdefault(_compat.storage_key(lazy.meta), []).append(ref(lazy))
+        return _compat.tree_unflatten(lazies, structure)
+
+    def note_custom(self, apply: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        """Note a call of a user's own rule in place of what it did."""
+        leaves = [self.value_of(x) if isinstance(x, Tensor) else x for x in args]
+        lazies = [y for y in _compat.tree_leaves(result) if isinstance(y, LazyTensor)]
+        call = CustomCall(apply, leaves, torch.is_grad_enabled())
+        op = self._note("autograd.Function", call, lazies)
+        for lazy, value in zip(lazies, op.results, strict=True):
+            assert value is not None
+            lazy.value = value
+            self.custom_nodes.add(lazy.grad_fn)
+
+    def _note(self, name: str, call: Any, made: Sequence[Any]) -> ProgramOp:
+        if name.startswith("embedding_renorm"):
+            raise NoConeError("an embedding with max_norm writes to its weight")
+        if self._limit is not None and len(self.ops) >= self._limit:
+            raise NoConeError(f"the function has more than {self._limit} operations for its size")
+        results = [ProgramValue(tuple(y.shape), dtype=y.dtype) if isinstance(y, Tensor) else None for y in made]
+        operands = [call.leaves[slot] for slot in call.slots]
+        differentiable = any(value.differentiable for value in operands)
+        if self.functionalized and differentiable and not call.grad:
+            # It may be a write without gradients, which leaves the gradient of what was there before.
+            raise NoConeError("the function computes without gradients and writes to views")
+        for result in results:
+            if result is not None:
+                result.differentiable = differentiable and call.grad and name != "detach"
+        op = ProgramOp(name, operands, results, find_rule, self._location(), call)
+        for result in results:
+            if result is not None:
+                result.maker = op
+        self.ops.append(op)
+        return op
+
+    def _location(self) -> str | None:
+        frame: Any = sys._getframe(3)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file not in self._user_files:
+                self._user_files[file] = is_user_code(file, ("torch", "transformers"))
+            if self._user_files[file]:
+                return location_text(file, frame.f_lineno)
+            frame = frame.f_back
+        return None
+
+    def _find_shapes(self, func: Any, name: str, leaves: Any, spec: Any, call: RecordedCall, written: Any) -> Any:
+        """Return the results as meta tensors."""
+        if _compat.shape_depends_on_values(func):
+            values = [self.compute(call.leaves[slot]) for slot in call.slots]
+            return _compat.tree_map_tensors(_as_meta, call.run(*values))
+        if len(written) == 1:
+            return self._meta_of(written[0])
+        metas = [
+            self._meta_of(x) if isinstance(x, Tensor) else torch.device("meta") if isinstance(x, torch.device) else x
+            for x in leaves
+        ]
+        args, kwargs = _compat.tree_unflatten(metas, spec)
+        if not call.slots and _compat.takes_device(func):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        made = _known_shapes(name, args)
+        return func(*args, **kwargs) if made is None else made
+
+    # Writes in place
+
+    def _check_write(self, func: Any, name: str, written: Sequence[Tensor], call: RecordedCall) -> None:
+        target = written[0]
+        if len(written) > 1 or not call.slots or call.leaves[0] is not self.value_of(target):
+            raise NoConeError(f"{name} writes to several tensors")
+        if isinstance(target, LazyTensor):
+            views = [view() for view in self._views.get(_compat.storage_key(target.meta), ())]
+            if _compat.changes_shape(func) or any(view is not None for view in views):
+                raise AliasedWriteError
+        elif target.is_floating_point():
+            raise NoConeError("the function writes to a tensor that it was given or holds")
+        call.writes = True
+        if not call.grad and target.requires_grad and not _compat.is_pointwise(func):
+            raise NoConeError(f"{name} writes without gradients to a tensor that has some")
+
+    def _draw(self, call: RecordedCall, name: str) -> None:
+        """Draw random numbers as the program does, and remember from which state.
+
+        They are drawn in full, so that the next operation that draws some finds the state that it would.
+        """
+        call.random_state = torch.get_rng_state()
+        # The values of what is filled, or only looked at for its shape, do not matter; those of other operands do.
+        first = 1 if name.endswith(("_", "_like")) else 0
+        if any(call.leaves[slot].constant is None for slot in call.slots[first:]):
+            raise NoConeError(f"{name} draws random numbers that depend on computed values")
+        if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
+            raise NoConeError(f"{name} draws random numbers from a generator of its own")
+        draw(call)
+
+    def _rename(self, target: Tensor, value: ProgramValue | None) -> None:
+        assert value is not None
+        if isinstance(target, LazyTensor):
+            target.value = value
+        else:
+            self._constants[id(target)] = value
+
+
+def _as_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _known_shapes(name: str, args: Any) -> Any:
+    """Return results whose shapes are plain, where a meta kernel takes a millisecond; None for others."""
+    if name == "convolution" and not args[6] and args[0].dim() == args[1].dim():
+        x, weight, _, stride, padding, dilation = args[:6]
+        space = weight.dim() - 2
+        stride, padding, dilation = ([*each] * (space if len(each) == 1 else 1) for each in (stride, padding, dilation))
+        out = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        ]
+        return torch.empty([x.shape[0], weight.shape[0], *out], dtype=x.dtype, device="meta")
+    if name.rstrip("_") in SHAPE_KEEPING and args[0].is_floating_point():
+        return torch.empty_like(args[0])
+    return None
+
+
+@contextmanager
+def _custom_rules_noted(recorder: ProgramRecorder) -> Iterator[None]:
+    """Note each user's own `autograd.Function` as one operation."""
+
+    def patched(apply: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.functionalized:
+            raise NoConeError("an autograd.Function runs beside writes to views")
+        if not any(isinstance(x, LazyTensor) for x in args):
+            return apply(*args, **kwargs)
+        if cls.__name__ == "BackwardHookFunction":
+            raise NoConeError("a backward hook of a module is on the way")
+        result = apply(*args, **kwargs)
+        recorder.note_custom(apply, args, result)
+        return result
+
+    with _compat.function_apply_replaced(patched):
+        yield
+
+
+MODULE_STATE = frozenset(vars(torch.nn.Module()))
+"""The attributes of every module, which hold parameters, buffers and hooks."""
+
+
+class _ModuleStates:
+    """A hook before each call of a module: its attributes are restored at the end, as it may keep what is recorded."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def __call__(self, module: Any, _: Any) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        defer(restore_attributes, module, dict(module.__dict__))
+        for name, value in list(module.__dict__.items()):
+            if type(value) is list:
+                defer(value.__setitem__, slice(None), list(value))
+            elif type(value) is dict and name not in MODULE_STATE:
+                defer(_restore_dict, value, dict(value))
+
+
+def _restore_dict(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for key in changed.keys() - before.keys():
+        del changed[key]
+    changed.update(before)
+
+
+class TorchProgram(RecordedProgram):
+    """A recorded function, with its differentiated inputs and the tensors that were named in it."""
+
+    def __init__(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None = None):
+        try:
+            try:
+                self._record(run, inputs, ProgramRecorder(False, limit))
+            except AliasedWriteError:
+                self._record(run, inputs, ProgramRecorder(True, limit))
+        except (NoConeError, ElementgradError):
+            raise
+        except Exception as error:  # the plain way will raise it again if it is the user's own
+            raise NoConeError(reason(error)) from error
+
+    def _record(self, run: TensorFunction, inputs: Sequence[Tensor | None], recorder: ProgramRecorder) -> None:
+        sources: list[Any] = [None] * len(inputs)
+        values: list[Any] = [None] * len(inputs)
+
+        def tap(position: int, activation: Tensor) -> Tensor:
+            copy = activation.clone()
+            values[position] = value = recorder.value_of(copy)
+            value.differentiable = True
+            copy = copy if copy.requires_grad else copy.requires_grad_()
+            sources[position] = copy = copy.view_as(copy)
+            return copy
+
+        with scope():
+            defer(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)  # or it would hand what is recorded to later runs
+            with isolated(run.function), _custom_rules_noted(recorder), scope():
+                for position, x in enumerate(inputs):
+                    if x is not None:
+                        lazy = recorder.make_input(x)
+                        values[position] = lazy.value
+                        source = _compat.to_functional(lazy) if recorder.functionalized else lazy
+                        sources[position] = source.requires_grad_() if x.is_floating_point() else source
+                add_hook(_compat._global_forward_pre_hooks, _ModuleStates())
+                enter_mode(Refusal(recorder))
+                enter_mode(recorder)
+                if recorder.functionalized:
+                    defer(_compat.disable_functionalization)
+                    _compat.enable_functionalization()
+                # The user's code may write to its arguments, which a leaf does not allow.
+                arguments = [
+                    partial(tap, position) if source is None else source.clone()
+                    for position, source in enumerate(sources)
+                ]
+                outputs = list(run(*arguments))
+                starts = [x if isinstance(x, Tensor) else sources[i] for i, x in enumerate(arguments)]
+                self.outputs = [recorder.value_of(y) for y in outputs]
+        if any(isinstance(node, _compat.PythonNode) for node in _nodes_behind(outputs) - recorder.custom_nodes):
+            raise NoConeError("the apply of an autograd.Function was looked up before the function runs")
+        self.ops = recorder.ops
+        self.inputs = values
+        self.tensors = outputs
+        self.sources = [x if x is not None else source for x, source in zip(inputs, sources, strict=True)]
+        self._ends = [None if x is None else x.grad_fn for x in starts]
+
+    def is_connected(self, output: int, input: int) -> bool:
+        end = self._ends[input]
+        return end is not None and end in _nodes_behind([self.tensors[output]])
+
+    def evaluate(self, cone: Cone, of: ProgramValue) -> Tensor:
+        return run_cone(cone, of, (), grad=False)[0].detach().clone()
+
+    def gradients(self, cone: Cone, of: ProgramValue, wrt: Sequence[ProgramValue], seeds: Any) -> list[Tensor | None]:
+        with isolated(None):
+            y, leaves = run_cone(cone, of, wrt)
+            ends = [leaves[value] for value in wrt if value in leaves]
+            count = len(seeds)
+            found: dict[ProgramValue, Tensor | None] = {}
+            if ends and y.requires_grad:
+                sweeps = [_sweep(y, ends, seed) for seed in seeds]
+                for value, *parts in zip([value for value in wrt if value in leaves], *sweeps, strict=True):
+                    found[value] = torch.stack(parts) if count else None
+            return [found.get(value) for value in wrt]
+
+
+def _nodes_behind(outputs: Sequence[Tensor]) -> set[Any]:
+    """Return the nodes of autograd's graph that some tensors depend on."""
+    stack, seen = [y.grad_fn for y in outputs], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [other for other, _ in node.next_functions]
+    return seen
+
+
+def _sweep(y: Tensor, ends: Sequence[Tensor], seed: Any) -> list[Tensor]:
+    """Run one reverse sweep, from a cotangent or from the element at a flat position."""
+    with plainly():
+        target = y if isinstance(seed, Tensor) else y.reshape(-1)[int(seed)]
+        cotangent = seed if isinstance(seed, Tensor) else None
+        parts = torch.autograd.grad(target, ends, cotangent, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(end) if part is None else materialize(part.to_dense() if part.is_sparse else part)
+        for part, end in zip(parts, ends, strict=True)
+    ]
+
+
+class TorchCone(ConeBackend):
+    def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> TorchProgram:
+        return TorchProgram(run, inputs, limit)
+
+
+implementation = TorchCone()
+
+
+def run_cone(
+    cone: Cone,
+    of: ProgramValue,
+    wrt: Sequence[ProgramValue],
+    grad: bool = True,
+) -> tuple[Tensor, dict[ProgramValue, Tensor]]:
+    """Run the operations of a cone on their parts; return the part that was asked for, and the leaves."""
+    held: dict[ProgramValue, Tensor] = {}
+    leaves: dict[ProgramValue, Tensor] = {}
+    with torch.inference_mode(False), plainly(), torch.set_grad_enabled(grad):
+        for value, box in cone.needed.items():
+            if value.constant is not None:
+                region = value.constant[slices(box, whole(value.shape))]
+                if value in wrt and grad:
+                    region = leaves[value] = region.detach().clone().requires_grad_()
+                held[value] = region
+        for step in cone.steps:
+            results = _run_step(step, cone.needed, held, grad)
+            for made, result, part in zip(step.op.results, results, step.boxes, strict=True):
+                if made is None or part is None:
+                    continue
+                if tuple(result.shape) != sizes(part):
+                    raise NoConeError(f"{step.op.name} gave shape {tuple(result.shape)} for {sizes(part)}")
+                if made in wrt and grad:
+                    # It stays in the graph, as another source may lie above it.
+                    result = result if result.requires_grad else result.detach().requires_grad_()
+                    leaves[made] = result
+                held[made] = result
+        return held[of], leaves
+
+
+def _run_step(step: Any, needed: Mapping[ProgramValue, Box], held: Mapping[ProgramValue, Tensor], grad: bool) -> Any:
+    regions: list[Tensor | None] = []
+    for value, need in zip(step.op.operands, step.needs, strict=True):
+        if need is None:
+            regions.append(None)
+        else:
+            region = held[value]
+            regions.append(region if need == needed[value] else region[slices(need, needed[value])])
+    with torch.set_grad_enabled(grad and step.op.details.grad):
+        return step.op.rule.run(regions, step.needs, step.boxes)

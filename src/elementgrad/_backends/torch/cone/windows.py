@@ -1,0 +1,328 @@
+"""Rules of convolutions, pools, resized images and attention."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from elementgrad._backends.torch import _compat
+from elementgrad._backends.torch.cone.rules import (
+    Arguments,
+    CustomRule,
+    known_value,
+    result_shape,
+    rule,
+)
+from elementgrad._cone.boxes import Box, Interval, sizes
+from elementgrad._cone.maps import (
+    Along,
+    AxisMap,
+    Fixed,
+    Group,
+    Link,
+    Lookup,
+    Relation,
+    Spread,
+    Whole,
+    Window,
+)
+from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
+
+Tensor = torch.Tensor
+LARGEST_PROBE = 10**7
+"""An axis whose matrix of weights has more entries is not taken apart."""
+
+
+@rule("convolution")
+def convolution(op: ProgramOp, a: Arguments) -> Rule | None:
+    x, weight, bias, groups, transposed = a["input"], a["weight"], a["bias"], a["groups"], a["transposed"]
+    space = len(weight.shape) - 2
+    result = result_shape(op)
+    if len(x.shape) != space + 2 or x is weight:
+        return None
+    stride, padding, dilation = (per_axis(a[key], space) for key in ("stride", "padding", "dilation"))
+    kind: Any = Spread if transposed else Window
+    windows = [
+        kind(x.shape[axis + 2], result[axis + 2], weight.shape[axis + 2], stride[axis], padding[axis], dilation[axis])
+        for axis in range(space)
+    ]
+    by_group = Group(x.shape[1], result[1], groups)
+    links = [Link((0,), (0,), Along(x.shape[0], result[0])), Link((1,), (1,), by_group)]
+    links += [Link((axis + 2,), (axis + 2,), window) for axis, window in enumerate(windows)]
+    kernel = [Link((axis + 2,), (), Whole((weight.shape[axis + 2],), ())) for axis in range(space)]
+    per_group = result[1] // groups
+    if not transposed:
+        ends = [Link((0,), (1,), Along(result[1], result[1])), Link((1,), (), Whole((weight.shape[1],), ()))]
+    elif groups == 1:
+        ends = [Link((0,), (), Whole((weight.shape[0],), ())), Link((1,), (1,), Along(result[1], result[1]))]
+    else:
+        ends = [Link((0,), (1,), by_group), Link((1,), (), Whole((weight.shape[1],), ()))]
+    relations: list[Relation | None] = [
+        Relation(x.shape, result, tuple(links)),
+        Relation(weight.shape, result, (*ends, *kernel)),
+    ]
+    if isinstance(bias, ProgramValue):
+        relations.append(Relation(bias.shape, result, (Link((0,), (1,), Along(result[1], result[1])),)))
+    work = float(prod(weight.shape[1:])) if not transposed else float(prod(weight.shape) // result[1] * groups)
+
+    def run(regions: list[Any], needs: Sequence[Box | None], box: Box) -> Tensor:
+        part, kernels = regions[0], regions[1]
+        offset = regions[2] if len(regions) > 2 else None
+        within = by_group.within(box[1])
+        if part is None:  # windows that see padding alone
+            y = torch.zeros(sizes(box), dtype=kernels.dtype, device=kernels.device)
+            return y if offset is None else y + offset.reshape(1, -1, *[1] * space)
+        one = within.size == 1
+        if not transposed and not one and groups > 1:
+            # Whole groups are computed, and the channels that were asked for are cut out.
+            kernels = _fill_groups(kernels, box[1], within, per_group)
+        if transposed and one and groups > 1:
+            kernels = kernels[:, box[1].start - within.start * per_group : box[1].stop - within.start * per_group]
+        computed = box[1] if one or groups == 1 else Interval(within.start * per_group, within.stop * per_group)
+        need = needs[0]
+        assert need is not None
+        if transposed:
+            y = torch.convolution(
+                part, kernels, None, stride, [0] * space, dilation, True, [0] * space, within.size if groups > 1 else 1
+            )
+            cut = [
+                -amount
+                for window, interval, mine in reversed(list(zip(windows, box[2:], need[2:], strict=True)))
+                for amount in window.overhang(interval, mine)
+            ]
+            y = functional.pad(y, cut)
+        else:
+            pads = [window.padding(interval) for window, interval in zip(windows, box[2:], strict=True)]
+            if any(before != behind for before, behind in pads):
+                part = functional.pad(part, [amount for pair in reversed(pads) for amount in pair])
+                pads = [(0, 0)] * space
+            count = within.size if groups > 1 else 1
+            # The bias is added inside, as rounding to a half-precision dtype then comes after it.
+            inside = offset if computed == box[1] else None
+            y = torch.convolution(
+                part, kernels, inside, stride, [before for before, _ in pads], dilation, False, [0] * space, count
+            )
+            offset = None if inside is offset else offset
+        y = y[:, box[1].start - computed.start : box[1].stop - computed.start]
+        return y if offset is None else y + offset.reshape(1, -1, *[1] * space)
+
+    return CustomRule(op, relations, run, work)
+
+
+def _fill_groups(kernels: Tensor, part: Interval, within: Interval, per_group: int) -> Tensor:
+    """Return kernels for whole groups, with zeros for channels that were not asked for."""
+    before, behind = part.start - within.start * per_group, within.stop * per_group - part.stop
+    return functional.pad(kernels, [0, 0] * (kernels.dim() - 1) + [before, behind])
+
+
+def per_axis(values: Sequence[int], count: int) -> list[int]:
+    return list(values) * count if len(values) == 1 else list(values)
+
+
+# Pools
+
+
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d", "max_pool2d", "max_pool3d")
+def max_pool(op: ProgramOp, a: Arguments) -> Rule | None:
+    x = a["self"]
+    space = len(a["kernel_size"]) if len(a["kernel_size"]) > 1 else {"1": 1, "2": 2, "3": 3}[op.name[8]]
+    kernel = per_axis(a["kernel_size"], space)
+    stride = per_axis(a["stride"], space) if a["stride"] else kernel
+    padding, dilation = per_axis(a["padding"], space), per_axis(a["dilation"], space)
+    lead, result = len(x.shape) - space, result_shape(op)
+    windows = [
+        Window(x.shape[lead + i], result[lead + i], kernel[i], stride[i], padding[i], dilation[i]) for i in range(space)
+    ]
+    links = [Link((i,), (i,), Along(n, n)) for i, n in enumerate(x.shape[:lead])]
+    links += [Link((lead + i,), (lead + i,), window) for i, window in enumerate(windows)]
+    pool: Any = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[space - 1]
+
+    def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
+        pads = [window.padding(interval) for window, interval in zip(windows, box[lead:], strict=True)]
+        part = regions[0]
+        if any(amount for pair in pads for amount in pair):
+            part = functional.pad(part, [amount for pair in reversed(pads) for amount in pair], value=-torch.inf)
+        return pool(part, kernel, stride, 0, dilation)
+
+    return CustomRule(op, [Relation(x.shape, result, tuple(links))], run, float(prod(kernel)))
+
+
+class Separable:
+    """A linear operation that works on each of the last axes on its own: its matrix along each is found by a probe."""
+
+    def __init__(self, op: ProgramOp, probes: Sequence[Callable[[Tensor], Tensor]]):
+        self._op = op
+        x = op.operands[0]
+        self._lead = len(x.shape) - len(probes)
+        self._matrices = [
+            probe(torch.eye(size, dtype=torch.float64).unsqueeze(0))[0].T.contiguous()
+            for probe, size in zip(probes, x.shape[self._lead :], strict=True)
+        ]
+
+    def rule(self) -> Rule:
+        x, result = self._op.operands[0], result_shape(self._op)
+        links = [Link((i,), (i,), Along(n, n)) for i, n in enumerate(x.shape[: self._lead])]
+        for i, matrix in enumerate(self._matrices):
+            used = (matrix != 0).numpy()
+            first = used.argmax(1)
+            last = used.shape[1] - 1 - used[:, ::-1].argmax(1)
+            links.append(Link((self._lead + i,), (self._lead + i,), Lookup(used.shape[1], first, last)))
+        work = float(sum([int((matrix != 0).sum(1).max()) for matrix in self._matrices]))
+        return CustomRule(self._op, [Relation(x.shape, result, tuple(links))], self._run, work)
+
+    def _run(self, regions: list[Any], needs: Sequence[Box | None], box: Box) -> Tensor:
+        part, need = regions[0], needs[0]
+        assert need is not None
+        for i, matrix in enumerate(self._matrices):
+            axis = self._lead + i
+            weights = matrix[slice(*box[axis]), slice(*need[axis])].to(part.dtype).to(part.device)
+            part = torch.tensordot(part, weights, ([axis], [1])).movedim(-1, axis)
+        return part
+
+
+def _probe(op: ProgramOp, probes: Sequence[Callable[[Tensor], Tensor]]) -> Rule | None:
+    x, result = op.operands[0], result_shape(op)
+    lead = len(x.shape) - len(probes)
+    if len(op.operands) != 1 or any(n * m > LARGEST_PROBE for n, m in zip(x.shape[lead:], result[lead:], strict=True)):
+        return None
+    with torch.no_grad():
+        return Separable(op, probes).rule()
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def avg_pool(op: ProgramOp, a: Arguments) -> Rule | None:
+    if a.get("divisor_override") is not None:
+        return None
+    space = int(op.name[8])
+    kernel = per_axis(a["kernel_size"], space)
+    stride = per_axis(a["stride"], space) if a["stride"] else kernel
+    padding = per_axis(a["padding"], space)
+    ends = a["ceil_mode"], a["count_include_pad"]
+
+    def pool(axis: int, x: Tensor) -> Tensor:
+        return functional.avg_pool1d(x, kernel[axis], stride[axis], padding[axis], *ends)
+
+    return _probe(op, [partial(pool, axis) for axis in range(space)])
+
+
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d")
+def adaptive_avg_pool(op: ProgramOp, a: Arguments) -> Rule | None:
+    out = a["output_size"]
+    return _probe(op, [partial(functional.adaptive_avg_pool1d, output_size=n) for n in out])
+
+
+@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+def upsample_linear(op: ProgramOp, a: Arguments) -> Rule | None:
+    return _upsample(op, a, lambda x, n, s: _compat.upsample("upsample_linear1d", x, n, s, a["align_corners"]))
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def upsample_nearest(op: ProgramOp, a: Arguments) -> Rule | None:
+    return _upsample(op, a, lambda x, n, s: _compat.upsample("upsample_nearest1d", x, n, s))
+
+
+@rule("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
+def upsample_nearest_exact(op: ProgramOp, a: Arguments) -> Rule | None:
+    return _upsample(op, a, lambda x, n, s: _compat.upsample("_upsample_nearest_exact1d", x, n, s))
+
+
+@rule("upsample_bicubic2d")
+def upsample_cubic(op: ProgramOp, a: Arguments) -> Rule | None:
+    def along(x: Tensor, n: int, scale: float | None) -> Tensor:
+        return _compat.upsample_cubic(x.unsqueeze(-1), n, a["align_corners"], scale).squeeze(-1)
+
+    return _upsample(op, a, along)
+
+
+def _upsample(op: ProgramOp, a: Arguments, along: Callable[[Tensor, int, float | None], Tensor]) -> Rule | None:
+    space = len(result_shape(op)) - 2
+    out = result_shape(op)[2:]
+    if a.get("scale_factors") is not None:
+        scales = list(a["scale_factors"])
+    else:
+        names = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
+        scales = [a.get(name) for name in names]
+    return _probe(op, [partial(_along, along, n, scale) for n, scale in zip(out, scales, strict=True)])
+
+
+def _along(resize: Callable[[Tensor, int, float | None], Tensor], size: int, scale: float | None, x: Tensor) -> Tensor:
+    return resize(x, size, scale)
+
+
+# Attention
+
+
+@rule(
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"
+)
+@rule("_scaled_dot_product_efficient_attention")
+def attention(op: ProgramOp, a: Arguments) -> Rule | None:
+    """Rows of the query are apart. They need all keys, or those up to their own where attention is causal."""
+    query, key, value = a["query"], a["key"], a["value"]
+    mask = a.get("attn_mask", a.get("attn_bias"))
+    if a.get("dropout_p") or query.shape[:-2] != key.shape[:-2] or len({query, key, value}) < 3:
+        return None
+    lead, result = len(query.shape) - 2, result_shape(op)
+    rows, keys, width, out = lead, key.shape[-2], query.shape[-1], value.shape[-1]
+    batch = tuple([Link((i,), (i,), Along(n, n)) for i, n in enumerate(query.shape[:lead])])
+    causal = bool(a.get("is_causal"))
+    known = known_value(mask)
+    key_map: AxisMap = Whole((keys,), (query.shape[-2],))
+    if causal:
+        key_map = Lookup(keys, np.zeros(query.shape[-2], int), np.minimum(np.arange(query.shape[-2]), keys - 1))
+    elif known is not None:
+        key_map = _visible_keys(known, query.shape[-2], keys) or key_map
+    by_key = Link((lead,), (rows,), key_map)
+    relations = {
+        query: Relation(
+            query.shape,
+            result,
+            (
+                *batch,
+                Link((lead,), (rows,), Along(*query.shape[-2:-1] * 2)),
+                Link((lead + 1,), (), Whole((width,), ())),
+            ),
+        ),
+        key: Relation(key.shape, result, (*batch, by_key, Link((lead + 1,), (), Whole((width,), ())))),
+        value: Relation(value.shape, result, (*batch, by_key, Link((lead + 1,), (lead + 1,), Along(out, out)))),
+    }
+    if isinstance(mask, ProgramValue):
+        if mask in relations:
+            return None
+        offset = len(result) - len(mask.shape)
+        links = []
+        for i, n in enumerate(mask.shape):
+            at = offset + i
+            if at == len(result) - 1:
+                links.append(Link((i,), (rows,), key_map if n == keys != 1 else Whole((n,), (query.shape[-2],))))
+            else:
+                links.append(Link((i,), (at,), Fixed(0, (result[at],)) if n == 1 != result[at] else Along(n, n)))
+        relations[mask] = Relation(mask.shape, result, tuple(links))
+
+    def run(regions: list[Any], needs: Sequence[Box | None], box: Box) -> Tensor:
+        parts = dict(zip(op.operands, regions, strict=True))
+        allowed = parts.get(mask) if isinstance(mask, ProgramValue) else None
+        if causal and box[rows].size > 1:
+            shape = box[rows].size, parts[key].shape[-2]
+            allowed = torch.ones(shape, dtype=torch.bool, device=parts[key].device).tril(box[rows].start)
+        return functional.scaled_dot_product_attention(
+            parts[query], parts[key], parts[value], attn_mask=allowed, scale=a.get("scale")
+        )
+
+    return CustomRule(op, [relations[operand] for operand in op.operands], run, 2.0 * keys)
+
+
+def _visible_keys(mask: Tensor, rows: int, keys: int) -> Lookup | None:
+    """Return the keys that each row may look at, by a mask that is known; None if a row may look at none."""
+    allowed = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min
+    if allowed.dim() < 2 or allowed.shape[-1] != keys:
+        return None
+    seen = allowed.expand(*allowed.shape[:-2], rows, keys).reshape(-1, rows, keys)
+    if not bool(seen.any(-1).all()):
+        return None
+    union = seen.any(0).cpu().numpy()
+    return Lookup(keys, union.argmax(1), keys - 1 - union[:, ::-1].argmax(1))

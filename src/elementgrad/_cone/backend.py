@@ -1,0 +1,53 @@
+"""The interface that a backend implements for cones: `ConeBackend` records programs, `RecordedProgram` runs parts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from elementgrad._backends.autodiff import TensorFunction
+from elementgrad._cone.plan import Cone, Program, ProgramValue
+
+Tensor = Any
+
+
+class RecordedProgram(Program, ABC):
+    """A recorded function, with its differentiated inputs and the tensors that were named in it."""
+
+    tensors: Sequence[Tensor]
+    """The outputs, as tensors that have a shape and a dtype and no numbers."""
+    sources: Sequence[Tensor]
+    """The differentiated inputs; for an activation such a tensor."""
+
+    @abstractmethod
+    def is_connected(self, output: int, input: int) -> bool:
+        """Return True if the framework's own derivative program has a path from an input to an output."""
+
+    @abstractmethod
+    def evaluate(self, cone: Cone, of: ProgramValue) -> Tensor:
+        """Return the numbers of the part of a value that a cone was planned for."""
+
+    @abstractmethod
+    def gradients(
+        self, cone: Cone, of: ProgramValue, wrt: Sequence[ProgramValue], seeds: Tensor | np.ndarray
+    ) -> list[Tensor | None]:
+        """Return a derivative of the needed part of each source, from each seed.
+
+        Args:
+            cone: the cone of a part of `of`.
+            of: the value that is differentiated.
+            wrt: the sources.
+            seeds: cotangents of that part, or the flat positions in it of the elements that are differentiated.
+
+        Returns:
+            A stack for each source, of the shape of what is needed of it; None if nothing of it is.
+        """
+
+
+class ConeBackend(ABC):
+    """Records the programs of one framework."""
+
+    @abstractmethod
+    def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> RecordedProgram:
+        """Record a function; raise `NoConeError` if that cannot be done, or has more operations than the limit."""

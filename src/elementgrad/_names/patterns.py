@@ -1,0 +1,36 @@
+"""Patterns of names: `*` stays within one component of a name, and `**` crosses components."""
+
+import re
+from collections.abc import Sequence
+
+from elementgrad._place.grammar import nearest
+from elementgrad.errors import PlaceError
+
+_WILDCARD = re.compile(r"\*\*[./]|\*+")
+
+
+def is_pattern(name: str | None) -> bool:
+    return name is not None and "*" in name
+
+
+def match_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that match a pattern, or raise an error with those that come nearest.
+
+    >>> from elementgrad._names.patterns import match_names
+    >>> match_names("h.*.weight", ["h.0.weight", "h.0.mlp.weight", "h.1.weight"])
+    ['h.0.weight', 'h.1.weight']
+    >>> match_names("h.**.weight", ["h.weight", "h.0.mlp.weight"])
+    ['h.weight', 'h.0.mlp.weight']
+    """
+    matcher, end = "", 0
+    for wildcard in _WILDCARD.finditer(pattern):
+        text = wildcard.group()
+        matcher += re.escape(pattern[end : wildcard.start()])
+        # With its separator, `**` may also stand for no component at all.
+        matcher += "[^./]*" if text == "*" else ".*" if text[-1] == "*" else f"(?:.*{re.escape(text[-1])})?"
+        end = wildcard.end()
+    compiled = re.compile(matcher + re.escape(pattern[end:]))
+    matches = [name for name in names if compiled.fullmatch(name)]
+    if not matches:
+        raise PlaceError(f"no name matches {pattern!r}; {nearest(pattern, names)}")
+    return matches

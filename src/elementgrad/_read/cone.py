@@ -1,0 +1,218 @@
+"""Reads by cones: a recorded function in place of an evaluated one, of which every read runs the part that it needs.
+
+`record` gives a `ConeLinearization`, a `Linearization` that the reads of `_read` use as any other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elementgrad._backends.autodiff import Linearization, UnsupportedError
+from elementgrad._backends.base import Backend
+from elementgrad._cone import cost
+from elementgrad._cone.backend import RecordedProgram
+from elementgrad._cone.boxes import Box, around, sizes, volume, whole
+from elementgrad._cone.plan import Cone, NoConeError, plan_need
+from elementgrad._names.call import BoundCall, PartialCall, TensorRef
+from elementgrad._place.selection import Selection
+from elementgrad.errors import FrameworkError, OptionError, quoted
+
+Tensor = Any
+MOST_PICKED = 100_000
+"""Selections of more elements are picked from a tensor of full size."""
+
+
+def parse_cone(cone: Any) -> bool | None:
+    """Return the option `cone`, checked."""
+    if cone is not None and not isinstance(cone, bool):
+        raise OptionError(f"cone={quoted(cone)} is none of None, True and False; give one of them")
+    return cone
+
+
+def record(
+    call: BoundCall, inputs: Sequence[TensorRef], outputs: Sequence[TensorRef], required: bool
+) -> "ConeLinearization | None":
+    """Record a function without running it.
+
+    Args:
+        call: the function with its arguments.
+        inputs: the tensors by which it is differentiated.
+        outputs: the tensors that were named in it.
+        required: True to raise an error if it cannot be recorded; False to return None then, or if it has so many
+            operations that the recording would take too long.
+    """
+    backend = call.backend
+    if not backend.records_programs:
+        if required:
+            raise FrameworkError(f"cones of {backend.name} cannot be recorded yet; leave cone=True out")
+        return None
+    # All arguments are recorded, so that nothing is computed with them.
+    refs = [*inputs, *[ref for ref in call.inputs if ref not in inputs]]
+    limit = None if required else cost.most_ops(count_elements(call))
+    try:
+        program = backend.load("cone").record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
+    except NoConeError as error:
+        if required:
+            raise FrameworkError(f"there is no cone here: {error}; leave cone=True out") from error
+        return None
+    return ConeLinearization(backend, program)
+
+
+def count_elements(call: BoundCall) -> int:
+    """Return the number of elements of all arguments whose shape is known."""
+    shapes = [call.backend.shape(ref.tensor) for ref in call.inputs]
+    return sum([math.prod(shape) for shape in shapes if None not in shape])
+
+
+def is_large(call: BoundCall) -> bool:
+    """Return True if the arguments are so large that a recording may pay."""
+    return call.backend.records_programs and count_elements(call) >= cost.SMALLEST
+
+
+class ConeLinearization(Linearization):
+    """A recorded function. Every read runs the operations that its elements depend on, and no others."""
+
+    missing_rules = {"forward": "a cone is swept in reverse"}  # noqa: RUF012
+
+    def __init__(self, backend: Backend, program: RecordedProgram):
+        self._backend = backend
+        self.program = program
+        self.inputs = program.sources
+        self.outputs = program.tensors
+
+    def plan(self, output: int, rows: Selection) -> Cone:
+        """Return the cone of some elements: that of the smallest box around them."""
+        of = self.program.outputs[output]
+        return plan_need(self.program.ops, of, box_of(rows, of.shape))
+
+    def pays(self, output: int, rows: Selection) -> bool:
+        """Return True if the cone of some elements is cheaper than the whole function."""
+        return cost.pays(self.program, self.program.outputs[output], self.plan(output, rows))
+
+    def describe(self, output: int, rows: Selection, names: Mapping[int, str]) -> str:
+        cone = self.plan(output, rows)
+        parts = []
+        for number, name in names.items():
+            value = self.program.inputs[number]
+            parts.append(describe_box(cone.needed.get(value), value.shape, name))
+        share = cost.share(self.program, self.program.outputs[output], cone)
+        return f"{' and '.join(parts)}, {share} of the work"
+
+    def is_connected(self, output: int, input: int) -> bool:
+        return self.program.is_connected(output, input)
+
+    def read_block(
+        self, output: int, rows: Selection, inputs: Sequence[int], columns: Sequence[Selection]
+    ) -> list[Tensor | None] | None:
+        of = self.program.outputs[output]
+        box = box_of(rows, of.shape)
+        cone = plan_need(self.program.ops, of, box)
+        positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
+        values = [self.program.inputs[number] for number in inputs]
+        parts = self.program.gradients(cone, of, values, positions)
+        blocks: list[Tensor | None] = []
+        for number, value, part, selection in zip(inputs, values, parts, columns, strict=True):
+            if not self.is_connected(output, number):
+                blocks.append(None)
+                continue
+            picked = self._pick(part, cone.needed.get(value), selection, len(positions), number)
+            if not np.array_equal(inverse, np.arange(len(positions))):
+                shape = (len(positions), selection.size)
+                order = Selection(shape, (inverse, range(selection.size)), 0, inverse.shape)
+                picked = self._backend.take(picked, order)
+            blocks.append(picked)
+        return blocks
+
+    def _pick(self, part: Tensor | None, box: Box | None, selection: Selection, count: int, number: int) -> Tensor:
+        """Return the selected elements of a derivative of which a box is given, as (sweeps, elements)."""
+        backend, shape = self._backend, (count, selection.size)
+        if part is None or box is None or selection.size > MOST_PICKED:
+            full = self._embed(part, box, count, number)
+            if selection.whole:
+                return backend.reshape(full, shape)
+            where = selection.behind((count,)) if selection.basic else selection.stacked((count,))
+            return backend.reshape(backend.take(backend.reshape(full, where.of), where), shape)
+        at = _coordinates(selection, self.program.inputs[number].shape)
+        inside = np.ones(selection.size, bool)
+        for axis, interval in zip(at, box, strict=True):
+            inside &= (axis >= interval.start) & (axis < interval.stop)
+        places = np.zeros(selection.size, np.intp)
+        places[inside] = _flat_in(box, [axis[inside] for axis in at], int(inside.sum()))
+        flat = backend.reshape(part, (count, volume(box)))
+        picked = backend.take(flat, Selection((count, volume(box)), (range(count), places), 1, places.shape))
+        if inside.all():
+            return picked
+        return backend.where(np.broadcast_to(inside, shape), picked, backend.zeros(shape, self.inputs[number]))
+
+    def _embed(self, part: Tensor | None, box: Box | None, count: int, number: int) -> Tensor:
+        """Return a derivative of full size, with zeros around the box that is given."""
+        shape = (count, *self.program.inputs[number].shape)
+        zeros = self._backend.zeros(shape, self.inputs[number])
+        if part is None or box is None:
+            return zeros
+        return self._backend.put(zeros, Selection(shape, (range(count), *[range(*each) for each in box])), part)
+
+    def read_value(self, output: int, selection: Selection) -> Tensor:
+        of, backend = self.program.outputs[output], self._backend
+        box = box_of(selection, of.shape)
+        flat = backend.reshape(self.program.evaluate(plan_need(self.program.ops, of, box), of), (volume(box),))
+        places = _flat_in(box, _coordinates(selection, of.shape), selection.size)
+        return backend.reshape(backend.take(flat, Selection.at_flat(places, (volume(box),))), selection.shape)
+
+    def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        of, count = self.program.outputs[output], int(self._backend.shape(seeds)[0])
+        cone = plan_need(self.program.ops, of, whole(of.shape))
+        values = [self.program.inputs[number] for number in inputs]
+        parts = self.program.gradients(cone, of, values, seeds)
+        return [
+            self._embed(part, cone.needed.get(value), count, number) if self.is_connected(output, number) else None
+            for number, value, part in zip(inputs, values, parts, strict=True)
+        ]
+
+    def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
+        raise UnsupportedError(self.missing_rules["forward"])
+
+    def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
+        largest = max([math.prod(shape) for op in self.program.ops for shape in op.shapes], default=0)
+        return largest * self._backend.itemsize(self.inputs[0])
+
+    def gradient(self, output: int, seed: Tensor) -> Linearization:
+        raise UnsupportedError("a cone has first derivatives")
+
+    def pattern(self, output: int, input: int, local: bool) -> Any:
+        raise UnsupportedError("the function was recorded for cones and not evaluated; leave cone=True out")
+
+
+def _coordinates(selection: Selection, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
+    return np.unravel_index(np.asarray(selection.flat()).reshape(-1), shape) if shape else []
+
+
+def describe_box(box: Box | None, shape: tuple[int, ...], name: str) -> str:
+    """Return a part of a tensor in words, by the axes along which it is not the whole.
+
+    >>> from elementgrad._cone.boxes import Interval
+    >>> describe_box((Interval(0, 1), Interval(5, 18), Interval(0, 9)), (1, 512, 64), "x")
+    '13 x 9 of 512 x 64 of x'
+    """
+    if box is None:
+        return f"nothing of {name}"
+    cut = [(each, size) for each, size in zip(sizes(box), shape, strict=True) if each != size]
+    if not cut:
+        return f"all of {name}"
+    return f"{' x '.join(str(each) for each, _ in cut)} of {' x '.join(str(size) for _, size in cut)} of {name}"
+
+
+def _flat_in(box: Box, coordinates: Sequence[np.ndarray], count: int) -> np.ndarray:
+    """Return the flat positions in a box of elements that are in it."""
+    if not box or not count:
+        return np.zeros(count, np.intp)
+    return np.ravel_multi_index(
+        [axis - interval.start for axis, interval in zip(coordinates, box, strict=True)], sizes(box)
+    )
+
+
+def box_of(selection: Selection, shape: tuple[int, ...]) -> Box:
+    """Return the smallest box around selected elements."""
+    return whole(shape) if selection.whole else around(_coordinates(selection, shape))

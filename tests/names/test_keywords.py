@@ -1,0 +1,130 @@
+"""Arguments as people give them: by keyword, from a tokenizer, as NumPy arrays; and keywords that are refused."""
+
+from collections import UserDict
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import torch
+from torch import nn
+
+import elementgrad as eg
+
+VERBS = [eg.grad, eg.jacobian, eg.hessian, eg.explain, eg.check, eg.contributions, eg.names]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+
+    def forward(self, x, batch=None, mask=None, **others):
+        y = self.fc(x)
+        y = y if mask is None else y * mask
+        return (y if batch is None else y * batch).sum()
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_keywords_that_are_no_options_are_arguments(verb):
+    net, x, mask = Net(), torch.ones(2, 3), torch.ones(2, 1)
+    sides = {} if verb is eg.names else {"wrt": "x"}
+    assert str(verb(net, x=x, mask=mask, **sides)) == str(verb(net, x, kwargs={"mask": mask}, **sides))
+    assert "mask" in [row.name for row in eg.names(net, x=x, mask=mask)]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_a_misspelt_option_is_refused_though_the_model_takes_any_keyword(verb):
+    option = "names_from" if verb is eg.names else "wrt" if verb in (eg.explain, eg.check) else "unconnected"
+    option = "kind" if verb is eg.names else option
+    misspelt = {"kind": "kinds", "wrt": "wrtt", "unconnected": "unconected"}[option]
+    with pytest.raises(
+        eg.OptionError, match=rf"{misspelt}= is no option of eg.{verb.__name__}; did you mean {option}="
+    ):
+        verb(Net(), torch.ones(2, 3), **{misspelt: "x"})
+
+
+def test_an_argument_that_is_called_like_an_option_goes_into_kwargs():
+    net, x = Net(), torch.ones(2, 3)
+    with pytest.raises(eg.OptionError, match=r"batch= of type Tensor is neither True nor False.*kwargs={'batch': ...}"):
+        eg.grad(net, x, batch=torch.ones(2, 1), wrt="x")
+    assert eg.grad(net, x, kwargs={"batch": torch.ones(2, 1)}, wrt="batch").shape == (2, 1)
+    with pytest.raises(eg.OptionError, match="mask is given by itself and in kwargs="):
+        eg.grad(net, x, kwargs={"mask": x}, mask=x)
+    with pytest.raises(TypeError, match="nonsense"):
+        eg.grad(lambda x: x.sum(), torch.ones(2), nonsense=3)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_the_dict_of_a_tokenizer_is_arguments_by_name(kind):
+    net, given = Net(), {"x": torch.ones(2, 3), "mask": torch.full((2, 1), 2.0)}
+    assert torch.equal(eg.grad(net, kind(given), wrt="x"), eg.grad(net, **given, wrt="x"))
+    assert eg.grad(lambda batch: net(**batch), kind(given), wrt="batch.mask").shape == (2, 1)
+
+
+def make_keras(kind):
+    keras.utils.set_random_seed(0)
+    if kind == "sequential":
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    if kind == "functional":
+        inputs = keras.Input((3,), name="features")
+        return keras.Model(inputs, keras.layers.Dense(2)(inputs))
+
+    class Subclass(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.d = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.d(x)
+
+    return Subclass()
+
+
+@pytest.mark.parametrize("kind", ["sequential", "functional", "subclass"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numpy_arrays_are_inputs_of_keras_models_by_one_name(kind, dtype):
+    model, x = make_keras(kind), np.ones((1, 3), dtype)
+    read = eg.grad(model, x, of="output[0, 1]", wrt="inputs")
+    assert read.dtype == tf.float32
+    np.testing.assert_allclose(read[0], model.layers[-1].kernel[:, 1], rtol=1e-6)
+    np.testing.assert_array_equal(read, eg.grad(model, x, of="output[0, 1]"))
+    np.testing.assert_array_equal(read, eg.grad(model, tf.constant(x, "float32"), of="output[0, 1]", wrt="inputs"))
+    assert eg.explain(model, x, of="output[0, 1]", wrt="inputs[0, 0]").verdict == "flows"
+    assert eg.check(model, x, of="output[0, 1]", wrt="inputs[0, 0]")
+    assert eg.names(model, x, kind="input")[0].dtype == "float32"
+
+
+def test_numpy_arrays_are_inputs_of_jax_functions():
+    def f(x):
+        return jnp.sum(x**2)
+
+    x = np.array([1.0, 2.0])
+    for function in (f, jax.jit(f)):
+        assert eg.grad(function, x).tolist() == [2.0, 4.0]
+        assert eg.grad(function, x, wrt="x[1]") == 4.0
+    assert eg.check(f, x)
+
+    def g(params, x):
+        assert isinstance(x, np.ndarray | jax.Array)
+        return jnp.sum(params["w"] * x)
+
+    params = {"w": jnp.ones(2)}
+    assert eg.grad(g, params, x, wrt="x").tolist() == [1.0, 1.0]
+    assert eg.grad(g, params, x).tolist() == [1.0, 2.0]  # tensors come before arrays
+    assert [row.name for row in eg.names(g, params, x)] == ["params.w", "x", "output"]
+
+
+def test_numpy_arrays_that_are_no_numbers_are_left_alone():
+    def f(x, words):
+        assert words.dtype.kind == "U"
+        return jnp.sum(x)
+
+    assert eg.grad(f, jnp.ones(2), np.array(["a", "b"])).tolist() == [1.0, 1.0]
+
+
+def test_numpy_arrays_have_no_gradients_on_pytorch():
+    with pytest.raises(eg.FrameworkError, match="a NumPy array carries no gradients"):
+        eg.grad(lambda x: torch.as_tensor(x).sum(), np.ones(3))

@@ -1,0 +1,186 @@
+"""Names that one can search: listings without a run, patterns, repeated calls, and what modules are given."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elementgrad as eg
+from tests.support.frameworks import JAX
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.attn = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attn(self.fc(x), x, x)[0]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList([Block() for _ in range(12)])
+        self.cell = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        for _ in range(40):
+            x = torch.tanh(self.cell(x))
+        return x
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+X = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_names_without_arguments_need_no_run(net):
+    rows = eg.names(net)
+    assert {row.kind for row in rows} == {"parameter"}
+    assert [row.name for row in rows] == [name for name, _ in net.named_parameters()]
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="d"), keras.layers.BatchNormalization()])
+    assert [row.name for row in eg.names(model, kind="parameter", match="d/*")] == ["d/kernel", "d/bias"]
+    assert {row.kind for row in eg.names(model)} == {"parameter", "buffer"}
+    assert [row.name for row in eg.names(JaxPair(JAX.tensor([1.0]), JAX.tensor([2.0])))] == ["first", "second"]
+
+
+class JaxPair(tuple):
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+    _fields = ("first", "second")
+
+    def __call__(self, x):
+        return self[0] * x + self[1]
+
+
+def test_names_are_filtered_by_kind_and_pattern(net):
+    assert len(eg.names(net, match="h.*.fc.weight")) == 12
+    assert len(eg.names(net, match="**.weight")) == 12 * 2 + 1
+    assert [row.name for row in eg.names(net, X, kind="input")] == ["x"]
+    assert [row.name for row in eg.names(net, X, match="h.1*")] == ["h.1", "h.10", "h.11"]
+    with pytest.raises(eg.PlaceError, match=r"no name matches 'h.\*.fcc.weight'; nearest: h\.\d+\.fc\.weight"):
+        eg.names(net, match="h.*.fcc.weight")
+    with pytest.raises(eg.OptionError, match="kind='weight' is none of input, output"):
+        eg.names(net, kind="weight")
+    with pytest.raises(eg.OptionError, match="is no pattern of names"):
+        eg.names(net, match="fc[0]")
+
+
+def test_forty_calls_are_one_line_of_the_table(net):
+    rows = eg.names(net, X)
+    assert len([row for row in rows if row.name.startswith("cell#")]) == 40
+    lines = [line for line in str(rows).splitlines() if line.startswith("cell#")]
+    assert len(lines) == 1
+    assert lines[0].split() == ["cell#*", "activation", "2x4x3", "float64", "40"]
+
+
+def test_a_pattern_reads_all_that_it_matches(net):
+    read = eg.grad(net, X, of="output[0, 0, 0]", wrt="h.*.fc.weight[0]")
+    assert list(read) == [f"h.{i}.fc.weight[0]" for i in range(12)]
+    for place, gradient in read.items():
+        assert torch.equal(gradient, eg.grad(net, X, of="output[0, 0, 0]", wrt=place))
+    nested = eg.grad(
+        net, X, of=["h.?"[:2] + "0[0, 0, 0]"], wrt={"x": "x", "cells": "cell#3*[0, 0]"}, unconnected="zero"
+    )
+    assert list(nested[0]["cells"]) == [f"cell#{i}[0, 0]" for i in (3, *range(30, 40))]
+    J = eg.jacobian(net, X, of="cell#3*[0, 0]", wrt="x")
+    assert J["cell#39[0, 0]"].shape == (3, 2, 4, 3)
+    H = eg.hessian(net, X, of="output[0, 0, 0]", wrt="h.1*.fc.bias[0]")
+    assert list(H["h.1.fc.bias[0]"]) == [f"h.{i}.fc.bias[0]" for i in (1, 10, 11)]
+
+
+def test_a_pattern_that_fits_nothing_or_one_place_is_refused(net):
+    with pytest.raises(eg.PlaceError, match=r"no name matches 'layers.\*'"):
+        eg.grad(net, X, of="output[0, 0, 0]", wrt="layers.*")
+    with pytest.raises(eg.PlaceError, match="pattern of several names"):
+        eg.explain(net, X, of="output[0, 0, 0]", wrt="h.*")
+    with pytest.raises(eg.PlaceError, match=r"'cell' is 40 tensors here; name one: cell#0, cell#1"):
+        eg.grad(net, X, of="output[0, 0, 0]", wrt="cell")
+
+
+def test_patterns_choose_what_trains(net):
+    elements = eg.trainable(net, "h.*.fc.weight[0]")
+    assert [str(place) for place in elements.places] == [f"h.{i}.fc.weight[0]" for i in range(12)]
+    elements.release()
+    with pytest.raises(eg.PlaceError, match="no name matches"):
+        eg.trainable(net, "h.*.fcc.weight[0]")
+    params = {"h": [{"w": JAX.tensor([1.0, 2.0])} for _ in range(3)]}
+    assert [str(place) for place in eg.trainable(params, "h.*.w[0]").places] == ["h.0.w[0]", "h.1.w[0]", "h.2.w[0]"]
+    model = keras.Sequential([keras.Input((3,)), *[keras.layers.Dense(3, name=f"d{i}") for i in range(3)]])
+    places = [str(place) for place in eg.trainable(model, "d*/kernel[0]").places]
+    assert places == ["d0/kernel[0]", "d1/kernel[0]", "d2/kernel[0]"]
+
+
+def test_what_a_module_is_given_is_a_place(net):
+    # The block adds its input to what attention makes of it, so that the two derivatives differ.
+    given = eg.grad(net, X, of="h.1[0, 0, 0]", wrt="h.1.fc.input")
+    read = torch.func.grad(lambda x: (X + net.h[1].attn(net.h[1].fc(x), X1, X1)[0])[0, 0, 0])(X1 := net.h[0](X))
+    torch.testing.assert_close(given, read)
+    same = eg.grad(net, X, of="h.1.fc.input[0, 0, 0]", wrt="h.0")
+    assert same[0, 0, 0] == same.sum() == 1
+    parts = [eg.grad(net, X, of="h.1[0, 0, 0]", wrt=f"h.1.attn.input:{i}") for i in range(3)]
+    assert all(part.abs().sum() > 0 for part in parts)
+    names = [row.name for row in eg.names(net, X, kind="given", match="h.1.**")]
+    assert names == ["h.1.input", "h.1.fc.input", "h.1.attn.input:0", "h.1.attn.input:1", "h.1.attn.input:2"]
+    assert "given" not in {row.kind for row in eg.names(net, X)}
+    assert eg.explain(net, X, of="output[0, 0, 0]", wrt="h.1.fc.input[0, 0, 0]").verdict == "flows"
+    assert eg.check(net, X, of="h.1[0, 0, 0]", wrt="h.1.fc.input[0, 0, 0]")
+    assert not net.h[1].fc._forward_pre_hooks
+    assert not net.h[1].fc._forward_pre_hooks_with_kwargs
+
+
+def test_a_child_that_is_called_input_has_the_name():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Sequential()
+            self.part.add_module("input", nn.Linear(2, 2, bias=False))
+
+        def forward(self, x):
+            return self.part(2 * x).sum()
+
+    net, x = Odd(), torch.ones(1, 2)
+    assert torch.equal(eg.grad(net, x, wrt="part.input"), torch.ones(1, 2))
+    given = eg.grad(net, x, wrt=eg.at("part.input", kind="given"))
+    assert torch.equal(given, net.part[0].weight.sum(0)[None])
+    assert torch.equal(eg.grad(net, x, wrt="part.input (given)"), given)
+
+
+def test_arguments_by_name_are_given_by_name():
+    class Scale(nn.Module):
+        def forward(self, x, *, scale):
+            return x * scale
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Scale()
+
+        def forward(self, x):
+            return self.inner(x, scale=x**2).sum()
+
+    x = torch.tensor([2.0, 3.0])
+    assert torch.equal(eg.grad(Outer(), x, wrt="inner.input:scale"), x)
+    assert torch.equal(eg.grad(Outer(), x, wrt="inner.input:0"), x**2)
+    with pytest.raises(eg.PlaceError, match=r"'inner.input' is 2 tensors here; name one: inner.input:0"):
+        eg.grad(Outer(), x, wrt="inner.input")
+
+
+def test_keras_layers_are_given_things_too():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(1, name="b")])
+    x = np.ones((1, 3), "float32")
+    given = eg.grad(model, x, of="output[0, 0]", wrt="b.input")
+    np.testing.assert_allclose(given[0], model.layers[1].kernel[:, 0], rtol=1e-6)
+    assert [row.name for row in eg.names(model, x, kind="given")] == ["a.input", "b.input"]
+    np.testing.assert_allclose(eg.grad(model, x, of="a.input[0, 1]", wrt="inputs"), [[0, 1, 0]])
