@@ -19,7 +19,7 @@ from elementgrad._train.weights import Weights, WeightsTrainer
 from elementgrad.errors import DuplicateError, FrameworkError, PlaceError, UnconnectedError
 
 Tensor = Any
-Route = tuple[ResolvedPlace | ElementGroup, ElementGroup, np.ndarray]
+Route = tuple[ResolvedPlace, ElementGroup, np.ndarray]
 """A place that a loss is given for, a group that has elements of it, and the indices of these in the group."""
 EXPLAIN_STEP = ", or put the step into a function and ask eg.explain(step), which names the line where it is cut"
 
@@ -113,11 +113,9 @@ def differentiate(
     tape: Any = None,
 ) -> list[tuple[ElementGroup, Tensor, np.ndarray]]:
     """Differentiate losses for their places: return each group, a gradient of it, and which elements of that count."""
-    if isinstance(losses, Mapping):
-        routes = route_losses(trainer, groups, losses, trainer.check_loss)
-    else:
-        trainer.check_loss(losses, _PlaceNames(groups))
-        routes = [(losses, [(group, group, np.arange(len(group.positions))) for group in groups])]
+    if not isinstance(losses, Mapping):
+        losses = {tuple([group.place for group in groups]): losses}
+    routes = route_losses(trainer, groups, losses, trainer.check_loss)
     trainer.check_tape(tape, len(routes))
     gradients = []
     for number, (loss, ways) in enumerate(routes, 1):
@@ -190,7 +188,7 @@ class _GroupIndex:
 class _PlaceNames:
     """The text of places for an error, which may be long and is not made before it is needed."""
 
-    def __init__(self, places: Sequence[ResolvedPlace | ElementGroup]):
+    def __init__(self, places: Sequence[ResolvedPlace]):
         self._places = places
 
     def __str__(self) -> str:

@@ -518,8 +518,11 @@ def _along(row: Array, axis: int, ndim: int) -> Array:
 def _by_rows(op: Any, plain: Callable[[Array], Array], x: Array, w: PatchedArray, cut: "_PatchedSlice") -> Array:
     """Leave the rows with patched elements out of a product, and add the product with these rows."""
     changed = w.changed_mask()
-    mask = op.row_mask(cut.arrays.inside, cut.axes, x.ndim)
-    factor = with_auto_axes(lambda x, changed: _zero_if(changed.any(), x, mask), x, changed)
+
+    def leave_out(x: Array, changed: Array) -> Array:
+        return _zero_if(changed.any(), x, op.row_mask(cut.arrays.inside, cut.axes, x.ndim))
+
+    factor = with_auto_axes(leave_out, x, changed)
 
     def add(base: Array, x: Array, array: Array, values: Array, changed: Array) -> Array:
         part = put(cut.axes.take(array, cut.arrays), cut.positions, values)
