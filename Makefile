@@ -23,7 +23,7 @@ test: $(VENV)/test.stamp
 test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n 2 $(if $(K),-k "$(K)")
 
-# On Python 3.11, and on 3.13 or 3.12. Their builds of PyTorch are those of PyPI, which take 6 GB and 8 GB of disk.
+# On Python 3.11, and on 3.13 or 3.12. Their builds of PyTorch are those of PyPI, which take about 8 GB of disk each.
 test-oldest test-newest: test-%: .venv-%/stamp
 	.venv-$*/bin/python -m pytest -n 2 --ignore=tests/slow $(if $(K),-k "$(K)")
 

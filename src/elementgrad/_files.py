@@ -9,13 +9,16 @@ import io
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,16 +50,16 @@ def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path
     return path
 
 
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file as a whole or not at all.
+def replace_file(path: str | os.PathLike[str], *parts: Any) -> None:
+    """Write parts of bytes to a file, as a whole or not at all.
 
-    The content goes to a temporary file beside it, `.<name>.<16 hex digits>.tmp`, which is synced and renamed. A
+    They go to a temporary file beside it, `.<name>.<16 hex digits>.tmp`, which is synced and renamed. A
     process that is killed while writing leaves that file behind; the first write to the same path an hour later
     removes it. A pipe or device is written into.
     """
     descriptor = _descriptor(path)
     if descriptor is not None or _is_special(path):
-        _write_into(path if descriptor is None else descriptor, content)
+        _write_into(path if descriptor is None else descriptor, parts)
         return
     target = os.path.realpath(path)  # a link stays a link, as with open()
     directory, name = os.path.split(target)
@@ -66,13 +69,14 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
             mode = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
     except FileNotFoundError:
         os.stat(directory)
-    _remove_stale(directory, name)
+    remove_stale(directory, name)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             if mode is not None:
                 os.chmod(temporary, mode)
-            file.write(content)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         _rename(temporary, target, path)
@@ -82,7 +86,7 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
         if isinstance(error, OSError) and error.filename == temporary and error.filename2 is None:
             error.filename = os.fspath(path)  # the name that the caller knows
         raise
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def _descriptor(path: str | os.PathLike[str]) -> int | None:
@@ -112,12 +116,13 @@ def _is_special(path: str | os.PathLike[str]) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _write_into(where: str | os.PathLike[str] | int, content: bytes) -> None:
+def _write_into(where: str | os.PathLike[str] | int, parts: Iterable[Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # there may be none
             stream.flush()  # keeps the order of the output
     with open(where, "wb", closefd=not isinstance(where, int)) as file:
-        file.write(content)
+        for part in parts:
+            file.write(part)
 
 
 def _rename(temporary: str, target: str, path: str | os.PathLike[str]) -> None:
@@ -134,18 +139,19 @@ def _rename(temporary: str, target: str, path: str | os.PathLike[str]) -> None:
             time.sleep(0.05)
 
 
-def _remove_stale(directory: str, name: str) -> None:
-    """Remove temporary files that killed processes left behind."""
+def remove_stale(directory: str, name: str) -> None:
+    """Remove temporary files and folders that killed processes left behind."""
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             middle = entry.name.removeprefix(f".{name}.").removesuffix(".tmp")
             if entry.name == f".{name}.{middle}.tmp" and len(middle) == 16:
                 with suppress(OSError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE:
-                        os.unlink(entry.path)
+                        remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                        remove(entry.path)
 
 
-def _sync_directory(directory: str) -> None:
+def sync_directory(directory: str) -> None:
     """Make a rename durable, where the system can open a directory."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
@@ -159,6 +165,14 @@ class ArchiveError(ValueError):
     """A file is no archive of arrays, or an array cannot be stored in one."""
 
 
+class StoredArray(NamedTuple):
+    """One array of an archive: its dtype and shape, and a function that reads it."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray]
+
+
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Return the arrays of a file by their names; nothing in it is executed.
 
@@ -166,12 +180,30 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ArchiveError: the file is damaged, of another kind, or holds something else than arrays.
         OSError: it cannot be opened.
     """
+    with _open_npz(path) as (archive, members):
+        return {_array_name(member): _read_array(archive, member) for member in members}
+
+
+def describe_npz(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+    """Return the arrays of a file by their names without reading them; raises what `read_npz` raises."""
+
+    def load(member: zipfile.ZipInfo) -> np.ndarray:
+        with _open_npz(path) as (archive, _):
+            return _read_array(archive, member)
+
+    with _open_npz(path) as (archive, members):
+        headers = [(member, *_read_array_header(archive, member)) for member in members]
+    return {_array_name(member): StoredArray(dtype, shape, partial(load, member)) for member, shape, dtype in headers}
+
+
+@contextmanager
+def _open_npz(path: str | os.PathLike[str]) -> Iterator[tuple[zipfile.ZipFile, list[zipfile.ZipInfo]]]:
     with open(path, "rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = [member for member in archive.infolist() if not member.is_dir()]
                 _require_distinct(members)
-                return {_array_name(member): _read_array(archive, member) for member in members}
+                yield archive, members
         except ArchiveError:
             raise
         except Exception as error:  # each codec raises errors of its own, and so does the header of an array
@@ -213,6 +245,25 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
             return np.lib.format.read_array(file, allow_pickle=False)
     except ValueError as error:
         raise ArchiveError(f"{_array_name(member)!r}: {str(error).splitlines()[0]}") from None
+
+
+def _read_array_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    with archive.open(member) as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            if version in HEADERS:
+                shape, _, dtype = HEADERS[version](file)
+                if dtype.hasobject:
+                    raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
+                return shape, dtype
+        except ValueError as error:
+            raise ArchiveError(f"{_array_name(member)!r}: {str(error).splitlines()[0]}") from None
+    array = _read_array(archive, member)
+    return array.shape, array.dtype
+
+
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""The readers of headers, by version; a later version holds structures, which no weights are."""
 
 
 def _require_distinct(members: Iterable[zipfile.ZipInfo]) -> None:

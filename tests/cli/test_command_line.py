@@ -99,6 +99,9 @@ def test_names_are_listed(user, fw, capsys):
     found, _ = told(capsys, "names", f"{user}:Net", "x32.npy", "--kind", "parameter")
     assert WEIGHT[fw.name].split("[")[0] in [one["name"] for one in found["names"]]
     assert {one["kind"] for one in found["names"]} == {"parameter"}
+    if fw.name == "torch":
+        found, _ = told(capsys, "names", f"{user}:Net", "--match", "**weight")
+        assert [one["kind"] for one in found["names"]] == ["parameter"] * len(found["names"])
 
 
 def test_pictures_and_reports(user, fw, capsys, tmp_path):

@@ -100,7 +100,7 @@ PARSING = {
     "an unknown option": ("grad a.py:f --fly", "unrecognized arguments: --fly"),
     "an unknown choice": ("grad a.py:f --unconnected perhaps", "'elementgrad grad --help' has the options"),
     "two answers to one question": ("report a.py:f [1.0] --of y[0] --of y[1]", "--of is given twice; give it once"),
-    "no file to write": ("patch apply a.npz b.safetensors", "the following arguments are required: --out"),
+    "no file to write": ("patch diff a.npz b.npz", "the following arguments are required: --out"),
 }
 
 

@@ -1,5 +1,6 @@
 """Why a gradient is missing, zero, not finite or wrong: every broken program by its cause and line."""
 
+import dataclasses
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import keras
 import pytest
 import torch
+
+from elementgrad._names.call import BoundCall
 
 SUPPORT = Path(__file__).parent.parent / "support"
 NEEDS = {"broken_jax_modules": "flax"}
@@ -27,14 +30,28 @@ def seeded():
     keras.utils.set_random_seed(0)
 
 
+@pytest.fixture
+def runs(monkeypatch):
+    """Count the calls of the user's function."""
+    calls, run = [], BoundCall._run
+
+    def counted(self, *args):
+        calls.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(BoundCall, "_run", counted)
+    return calls
+
+
 def test_there_are_many_of_them():
     assert len(BROKEN) >= 120
     assert len(HEALTHY) >= 60
 
 
 @pytest.mark.parametrize("program", BROKEN, ids=str)
-def test_a_broken_program_is_explained(program):
+def test_a_broken_program_is_explained(program, runs):
     found = program.explained()
+    assert len(runs) <= 4
     assert (found.verdict, found.cause) == (program.verdict, program.cause), found
     if program.where is not None:
         assert found.where == program.where, found
@@ -42,7 +59,23 @@ def test_a_broken_program_is_explained(program):
 
 
 @pytest.mark.parametrize("program", HEALTHY, ids=str)
-def test_a_healthy_program_raises_no_alarm(program):
+def test_a_healthy_program_raises_no_alarm(program, runs):
     found = program.explained()
+    assert len(runs) <= 4
     assert (found.verdict, found.cause) == ("flows", None), found
     assert found.path or found.of in ("the loss", "the result"), "no step was seen"
+
+
+@pytest.mark.parametrize("program", [p for p in [*BROKEN, *HEALTHY[::4]] if not str(p).startswith("jax")], ids=str)
+def test_without_a_probe_the_function_runs_at_most_twice(program, runs):
+    options = program.options | {"probe": False}
+    verdict = dataclasses.replace(program, options=options).explained().verdict
+    assert len(runs) <= 2
+    wrong_numbers_are_not_tried = program.verdict == "mismatch" and verdict in ("flows", "zero")
+    assert verdict == program.verdict or wrong_numbers_are_not_tried
+
+
+@pytest.mark.parametrize("program", [p for p in BROKEN if str(p).startswith("jax")][::8], ids=str)
+def test_without_a_probe_a_function_of_jax_runs_at_most_twice(program, runs):
+    dataclasses.replace(program, options=program.options | {"probe": False}).explained()
+    assert len(runs) <= 2

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from elementgrad._backends.torch.explain_ops import TorchCall
-from elementgrad._backends.torch.explain_rules import known_dependence, probe_dependence
-from elementgrad._names import pytree as tree
+from elementgrad._backends.torch.explain import TorchTrace
+from elementgrad._backends.torch.names import TorchModel
+from elementgrad._backends.torch.trace import TorchOpRecorder
+from elementgrad._explain.dependence import dependent_outputs
 
 X, WEIGHT, BIAS, SCALE = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5), torch.randn(4)
 TURNED = X.transpose(1, 2).contiguous()
@@ -31,22 +32,32 @@ CALLS = {
 }
 
 
+def recorded(function, args, kwargs):
+    recorder = TorchOpRecorder(lambda x: False, TorchModel(None), keeps=True)
+    with recorder.recording():
+        function(*args, **kwargs)
+    (op,) = recorder.recorded_ops()
+    return op
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rule_says_what_trying_says(call):
+def test_a_kind_says_what_trying_says(call):
     function, args, kwargs, places = CALLS[call]
-    masks = {}
+    op = recorded(function, args, kwargs)
+    masks = [None] * len(op.operands)
     for x, index in places:
-        masks[id(x)] = np.zeros(tuple(x.shape), bool)
-        masks[id(x)][index] = True
-    made = [x for x in tree.leaves_of(function(*args, **kwargs)) if isinstance(x, torch.Tensor)]
-    taken = [x for x in tree.leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)]
-    ran = TorchCall(function.__name__, function, args, kwargs, taken, made, 0)
-    found, expected = known_dependence(ran, masks), probe_dependence(ran, {}, masks)
+        position = next(n for n, y in enumerate(op.operands) if y.data_ptr() == x.data_ptr() and y.shape == x.shape)
+        masks[position] = np.zeros(tuple(x.shape), bool)
+        masks[position][index] = True
+    found = dependent_outputs(op, masks, TorchTrace.numbers)
+    op.kind = None
+    expected = dependent_outputs(op, masks, TorchTrace.numbers)
     assert any(mask.any() for mask in expected)
     for mask, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mask, other)
 
 
 def test_a_factor_of_zero_has_to_be_tried():
-    ran = TorchCall("mul", torch.Tensor.mul, (X, 0.0), {}, [X], [X * 0.0], 0)
-    assert known_dependence(ran, {id(X): np.ones(tuple(X.shape), bool)}) is None
+    op = recorded(torch.Tensor.mul, (X, 0.0), {})
+    (mask,) = dependent_outputs(op, [np.ones(tuple(X.shape), bool)], TorchTrace.numbers)
+    assert not mask.any()

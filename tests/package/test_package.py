@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 SOURCE = Path(eg.__file__).parent
 MODULES = sorted(set(SOURCE.rglob("*.py")) - set(SOURCE.glob("_tour/cells/*.py")))  # which are scripts
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax"}
-BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_backends"}
+BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_cone", "_backends"}
 """What backends may build on; all else builds on them."""
 INTERFACES = {
     *("_read.backend", "_train.trainer", "_train.numbers"),
-    *("_explain.backend", "_explain.trace", "_explain.dependence"),
+    *("_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
 }
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}

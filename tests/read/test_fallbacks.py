@@ -1,5 +1,8 @@
 """What cannot be had in one way is had in another: without rules for stacks, for a direction, for attention."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,3 +229,32 @@ def test_modules_of_pytorch_that_hand_their_input_on_or_write_to_it(module, slop
     assert x.tolist() == [-1, 2, 3]
     if slope[0]:
         assert J.value.data_ptr() != x.data_ptr()
+
+
+def test_threads_take_turns_in_forward_sweeps_of_pytorch():
+    """PyTorch has one level of dual numbers for all threads."""
+
+    class ForwardOnly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(0.001)  # so that other threads come by
+            ctx.save_for_forward(x)
+            return x**2
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return 2 * ctx.saved_tensors[0] * tangent
+
+    x = torch.arange(1.0, 9)
+    J = eg.jacobian(lambda x: torch.sin(ForwardOnly.apply(x)), x)
+
+    def read(number):
+        if number % 3 == 2:
+            return eg.grad(lambda x: (x**2).sum(), x)[number % 8]
+        return J[:, number % 8][number % 8] if number % 3 else eg.jacobian(torch.tanh, x)[:, :2][1, 1]
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(read, range(96)))
+    slopes = (1 - torch.tanh(x[1]) ** 2).expand(8), 2 * x * torch.cos(x**2), 2 * x
+    expected = [slopes[number % 3][number % 8] for number in range(96)]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))

@@ -12,6 +12,7 @@ SETTINGS = {
         "jax_numpy_rank_promotion": "raise",
         "jax_numpy_dtype_promotion": "strict",
         "jax_enable_checks": True,
+        "jax_check_tracer_leaks": True,
     },
     "debug_nans": {"jax_debug_nans": True},
 }

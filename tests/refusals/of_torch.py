@@ -194,7 +194,7 @@ RANKING = {
     "k is a bool": ({"k": True}, eg.OptionError, "k=True is not a number of elements"),
     "k is large": ({"k": 999}, eg.OptionError, "k=999 is more than the 89 elements that there are to choose from"),
     "k is large for these": ({"k": 5, "among": "4.bias"}, eg.OptionError, "k=5 is more than the 3 elements"),
-    "by": ({"by": "size"}, eg.OptionError, 'by=\'size\' is none of "gradient", "fisher" and "magnitude"'),
+    "by": ({"by": "size"}, eg.OptionError, 'by=\'size\' is none of "gradient", "fisher", "magnitude" and "random"'),
     "by is a list": ({"by": ["fisher"]}, eg.OptionError, "is none of"),
     "loss_fn is a loss": ({"loss_fn": 3.0}, eg.OptionError, "loss_fn=3.0 cannot be called; give a function"),
     "loss_fn is left out": ({"loss_fn": None}, eg.OptionError, "loss_fn=None cannot be called"),

@@ -19,7 +19,7 @@ import torch
 import elementgrad as eg
 from elementgrad._read import workers as driver
 from elementgrad._read import workers as worker
-from elementgrad._read.zarr import Store, fingerprint
+from elementgrad._read.zarr import Store
 from tests.support.distributed_functions import arguments, net, watched
 from tests.support.distributed_pools import QUIET, ROOT, SPAWN, Counted, Gated, Losing
 
@@ -129,9 +129,7 @@ def test_many_are_in_flight_only_while_workers_write_themselves(tmp_path):
     blocks = J.blocks()
     assert len(blocks) == 100
     payload = driver._make_payload(J, blocks.plan, blocks.layout)
-    store = Store.at(
-        tmp_path / "j.zarr", blocks.layout, np.dtype("float32"), "J", fingerprint(J, blocks.layout, blocks._probes)
-    )
+    store = Store.at(tmp_path / "j.zarr", blocks.layout, np.dtype("float32"), "J", blocks._fingerprint())
     for seeing, late in ((100, False), (20, True)):
         with Counted(seeing) as pool:
             flight = driver._Flight(pool, payload, None, store, 2)

@@ -1,5 +1,6 @@
 """PyTorch programs in which another cause lies near: ties, masks, writes that autograd misses, new leaves, fixes."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -91,6 +92,27 @@ def other_data():
 @BROKEN.says("mismatch", "modified-through-data")
 def a_write_to_what_is_detached():
     return _written(lambda h: h.detach().add_(h.detach()))  # <- here
+
+
+@BROKEN.says("mismatch", "modified-through-data")
+def a_write_by_numpy():
+    def write(h):
+        numbers = h.detach().numpy()  # <- here
+        numbers *= 2
+
+    return _written(write)
+
+
+@BROKEN.says("mismatch", "modified-through-data")
+def a_write_by_numpy_to_what_is_saved():
+    def f(x):
+        h = x * 2
+        numbers, y = np.asarray(h.detach()), h * h  # <- here
+        del h
+        numbers[:] = 7
+        return y.sum()
+
+    return f, X
 
 
 @BROKEN.says("mismatch", "modified-through-data")

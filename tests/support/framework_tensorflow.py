@@ -43,12 +43,12 @@ def hessians(f: Function, x: tf.Tensor) -> dict[str, np.ndarray]:
     columns = []
     for position in range(int(tf.size(x))):
         direction = tf.reshape(tf.one_hot(position, tf.size(x), dtype=x.dtype), x.shape)
-        columns.append(jvp(lambda x: _gradient(f, x), [x], [direction]))
+        columns.append(jvp(lambda x: plain_gradient(f, x), [x], [direction]))
     forward = np.stack(columns, axis=-1).reshape(tuple(x.shape) * 2)
     return {"reverse over reverse": np.asarray(reverse), "forward over reverse": forward}
 
 
-def _gradient(f: Function, x: tf.Tensor) -> tf.Tensor:
+def plain_gradient(f: Function, x: tf.Tensor) -> tf.Tensor:
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = f(x)

@@ -276,3 +276,14 @@ def leaves_made_in_a_step():
             optimizer.step()
 
     return step
+
+
+@HEALTHY.says("flows", wrt="x[1]")
+def numpy_that_only_reads():
+    def f(x):
+        h = x * 2
+        numbers = h.detach().numpy()
+        h.add_(1)
+        return (h * h / float(numbers[0])).sum()
+
+    return f, torch.tensor([1.0, 2.0])

@@ -184,7 +184,7 @@ class TensorflowOps(Operations):
         return lambda x: tf.vectorized_map(f, x)
 
     def grad(self, f: Function) -> Function:
-        return lambda x: tf.convert_to_tensor(TENSORFLOW._gradient(f, x))  # that of a lookup is sparse
+        return lambda x: tf.convert_to_tensor(TENSORFLOW.plain_gradient(f, x))  # that of a lookup is sparse
 
     def loop(self, count: int, step: Function, x: Any) -> Any:
         """A loop of the graph: outside `tf.function`, `tf.while_loop` is a loop of Python."""

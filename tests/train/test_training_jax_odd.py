@@ -1,11 +1,17 @@
 """Training elements of JAX parameters: what is out of the ordinary in parameters, indices and losses."""
 
+import math
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import elementgrad as eg
+from tests.support.made import counts
 
 
 def image(w):
@@ -85,6 +91,75 @@ def test_other_parameters_may_stand_out_where_these_did_not(odd):
         np.testing.assert_allclose(x_slope, slopes[1], rtol=1e-12)
 
 
+@pytest.mark.parametrize("case", PRODUCTS)
+@settings(max_examples=counts(12))
+@given(data=st.data())
+def test_made_numbers_that_are_not_finite_give_what_the_dense_gradient_gives(case, data):
+    """In the parameters, elements that train among them, in their values, and in what they are multiplied with."""
+    shape, _, place = PRODUCTS[case]
+    elements, x, ours, dense = compiled_product(case)
+    count = math.prod(shape)
+    positions = eval(f"np.arange({count}).reshape({shape}){place[1:]}").ravel().tolist()
+    odd = st.sampled_from([np.inf, -np.inf, np.nan, 1e300, -1e305])
+    numbers = np.random.default_rng(0).normal(size=count)
+    for where, most in ((st.sampled_from(positions), 2), (st.integers(0, count - 1), 3)):
+        for position, number in data.draw(st.dictionaries(where, odd, max_size=most)).items():
+            numbers[position] = number
+    params = {"w": jnp.asarray(numbers.reshape(shape)), "scale": jnp.ones(2)}
+    values = elements.values
+    row = np.array(values[place])
+    for position, number in data.draw(st.dictionaries(st.integers(0, len(row) - 1), odd, max_size=1)).items():
+        row[position] = number
+    values[place] = jnp.asarray(row + data.draw(st.sampled_from([0.0, 0.3])))
+    if data.draw(st.booleans()):
+        x = x.at[1, 1].set(data.draw(st.sampled_from([np.inf, np.nan, 0.0])))
+    function = ours if data.draw(st.integers(0, 7)) else ours.__wrapped__  # the parameters are known there
+    for found, expected in zip(*map(jax.tree.leaves, (f(values, params, x) for f in (function, dense))), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@cache
+def compiled_product(case):
+    """Return elements, a factor, and the loss with its gradients by the values, a scale before it, and the factor."""
+    shape, multiply, place = PRODUCTS[case]
+    random = np.random.default_rng(0)
+    params = {"w": jnp.asarray(0.3 * random.normal(size=shape)), "scale": jnp.ones(2)}
+    elements = eg.trainable(params, [place, "scale[1]"])
+
+    def loss(params, x):
+        return jnp.tanh(multiply(x * params["scale"][1], params["w"])).sum()
+
+    @jax.jit
+    def ours(values, params, x):
+        def both(x):
+            return elements.value_and_grad(lambda params: loss(params, x), values, params=params)
+
+        return jax.value_and_grad(both, has_aux=True)(x)
+
+    @jax.jit
+    def dense(values, params, x):
+        total, slopes = jax.value_and_grad(lambda values, x: loss(elements.merge(values, params=params), x), (0, 1))(
+            values, x
+        )
+        return (total, slopes[0]), slopes[1]
+
+    return elements, jnp.asarray(random.normal(size=(4, 20))), ours, dense
+
+
+def test_other_numbers_may_be_too_large_for_the_dtype_of_a_product():
+    w = jnp.full((20, 20), 0.5, jnp.float32).at[1, 5].set(1e6)
+    elements = eg.trainable({"w": w}, "w[1]")
+    values = {"w[1]": jnp.full(20, 0.25)}
+
+    def loss(params):
+        return jnp.tanh(jnp.ones((1, 20), jnp.float16) @ params["w"].astype(jnp.float16)).sum()
+
+    found, slope = elements.value_and_grad(loss, values)
+    expected, slopes = jax.value_and_grad(lambda values: loss(elements.merge(values)))(values)
+    assert found == expected
+    np.testing.assert_array_equal(slope["w[1]"], slopes["w[1]"])
+
+
 @pytest.mark.parametrize("place", ["w[1, 1]", "w[1]", "w[:, 1]"])
 def test_infinite_numbers_beside_the_elements_are_multiplied_by_no_zero(place):
     """Ones that are there when the elements are made, and ones in other parameters whose numbers are known."""
@@ -95,8 +170,8 @@ def test_infinite_numbers_beside_the_elements_are_multiplied_by_no_zero(place):
     def loss(params, x):
         return jnp.tanh(x @ params["w"] / 1e3).sum()
 
-    for given, other in ((infinite, None), ({"w": table}, infinite)):
-        elements = eg.trainable(given, place)
+    for first, other in ((infinite, None), ({"w": table}, infinite)):
+        elements = eg.trainable(first, place)
         values = {place: 0.5 * elements.values[place]}
         values[place] = jnp.where(jnp.isfinite(values[place]), values[place], 1)
         expected, slopes = jax.value_and_grad(lambda v, e=elements, o=other: loss(e.merge(v, params=o), x))(values)

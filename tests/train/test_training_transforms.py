@@ -188,6 +188,6 @@ def test_made_models_have_the_gradients_of_the_plain_model(made):
     torch.manual_seed(seed)
     model = Made(width, layers, table).double()
     ids, x = torch.randint(6, (batch, length)), torch.randn(batch, length, width, dtype=torch.float64)
-    # PyTorch itself multiplies in another order in these where a weight asks for its gradient.
+    # Without gradients PyTorch multiplies in another order in these.
     like_frozen = not {"gru", "attention"} & set(layers)
     assert_gradients(model, places_of(model, how, seed), ids, x, like_frozen=like_frozen)

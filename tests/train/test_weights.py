@@ -72,10 +72,9 @@ def test_another_file_is_refused_and_stays_as_it_is(tmp_path):
             use(other, patch)
     with pytest.raises(eg.PatchError, match="no tensor named 'weight'; there are: ids"):
         eg.apply(Weights({"ids": other.tensors["ids"]}), patch)
-    with pytest.raises(eg.FrameworkError, match="weights in a file do not train"):
-        eg.trainable(other, "weight[0, 0]")
-    with pytest.raises(eg.DtypeError, match="ids is int64, and only floats are patched"):
-        eg.trainable(other, "ids[0]")
+    for place in ("weight[0, 0]", "ids[0]"):
+        with pytest.raises(eg.FrameworkError, match="weights in a file do not train"):
+            eg.trainable(other, place)
     held = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     held["weight"] = held["weight"].copy()
     held["weight"][2, 3] += 1.0

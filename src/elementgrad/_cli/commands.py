@@ -9,7 +9,8 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,10 @@ from elementgrad._cli.parser import make_parser
 from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
 from elementgrad._read.budget import parse_budget
-from elementgrad._train.api import reverse_patch
+from elementgrad._train.api import apply_to_path, patch_state, reverse_patch
+from elementgrad._train.diff import compare
+from elementgrad._train.entries import place_label
+from elementgrad._train.folder import read_weights
 from elementgrad._train.routing import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
@@ -52,7 +56,7 @@ FINDINGS = {
     "zero": "the gradient is zero everywhere; `elementgrad explain` says why",
     "nonfinite": "the gradient is not finite; `elementgrad explain` says why",
 }
-FILE_ARGUMENTS = ("model", "inputs", "out", "plot", "patch", "target")
+FILE_ARGUMENTS = ("model", "inputs", "out", "plot", "patch", "target", "before", "after")
 """Arguments for which a shell completes file names."""
 
 
@@ -157,11 +161,10 @@ def check(*, of: str | None, wrt: str | None, json: bool, **target_options: Any)
     return 0 if report else FINDING
 
 
-def names(*, kind: str | None, json: bool, **target_options: Any) -> None:
-    """Print the table of names."""
+def names(*, kind: str | None, match: str | None, json: bool, **target_options: Any) -> None:
+    """Print the table of names; without inputs, of those that need no run."""
     with user_code():
-        table = CommandTarget(**target_options).call(eg.names)
-    table = type(table)([name for name in table if kind in (None, name.kind)])
+        table = CommandTarget(**target_options, needs_inputs=False).call(eg.names, kind=kind, match=match)
     _print_result(repr(table), {"command": "names", "names": [asdict(name) for name in table]}, json)
 
 
@@ -191,27 +194,47 @@ def report(
     _print_result(str(path), {"command": "report", "out": str(path)}, json)
 
 
-def inspect_patch(*, patch: str, json: bool) -> None:
-    """Print the changes that a patch holds."""
+def inspect_patch(*, patch: str, target: str | None, json: bool) -> int:
+    """Print the changes that a patch holds, and whether weights are those that it was made for."""
     contents = eg.inspect(patch)
-    fields = ("place", "name", "shape", "dtype", "largest_change", "fingerprint")
+    fields = ("name", "shape", "dtype", "largest_change", "fingerprint")
     entries = [
-        {field: getattr(entry, field) for field in fields} | {"elements": len(entry.indices)}
+        {field: getattr(entry, field) for field in fields}
+        | {"place": entry.label if entry.is_scattered else entry.place, "elements": len(entry.indices)}
         for entry in contents.entries
     ]
-    _print_result(repr(contents), {"command": "patch inspect", "elements": contents.size, "entries": entries}, json)
+    result = {"command": "patch inspect", "elements": contents.size, "entries": entries}
+    text, code = repr(contents), 0
+    if target is not None:
+        state, reason = patch_state(read_weights(target), contents)
+        result |= {"target": target, "state": state}
+        text += f"\n{target}: {state}" + (f", since {reason}" if reason else "")
+        code = FINDING if reason else 0
+    _print_result(text, result, json)
+    return code
 
 
-def apply_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
+def diff_patch(
+    *, before: str, after: str, out: str, only_common: bool, no_originals: bool, compress: bool, json: bool
+) -> None:
+    """Write the patch that makes one set of weights of another."""
+    _require_writable(out, (".safetensors",))
+    with _progress_bar("comparing") as progress:
+        patch = compare(read_weights(before), read_weights(after), only_common, not no_originals, progress)
+    patch.write(out, compress=compress)
+    result = {"command": "patch diff", "elements": patch.size, "tensors": len(patch.entries), "out": out}
+    _print_result(repr(patch), result, json)
+    say(f"{out} is written: {patch.size} elements of {len(patch.entries)} tensors")
+
+
+def apply_patch(*, target: str, patch: list[str], out: str | None, link: bool, json: bool) -> None:
     """Write weights with the values of patches in them."""
-    patches = [eg.inspect(path) for path in patch]
-    _patch_weights("apply", target, out, json, lambda model: patches)
+    _patch_weights("apply", target, patch, out, link, json)
 
 
-def undo_patch(*, target: str, patch: list[str], out: str, json: bool) -> None:
+def undo_patch(*, target: str, patch: list[str], out: str | None, link: bool, json: bool) -> None:
     """Write weights as they were before patches."""
-    patches = [eg.inspect(path) for path in patch]
-    _patch_weights("undo", target, out, json, lambda model: [reverse_patch(model, patches)])
+    _patch_weights("undo", target, patch, out, link, json)
 
 
 def completion(*, shell: str) -> None:
@@ -299,36 +322,55 @@ def _diagnosis_to_dict(diagnosis: eg.Diagnosis) -> dict[str, Any]:
     return {field: getattr(diagnosis, field) for field in fields} | {"value": value}
 
 
-def _patch_weights(
-    action: str, target: str, out: str, json: bool, choose_patches: Callable[[Any], Sequence[eg.Patch]]
-) -> None:
-    """Apply the patches that are chosen for a model, write its weights to `out`, and print the changed places."""
-    _require_writable(out, (*ENDINGS, *KERAS_FILES))
-    with user_code():
-        model = load_object(target)[0] if is_reference(target) else _read_weights(target)
-        places: list[str] = []
-        for patch in choose_patches(model):
-            elements = eg.apply(model, patch)
-            if isinstance(trainer_of(model), FunctionalTrainer):  # whose parameters are never written to
-                model = elements.merge()
-            places += map(str, elements.places)
-        _save_model(model, out)
+def _patch_weights(action: str, target: str, paths: list[str], out: str | None, link: bool, json: bool) -> None:
+    """Put patches into weights or a model, or take them back, write the weights, and print the changed places."""
+    if is_reference(target):
+        places = _patch_model(action, target, paths, out)
+    else:
+        if out is not None and not Path(target).is_dir():
+            _require_writable(out, ENDINGS)
+        written, places = apply_to_path(target, paths, undo=action == "undo", out=out, link=link)
+        out = str(written)
     _print_result("\n".join(places), {"command": f"patch {action}", "places": places, "out": out}, json)
     say(f"{out} is written")
 
 
-def _read_weights(path: str) -> Weights:
-    if not path.endswith(ENDINGS):
-        raise InputError(f"{path} is no weights; give a .safetensors or .npz file, or file.py:name of a model")
-    return Weights.read(path)
+def _patch_model(action: str, target: str, paths: list[str], out: str | None) -> list[str]:
+    if out is None:
+        raise InputError(f"{target} is a model of a program, which is not written to; give --out")
+    _require_writable(out, (*ENDINGS, *KERAS_FILES))
+    patches = [eg.inspect(path) for path in paths]
+    with user_code():
+        model = load_object(target)[0]
+        places: list[str] = []
+        for patch in [reverse_patch(model, patches)] if action == "undo" else patches:
+            elements = eg.apply(model, patch)
+            if isinstance(trainer_of(model), FunctionalTrainer):  # whose parameters are never written to
+                model = elements.merge()
+            places += map(place_label, elements.places)
+        _save_model(model, out)
+    return places
+
+
+@contextmanager
+def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how far something is, where a terminal and rich are there."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda done, total: None
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _save_model(model: Any, out: str) -> None:
     """Write all weights of a model, by the names under which its framework loads them."""
     if out.endswith(KERAS_FILES):
         _save_keras(model, out)
-    elif isinstance(model, Weights):
-        model.write(out)
     else:
         trainer = trainer_of(model)
         state_dict = getattr(model, "state_dict", None)

@@ -69,7 +69,13 @@ class CommandTarget:
     """A function or model of the user's with its arguments, to be made and called in `user_code`."""
 
     def __init__(
-        self, model: str, inputs: Sequence[str], named: Sequence[str], framework: str | None, dtype: str | None
+        self,
+        model: str,
+        inputs: Sequence[str],
+        named: Sequence[str],
+        framework: str | None,
+        dtype: str | None,
+        needs_inputs: bool = True,
     ):
         with _show_progress(f"loading {model}"):
             self.function, module = load_object(model)
@@ -84,6 +90,8 @@ class CommandTarget:
         target_dtype = dtype or _model_dtype(self.backend, self.function)
         with self._precision():
             self.args, self.kwargs = pytree.map_tree(arguments, lambda leaf: self._to_tensor(leaf, target_dtype))
+        if not needs_inputs and not self.args and not self.kwargs:
+            return
         try:
             BoundArguments.of(self.function, self.args, self.kwargs)
         except TypeError as error:

@@ -159,10 +159,13 @@ def _add_names(commands: Any) -> None:
         "every tensor that --of and --wrt can name",
         """examples:
   elementgrad names net.py:net x.npy
-  elementgrad names net.py:net x.npy --kind parameter""",
+  elementgrad names net.py:net x.npy --kind given
+  elementgrad names net.py:net --match 'encoder.*.weight'""",
     )
     _add_target(names)
-    names.add_argument("--kind", choices=("input", "activation", "output", "parameter", "buffer"), help="only these")
+    kinds = ("input", "activation", "given", "output", "parameter", "buffer")
+    names.add_argument("--kind", choices=kinds, help="only these")
+    names.add_argument("--match", help="only names that match: * within a component, ** across them")
     _add_output_options(names)
 
 
@@ -186,18 +189,44 @@ In place of MODEL stands the file of a patch for a page about what was trained."
 
 
 def _add_patch(commands: Any) -> None:
-    patch = commands.add_parser("patch", help="look into a patch, put it into weights, take it back")
+    patch = commands.add_parser(
+        "patch", help="make a patch of two checkpoints, look into it, put it into weights, take it back"
+    )
     actions = patch.add_subparsers(dest="action", required=True, metavar="action")
     inspect = _add_command(
         actions,
         "inspect",
         "what a patch changes",
         """examples:
-  elementgrad patch inspect patch.safetensors""",
+  elementgrad patch inspect patch.safetensors
+  elementgrad patch inspect patch.safetensors checkpoint/
+
+With WEIGHTS, exit code 1 says that the patch was not made for them.""",
         run="inspect_patch",
     )
     inspect.add_argument("patch", metavar="PATCH", help="the file of a patch")
+    inspect.add_argument("target", metavar="WEIGHTS", nargs="?", help="say whether it fits this file or folder")
     _add_output_options(inspect)
+    diff = _add_command(
+        actions,
+        "diff",
+        "the patch that makes one checkpoint of another",
+        """examples:
+  elementgrad patch diff base/ tuned/ --out patch.safetensors
+  elementgrad patch diff base.safetensors tuned.npz --out patch.safetensors --no-originals
+
+Weights are compared by bits, one tensor at a time.""",
+        run="diff_patch",
+    )
+    diff.add_argument("before", metavar="BEFORE", help="a .safetensors or .npz file, or a folder with shards")
+    diff.add_argument("after", metavar="AFTER", help="the same tensors, as a file or folder")
+    diff.add_argument("--out", metavar="FILE", required=True, help="the file of the patch")
+    diff.add_argument("--only-common", action="store_true", help="leave out tensors that one of them has alone")
+    diff.add_argument(
+        "--no-originals", action="store_true", help="keep a checksum of the values before, not the values"
+    )
+    diff.add_argument("--compress", action="store_true", help="compress the file, which needs zstandard")
+    _add_output_options(diff)
     for name, summary, example in (
         (
             "apply",
@@ -212,13 +241,17 @@ def _add_patch(commands: Any) -> None:
             summary,
             f"""examples:
   elementgrad patch {name} {example}
+  elementgrad patch {name} checkpoint/ patch.safetensors
   elementgrad patch {name} net.py:net patch.safetensors --out weights.npz
 
+Without --out the file or folder itself is changed, as a whole or not at all.
 Weights that the patch was not made for are refused, and no file is written.""",
             run=f"{name}_patch",
         )
         action.add_argument(
-            "target", metavar="WEIGHTS", help="a .safetensors or .npz file of weights, or file.py:name of a model"
+            "target",
+            metavar="WEIGHTS",
+            help="a .safetensors or .npz file, the folder of a checkpoint, or file.py:name of a model",
         )
         action.add_argument(
             "patch", metavar="PATCH", nargs="+", help="the file of a patch, or several that belong together"
@@ -226,8 +259,11 @@ Weights that the patch was not made for are refused, and no file is written.""",
         action.add_argument(
             "--out",
             metavar="FILE",
-            required=True,
-            help="where all the weights go: .safetensors or .npz, for a Keras model also .weights.h5 or .keras",
+            help="where all the weights go: a new folder, .safetensors or .npz, for a Keras model also .weights.h5 or "
+            ".keras",
+        )
+        action.add_argument(
+            "--link", action="store_true", help="link the shards that do not change, instead of copying"
         )
         _add_output_options(action)
 

@@ -4,6 +4,7 @@ The verdict comes first, from the framework's own gradient; then the operation t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,9 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
-from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Trace, Verdict, cannot_follow
+from elementgrad._explain.replay import Replay
+from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace, Verdict, cannot_follow
+from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
 from elementgrad._place.place import Place, parse_place, parse_target
@@ -36,6 +39,8 @@ Tensor = Any
 T = TypeVar("T")
 SUSPECT_CAUSES = ("modified-through-data", "hook", "custom-rule")
 """With a hint of these, a gradient that flows is compared with differences; the likeliest first."""
+RUNS = {False: 2, True: 4}
+"""How often the function runs at most, without and with a probe."""
 UNSEEN = "no step was seen on the way that the gradient takes, so that the path is not known"
 
 
@@ -49,7 +54,7 @@ def explain(
     probe: bool = True,
     names_from: Any = None,
     **arguments: Any,
-) -> Diagnosis:
+) -> Any:
     """Explain why the gradient of `of` with respect to `wrt` is missing, zero, NaN or wrong: cause, line and fix.
 
     Give a function or model with its arguments, and name both sides as for `eg.grad`. On PyTorch also live tensors,
@@ -60,14 +65,17 @@ def explain(
         f: The function or model; left out for live tensors.
         *args: Its arguments.
         kwargs: Its keyword arguments.
-        of: What is differentiated, by name or place; the only floating output if left out.
-        wrt: What it is differentiated by; the only floating input if left out.
-        probe: False to try nothing out by moving an element, which takes more runs.
+        of: What is differentiated, by name or place; the only floating output if left out. A list, tuple or dict asks
+            about several, from one run of the function.
+        wrt: What it is differentiated by; the only floating input if left out. Likewise.
+        probe: False to try nothing out by moving an element: the function then runs at most twice, and otherwise at
+            most four times.
         names_from: A model that `f` calls, as for `eg.jacobian`.
         arguments: More keyword arguments of `f`.
 
     Returns:
-        The diagnosis. `print` it; it is true if nothing is wrong.
+        The diagnosis. `print` it; it is true if nothing is wrong. For a list, tuple or dict the same structure of
+        them, and for two such ones a structure like `of` of structures like `wrt`.
 
     Raises:
         PlaceError: If a name fits nothing, or a live tensor is needed and none is given.
@@ -88,27 +96,80 @@ def explain(
     f, args, kwargs = gather_arguments(explain, f, args, kwargs, arguments, names_from)
     if not args and not kwargs and of is None and registry.backend_of_model(f) is None:
         return _explain_step(f, wrt)
-    place, target_place = parse_place(wrt), parse_target(of)
-    return Explanation(BoundCall(f, args, kwargs), place, target_place, probe).diagnosis()
+    return explain_together(BoundCall(f, args, kwargs), of, wrt, probe)
 
 
-class Explanation:
+def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
+    """Answer one question, or the same structure of answers as `of` and `wrt` have, all from one run."""
+    targets, places = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
+    recording = SharedRun(call, probe)
+
+    def ask(target: Place) -> Any:
+        return pytree.map_tree(places, lambda place: Explanation(call, place, target, probe, recording))
+
+    questions = pytree.map_tree(targets, ask)
+    for question in pytree.leaves_of(questions):
+        recording.add(question)
+    return pytree.map_tree(questions, Explanation.diagnosis)
+
+
+class SharedRun:
+    """One run of a function that serves several questions, or one run for each where that is not possible."""
+
+    def __init__(self, call: BoundCall, probe: bool):
+        self._call = call
+        self._probe = probe
+        self._sources: list[TensorRef] = []
+        self._targets: list[TensorRef] = []
+
+    def add(self, question: "Explanation") -> None:
+        """Have the run serve a question too."""
+        source, target = question.source, question.target
+        if source.tensor is None or self._call.backend.kind(source.tensor) in "fc":
+            self._sources += [source] if source not in self._sources else []
+        self._targets += [target] if target not in self._targets else []
+
+    @cached_property
+    def _shared(self) -> Record | None:
+        if len(self._sources) * len(self._targets) < 2:
+            return None
+        try:
+            return self._record(self._sources, self._targets)
+        except Exception:  # each question then has a run of its own, which raises what is to be raised
+            return None
+
+    def _record(self, sources: Sequence[TensorRef], targets: Sequence[TensorRef]) -> Record:
+        run = PartialCall(self._call, sources, targets)
+        return self._call.backend.load("explain").record(run, [source.tensor for source in sources], self._probe)
+
+    def trace(self, source: TensorRef, target: TensorRef) -> Trace:
+        """Return the run, seen from a source to a target."""
+        if self._shared is not None:
+            return self._shared.trace(self._sources.index(source), self._targets.index(target))
+        return self._record([source], [target]).trace(0, 0)
+
+
+class Explanation(pytree.Leaf):
     """An explanation in the making: a function at its arguments, and the places of both sides."""
 
-    def __init__(self, call: BoundCall, place: Place, target_place: Place, probe: bool):
+    def __init__(
+        self, call: BoundCall, place: Place, target_place: Place, probe: bool, recording: SharedRun | None = None
+    ):
+        self._recording = recording or SharedRun(call, probe)
         self._call = call
         self._backend = call.backend
         self._place = place
         self._target_place = target_place
         self._may_probe = probe
-        self._target = call.find_target(target_place)
+        self.target = call.find_target(target_place)
         self._value: Tensor = None
         self._failures: list[str] = []
         """Evidence that the run could not be followed, with the reasons."""
         self._names = _with_index(target_place.name or "output", target_place), ""
 
     def diagnosis(self) -> Diagnosis:
-        source = self._source()
+        source = self.source
+        self._run_limit = self._call.runs + RUNS[self._may_probe]
         self._names = self._names[0], _with_index(source.name, self._place)
         if source.tensor is not None and self._backend.kind(source.tensor) not in "fc":
             evidence = f"{source.name} is of dtype {self._backend.dtype(source.tensor)}"
@@ -123,11 +184,11 @@ class Explanation:
         if self._backend.kind(trace.target) not in "fc":
             finding = CauseFinding(None) if isinstance(trace, OpaqueTrace) else why_unconnected(path, None)
             return self._diagnosis("unconnected", finding, path)
-        of = self._call.operand(self._target_place, self._target, 0, trace.target, batch=False)
+        of = self._call.operand(self._target_place, self.target, 0, trace.target, batch=False)
         self._require_real(wrt.name, trace.source)
         self._require_real(of.name, trace.target)
         self._names = _with_index(of.name, self._target_place), self._names[1]
-        probe = Probe(self._call, source, self._target, of, wrt)
+        probe = Probe(self._call, source, self.target, of, wrt, self._run_limit)
         try:
             gradient, largest = self._gradient(trace, probe)
         except Exception as error:
@@ -137,7 +198,9 @@ class Explanation:
             return self._diagnosis("unconnected", CauseFinding.of_hint(hint), path)
         return self._judge(trace, path, probe, gradient, largest)
 
-    def _source(self) -> TensorRef:
+    @cached_property
+    def source(self) -> TensorRef:
+        """The tensor that is differentiated by."""
         try:
             return self._call.find_source(self._place)
         except DtypeError:  # no input is floating point
@@ -164,21 +227,20 @@ class Explanation:
         try:
             return self._trace_or_opaque(source)
         except DtypeError:
-            if self._target is not ONLY_OUTPUT:
+            if self.target is not ONLY_OUTPUT:
                 raise
-        self._target = TensorRef("output", "output")
+        self.target = TensorRef("output", "output")
         return self._trace_or_opaque(source)
 
     def _trace_or_opaque(self, source: TensorRef) -> Trace:
         """Trace the run. If the function runs and cannot be followed, return a trace with its derivative alone."""
-        run = PartialCall(self._call, [source], [self._target])
         try:
-            return self._backend.load("explain").trace(run, source.tensor, self._may_probe)
+            return self._recording.trace(source, self.target)
         except ElementgradError:
             raise
         except Exception as error:
             try:
-                trace = OpaqueTrace(self._backend, run, source.tensor)
+                trace = OpaqueTrace(self._backend, PartialCall(self._call, [source], [self.target]), source.tensor)
             except Exception:  # it is the function that raises
                 raise error from None
             self._failures.append(cannot_follow(error))
@@ -219,7 +281,8 @@ class Explanation:
         if not np.isfinite(gradient).all():
             return self._diagnosis("nonfinite", self._why_nonfinite(trace, path, probe, value), path)
         suspects = suspect_hints(trace.graph)
-        if suspects and self._may_probe and probe.mismatches(gradient):
+        replay = Replay(trace, *probe.seeds, probe.wrt)
+        if suspects and self._may_probe and probe.mismatches(gradient, replay):
             return self._diagnosis("mismatch" if gradient.any() else "zero", blame_hints(suspects), path)
         rounding = bool(gradient.any()) and probe.is_rounding(gradient, largest, float(np.abs(value).max(initial=0.0)))
         if rounding or not gradient.any():
@@ -239,11 +302,12 @@ class Explanation:
 
     def _why_nonfinite(self, trace: Trace, path: DataPath, probe: Probe, value: np.ndarray) -> CauseFinding:
         finite = bool(np.isfinite(value).all())
-        cotangents = self._follow(lambda: trace.cotangent_sizes(*probe.seeds, probe.wrt)) if finite else None
-        flags = self._follow(trace.finite_flags)
+        replay = Replay(trace, *probe.seeds, probe.wrt)
+        cotangents = self._follow(replay.cotangents) if finite else None
+        flags = self._follow(replay.finite_flags)
 
         def tangents() -> Any:
-            return (self._follow(lambda: trace.tangent_sizes(probe.wrt)) or (None,))[0]
+            return (self._follow(replay.tangents) or (None,))[0]
 
         return why_nonfinite(path, flags, cotangents, finite, tangents, probe.overflows)
 
@@ -253,16 +317,17 @@ class Explanation:
         Rounding remains in every precision, so none is too coarse for it. Nor does a higher precision say anything
         about a run with random numbers, which are others there, and with them what is masked.
         """
-        tangents = self._follow(lambda: trace.tangent_sizes(probe.wrt))
+        replay = Replay(trace, *probe.seeds, probe.wrt)
+        tangents = self._follow(replay.tangents)
         reaches, elsewhere = None, False
         if tangents is not None:
             reaches = float(np.abs(tangents[1].reshape(-1)[probe.of]).max(initial=0.0))
             elsewhere = bool(tangents[1].any())
         further = FurtherEvidence(
-            lambda: self._follow(lambda: trace.cotangent_sizes(*probe.seeds, probe.wrt)),
-            (lambda: None) if rounding or trace.graph.is_random else probe.gradient_size,
-            probe.moves if self._may_probe else lambda: None,
-            lambda: self._follow(lambda: trace.reach_overlap(*probe.seeds, probe.wrt)),
+            lambda: self._follow(replay.cotangents),
+            (lambda: None) if rounding or trace.graph.is_random else cache(probe.gradient_size),
+            cache(probe.moves) if self._may_probe else lambda: None,
+            lambda: self._follow(replay.overlap),
             rounding,
         )
         sizes = None if tangents is None else tangents[0]

@@ -10,7 +10,7 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.base import Backend
-from elementgrad._explain.trace import LiveReport, Trace
+from elementgrad._explain.trace import LiveReport, Record
 from elementgrad._names.arguments import referenced_values
 from elementgrad.errors import FrameworkError
 
@@ -25,11 +25,11 @@ class ExplainBackend(ABC):
     name: str
 
     @abstractmethod
-    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
-        """Run a function from one tensor to another and return its trace.
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
+        """Run a function once, from some tensors to others, and return the record.
 
-        The source is None for an activation. With `probe`, the function may run again with the source changed, to
-        show dependence that no recorded operation shows.
+        A source is None for an activation. With `probe`, the function may run again with a source changed, to show
+        dependence that no recorded operation shows.
         """
 
     @abstractmethod

@@ -268,10 +268,9 @@ def why_zero(
         return _verify_unrelated(path, _search_backwards(path, further), further, None)
     pairs = zip(path.graph.ops, tangents, strict=True)
     sizes = [(op, size) for op, size in pairs if size is not None and path.is_between(op)]
-    leaky = any(op.cut_cause == "no-grad" for op in path.cuts())  # forward derivatives pass there
     largest = max([size.at_outputs for _, size in sizes], default=0.0)
     tiny = reaches is not None and reaches <= ROUNDING * epsilon * largest
-    if reaches is not None and reaches > 0 and not leaky and not tiny:
+    if reaches is not None and reaches > 0 and not tiny:
         finding = _search_backwards(path, further)
         finding.evidence.append("forwards the derivative is not zero")
         if finding.cause == "row-not-used" and finding.op is not None:  # it is looked up, and gets no gradient

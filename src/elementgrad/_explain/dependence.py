@@ -5,14 +5,17 @@ from. So the operation runs again on several sets of other numbers, twice each, 
 in between. Integers stay as they are, since another index may not exist; booleans do not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from elementgrad._explain.trace import uneven_weights
+from elementgrad._explain.trace import Numbers, Op, uneven_weights
 
-Rerun = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
-"""Runs an operation on other numbers: takes one array per input tensor, returns one per output tensor."""
+BROADCASTS = ("elementwise", "product")
+"""Kinds of operations of which an element depends on the elements in the same place alone."""
+ADDS = ("move", "sum", "matrix product")
+"""Kinds of operations that give more wherever one of several ones becomes a two."""
 SAMPLES = (
     ("around zero", 2.0),
     ("positive", 0.125),
@@ -21,22 +24,36 @@ SAMPLES = (
     ("as they are", 0.01),
 )
 """The numbers on which an operation runs, and how far elements move to both sides of them."""
+Masks = Sequence[np.ndarray | None]
+"""A mask for each operand; None for those that do not move."""
 
 
-def dependent_outputs(
-    rerun: Rerun, inputs: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
-) -> list[np.ndarray]:
-    """Return a mask for each output, of `shapes`, given a mask for each input; None for inputs that do not move."""
+def dependent_outputs(op: Op, masks: Masks, numbers: Numbers) -> list[np.ndarray]:
+    """Return a mask for each result of an operation."""
+    if not op.results:  # a write to state, whose elements stay in their places
+        return [mask for mask in masks if mask is not None][:1]
+    shapes = [tuple(y.shape) for y in op.results]
+    if not op.can_rerun:
+        return guess_dependent_outputs(masks, shapes)
+    inputs = [numbers.array(x) for x in op.operands]
     if any(x.dtype.kind not in "fcb" and mask is not None for x, mask in zip(inputs, masks, strict=True)):
         return [np.ones(shape, bool) for shape in shapes]  # another index may lead anywhere
+    moving = [mask for mask in masks if mask is not None]
+    if op.kind in BROADCASTS and 0 not in op.scalars and len(shapes) == 1:
+        return [np.array(np.broadcast_to(np.logical_or.reduce(np.broadcast_arrays(*moving)), shapes[0]))]
+    whole = any(mask.all() for mask in moving)
+    if op.kind in ADDS and op.kind != "move" and whole and len(moving) == len(shapes) == 1 and 0 not in op.scalars:
+        return [np.ones(shapes[0], bool)]
+    samples = (("ones", 0.5),) if op.kind in ADDS and 0 not in op.scalars else SAMPLES
     dependent = [np.zeros(shape, bool) for shape in shapes]
     succeeded = False
     random = np.random.default_rng(0)
-    for numbers, distance in SAMPLES:
-        base = list(zip([_sample(x, numbers, random) for x in inputs], masks, strict=True))
-        sides = [[x if mask is None else _move(x, mask, by) for x, mask in base] for by in (-distance, distance)]
+    for sample, distance in samples:
+        base = [_sample(x, sample, random) for x in inputs]
+        fixed = [numbers.like(x, y) if m is None else None for x, m, y in zip(base, masks, op.operands, strict=True)]
         try:
-            pairs = list(zip(*map(rerun, sides), strict=True))
+            sides = [_rerun_moved(op, base, masks, fixed, by, numbers) for by in (-distance, distance)]
+            pairs = list(zip(*sides, strict=True))
         except Exception:  # the operation refuses these numbers
             continue
         if [a.shape for a, _ in pairs] != list(shapes) or [b.shape for _, b in pairs] != list(shapes):
@@ -46,6 +63,22 @@ def dependent_outputs(
         if all(mask.all() for mask in dependent):
             break
     return dependent if succeeded else guess_dependent_outputs(masks, shapes)
+
+
+def _rerun_moved(
+    op: Op, arrays: Sequence[np.ndarray], masks: Masks, fixed: Sequence[Any], by: float, numbers: Numbers
+) -> list[np.ndarray]:
+    """Run an operation with masked elements moved; `fixed` are the operands that have none."""
+    operands = [
+        numbers.like(_move(array, mask, by), x) if mask is not None else other
+        for array, mask, x, other in zip(arrays, masks, op.operands, fixed, strict=True)
+    ]
+    return [numbers.array(y) for y in op.rerun(operands)]
+
+
+def _rerun(op: Op, arrays: Sequence[np.ndarray], numbers: Numbers) -> list[np.ndarray]:
+    operands = [numbers.like(array, x) for array, x in zip(arrays, op.operands, strict=True)]
+    return [numbers.array(y) for y in op.rerun(operands)]
 
 
 def guess_dependent_outputs(masks: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
@@ -58,22 +91,23 @@ def guess_dependent_outputs(masks: Sequence[np.ndarray | None], shapes: Sequence
     return [np.logical_or.reduce(moving) if elementwise[shape] else np.ones(shape, bool) for shape in shapes]
 
 
-def is_tied(
-    rerun: Rerun, inputs: Sequence[np.ndarray], masks: Sequence[np.ndarray | None], bfloat16: Sequence[bool]
-) -> bool:
+def is_tied(op: Op, masks: Masks, numbers: Numbers) -> bool:
     """Return True if masked elements are level with what a maximum or the like chose instead of them.
 
     Then the least move of them shows in the output. So no rule is needed for which elements compete with each other:
-    those of a window, of an axis or of a segment. `bfloat16` says which inputs are bfloat16, held in float32.
+    those of a window, of an axis or of a segment.
     """
     try:
-        before = rerun(inputs)
+        inputs = [numbers.array(x) for x in op.operands]
+        before = _rerun(op, inputs, numbers)
         for direction in (1.0, -1.0):
             nudged = [
-                x if mask is None or x.dtype.kind != "f" else _nudge(x, mask, direction * (1 << 16 if coarse else 1))
-                for x, mask, coarse in zip(inputs, masks, bfloat16, strict=True)
+                x
+                if mask is None or x.dtype.kind != "f"
+                else _nudge(x, mask, direction * (1 << 16 if numbers.is_bfloat16(operand) else 1))
+                for x, mask, operand in zip(inputs, masks, op.operands, strict=True)
             ]
-            pairs = zip(before, rerun(nudged), strict=True)
+            pairs = zip(before, _rerun(op, nudged, numbers), strict=True)
             if any(a.dtype.kind in "fc" and _differs(a, b).any() for a, b in pairs):
                 return True
     except Exception:  # it cannot run again
@@ -91,12 +125,14 @@ def _nudge(x: np.ndarray, mask: np.ndarray, units: float) -> np.ndarray:
     return nudged
 
 
-def _sample(x: np.ndarray, numbers: str, random: np.random.Generator) -> np.ndarray:
-    if numbers == "as they are" or x.dtype.kind not in "fcb":
+def _sample(x: np.ndarray, sample: str, random: np.random.Generator) -> np.ndarray:
+    if sample == "as they are" or x.dtype.kind not in "fcb":
         return x
     if x.dtype.kind == "b":
-        return np.full(x.shape, numbers == "positive")  # both ways of a choice have their turn
-    values = random.uniform(-1, 1, x.shape) if numbers == "around zero" else random.uniform(0.5, 1, x.shape)
+        return np.full(x.shape, sample == "positive")  # both ways of a choice have their turn
+    if sample == "ones":
+        return np.ones(x.shape, x.dtype)
+    values = random.uniform(-1, 1, x.shape) if sample == "around zero" else random.uniform(0.5, 1, x.shape)
     return np.asarray(values, x.dtype)
 
 

@@ -135,6 +135,7 @@ class DataPath:
             op = makers[ahead[0]]
             way.append(op)
             ahead = [value for value in op.inputs if value in self.from_source]
+            ahead.sort(key=lambda value: value not in self.graph.connected)
         return way[::-1]
 
     def _way_from(self, op: Op) -> list[Op]:

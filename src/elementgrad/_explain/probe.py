@@ -14,7 +14,8 @@ import numpy as np
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
-from elementgrad._explain.differences import EPSILON, STEP_SIZES, LineFunctions, judge_gradients
+from elementgrad._explain.differences import EPSILON, LineFunctions, judge_gradients
+from elementgrad._explain.replay import Replay
 from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
 from elementgrad.errors import TracedError
@@ -29,6 +30,8 @@ ROUNDING = 64.0
 """A gradient or a change of a value below so many units of rounding may be nothing but rounding."""
 MISMATCH = 0.02
 """A gradient counts as wrong if it is off by more of the slope than this."""
+MOVES = (1.0, -100.0, 100.0)
+"""How far elements move to see whether the target does."""
 COMPILE_AFTER = 1.0
 """A function is compiled if the runs ahead would take more seconds than this."""
 
@@ -42,6 +45,8 @@ class Probe:
     target: TensorRef
     of_operand: Operand
     wrt_operand: Operand
+    run_limit: int
+    """How often the function may run in all."""
 
     @property
     def backend(self) -> Backend:
@@ -69,25 +74,24 @@ class Probe:
         of = self.of
         return of, uneven_weights(len(of))
 
+    def affords_run(self) -> bool:
+        """Return True if the function may run once more."""
+        return self.call.runs < self.run_limit
+
     def moves(self) -> bool | None:
         """Return True if the target changes when the source's elements move, by a little or by a lot.
 
         Several elements move by uneven amounts, since many functions see differences alone. Changes by rounding do not
-        count. None if the function refuses all numbers that it is given.
+        count. None if the function refuses all numbers that it is given, or has run often enough.
         """
-        try:
-            return self._moves(self._sampled(), self._base(None))
-        except Exception:  # the user's function, at numbers that are not theirs
-            return None
-
-    def _moves(self, sampled: "SampledCall", base: Tensor) -> bool | None:
-        of, wrt = self.of, list(self.wrt)
-        before = sampled.parts_at(base, of)
-        weights = uneven_weights(len(wrt))
-        moves = None
-        for by in [sign * size for size in (STEP_SIZES[self.dtype], 1.0, 100.0) for sign in (1.0, -1.0)]:
+        sampled, moves = SampledCall(self.call, self.source, self.target), None
+        before = real_parts(self.backend, self.of_operand.tensor)[self.of]
+        weights = uneven_weights(len(self.wrt))
+        for by in MOVES:
+            if not self.affords_run():
+                break
             try:
-                after = sampled.parts_at(sampled.move(base, wrt, by * weights), of)
+                after = sampled.parts_at(sampled.move(self._base(), list(self.wrt), by * weights), self.of)
             except Exception:  # the user's function, at numbers that are not theirs
                 continue
             if not np.allclose(before, after, rtol=ROUNDING * EPSILON[self.dtype], atol=0.0, equal_nan=True):
@@ -95,38 +99,37 @@ class Probe:
             moves = False
         return moves
 
-    def mismatches(self, gradient: np.ndarray) -> bool:
+    def mismatches(self, gradient: np.ndarray, replay: Replay) -> bool:
         """Return True if the largest element of the gradient is clearly not the slope of the values."""
-        try:
-            return self._mismatches(gradient)
-        except Exception:  # the user's function, at numbers that are not theirs
-            return False
-
-    def _mismatches(self, gradient: np.ndarray) -> bool:
-        of, weights = self.seeds
-        sampled, dtype, known = self._finest()
-        base = self._base(None if sampled.dtype is None else dtype)
+        _, weights = self.seeds
         index = int(np.argmax(np.abs(gradient)))
         position, entry = int(self.wrt[index]), float(gradient[index])
-        middle, steady = sampled.find_steady(base, 0, known)
-
-        def at(by: float) -> np.ndarray:
-            return weights[None] @ sampled.parts_at(sampled.move(base, [position], by), of)
-
-        numbers = sampled.source_parts()
-        unit = slope_unit(middle, numbers, abs(entry))
-        line = LineFunctions(at, weights[None] @ middle[of], float(numbers[position]), dtype, unit)
-        (verdict,) = judge_gradients(line, [entry], [abs(entry)])
+        try:
+            values, numbers = [real_parts(self.backend, each.tensor) for each in (self.of_operand, self.wrt_operand)]
+            unit = slope_unit(values, numbers, abs(entry))
+            middle = weights[None] @ values[self.of]
+            line = LineFunctions(
+                lambda by: weights[None] @ replay.target_at(position, by),
+                middle,
+                float(numbers[position]),
+                self.dtype,
+                unit,
+            )
+            (verdict,) = judge_gradients(line, [entry], [abs(entry)])
+        except Exception:  # an operation that cannot run again, or not at other numbers
+            return False
         far = abs(verdict.difference - entry) > MISMATCH * max(abs(verdict.difference), abs(entry))
-        return verdict.agrees is False and far and bool(steady[of].all())
+        return verdict.agrees is False and far
 
     def gradient_size(self, dtype: str = "float64") -> float | None:
         """Return the size of the gradient in another precision; None if the function does not accept it."""
         of, weights = self.seeds
         seed = np.zeros(math.prod(self.backend.shape(self.of_operand.tensor)))
         seed[of] = weights
+        if not self.affords_run():
+            return None
         try:
-            gradient = self._sampled(dtype).gradient(seed)
+            gradient = SampledCall(self.call, self.source, self.target, dtype).gradient(seed)
         except Exception:  # the user's function is made for another precision
             return None
         return None if gradient is None else float(np.abs(gradient.reshape(-1)[self.wrt]).max(initial=0.0))
@@ -150,25 +153,10 @@ class Probe:
         other = self.gradient_size()
         return other is not None and other < 1e-4 * here
 
-    def _sampled(self, dtype: str | None = None) -> "SampledCall":
-        return SampledCall(self.call, self.source, self.target, dtype)
-
-    def _finest(self) -> tuple["SampledCall", str, np.ndarray | None]:
-        """Return the function in float64 if it accepts that, with the parts of its value then."""
-        try:
-            sampled = self._sampled("float64")
-            value = sampled(self._base("float64"))
-            if self.backend.dtype(value) == "float64":
-                return sampled, "float64", real_parts(self.backend, value)
-        except Exception:  # the user's function is made for another precision
-            pass
-        return self._sampled(), self.dtype, None
-
-    def _base(self, dtype: str | None) -> Tensor:
+    def _base(self) -> Tensor:
         """Return the source, or zeros to add to it where it exists only during the run."""
         like = self.wrt_operand.tensor
-        x = self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.computed else self.source.tensor
-        return x if dtype is None else self.backend.convert(x, dtype)
+        return self.backend.zeros(tuple(self.backend.shape(like)), like) if self.source.computed else self.source.tensor
 
 
 class SampledCall:

@@ -1,16 +1,17 @@
-"""The interface between `eg.explain` and the backends: one traced run of the user's function.
+"""The interface between `eg.explain` and the backends: one recorded run of the user's function.
 
-A backend runs the function once and returns a `Trace`. Its `OpGraph` lists the operations in order, the values that
-each read and made, and the values that the framework's derivative connects with the source. That settles whether there
-is a path, and where it was cut. For a gradient that is zero or not finite, the trace follows the same operations again,
-on demand: tangents from the source, cotangents from the target, or the numbers themselves.
+A backend runs the function once and returns a `Trace`: the operations in order (`Op`), the values that each read and
+made, and the values that the framework's derivative connects with the source. That settles whether there is a path, and
+where it was cut. Each operation keeps its tensors and can be differentiated and run again by itself, so that tangents,
+cotangents and dependence are followed through the record (`replay.py`) without another run of the function.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -20,9 +21,12 @@ Tensor = Any
 Verdict = Literal["flows", "unconnected", "zero", "nonfinite", "mismatch"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Op:
-    """One operation of the run, as the user would call it."""
+    """One operation of the run, as the user would call it. Backends derive from it, and say how it is differentiated.
+
+    An operation that only has a name and a line, for a hint, has no operands.
+    """
 
     operation: str
     """The user's word: `detach`, `relu`, `argmax`, `MyFunction`."""
@@ -50,6 +54,70 @@ class Op:
     hidden: bool = False
     """True if it is not an operation of the user's own; lists of operations leave it out."""
 
+    op_type: str = ""
+    """The framework's own name for it."""
+    kind: str | None = None
+    """What it does to its operands, by the backend's table of `kinds.py`."""
+    operands: Sequence[Tensor] = ()
+    """The tensors that it read, one for each of `inputs`."""
+    results: Sequence[Tensor] = ()
+    """The tensors that it made, one for each of `outputs`; none for a write to state that keeps numbers alone."""
+    scalars: Sequence[float] = ()
+    """Plain numbers among its arguments."""
+    inner_cause: str | None = None
+    """The cause if nothing leaves a compiled function, as far as what is inside shows it."""
+    misses: str = ""
+    """A note on indices that lie outside of what it reads or writes, if there are some."""
+    written: Collection[int] = ()
+    """Ids of the values among `inputs` that it writes into."""
+    can_rerun: bool = True
+    """False if it must not run on other numbers, as it calls the user's code or may never end."""
+
+    def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the tangents of the results for those of the operands; None for one that has none."""
+        raise NotImplementedError
+
+    def vjp(self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Return the cotangents of the wanted operands for those of the results."""
+        raise NotImplementedError
+
+    def rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results for other operands, with the random numbers of the first run."""
+        raise NotImplementedError
+
+
+AnyOp = TypeVar("AnyOp", bound=Op)
+
+
+class Numbers(ABC):
+    """How the numbers of a framework's tensors are read and made, in sweeps over a record."""
+
+    @abstractmethod
+    def is_differentiable(self, x: Tensor) -> bool:
+        """Return True for floating-point and complex tensors."""
+
+    @abstractmethod
+    def size(self, x: Tensor) -> float:
+        """Return the largest absolute value; NaN if there is one."""
+
+    @abstractmethod
+    def array(self, x: Tensor) -> np.ndarray:
+        """Return the numbers in a dtype that NumPy has, and no finer one than necessary."""
+
+    @abstractmethod
+    def like(self, array: np.ndarray, x: Tensor) -> Tensor:
+        """Return a tensor of these numbers, with the dtype and on the device of another."""
+
+    @abstractmethod
+    def is_bfloat16(self, x: Tensor) -> bool:
+        """Return True for a tensor of bfloat16, which `array` gives in float32."""
+
+    def at(self, like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
+        """Return values at flat positions of a tensor like another, and zeros elsewhere."""
+        flat = np.zeros(int(np.prod(like.shape, dtype=int)))
+        flat[positions] = values
+        return self.like(flat.reshape(tuple(like.shape)), like)
+
 
 @dataclass(frozen=True)
 class Hint:
@@ -63,13 +131,13 @@ class Hint:
 
 
 @dataclass(frozen=True)
-class OpGraph:
+class OpGraph(Generic[AnyOp]):
     """The operations of one run. Values have ids; the source is one of them, and so is the target."""
 
-    ops: Sequence[Op]
+    ops: Sequence[AnyOp]
     source: int
     target: int
-    connected: Collection[int]
+    connected: AbstractSet[int]
     """The values from which the framework's derivative leads back to the source, the source included."""
     hints: Sequence[Hint] = ()
     """Causes that decide by themselves (`not-tracked`), or that make a derivative suspect although it flows (`hook`,
@@ -121,17 +189,20 @@ class ReachOverlap:
 
 
 class Trace(ABC):
-    """One run of the user's function, which can be followed again: each method returns one entry per operation.
+    """A recorded run of the user's function, from one source to one target. `replay.py` follows it again."""
 
-    An entry is None for an operation that has none. A method returns None if the run cannot be followed in that way, as
-    when an operation has no forward rule or a second run takes other operations; the diagnosis then leaves it open.
-    """
-
-    graph: OpGraph
+    graph: OpGraph[Any]
+    numbers: Numbers
     source: Tensor
     """The tensor that is differentiated by, as it was in the run."""
     target: Tensor
     """The tensor that is differentiated, detached."""
+    later_ids: Sequence[int] = ()
+    """Of a source that is a variable, the values after writes to it."""
+
+    def following(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations run again without disturbing anything."""
+        return nullcontext()
 
     def apply_source_hooks(self, gradient: Tensor) -> Tensor:
         """Return the gradient after the user's own hooks on the source."""
@@ -148,29 +219,13 @@ class Trace(ABC):
         None if the framework's derivative has no path. Errors of the framework pass through.
         """
 
-    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """Push tangents from the source's elements at flat positions `wrt`; also return the target's tangent."""
-        return None
 
-    def cotangent_sizes(
-        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
-    ) -> Sequence[CotangentSizes | None] | None:
-        """Pull back the gradient of a weighted sum of the target's elements at flat positions `of`.
+class Record(ABC):
+    """One run of the user's function, from which all questions about it are answered."""
 
-        Where an operation reads the source itself, only the source's elements at `wrt` count at its inputs.
-        """
-        return None
-
-    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        """Find, element by element, what can move with the source's elements at `wrt` and has a gradient.
-
-        Dependence is followed through cuts as well. Values without a derivative are never alive.
-        """
-        return None
-
-    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
-        """Check which inputs and outputs are finite."""
-        return None
+    @abstractmethod
+    def trace(self, source: int, target: int) -> Trace:
+        """Return the run as seen from one of its sources to one of its targets, by their positions."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +249,6 @@ LEAF_WRITE = "a write in place to a leaf"
 """Stands for the operation where PyTorch refuses to write to a leaf."""
 MOVING_STATISTIC = "a moving statistic"
 """Stands for the operation where the source is a statistic that a layer updates by itself, as a batch norm does."""
-MASK_SCORE = -1e4
-"""Scores up to this one count as masked."""
 
 
 def uneven_weights(count: int) -> np.ndarray:
@@ -208,27 +261,3 @@ def cannot_follow(error: BaseException) -> str:
     return (
         f"the run could not be followed, so that cause and path are not known: {type(error).__name__}: {reason(error)}"
     )
-
-
-def is_masked_score(x: np.ndarray, moving: np.ndarray) -> bool:
-    """Return True if the moving elements of a softmax's input are as low as masks make them, and others are not."""
-    return bool((x[moving] <= MASK_SCORE).all() and (x[~moving] > MASK_SCORE).any())
-
-
-def largest_where(cotangent: np.ndarray, bad: np.ndarray) -> float | None:
-    """Return the largest absolute cotangent at the outputs where inputs are `bad`, for shapes that broadcast.
-
-    None if they do not, as for a product of matrices: then it is unknown which outputs belong to which inputs.
-    """
-    try:
-        cotangent, bad = np.broadcast_arrays(cotangent, bad)
-    except ValueError:
-        return None
-    return float(np.abs(cotangent[bad]).max(initial=0.0))
-
-
-def cause_of_bound(lower: bool, bound: np.ndarray) -> str | None:
-    """Return why an element loses against a constant bound: a lower bound of zero is a rectifier's."""
-    if not bound.size or not bool((bound == bound.reshape(-1)[0]).all()):
-        return None
-    return "dead-relu" if lower and float(bound.reshape(-1)[0]) == 0 else "clamped"

@@ -40,8 +40,9 @@ def gather_arguments(
     if keywords:
         _check_spelling(verb, function, kwargs, keywords)
         kwargs = {**kwargs, **keywords}
-    if len(args) == 1 and isinstance(args[0], (dict, UserDict)) and _are_parameters(function, args[0]):
-        args, kwargs = (), {**args[0], **kwargs}
+    first = args[0] if len(args) == 1 else None
+    if isinstance(first, (dict, UserDict)) and _are_parameters(function, first):
+        args, kwargs = (), {**first, **kwargs}
     return with_names(function, names_from), args, kwargs
 
 

@@ -191,6 +191,8 @@ class BoundCall:
         """The name of the only floating output, once the function has run."""
         self.orders: dict[CaptureKey, int] = {}
         """How many tensors were captured before each that was asked for."""
+        self.runs = 0
+        """How often the function was called."""
 
     def _add_arrays(self, arrays: Sequence[tuple[int, TensorRef, tuple[str, int]]]) -> None:
         """Make inputs of NumPy arrays, as tensors, where the framework takes arrays as such.
@@ -309,6 +311,7 @@ class BoundCall:
         self, inputs: Mapping[int, Tensor], replacements: Sequence[Replacement], capture: Capture | None
     ) -> list[tuple[str, Tensor]]:
         """Call the function with some tensors replaced, and return its outputs by name."""
+        self.runs += 1
         args, kwargs = self._bound.split(self._arguments(inputs))
         inside = capture if capture is not None and capture.inside else None
         if not replacements and inside is None:

@@ -141,6 +141,8 @@ class Selection:
         keys = np.zeros((), np.int64)
         for part, size in arrays:
             keys = keys * (size if size is not None else int(abs(part).max()) + 1) + part
+        if (np.diff(keys.reshape(-1)) > 0).all():  # as most long lists are, which spares sorting them
+            return False
         keys = np.sort(keys, axis=None)
         return bool((keys[1:] == keys[:-1]).any())
 

@@ -94,6 +94,13 @@ class ReadBackend(ABC):
         return None
 
     @abstractmethod
+    def rounding(self, like: Tensor) -> str:
+        """Name the version and the number of threads that decide how sums round on the device of a tensor.
+
+        Empty if results may round differently from one process to the next.
+        """
+
+    @abstractmethod
     def index(self, positions: np.ndarray, like: Tensor) -> Any:
         """Return positions in a vector, prepared for `gather` on the device of `like`."""
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from elementgrad._backends.autodiff import UnsupportedError
 from elementgrad._cleanup import close_scopes_after
 from elementgrad._read.budget import Progress, format_bytes, no_progress
 from elementgrad._read.jacobian import Jacobian, to_numpy
-from elementgrad._read.plan import Block, BlockLayout, Plan, pluralize
+from elementgrad._read.plan import Block, BlockLayout, Mode, Plan, pluralize
+from elementgrad._read.sweeps import SweepRunner
 from elementgrad._read.workers import check_executor, read_on_workers
-from elementgrad._read.zarr import Store, check_out, fingerprint
+from elementgrad._read.zarr import Fingerprint, Store, check_out, fingerprint
 
 BUDGET = 256 * 10**6
 """The default budget of one block; the same everywhere, so that a later call cuts alike."""
@@ -91,7 +93,7 @@ class Blocks:
             The Zarr array, to be read.
         """
         path, jacobian = check_out(out), self._jacobian
-        wanted = fingerprint(jacobian, self.layout, self._probes)
+        wanted = self._fingerprint()
         store = Store.at(path, self.layout, self._dtype, repr(jacobian)[1:].partition(":")[0], wanted)
         store.remove_damaged()
         # Workers may have written to a copy on a disk of their own. What is missing then is read once more.
@@ -100,6 +102,11 @@ class Blocks:
                 if values is not None:
                     store.write(index, values)
         return store.finish()
+
+    def _fingerprint(self) -> Fingerprint:
+        """Return what tells this Jacobian from others in an array on disk."""
+        probe = partial(_probe, self._jacobian._runner, self._jacobian, self.plan.mode)
+        return fingerprint(self._jacobian, self.layout, probe, self._probes)
 
     def gathered(self) -> Any:
         """Return all blocks in one tensor of the framework."""
@@ -146,16 +153,14 @@ def _plan_whole(jacobian: Jacobian) -> tuple[Plan, np.ndarray | None]:
     """Return the plan of the whole in a direction that has a rule, and the numbers of two sweeps from generic seeds."""
     runner = replace(jacobian._runner, budget=jacobian._runner.budget or BUDGET)
     rows, columns = (math.prod(side.shape) for side in (jacobian._of, jacobian._wrt))
-    of_positions, wrt_positions = jacobian._positions()
     if not rows * columns:
         return runner.plan(rows, [columns], 0), None
     runner.check_examples_do_not_mix()
     numbers = runner.batch * rows * columns
     while True:
         plan = runner.plan(rows, [columns], numbers)
-        sources, targets = (of_positions, wrt_positions) if plan.mode == "reverse" else (wrt_positions, of_positions)
         try:
-            probes = runner.probe(plan.mode, sources)
+            probes = _probe(runner, jacobian, plan.mode)
             break
         except UnsupportedError as error:
             runner.note_missing_rule(plan.mode, error)
@@ -163,4 +168,12 @@ def _plan_whole(jacobian: Jacobian) -> tuple[Plan, np.ndarray | None]:
         jacobian._require_zero_allowed()
         return plan, None
     plan = runner.plan(rows, [columns], numbers, plan.mode)  # once more, since the probes may have found out something
-    return plan, to_numpy(probes, runner.backend).reshape(2, runner.batch, -1)[..., targets]
+    return plan, probes
+
+
+def _probe(runner: SweepRunner, jacobian: Jacobian, mode: Mode) -> np.ndarray | None:
+    """Return the numbers of two sweeps from generic seeds."""
+    of_positions, wrt_positions = jacobian._positions()
+    sources, targets = (of_positions, wrt_positions) if mode == "reverse" else (wrt_positions, of_positions)
+    probes = runner.probe(mode, sources)
+    return None if probes is None else to_numpy(probes, runner.backend).reshape(2, runner.batch, -1)[..., targets]

@@ -5,17 +5,21 @@ there once, removes those that do not decode, and computes them again with the m
 
 A later call knows by a `Fingerprint` that an array is of the same Jacobian: names, shapes, plan, arguments and the
 parameters of a model are compared to the bit, and the function by its numbers. These are its value and sweeps from
-seeded generic seeds through all of the Jacobian, compared in groups within a tolerance, since another number of threads
-sums in another order. A change of code, of a closure or of a global that changes no number is no other function.
+seeded generic seeds through all of the Jacobian, compared in groups within a tolerance, since another machine, version
+or number of threads sums in another order. Where all of these are the same, other bits are another function, unless
+the same sweeps give other bits when they are run once more. A change of code, of a closure or of a global that changes
+no number is no other function.
 """
 
 import hashlib
 import json
 import os
+import platform
 import secrets
+import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,26 +60,47 @@ class Fingerprint:
     sketches: Sequence[Sequence[float]]
     """Of the value and of the probes: the largest number, and in its units a weighted sum and norm per group."""
     precision: float
+    rounding: str
+    """The machine, framework and threads that decide how sums round; empty if they do not."""
+    bits: str
+    """The digest of the value and of the probes."""
+    is_repeatable: Callable[[], bool]
+    """Runs the probes once more, and returns True if they have the same bits."""
 
     def to_attributes(self) -> dict[str, Any]:
         """Return it as the attributes of an array."""
         sketches = [list(sketch) for sketch in self.sketches]
-        return {"question": self.digest, "parts": dict(self.parts), "sketch": sketches}
+        exact = {"rounding": self.rounding, "bits": self.bits}
+        return {"question": self.digest, "parts": dict(self.parts), "sketch": sketches, **exact}
 
     def differences(self, attributes: Mapping[str, Any]) -> list[str] | None:
         """Return the names of what differs from the attributes of an array, as far as known; None if nothing does."""
         if attributes.get("question") != self.digest:
             theirs = attributes.get("parts", {})
             return sorted(name for name in {*self.parts, *theirs} if self.parts.get(name) != theirs.get(name))
-        tolerance, sketches = self.precision**TOLERANCE_POWER, attributes["sketch"]
-        same = len(sketches) == len(self.sketches) and all(
-            _are_close(mine, theirs, tolerance) for mine, theirs in zip(self.sketches, sketches, strict=True)
-        )
+        same = self._is_close(attributes["sketch"])
+        if same and self.rounding and attributes.get("rounding") == self.rounding:
+            same = attributes["bits"] == self.bits or not self.is_repeatable()
         return None if same else ["numbers that the function leads to"]
 
+    def _is_close(self, sketches: Sequence[Sequence[float]]) -> bool:
+        tolerance = self.precision**TOLERANCE_POWER
+        return len(sketches) == len(self.sketches) and all(
+            _are_close(mine, theirs, tolerance) for mine, theirs in zip(self.sketches, sketches, strict=True)
+        )
 
-def fingerprint(jacobian: Jacobian, layout: BlockLayout, probes: np.ndarray | None) -> Fingerprint:
-    """Return the fingerprint of a Jacobian that is cut into blocks, with the numbers of sweeps from generic seeds."""
+
+def fingerprint(
+    jacobian: Jacobian, layout: BlockLayout, probe: Callable[[], np.ndarray | None], probes: np.ndarray | None
+) -> Fingerprint:
+    """Return the fingerprint of a Jacobian that is cut into blocks.
+
+    Args:
+        jacobian: The Jacobian.
+        layout: Its blocks.
+        probe: Runs sweeps from generic seeds.
+        probes: The numbers that it returned the first time; None where there is nothing to be swept.
+    """
     backend, of, wrt = jacobian._backend, jacobian._of, jacobian._wrt
     described: dict[str, Any] = {
         "framework": backend.name,
@@ -91,21 +116,28 @@ def fingerprint(jacobian: Jacobian, layout: BlockLayout, probes: np.ndarray | No
     parts |= {name: _digest(*content) for name, content in _given_values(jacobian)}
     whole = _digest(json.dumps([VERSION, parts]).encode())
     named = {name: digest[:12] for name, digest in list(parts.items())[:PARTS_NAMED]}
-    values = [to_numpy(jacobian.value, backend), probes]
-    sketches = [list(_sketch(each)) for each in values if each is not None]
+    values = [each for each in (to_numpy(jacobian.value, backend), probes) if each is not None]
+    sketches = [list(_sketch(each)) for each in values]
+    bits = _digest(*[np.ascontiguousarray(each).view(np.uint8).data for each in values])
+    rounding = backend.load("read").rounding(wrt.tensor)
+    rounding = rounding and f"{rounding}, {platform.node()}, {os.cpu_count()} processors"
+
+    def is_repeatable() -> bool:
+        again = None if probes is None else probe()
+        return again is None or probes is None or again.tobytes() == probes.tobytes()
+
     precision = max(PRECISION[min(8, backend.itemsize(end.tensor))] for end in (of, wrt))
-    return Fingerprint(whole, named, sketches, precision)
+    return Fingerprint(whole, named, sketches, precision, rounding, bits, is_repeatable)
 
 
 def _given_values(jacobian: Jacobian) -> Iterator[tuple[str, list[Any]]]:
     """Yield the tensors, numbers and strings among the arguments and what a model holds, by name and as bytes."""
-    origin, backend = jacobian._origin, jacobian._backend
+    origin = jacobian._origin
     if origin is None:
         return
     arguments = {f"argument {i}": arg for i, arg in enumerate(origin.args)} | dict(sorted(origin.kwargs.items()))
     leaves = [leaf for name, value in arguments.items() for leaf in pytree.named_leaves(value, name)]
-    if backend.names.is_model(origin.call.function):
-        leaves += [(f"{kind} {name}", tensor) for name, kind, tensor in origin.call.model.named_tensors()]
+    leaves += [(f"{kind} {name}", tensor) for name, kind, tensor in origin.call.model.named_tensors()]
     for name, value in leaves:
         content = _to_bytes(value)
         if content is not None:
@@ -290,9 +322,14 @@ class Store:
 
 def _is_done(chunk: Path) -> bool:
     try:
-        return chunk.stat().st_size > 0  # a machine that lost power may have left an empty one
+        status = chunk.stat()
     except FileNotFoundError:
         return False
+    except NotADirectoryError:
+        raise OptionError(f"{chunk.parent} is in the way of a directory of the array; remove it") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise OptionError(f"{chunk} is in the way of a block of the array; remove it")
+    return status.st_size > 0  # a machine that lost power may have left an empty one
 
 
 def _make_array(path: Path, layout: BlockLayout, dtype: np.dtype, attributes: dict[str, Any]) -> None:

@@ -513,7 +513,7 @@ def elements_of_patch(patch: Patch) -> tuple[list[str], np.ndarray, np.ndarray]:
     names, before, after = [], [np.zeros(0)], [np.zeros(0)]
     for entry in patch.entries:
         names += [element_text(entry.name, entry.shape, position) for position in entry.indices]
-        before.append(to_floats(entry.originals.floats()))
+        before.append(to_floats(entry.require_originals("a picture of it").floats()))
         after.append(to_floats(entry.values.floats()))
     return names, np.concatenate(before), np.concatenate(after)
 

@@ -1,4 +1,4 @@
-"""Training single elements: `eg.trainable`, `eg.apply`, `eg.inspect`, `eg.top`.
+"""Training single elements: `eg.trainable`, `eg.top`, and patches: `eg.apply`, `eg.diff`, `eg.merge`.
 
 `eg.trainable` resolves places to elements of parameters (routing.py). For each place the framework's `Trainer`
 (trainer.py) makes an `ElementGroup`: positions in the parameter, the original values, and the leaf, a vector of its own
@@ -8,6 +8,8 @@ and before each forward, in Keras with every write to the leaf; in JAX `elements
 compute the gradients of the elements alone where they can, and gather them from a dense gradient otherwise.
 
 A patch is the difference: entries (entries.py) with values, originals and a fingerprint of the tensor (fingerprint.py),
-as a value (patch.py) and as a safetensors file (patch_file.py). `eg.apply` checks it against the model's history of
-changes (history.py). Weights in a file are a model as well (weights.py). `top.py` finds places that are worth training.
+as a value (patch.py) and as a safetensors file (patch_file.py, gaps.py). Training makes one, and so does `eg.diff` of
+two sets of weights (diff.py). Patches compose, invert and merge (algebra.py), and are read and written in the formats
+of others (formats.py). `eg.apply` checks one against the model's history of changes (history.py). Weights in a file
+(weights.py) or a folder of shards (folder.py) are a model as well. `top.py` finds places that are worth training.
 """

@@ -4,25 +4,42 @@ Everything is checked before anything is changed, and what was changed is taken 
 """
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from elementgrad._backends import registry
 from elementgrad._backends.registry import uncompiled
 from elementgrad._cleanup import defer, with_rollback
+from elementgrad._files import writable
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
+from elementgrad._train.diff import weights_of
 from elementgrad._train.elements import Elements
-from elementgrad._train.entries import Entry, MappedEntry, Names, element_text, map_entries
+from elementgrad._train.entries import (
+    BitsAt,
+    Entry,
+    MappedEntry,
+    Names,
+    element_text,
+    map_entries,
+    overlay,
+    place_label,
+)
 from elementgrad._train.fingerprint import fingerprint, fits
-from elementgrad._train.history import ElementChange
+from elementgrad._train.folder import Folder, read_weights, write_weights
+from elementgrad._train.history import ElementChange, ReadBytes, are_among
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.routing import check_disjoint, resolve, resolve_all, trainer_of
 from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ResolvedPlace, Trainer, groups_by_tensor
+from elementgrad._train.weights import Weights
 from elementgrad.errors import DuplicateError, ElementgradError, OptionError, PatchError, PlaceError, warn
 
 Model = Any
@@ -72,7 +89,10 @@ def trainable(
     leaf_dtype = trainer.parse_dtype(dtype)
     if isinstance(places, os.PathLike) or (isinstance(places, str) and places.endswith(ENDING)):
         matches = _match_patch(trainer, Patch.read(places), names, resume=True)
-        groups = [_make_group(trainer, target, leaf_dtype, entry.values, entry.originals) for target, entry in matches]
+        groups = [
+            _make_group(trainer, target, leaf_dtype, entry.values, _before(trainer, target))
+            for target, entry in matches
+        ]
     else:
         if names is not None:
             raise OptionError("names= maps the names in a patch, and these are places; leave it out")
@@ -90,23 +110,31 @@ def trainable(
 @with_rollback
 @uncompiled
 def apply(
-    model: Model, path: str | os.PathLike[str] | Patch, *, overwrite: bool = False, names: Names | None = None
-) -> Elements:
+    model: Model,
+    path: str | os.PathLike[str] | Patch,
+    *,
+    overwrite: bool = False,
+    names: Names | None = None,
+    out: str | os.PathLike[str] | None = None,
+) -> Any:
     """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
 
     The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
-    other elements may be applied before.
+    other elements may be applied before. In a `with` statement the patch is taken back at the end of the block. Weights
+    in a file or folder are changed there, as a whole or not at all; a state dict is not changed.
 
     Args:
-        model: The model, or a pytree of `jax.Array`.
-        path: The path of a patch, or a patch as `eg.inspect` returns it.
+        model: The model, or a pytree of `jax.Array`; or weights: a state dict, a .safetensors or .npz file, or the
+            folder of a checkpoint.
+        path: The path of a patch, or a patch as `eg.inspect` and `eg.diff` return it.
         overwrite: Allow a patch that overlaps one that was applied before.
         names: A dict from names in the patch to names in the model, or to a name and the order of axes as
             `numpy.transpose` takes it: the same network may have other names for its tensors, and their axes in
             another order, as in another framework.
+        out: For a file or folder, where the new weights go instead; a folder is copied with all that is in it.
 
     Returns:
-        The elements that were changed.
+        The elements that were changed; of a state dict a new one, and of a file or folder its path.
 
     Raises:
         PatchError: The patch does not fit the model.
@@ -119,33 +147,157 @@ def apply(
     >>> with torch.no_grad():
     ...     _ = elements["bias[1]"].fill_(7.0)
     >>> elements.save(path)
-    >>> applied = eg.apply(pristine, path)
-    >>> pristine.bias[1].item()
+    >>> with eg.apply(pristine, path):
+    ...     pristine.bias[1].item()
     7.0
-    >>> applied.undo()
+    >>> eg.apply(pristine.state_dict(), path)["bias"][1]
+    tensor(7.)
     >>> other = torch.nn.ParameterDict({"offset": pristine.bias.detach().clone()})
     >>> eg.apply(other, path, names={"bias": "offset"}).places
     (Place.parse('offset[1]'),)
     """
+    if isinstance(model, str | os.PathLike):
+        return apply_to_path(model, [path], names=names, overwrite=overwrite, out=out)[0]
+    if out is not None:
+        raise OptionError("out= says where the weights of a file or folder go, and this is a model; leave it out")
+    if isinstance(model, Mapping) and registry.backend_of_model(model) is None:
+        return _apply_to_state(model, path, overwrite, names)
+    return _apply(model, path, overwrite, names)
+
+
+def _apply(
+    model: Model, path: str | os.PathLike[str] | Patch, overwrite: bool = False, names: Names | None = None
+) -> Elements:
     trainer = trainer_of(model)
-    if not isinstance(path, str | os.PathLike | Patch):
-        raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
-    matches = _match_patch(trainer, path if isinstance(path, Patch) else Patch.read(path), names, overwrite)
+    matches = _match_patch(trainer, read_patch(path), names, overwrite)
     groups = [_make_group(trainer, target, None, entry.values) for target, entry in matches]
     defer(trainer.cancel, groups)
-    _record(trainer, groups)
+    batch = object()
     for group in groups:
+        group.change.batch = batch
+    _record(trainer, groups)
+    for group, (_, entry) in zip(groups, matches, strict=True):
         trainer.write_to_parameter(group)
-        group.change.written = trainer.read_bits(group.tensor, group.positions)[1]
+        # Values of the tensor's own dtype are in it bit by bit, and need no reading back.
+        exact = entry.values.dtype == entry.dtype and not isinstance(trainer, FunctionalTrainer)
+        written = entry.values.bits if exact else trainer.read_bits(group.tensor, group.positions)[1]
+        group.change.written = written
     return Elements(trainer, groups, training=False)
+
+
+@with_rollback
+@uncompiled
+def patches(model: Model) -> list[Elements]:
+    """Return the patches that are applied to a model, in the order in which they were applied.
+
+    `undo` takes one of them back, and `redo` puts it in again. One that a later one overlaps is taken back after it.
+
+    Args:
+        model: The model, or a pytree of `jax.Array` that `elements.merge` returned.
+
+    Returns:
+        The elements of each patch, as `eg.apply` returned them.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Linear(3, 2)
+    >>> moved = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    >>> _ = eg.apply(model, eg.diff(model, moved))
+    >>> (applied,) = eg.patches(model)
+    >>> applied.undo()
+    >>> eg.patches(model)
+    []
+    """
+    trainer = trainer_of(model)
+    tensors = {
+        id(trainer.history_key(tensor)): (name, tensor) for name, tensor in reversed([*trainer.named_parameters()])
+    }
+    batches: dict[int, list[ElementGroup]] = {}
+    for name, tensor in tensors.values():
+        for change in trainer.history(tensor).changes():
+            if change.batch is not None:
+                batches.setdefault(id(change.batch), []).append(_group_of(trainer, name, tensor, change))
+    ordered = [sorted(groups, key=lambda group: group.change.number) for groups in batches.values()]
+    ordered.sort(key=lambda groups: groups[0].change.number)
+    return [Elements(trainer, groups, training=False) for groups in ordered]
+
+
+def _group_of(trainer: Trainer, name: str, tensor: Tensor, change: ElementChange) -> ElementGroup:
+    assert change.written is not None
+    target = ResolvedPlace(change.where, name, tensor, tuple(tensor.shape), change.positions)
+    values, originals = (BitArray(trainer.dtype_name(tensor), bits) for bits in (change.written, change.bits))
+    group = trainer.make_group(target, None, values, originals)
+    group.change = change
+    return group
+
+
+def read_patch(path: str | os.PathLike[str] | Patch) -> Patch:
+    """Return a patch that is given, or read it."""
+    if not isinstance(path, str | os.PathLike | Patch):
+        raise PatchError(f"{type(path).__name__} is not the path of a patch; give one, such as 'patch.safetensors'")
+    return path if isinstance(path, Patch) else Patch.read(path)
+
+
+@with_rollback
+def apply_to_path(
+    path: str | os.PathLike[str],
+    patches: Sequence[str | os.PathLike[str] | Patch],
+    *,
+    undo: bool = False,
+    overwrite: bool = False,
+    names: Names | None = None,
+    out: str | os.PathLike[str] | None = None,
+    link: bool = False,
+) -> tuple[Path, list[str]]:
+    """Put patches into weights in a file or folder, or take them back; return where they are, and the places."""
+    read = [read_patch(patch) for patch in patches]
+    weights = read_weights(path)
+    if out is not None and not isinstance(weights, Folder):
+        writable(out, "weights.safetensors")
+    if undo:
+        read = [reverse_patch(weights, read)]
+    changed, places = set(), []
+    for patch in read:
+        elements = _apply(weights, patch, overwrite, names)
+        changed |= {group.name for group in elements._groups}
+        places += [place_label(place) for place in elements.places]
+    return write_weights(weights, path, changed, out, link), places
+
+
+def _apply_to_state(state: Mapping[str, Any], path: Any, overwrite: bool, names: Names | None) -> Any:
+    """Return a state dict, or dicts in one another, with the values of a patch; the tensors that change are new."""
+    weights = weights_of(state)
+    for name in {group.name for group in _apply(weights, path, overwrite, names)._groups}:
+        state = _with_tensor(state, name, weights.tensors[name].bits)
+    return state
+
+
+def _with_tensor(state: Mapping[str, Any], name: str, bits: np.ndarray) -> Any:
+    state = copy(state)  # with the attributes that state dicts of modules have
+    value: Any
+    for key, value in state.items():
+        if isinstance(value, Mapping) and name.startswith(f"{key}."):
+            state[key] = _with_tensor(value, name.removeprefix(f"{key}."), bits)  # type: ignore[index]
+        elif key == name:
+            backend = registry.backend_of(value)
+            if backend is not None:
+                state[key] = backend.load("train").from_bits(bits, value)  # type: ignore[index]
+            else:
+                state[key] = np.frombuffer(bits.tobytes(), value.dtype).reshape(value.shape)  # type: ignore[index]
+    return state
 
 
 def _make_group(
     trainer: Trainer, target: ResolvedPlace, dtype: Any, values: BitArray | None = None, originals: Any = None
 ) -> ElementGroup:
     group = trainer.make_group(target, dtype, values, originals)
-    group.change = ElementChange(target.place, target.positions, trainer.read_bits(group.originals)[1])
+    bits = trainer.read_bits(group.originals)[1]
+    group.change = ElementChange(place_label(target.place), target.positions, bits, where=target.place)
     return group
+
+
+def _before(trainer: Trainer, target: ResolvedPlace) -> BitArray:
+    """Return the elements of a place as they were before any change, which a patch may keep a checksum of alone."""
+    return BitArray(trainer.dtype_name(target.tensor), trainer.history(target.tensor).bytes_before(target.positions))
 
 
 def _record(trainer: Trainer, groups: Sequence[ElementGroup]) -> None:
@@ -164,10 +316,10 @@ def _require_idle(trainer: Trainer, targets: Sequence[ResolvedPlace]) -> None:
         groups = trainer.groups_of(same[0].tensor)
         training = np.concatenate([np.zeros(0, np.int64), *[group.positions for group in groups]])
         wanted = np.concatenate([target.positions for target in same])
-        for twice in wanted[np.isin(wanted, training)][:1]:
+        for twice in wanted[are_among(wanted, training)][:1]:
             place = next(target.place for target in same if twice in target.positions)
             which = element_text(same[0].name, same[0].shape, twice)
-            raise DuplicateError(f"{which} of {place} trains already; release those elements first")
+            raise DuplicateError(f"{which} of {place_label(place)} trains already; release those elements first")
 
 
 def _match_patch(
@@ -197,31 +349,50 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     shape, dtype = tuple(tensor.shape), trainer.dtype_name(tensor)
     if (shape, dtype) != (entry.shape, entry.dtype):
         raise _shape_error(mapped, shape, dtype)
-    (target,) = resolve(trainer, [Place.parse(entry.place)])
-    if target.tensor is not tensor:
-        raise PatchError(f"the patch takes {entry.place} for {entry.name}, and here it is another tensor")
+    target = ResolvedPlace(_place_in(trainer, mapped, tensor), entry.name, tensor, shape, entry.indices)
     _require_idle(trainer, [target])
     if entry.name == source.name and entry.tied is not None:  # of models with other names, ties are not known
         _require_tied(trainer, tensor, entry.name, entry.tied)
     history, read = trainer.history(tensor), trainer.byte_reader(tensor)
+    # The bytes in the order of the source, as a checksum of them depends on it.
+    in_source_order = mapped.to_model(source.indices)
+    if source.originals_match(read(in_source_order)) and _fits(mapped, dtype, read, None, None):
+        return target  # made for the tensor as it is now, whatever was changed before
     earlier = history.find_overlap(entry.indices)
     is_same_place = resume and earlier is not None and np.array_equal(earlier.positions, entry.indices)
     if earlier is not None and not (overwrite or is_same_place):
         raise PatchError(
-            f"{entry.place} overlaps {earlier.place}, which was changed before; undo that first, or give overwrite=True"
+            f"{entry.label} overlaps {earlier.place}, which was changed before; undo that first, or give overwrite=True"
         )
-    positions, bits = history.originals()
-    changed = None if positions is None else mapped.to_source(positions)
-    same = np.array_equal(history.bytes_before(entry.indices), entry.originals.bits)
-    known = source.fingerprint, source.shape, dtype
-    if not same or not fits(*known, lambda some: read(mapped.to_model(some)), positions=changed, bits=bits):
+    same = source.originals_match(history.bytes_before(in_source_order))
+    if not same or not _fits(mapped, dtype, read, *history.originals()):
         raise PatchError(
             f"{entry.name} is not the tensor that the patch was made for: "
-            + ("other elements of it differ" if same else f"{entry.place} held other values there")
+            + ("other elements of it differ" if same else f"{entry.label} held other values there")
             + "; give the model as it was before training"
             + (", and the right order of axes" if mapped.is_transposed else "")
         )
     return target
+
+
+def _place_in(trainer: Trainer, mapped: MappedEntry, tensor: Tensor) -> Place:
+    """Return the place of an entry in a model, which may call a shared tensor by another of its names."""
+    entry = mapped.entry
+    if entry.is_scattered:
+        return entry.where
+    target = next(resolve(trainer, [entry.where]))
+    if target.tensor is not tensor:
+        raise PatchError(f"the patch takes {entry.label} for {entry.name}, and here it is another tensor")
+    return target.place
+
+
+def _fits(mapped: MappedEntry, dtype: str, read: ReadBytes, positions: np.ndarray | None, bits: Any) -> bool:
+    """Return True if the fingerprint of an entry is that of a tensor, with other bytes at positions of the model's."""
+    source = mapped.source
+    changed = None if positions is None else BitsAt(mapped.to_source(positions), bits)
+    changed = overlay(changed, source.since)
+    former = {} if changed is None else {"positions": changed.positions, "bits": changed.bits}
+    return fits(source.fingerprint, source.shape, dtype, lambda some: read(mapped.to_model(some)), **former)
 
 
 def _require_tied(trainer: Trainer, tensor: Any, name: str, tied_in_patch: Sequence[str]) -> None:
@@ -365,6 +536,7 @@ def reverse_patch(model: Any, patches: Sequence[Patch]) -> Patch:
     entries = [entry for patch in patches for entry in patch.entries]
     reverse = []
     for entry in entries:
+        originals = entry.require_originals("taking it back")
         try:
             tensor = trainer.parameter(entry.name)
         except ElementgradError as error:
@@ -378,19 +550,33 @@ def reverse_patch(model: Any, patches: Sequence[Patch]) -> Patch:
             )
         values = BitArray(dtype, read(entry.indices))
         if values != entry.values.round_to(dtype):
-            raise PatchError(f"{entry.place} does not hold the values of the patch; there is nothing to undo")
-        positions, bits = _first_originals([other for other in entries if other.name == entry.name])
-        if not fits(entry.fingerprint, entry.shape, dtype, read, positions=positions, bits=bits):
+            raise PatchError(f"{entry.label} does not hold the values of the patch; there is nothing to undo")
+        before = overlay(_first_originals([other for other in entries if other.name == entry.name]), entry.since)
+        assert before is not None
+        if not fits(entry.fingerprint, entry.shape, dtype, read, positions=before.positions, bits=before.bits):
             raise PatchError(
                 f"{entry.name} is not the tensor that the patch was made for: other elements of it differ; undo "
                 "what was applied later first, or together with it"
             )
         known = fingerprint(entry.shape, dtype, read)
-        reverse.append(replace(entry, values=entry.originals, originals=values, fingerprint=known))
+        reverse.append(replace(entry, values=originals, originals=values, fingerprint=known, since=None))
     return Patch(tuple(reverse))
 
 
-def _first_originals(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
+def patch_state(weights: Weights, patch: Patch) -> tuple[str, str | None]:
+    """Return whether a patch fits weights, is applied to them or does not fit, and then why."""
+    try:
+        _match_patch(trainer_of(weights), patch, None)
+        return "fits", None
+    except PatchError as error:
+        with suppress(PatchError):
+            reverse_patch(weights, [patch])
+            return "is applied", None
+        return "does not fit", str(error)
+
+
+def _first_originals(entries: Sequence[Entry]) -> BitsAt:
     """Return the positions that entries change, and the bytes there before the first of them."""
     positions, first = np.unique(np.concatenate([entry.indices for entry in entries]), return_index=True)
-    return positions, np.concatenate([entry.originals.bits for entry in entries])[first]
+    bits = [entry.require_originals("taking it back").bits for entry in entries]
+    return BitsAt(positions, np.concatenate(bits)[first])

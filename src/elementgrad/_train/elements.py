@@ -13,17 +13,24 @@ from typing import Any
 import numpy as np
 
 from elementgrad._backends.registry import not_compiled
-from elementgrad._cleanup import defer, with_cleanup
+from elementgrad._cleanup import defer, with_cleanup, with_rollback
 from elementgrad._html import Rows, Tabular
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.entries import Entry
+from elementgrad._train.entries import Entry, place_label
 from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.history import ElementChange, TensorHistory
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch, shorten
 from elementgrad._train.routing import differentiate, explain_unconnected, resolve, route_losses, unconnected_error
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, Trainer, groups_by_tensor
+from elementgrad._train.trainer import (
+    ElementGroup,
+    FunctionalTrainer,
+    ParameterUse,
+    ResolvedPlace,
+    Trainer,
+    groups_by_tensor,
+)
 from elementgrad.errors import ElementgradError, FrameworkError, OptionError, PatchError, PlaceError
 
 Tensor = Any
@@ -82,7 +89,6 @@ class Elements(Tabular):
         self._trainer = trainer
         self._groups = tuple(groups)
         self._training = training
-        self._undone = False
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -98,6 +104,10 @@ class Elements(Tabular):
     def training(self) -> bool:
         """True while they train: not for a patch that was only applied, and not after `release`."""
         return self._training
+
+    @property
+    def _undone(self) -> bool:
+        return all(group.change.undone for group in self._groups)
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the tensors to give to an optimizer: a vector for each place.
@@ -402,15 +412,56 @@ class Elements(Tabular):
             if overlap is not None:
                 change, later = overlap
                 raise PatchError(f"{later.place} was changed after {change.place} and is over it; undo that one first")
-        defer(self._undo)  # runs to its end even if an interrupt comes
+        defer(self._undo, self._groups)  # runs to its end even if an interrupt comes
 
-    def _undo(self) -> None:
-        for group in self._groups:
+    def _undo(self, groups: Sequence[ElementGroup]) -> None:
+        for group in groups:
+            if not self._training and not group.change.undone:
+                group.change.values = BitArray(*self._trainer.read_bits(group.leaf))
             self._trainer.restore(group)
-        self._trainer.sync(self._groups)
+        self._trainer.sync(groups)
         if not self._training:
-            self._forget_changes()
-            self._undone = True
+            self._forget_changes(groups)
+            for group in groups:
+                group.change.undone = True
+
+    @with_rollback
+    def redo(self) -> None:
+        """Put the values of a patch that was taken back into the model again; nothing happens if they are there.
+
+        Raises:
+            PatchError: Other values are there than when it was taken back.
+
+        >>> import torch, elementgrad as eg
+        >>> model = torch.nn.Linear(3, 2)
+        >>> other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+        >>> applied = eg.apply(model, eg.diff(model, other))
+        >>> applied.undo()
+        >>> applied.redo()
+        >>> eg.diff(model, other).size
+        0
+        """
+        groups = [group for group in self._groups if group.change.undone and group.change.values is not None]
+        for group in groups:
+            if not np.array_equal(self._trainer.read_bits(group.tensor, group.positions)[1], group.change.bits):
+                raise PatchError(f"{group.change.place} was written to meanwhile; apply the patch anew")
+        for group in groups:
+            target = ResolvedPlace(group.place, group.name, group.tensor, group.shape, group.positions)
+            again = self._trainer.make_group(target, None, group.change.values)
+            defer(self._undo, [group])
+            group.leaf = again.leaf
+            self._trainer.write_to_parameter(group)
+            group.change.undone = False
+            if not isinstance(self._trainer, FunctionalTrainer):
+                self._trainer.history(group.tensor).add(group.change)
+
+    def __enter__(self) -> "Elements":
+        if self._training:
+            raise PlaceError("these elements train; `with` takes back what eg.apply changed, and release ends training")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
     @with_cleanup
     def release(self, *, keep: bool = True) -> None:
@@ -437,8 +488,9 @@ class Elements(Tabular):
         for group in self._groups:
             group.change.written = self._trainer.read_bits(group.tensor, group.positions)[1]
         if not keep:
-            self._forget_changes()
-        self._undone = not keep
+            self._forget_changes(self._groups)
+        for group in self._groups:
+            group.change.undone = not keep
         self._training = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -453,7 +505,7 @@ class Elements(Tabular):
         for group in self._groups:
             shape = "x".join(map(str, group.shape)) or "()"
             dtype = self._trainer.dtype_name(group.leaf)
-            rows.append((shorten(str(group.place)), str(len(group.positions)), shape, dtype))
+            rows.append((shorten(place_label(group.place)), str(len(group.positions)), shape, dtype))
         return rows
 
     def _find(self, place: Place | str) -> ElementGroup:
@@ -472,9 +524,9 @@ class Elements(Tabular):
         """Return the history of each parameter, with its groups."""
         return [(self._trainer.history(own[0].tensor), own) for own in groups_by_tensor(self._groups)]
 
-    def _forget_changes(self) -> None:
-        for history, own in self._histories():
-            history.remove_all([group.change for group in own])
+    def _forget_changes(self, groups: Sequence[ElementGroup]) -> None:
+        for own in groups_by_tensor(groups):
+            self._trainer.history(own[0].tensor).remove_all([group.change for group in own])
 
     def _by_place(self, tensors: Sequence[Tensor]) -> Values:
         return {str(group.place): tensor for group, tensor in zip(self._groups, tensors, strict=True)}
@@ -515,8 +567,8 @@ class Elements(Tabular):
             earlier = [each for each in self._trainer.history(own[0].tensor).changes() if id(each) not in known]
             written = [self._trainer.read_bits(array, group.positions)[1] for group in own]
             changes = [
-                ElementChange(group.place, group.positions, group.change.bits, bits)
-                for group, bits in zip(own, written, strict=True)
+                ElementChange(change.place, change.positions, change.bits, bits, change.where, change.batch)
+                for change, bits in zip([group.change for group in own], written, strict=True)
             ]
             for change in earlier + changes:
                 history.add(change)
@@ -566,7 +618,7 @@ def _entry(trainer: Trainer, group: ElementGroup, full: bool) -> Entry:
     read = trainer.byte_reader(group.tensor)
     name = trainer.stable_name(group.name)
     return Entry(
-        place=str(Place(None, name, group.place.index, None, pointwise=group.place.pointwise)),
+        place=Place(None, name, group.place.index, None, pointwise=group.place.pointwise),
         name=name,
         shape=group.shape,
         dtype=dtype,

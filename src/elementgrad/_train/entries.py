@@ -1,20 +1,26 @@
 """Entries of a patch: the elements of one place, their values and their originals, apart from any model.
 
-An entry can be mapped to a model in which the tensor has another name, or its axes another order.
+Scattered elements have no text of their own: that of a million takes seconds to write and to read. Their place is made
+from their positions where somebody asks for it. An entry can be mapped to a model in which the tensor has another name,
+or its axes another order.
 """
 
+import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import index as as_int
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from elementgrad._place.grammar import nearest
-from elementgrad._place.index import Index, IndexArray, Span
+from elementgrad._place.index import Index, IndexArray, Span, to_text
 from elementgrad._place.place import Place
 from elementgrad._train.fingerprint import require_fingerprint
+from elementgrad._train.history import ascends
 from elementgrad._train.numbers import VIEWS, BitArray, is_floating
 from elementgrad.errors import DuplicateError, OptionError, PatchError, quoted
 
@@ -22,6 +28,64 @@ LARGEST = np.iinfo(np.int64).max
 Names = Mapping[str, str | tuple[str, Sequence[int]]]
 """Names in a patch to names in a model, or to a name and the order of axes."""
 HINT = "give its name here, or the name and the order of axes, such as ('dense/kernel', (1, 0))"
+FEW = 64
+"""The number of indices that a place is written with in full."""
+SHOWN = 3
+"""The number of indices that are shown of longer lists."""
+
+
+def place_label(place: Place) -> str:
+    """Return the text of a place for tables and errors, with long lists of indices cut short.
+
+    >>> import numpy as np, elementgrad as eg
+    >>> from elementgrad._train.entries import place_label
+    >>> place_label(eg.at("w")[3, :]), place_label(eg.at("w")[np.arange(1000)])
+    ('w[3, :]', 'w[[0, 1, 2, ...]]')
+    """
+    if count_indices(place) <= FEW:
+        return str(place)
+    items = [_item_label(item) if isinstance(item, IndexArray) else to_text((item,))[1:-1] for item in place.index]
+    return f"{place.name}[{', '.join(items)}]"
+
+
+def _item_label(item: IndexArray) -> str:
+    if item.values.size <= SHOWN:
+        return str(item)
+    return str(item.values.reshape(-1)[:SHOWN].tolist())[:-1] + ", ...]"
+
+
+def count_indices(place: Place) -> int:
+    """Return the number of indices that the lists in a place hold, as a measure of the length of its text."""
+    return sum(item.values.size for item in place.index if isinstance(item, IndexArray))
+
+
+class PlaceText:
+    """The field `place` of an entry: a text or a place is set, or None for scattered elements, and a text is read."""
+
+    def __set__(self, entry: "Entry", place: "str | Place | None") -> None:
+        entry.__dict__["_place"] = place
+
+    def __get__(self, entry: "Entry | None", owner: type) -> str:
+        if entry is None:
+            raise AttributeError  # no default
+        place = entry.__dict__["_place"]
+        return place if isinstance(place, str) else str(entry.where)
+
+
+class BitsAt(NamedTuple):
+    """Bytes at some positions of a tensor, one row each; the positions ascend."""
+
+    positions: np.ndarray
+    bits: np.ndarray
+
+
+def overlay(below: BitsAt | None, above: BitsAt | None) -> BitsAt | None:
+    """Return the bytes of both, those above where both have some; positions ascend."""
+    if below is None or above is None:
+        return below if above is None else above
+    positions = np.concatenate([above.positions, below.positions])
+    unique, first = np.unique(positions, return_index=True)
+    return BitsAt(unique, np.concatenate([above.bits, below.bits])[first])
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +100,10 @@ class Entry:
     0.5
     """
 
-    place: str
+    if TYPE_CHECKING:
+        place: Any
+    else:
+        place: str = PlaceText()  # a descriptor, and no default
     """The text of the place, such as "fc.weight[3, :]"."""
     name: str
     """The name of the tensor; the place may call a shared tensor by another of its names."""
@@ -48,69 +115,138 @@ class Entry:
     """The positions in the flattened tensor, in the order of the place: int64, read-only, unique."""
     values: BitArray
     """The values now; the dtype may be wider than the tensor's."""
-    originals: BitArray
-    """The values before, in the tensor's dtype."""
+    originals: BitArray | None
+    """The values before, in the tensor's dtype; None if the patch keeps a checksum of them alone."""
     fingerprint: str
     """The fingerprint of the original tensor."""
     tied: tuple[str, ...] | None = None
     """Other names of the tensor where the patch was made; None if they are not known."""
+    sha256: str | None = None
+    """The SHA-256 of the bytes of the originals, where there are no originals."""
+    since: BitsAt | None = None
+    """Elements that the fingerprinted tensor held other bytes at than the tensor that is patched, and these bytes."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", _checked_shape(self.place, self.shape))
+        object.__setattr__(self, "shape", check_shape(self.name, self.shape))
         indices = np.asarray(self.indices)
         if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
             raise PatchError(
-                f"{self.place}: indices are {indices.dtype} of shape {indices.shape}; give positions in one row"
+                f"{self.label}: indices are {indices.dtype} of shape {indices.shape}; give positions in one row"
             )
-        if self.originals.dtype != self.dtype:
-            raise PatchError(f"{self.place}: the originals are {self.originals.dtype} and the tensor is {self.dtype}")
-        if not len(indices) == len(self.values) == len(self.originals):
+        if self.originals is None:
+            self._check_sha256()
+        elif self.originals.dtype != self.dtype:
+            raise PatchError(f"{self.label}: the originals are {self.originals.dtype} and the tensor is {self.dtype}")
+        originals = len(indices) if self.originals is None else len(self.originals)
+        if not len(indices) == len(self.values) == originals:
             raise PatchError(
-                f"{self.place}: {len(indices)} indices, {len(self.values)} values and {len(self.originals)} originals; "
+                f"{self.label}: {len(indices)} indices, {len(self.values)} values and {originals} originals; "
                 "give one of each per element"
             )
         size = math.prod(self.shape)
-        for position in indices[(indices < 0) | (indices >= size)][:1]:
-            raise PatchError(f"{self.place}: position {position} is out of range for {size} elements")
-        indices = np.array(indices, np.int64)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < size:
+            position = indices[(indices < 0) | (indices >= size)][0]
+            raise PatchError(f"{self.label}: position {position} is out of range for {size} elements")
+        indices = freeze(np.asarray(indices, np.int64))
         if (twice := _first_repeated(indices)) is not None:
-            raise DuplicateError(f"{self.place}: position {twice} stands twice among the indices")
-        self._check_place(indices)
-        indices.setflags(write=False)
+            raise DuplicateError(f"{self.label}: position {twice} stands twice among the indices")
         object.__setattr__(self, "indices", indices)
+        if self.__dict__["_place"] is not None:
+            self._check_place(indices)
 
     def _check_place(self, indices: np.ndarray) -> None:
-        place = Place.parse(self.place)
-        if not place.name:
-            raise PatchError(f"{self.place}: the place names no tensor; write its name in front")
-        selection = place.select(self.shape)
+        if not self.where.name:
+            raise PatchError(f"{self.label}: the place names no tensor; write its name in front")
+        selection = self.where.select(self.shape)
         if selection.size != len(indices) or not np.array_equal(selection.flat().reshape(-1), indices):
             raise PatchError(
-                f"{self.place}: the place names {selection.size} of {math.prod(self.shape)} elements, and the "
+                f"{self.label}: the place names {selection.size} of {math.prod(self.shape)} elements, and the "
                 f"{len(indices)} indices are not theirs"
             )
 
+    def _check_sha256(self) -> None:
+        if not re.fullmatch("[0-9a-f]{64}", self.sha256 or ""):
+            raise PatchError(f"{self.label}: there are no originals and no checksum of them; give one of the two")
+
+    @classmethod
+    def at(cls, name: str, shape: tuple[int, ...], dtype: str, indices: np.ndarray, *rest: Any, **more: Any) -> "Entry":
+        """Return the entry of elements at ascending positions, with a place that is short where there is one."""
+        return cls(_short_place(name, shape, indices), name, shape, dtype, indices, *rest, **more)
+
+    @cached_property
+    def where(self) -> Place:
+        """The place."""
+        place = self.__dict__["_place"]
+        if place is None:
+            whole = Place(None, self.name)
+            return whole.coords(np.stack(np.unravel_index(self.indices, self.shape), 1)) if self.shape else whole
+        return place if isinstance(place, Place) else Place.parse(place)
+
+    @property
+    def label(self) -> str:
+        """The text of the place, with long lists of indices cut short."""
+        place = self.__dict__["_place"]
+        if isinstance(place, str):
+            return place
+        if place is None and len(self.indices) > FEW:
+            first = np.unravel_index(self.indices[:SHOWN], self.shape)
+            return f"{self.name}[{', '.join(str(axis.tolist())[:-1] + ', ...]' for axis in first)}]"
+        return place_label(self.where)
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if no text of the place is worth writing: it would hold many indices, and few elements for each."""
+        return self.__dict__["_place"] is None or count_indices(self.where) > max(FEW, len(self.indices) // 8)
+
+    def originals_match(self, bits: np.ndarray) -> bool:
+        """Return True if these are the bytes of the originals."""
+        if self.originals is None:
+            return hashlib.sha256(np.ascontiguousarray(bits).data).hexdigest() == self.sha256
+        return np.array_equal(bits, self.originals.bits)
+
+    def require_originals(self, what: str) -> BitArray:
+        """Return the originals, or raise an error that says what needs them."""
+        if self.originals is None:
+            raise PatchError(
+                f"{self.label}: the patch keeps a checksum of the originals alone, and {what} needs them; "
+                "make it with originals=True"
+            )
+        return self.originals
+
+    def ordered(self) -> "Entry":
+        """Return the same elements in ascending order."""
+        if ascends(self.indices):
+            return self
+        order = np.argsort(self.indices)
+        originals = None if self.originals is None else self.originals[order]
+        return replace(
+            self,
+            place=None,
+            indices=self.indices[order],
+            values=self.values[order],
+            originals=originals,
+        )
+
     def require_applicable(self) -> None:
         """Raise a `PatchError` for an entry that can fit no model, which `inspect` and `apply` both refuse."""
-        kind = Place.parse(self.place).kind
+        kind = None if self.__dict__["_place"] is None else self.where.kind
         if kind not in (None, "parameter"):
-            raise PatchError(f"{self.place}: the place is of kind {kind!r}, and only parameters are patched")
+            raise PatchError(f"{self.label}: the place is of kind {kind!r}, and only parameters are patched")
         if not len(self.indices):
-            raise PatchError(f"{self.place}: the place names no element of a tensor of shape {self.shape}")
-        if not is_floating(self.dtype):
-            raise PatchError(f"{self.place}: the tensor is {self.dtype}, and only floats are patched")
+            raise PatchError(f"{self.label}: the place names no element of a tensor of shape {self.shape}")
         alike = self.values.dtype.startswith("complex") == self.dtype.startswith("complex")
-        if not (alike and is_floating(self.values.dtype)):
-            raise PatchError(f"{self.place}: values of {self.values.dtype} do not fit a tensor of {self.dtype}")
+        castable = alike and is_floating(self.dtype) and is_floating(self.values.dtype)
+        if not (castable or self.values.dtype == self.dtype):
+            raise PatchError(f"{self.label}: values of {self.values.dtype} do not fit a tensor of {self.dtype}")
         try:
             require_fingerprint(self.fingerprint)
         except PatchError as error:
-            raise PatchError(f"{self.place}: {error}") from None
+            raise PatchError(f"{self.label}: {error}") from None
 
     @property
     def largest_change(self) -> float | None:
-        """The largest distance between a value and its original; None without elements or for unknown dtypes."""
-        if not len(self.indices) or not {self.values.dtype, self.dtype} <= VIEWS.keys():
+        """The largest distance between a value and its original; None without elements or originals, or if unknown."""
+        if not len(self.indices) or self.originals is None or not {self.values.dtype, self.dtype} <= VIEWS.keys():
             return None
         old, new = self.originals.floats(), self.values.floats()
         with np.errstate(invalid="ignore", over="ignore"):
@@ -118,8 +254,9 @@ class Entry:
             return float(np.where(same, 0.0, np.abs(new - old)).max())
 
     def _key(self) -> tuple[Any, ...]:
-        header = (self.place, self.name, self.shape, self.dtype, self.fingerprint, self.tied)
-        return (*header, self.indices.tobytes(), self.values, self.originals)
+        header = (self.name, self.shape, self.dtype, self.fingerprint, self.tied, self.sha256)
+        since = None if self.since is None else (self.since.positions.tobytes(), self.since.bits.tobytes())
+        return (*header, since, self.indices.tobytes(), self.values, self.originals)
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Entry) else NotImplemented
@@ -128,14 +265,33 @@ class Entry:
         return hash(self._key())
 
 
-def _checked_shape(place: str, shape: Iterable[Any]) -> tuple[int, ...]:
+def check_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple, or raise an error if it is none that a tensor can have."""
     try:
         sizes = tuple([as_int(size) for size in shape])
     except TypeError:
         sizes = (-1,)
     if any(not 0 <= size <= LARGEST for size in sizes) or math.prod(sizes) > LARGEST:
-        raise PatchError(f"{place}: {shape!r} is not a shape; give a tuple of sizes, such as (3, 4)")
+        raise PatchError(f"{name}: {shape!r} is not a shape; give a tuple of sizes, such as (3, 4)")
     return sizes
+
+
+def _short_place(name: str, shape: tuple[int, ...], positions: np.ndarray) -> Place | None:
+    """Return the place of elements at ascending positions if it is whole, rows or few elements; else None."""
+    whole = Place(None, name)
+    if not shape or len(positions) == math.prod(shape):
+        return whole
+    if len(positions) == 1:
+        return whole[tuple([int(axis) for axis in np.unravel_index(positions[0], shape)])]
+    width = math.prod(shape[1:])
+    if len(shape) > 1 and len(positions) % width == 0:
+        rows = positions[::width] // width
+        if np.array_equal((rows[:, None] * width + np.arange(width)).reshape(-1), positions):
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            return whole[first if len(rows) == 1 else slice(first, last) if last - first == len(rows) else rows]
+    if len(positions) * len(shape) <= FEW:
+        return whole.coords(np.stack(np.unravel_index(positions, shape), 1))
+    return None
 
 
 def check_same_tensor(entries: Sequence[Entry]) -> None:
@@ -144,13 +300,13 @@ def check_same_tensor(entries: Sequence[Entry]) -> None:
     for entry in entries[1:]:
         if (entry.shape, entry.dtype) != (first.shape, first.dtype):
             raise PatchError(
-                f"{entry.name} is {entry.dtype} of shape {entry.shape} for {entry.place} and {first.dtype} of shape "
-                f"{first.shape} for {first.place}; one tensor has one"
+                f"{entry.name} is {entry.dtype} of shape {entry.shape} for {entry.label} and {first.dtype} of shape "
+                f"{first.shape} for {first.label}; one tensor has one"
             )
         comparable = entry.fingerprint.partition(":")[0] == first.fingerprint.partition(":")[0]
         if comparable and entry.fingerprint != first.fingerprint:
-            raise PatchError(f"{entry.place} and {first.place} are of two tensors that were called {entry.name}")
-    check_no_overlap(first.name, first.shape, [(entry.place, entry.indices) for entry in entries])
+            raise PatchError(f"{entry.label} and {first.label} are of two tensors that were called {entry.name}")
+    check_no_overlap(first.name, first.shape, [(entry.label, entry.indices) for entry in entries])
 
 
 def check_no_overlap(name: str, shape: tuple[int, ...], places: Sequence[tuple[str, np.ndarray]]) -> None:
@@ -162,14 +318,26 @@ def check_no_overlap(name: str, shape: tuple[int, ...], places: Sequence[tuple[s
     Traceback (most recent call last):
     elementgrad.DuplicateError: fc.bias[1] is named by fc.bias[:2] and by fc.bias[1]; name each element once
     """
-    twice = _first_repeated(np.concatenate([np.zeros(0, np.int64), *[positions for _, positions in places]]))
+    if len(places) < 2:  # each place by itself names every element once
+        return
+    twice = _first_repeated(np.concatenate([positions for _, positions in places]))
     if twice is not None:
         one, other, *_ = [place for place, positions in places if twice in positions]
         which = element_text(name, shape, twice)
         raise DuplicateError(f"{which} is named by {one} and by {other}; name each element once")
 
 
+def freeze(array: np.ndarray) -> np.ndarray:
+    """Return a read-only array that nobody else can write to: a copy, unless it is one already."""
+    if array.flags.writeable or not array.flags.owndata:
+        array = np.array(array, order="C")
+        array.setflags(write=False)
+    return array
+
+
 def _first_repeated(positions: np.ndarray) -> int | None:
+    if ascends(positions):
+        return None
     ordered = np.sort(positions)
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     return int(again[0]) if again.size else None
@@ -228,7 +396,7 @@ def map_entries(entries: Sequence[Entry], names: Names | None) -> list[MappedEnt
 
 
 def _name_in_place(entry: Entry) -> str:
-    return Place.parse(entry.place).name or entry.name
+    return entry.name if entry.__dict__["_place"] is None else entry.where.name or entry.name
 
 
 def _map_entry(entry: Entry, to: Any) -> MappedEntry:
@@ -236,25 +404,25 @@ def _map_entry(entry: Entry, to: Any) -> MappedEntry:
     if to is None:
         return MappedEntry(entry, entry, axes)
     name, order = (to, axes) if isinstance(to, str) else _check_target(entry, to)
-    place = Place.parse(entry.place)
+    place = None if entry.__dict__["_place"] is None else entry.where
     if order == axes:
-        renamed = Place(None, name, place.index, pointwise=place.pointwise)
-        return MappedEntry(replace(entry, place=str(renamed), name=name), entry, axes)
+        renamed = None if place is None else Place(None, name, place.index, pointwise=place.pointwise)
+        return MappedEntry(replace(entry, place=renamed, name=name), entry, axes)
     shape = tuple(entry.shape[axis] for axis in order)
     positions = _permute(entry.indices, entry.shape, order)
-    transposed = _transpose(name, place.index, order, shape, positions)
-    indices = transposed.select(shape).flat().reshape(-1)
+    transposed = None if place is None else _transpose(name, place.index, order, shape, positions)
+    indices = np.sort(positions) if transposed is None else transposed.select(shape).flat().reshape(-1)
     # The new place may list its elements in another order, which the values have to follow.
     rows = np.argsort(positions)[np.argsort(np.argsort(indices))]
     return MappedEntry(
         replace(
             entry,
-            place=str(transposed),
+            place=transposed,
             name=name,
             shape=shape,
             indices=indices,
-            values=BitArray(entry.values.dtype, entry.values.bits[rows]),
-            originals=BitArray(entry.originals.dtype, entry.originals.bits[rows]),
+            values=entry.values[rows],
+            originals=None if entry.originals is None else entry.originals[rows],
         ),
         entry,
         order,

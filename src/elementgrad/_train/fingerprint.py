@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from elementgrad._train.history import ReadBytes
+from elementgrad._train.history import ReadBytes, ascends
 from elementgrad.errors import PatchError
 
 SAMPLE = 64
@@ -49,8 +49,9 @@ def fingerprint(
         raise PatchError(
             f"positions of shape {changed.shape} and bits of shape {former.shape}; give one row of bits per position"
         )
-    order = np.argsort(changed, kind="stable")
-    changed, former = changed[order], former[order]
+    if not ascends(changed):
+        order = np.argsort(changed, kind="stable")
+        changed, former = changed[order], former[order]
     digest = hashlib.sha256(json.dumps([list(map(int, shape)), dtype]).encode())
     for some in _chunks(size) if full else [_sample(size)]:
         if not some.size:
@@ -82,6 +83,11 @@ def require_fingerprint(text: str) -> None:
     """Raise a `PatchError` for a text that cannot be the fingerprint of any tensor."""
     if not re.fullmatch("(sample|full):[0-9a-f]{64}", text):
         raise PatchError(f"{text!r} is no fingerprint; one reads sample: or full: and 64 hexadecimal digits")
+
+
+def sample_positions(shape: Sequence[int]) -> np.ndarray:
+    """Return the positions of the elements that a sampled fingerprint is of, ascending."""
+    return _sample(math.prod(shape))
 
 
 def _sample(size: int) -> np.ndarray:

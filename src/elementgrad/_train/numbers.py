@@ -133,7 +133,9 @@ class BitArray:
     """The bytes, the lowest first: uint8, one row per number, read-only."""
 
     def __post_init__(self) -> None:
-        bits = np.array(self.bits, order="C")  # a copy, so that it cannot change
+        bits = np.asarray(self.bits, order="C")
+        if bits.flags.writeable or not bits.flags.owndata:
+            bits = np.array(bits)  # a copy, so that it cannot change
         if bits.dtype != np.uint8 or bits.ndim != 2 or not bits.shape[1]:
             raise PatchError(
                 f"bits of {self.dtype} are {bits.dtype} of shape {bits.shape}; give uint8, one row of bytes per number"
@@ -202,6 +204,11 @@ class BitArray:
 
     def __len__(self) -> int:
         return len(self.bits)
+
+    def __getitem__(self, rows: np.ndarray | slice) -> "BitArray":
+        bits = self.bits[rows]
+        bits.setflags(write=False)
+        return BitArray(self.dtype, bits)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BitArray):

@@ -2,12 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from elementgrad._files import replace_file
 from elementgrad._html import Rows, Tabular
 from elementgrad._train.entries import Entry, check_same_tensor
-from elementgrad._train.patch_file import decode_entries, encode_entries, pack, unpack
+from elementgrad._train.patch_file import PatchFile, encode_entries, pack
 from elementgrad.errors import ElementgradError, PatchError
 
 SHOWN = 48
@@ -47,36 +47,123 @@ class Patch(Tabular):
         return sum(len(entry.indices) for entry in self.entries)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "Patch":
+    def read(cls, path: str | os.PathLike[str], base: Any = None, *, place: Any = None) -> "Patch":
         """Read a patch from a file, after everything in it is checked; nothing in it is ever executed.
 
         Args:
-            path: The file that `elements.save` or `Patch.write` wrote.
+            path: The file that `elements.save` or `Patch.write` wrote. With `base`, a file of another format: the
+                folder of a TrainableTokens or SHiRA adapter of PEFT, the flat layout, or a textual inversion.
+            base: For another format, the weights that it is for: a model, a state dict, a file or a folder.
+            place: For a textual inversion, the rows of its token, such as `"token_embedding.weight[49408]"`.
 
         Raises:
             PatchError: The file is damaged, or no patch.
         """
-        meta, tensors = unpack(path)
-        try:
-            return cls(tuple(decode_entries(meta, tensors)))
-        except ElementgradError as error:
-            raise PatchError(f"{Path(path).name}: {error}") from None
+        if base is not None:
+            from elementgrad._train.formats import read_foreign
 
-    def write(self, path: str | os.PathLike[str]) -> None:
+            return read_foreign(path, base, place)
+        file = PatchFile(path)
+        entries = tuple(file.entries())
+        try:
+            return cls(entries)
+        except ElementgradError as error:
+            raise PatchError(f"{file.name}: {error}") from None
+
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        compress: bool = False,
+        format: str | None = None,
+        base: Any = None,
+        token: str | None = None,
+    ) -> None:
         """Write the patch to a file, as a whole or not at all: the old content stays until all is written.
 
         Args:
-            path: The file, such as `"patch.safetensors"`.
+            path: The file, such as `"patch.safetensors"`; for an adapter of PEFT a new folder.
+            compress: Compress the tensors of the file, which needs `zstandard`, also to read it.
+            format: Another format: `"flat"`, `"trainable-tokens"`, `"shira"` or `"textual-inversion"`.
+            base: The weights before, for formats that have whole rows where the patch has parts of them.
+            token: The name of the token of a textual inversion.
         """
-        replace_file(path, pack(*encode_entries(self.entries)))
+        if format is not None:
+            from elementgrad._train.formats import write_foreign
+
+            write_foreign(self, path, format, base, token)
+        else:
+            replace_file(path, *pack(*encode_entries(self.entries, compress)))
+
+    def then(self, other: "Patch") -> "Patch":
+        """Return one patch that does what this one and then another one do.
+
+        Args:
+            other: A patch that fits what this one leaves.
+
+        Returns:
+            The patch, without elements that end as they began.
+
+        Raises:
+            PatchError: The other one does not fit.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> a, b, c = ({"w": np.float32(x)} for x in ([1, 2, 3], [1, 5, 6], [1, 7, 3]))
+        >>> eg.diff(a, b).then(eg.diff(b, c))
+        place  elements  shape  dtype    largest change
+        w[1]   1         3      float32  5
+        """
+        return _algebra().then(self, other)
+
+    def inverse(self) -> "Patch":
+        """Return the patch that takes this one back, to the bit.
+
+        Values that are wider than their tensor, such as float32 of a bfloat16 weight, are rounded to it first.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> patch = eg.diff({"w": np.zeros(3)}, {"w": np.ones(3)})
+        >>> patch.then(patch.inverse()).size
+        0
+        """
+        return _algebra().inverse(self)
+
+    def conflicts(self, other: "Patch") -> Any:
+        """Return the elements that this patch and another one change to different values.
+
+        Args:
+            other: A patch of the same weights.
+
+        Returns:
+            A `Conflicts`, which has a length and prints as a table.
+        """
+        return _algebra().conflicts(self, other)
+
+    def restricted(self, places: Any) -> "Patch":
+        """Return the part of the patch that is about some places.
+
+        Args:
+            places: The text of a place, such as `"embedding.weight[:100]"`, a place, or several.
+
+        >>> import numpy as np, elementgrad as eg
+        >>> patch = eg.diff({"a": np.zeros(3), "b": np.zeros(2)}, {"a": np.ones(3), "b": np.ones(2)})
+        >>> patch.restricted("a[1:]").size, patch.restricted("b").size
+        (2, 2)
+        """
+        return _algebra().restrict(self, places)
 
     def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype", "largest change")]
         for entry in self.entries:
             change = "-" if entry.largest_change is None else f"{entry.largest_change:.4g}"
             shape = "x".join(map(str, entry.shape)) or "()"
-            rows.append((shorten(entry.place), str(len(entry.indices)), shape, entry.dtype, change))
+            rows.append((shorten(entry.label), str(len(entry.indices)), shape, entry.dtype, change))
         return rows
+
+
+def _algebra() -> Any:
+    from elementgrad._train import algebra  # which makes patches itself
+
+    return algebra
 
 
 def inspect(path: str | os.PathLike[str]) -> Patch:

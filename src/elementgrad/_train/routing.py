@@ -13,7 +13,7 @@ from elementgrad._place.grammar import listed
 from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place
 from elementgrad._read.jacobian import Reason, explain_missing_path
-from elementgrad._train.entries import check_no_overlap
+from elementgrad._train.entries import check_no_overlap, place_label
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer, groups_by_tensor
 from elementgrad._train.weights import Weights, WeightsTrainer
 from elementgrad.errors import DuplicateError, FrameworkError, PlaceError, UnconnectedError
@@ -102,7 +102,9 @@ def check_disjoint(targets: Sequence[ResolvedPlace]) -> None:
     for same in groups_by_tensor(targets):
         if len(same) == 1:
             continue  # a place names no element twice
-        check_no_overlap(same[0].name, same[0].shape, [(target.place, target.positions) for target in same])
+        check_no_overlap(
+            same[0].name, same[0].shape, [(place_label(target.place), target.positions) for target in same]
+        )
 
 
 def differentiate(
@@ -192,7 +194,7 @@ class _PlaceNames:
         self._places = places
 
     def __str__(self) -> str:
-        return ", ".join([str(each.place) for each in self._places])
+        return ", ".join([place_label(each.place) for each in self._places])
 
 
 def unconnected_error(

@@ -26,8 +26,8 @@ from elementgrad._train.routing import explain_unconnected
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceError, UnconnectedError
 
 Tensor = Any
-By = Literal["gradient", "fisher", "magnitude"]
-MEASURES = {"gradient": "gradient", "fisher": "sum of squared gradients", "magnitude": "value"}
+By = Literal["gradient", "fisher", "magnitude", "random"]
+MEASURES = {"gradient": "gradient", "fisher": "sum of squared gradients", "magnitude": "value", "random": "chance"}
 ROOM = 2**16
 """The least number of elements that are collected before the best of them are selected."""
 
@@ -41,6 +41,7 @@ def top(
     *,
     among: Any = None,
     since: Any = None,
+    seed: int = 0,
 ) -> list[Place]:
     """Find the k elements of a model's parameters with the largest score, as places that `eg.trainable` takes.
 
@@ -53,10 +54,12 @@ def top(
             losses keeps the graph of one alone in PyTorch, and is run again for each group of parameters.
         k: The number of elements.
         by: `"gradient"` ranks by the size of the derivative of the loss, `"fisher"` by the sum of its squares over
-            examples, `"magnitude"` by the size of the element or, with `since`, by how far it has moved.
+            examples, `"magnitude"` by the size of the element or, with `since`, by how far it has moved. `"random"`
+            draws them with equal chances, as baselines do; it needs no loss.
         among: The parameters to choose from, or some of their elements; by default all that are floating point,
             frozen ones too.
         since: A state dict or a model of the same architecture, from which elements have moved.
+        seed: The seed of the random draw: the same one gives the same elements.
 
     Returns:
         One place for each parameter that has chosen elements.
@@ -72,6 +75,7 @@ def top(
     """
     limit = _check_k(k)
     _check_measure(by, loss_fn, since)
+    seed = _check_seed(seed)
     backend = registry.backend_of_model(model)
     if backend is None:
         raise FrameworkError(
@@ -83,6 +87,8 @@ def top(
     size = sum(candidate.size for candidate in candidates)
     if limit > size:
         raise OptionError(f"k={limit} is more than the {size} elements that there are to choose from; choose fewer")
+    if by == "random":
+        return _draw(candidates, size, limit, seed)
     ranking = Ranking(limit, candidates, MEASURES[by], backend)
     if loss_fn is None or by == "magnitude":
         earlier = [None] * len(candidates) if since is None else _earlier(since, candidates, named_model, backend)
@@ -226,13 +232,36 @@ def _check_k(k: Any) -> int:
 
 def _check_measure(by: Any, loss_fn: Any, since: Any) -> None:
     if not isinstance(by, str) or by not in MEASURES:
-        raise OptionError(f'by={by!r} is none of "gradient", "fisher" and "magnitude"; give one of them')
+        raise OptionError(f'by={by!r} is none of "gradient", "fisher", "magnitude" and "random"; give one of them')
     if since is not None and by != "magnitude":
         raise OptionError(f'since= says from where elements have moved, and by={by!r} does not ask; use by="magnitude"')
-    if not callable(loss_fn) and not (loss_fn is None and by == "magnitude"):
+    if not callable(loss_fn) and not (loss_fn is None and by in ("magnitude", "random")):
         raise OptionError(
             f"loss_fn={loss_fn!r} cannot be called; give a function of the model, as in lambda model: loss(model(x), y)"
         )
+
+
+def _check_seed(seed: Any) -> int:
+    try:
+        number = as_int(seed)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise OptionError(f"seed={seed!r} is no seed; give an int of at least 0")
+    return number
+
+
+def _draw(candidates: list[Candidate], size: int, limit: int, seed: int) -> list[Place]:
+    """Return `limit` elements of all candidates, drawn with equal chances and without repeats."""
+    drawn = np.sort(np.random.Generator(np.random.PCG64(seed)).choice(size, limit, replace=False, shuffle=False))
+    places, start = [], 0
+    for candidate in candidates:
+        end = start + candidate.size
+        own = drawn[np.searchsorted(drawn, start) : np.searchsorted(drawn, end)] - start
+        if own.size:
+            places.append(candidate.place(own if candidate.positions is None else candidate.positions[own]))
+        start = end
+    return places
 
 
 def _find_candidates(model: Model, among: Any, backend: Backend) -> list[Candidate]:

@@ -488,6 +488,14 @@ class TrainBackend(ABC):
     def trainer(self, model: Any) -> Trainer:
         """Return the trainer of a model's elements; raise `FrameworkError` for what is no model."""
 
+    @abstractmethod
+    def tensor_bits(self, tensor: Tensor) -> tuple[str, np.ndarray]:
+        """Return the dtype of a tensor, and the bytes of its elements: uint8, one row per element."""
+
+    @abstractmethod
+    def from_bits(self, bits: np.ndarray, like: Tensor) -> Tensor:
+        """Return a tensor with these bytes, of the dtype, shape and device of another one."""
+
 
 class TopBackend(ABC):
     """Finds the elements of parameters that rank highest."""

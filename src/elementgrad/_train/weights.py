@@ -2,19 +2,20 @@
 
 import json
 import math
+import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from typing import Any, NoReturn
 
 import numpy as np
 
-from elementgrad._files import ArchiveError, pack_npz, read_npz, replace_file
+from elementgrad._files import ArchiveError, StoredArray, describe_npz, pack_npz, replace_file
 from elementgrad._place.grammar import listed, nearest
-from elementgrad._train.numbers import VIEWS, BitArray, is_floating
-from elementgrad._train.patch_file import StoredTensor, pack_safetensors
+from elementgrad._train.numbers import VIEWS, BitArray
+from elementgrad._train.patch_file import RepeatedNameError, StoredTensor, pack_safetensors, unique_names
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
 from elementgrad.errors import DtypeError, FrameworkError, PatchError, PlaceError
 
@@ -27,6 +28,8 @@ DTYPES = {
         for width in (1, 2, 4, 8)
     },
     "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
     "C64": "complex64",
     "BOOL": "bool",
 }
@@ -34,13 +37,18 @@ DTYPES = {
 
 
 class FileTensor:
-    """One tensor by its bytes, which can be written to."""
+    """One tensor by its bytes, which can be written to; they are read when they are first needed."""
 
-    def __init__(self, dtype: str, shape: Sequence[int], bits: np.ndarray):
+    def __init__(
+        self, dtype: str, shape: Sequence[int], bits: np.ndarray | Callable[[], np.ndarray], is_buffer: bool = False
+    ):
         self.dtype = dtype
         self.shape = tuple(shape)
-        self.bits = bits
-        """uint8, one row per element, the lowest byte first."""
+        self.is_buffer = is_buffer
+        """True for a buffer of a model."""
+        self.start = 0
+        """Where it begins in a mapped file."""
+        self._bits = bits
 
     @classmethod
     def of(cls, array: np.ndarray) -> "FileTensor":
@@ -48,9 +56,31 @@ class FileTensor:
         numbers = BitArray.of(array)
         return cls(numbers.dtype, array.shape, np.array(numbers.bits))
 
+    @property
+    def bits(self) -> np.ndarray:
+        """The bytes, to write to: uint8, one row per element, the lowest byte first."""
+        bits = self.read()
+        self._bits = bits if bits.flags.writeable else np.array(bits)
+        return self._bits
+
+    def read(self) -> np.ndarray:
+        """Return the bytes, which are not kept if they have to be read first; these may be a tensor of the user's."""
+        if not callable(self._bits):
+            return self._bits
+        bits = self._bits().view()
+        bits.setflags(write=False)
+        return bits
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the bytes are in memory, and may have been written to."""
+        return not callable(self._bits) and self._bits.flags.writeable
+
 
 class Weights:
     """Tensors by name, read from a file and written to one.
+
+    The file is mapped and not loaded: a tensor that is written to is copied first, and the rest stays on the disk.
 
     >>> import tempfile, numpy as np
     >>> from elementgrad._train.weights import Weights
@@ -63,29 +93,34 @@ class Weights:
     array([2., 2.], dtype=float32)
     """
 
-    def __init__(self, tensors: Mapping[str, FileTensor], packed: bytearray | None = None):
+    def __init__(self, tensors: Mapping[str, FileTensor], packed: memoryview | None = None, knows_ties: bool = False):
         self.tensors = dict(tensors)
+        self.knows_ties = knows_ties
+        """True if tensors that are one have all of their names here."""
         self._packed = packed
         """The file as it was read; the bytes of the tensors are views of it."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Weights":
-        """Read the tensors of a .safetensors or .npz file."""
+        """Open the tensors of a .safetensors or .npz file."""
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
-                return cls({name: FileTensor.of(array) for name, array in read_npz(path).items()})
+                return cls({name: _archived(path, array) for name, array in describe_npz(path).items()})
             except (ArchiveError, DtypeError) as error:
                 raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
-            packed = bytearray(file.read())
+            try:
+                packed = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            except (OSError, ValueError):  # an empty file or a pipe
+                packed = memoryview(file.read())
         return cls(dict(_unpack(path, packed)), packed)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all tensors to a file, as a whole or not at all; in the format they came in nothing else changes."""
         path = os.fspath(path)
         if path.endswith(".safetensors"):
-            replace_file(path, bytes(self._packed) if self._packed is not None else _pack(self.tensors))
+            replace_file(path, *(pack_tensors(self.tensors) if self._packed is None else self._parts(self._packed)))
             return
         unknown = [name for name, x in self.tensors.items() if x.dtype == "bfloat16" or x.dtype not in VIEWS]
         if unknown:
@@ -101,6 +136,29 @@ class Weights:
         except ArchiveError as error:
             raise PatchError(str(error)) from None
         replace_file(path, content)
+
+    def _parts(self, packed: memoryview) -> Iterator[Any]:
+        """Yield the file as it was read, with the tensors that were written to in their places."""
+        end = 0
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.start):
+            if tensor.is_copy:
+                yield packed[end : tensor.start]
+                yield tensor.bits
+                end = tensor.start + tensor.bits.size
+        yield packed[end:]
+
+
+def _archived(path: str, array: StoredArray) -> FileTensor:
+    def load() -> np.ndarray:
+        try:
+            return np.array(BitArray.of(array.load()).bits)
+        except ArchiveError as error:
+            raise PatchError(f"{path} holds no weights: {error}") from None
+
+    name = array.dtype.name
+    if name not in VIEWS:
+        raise DtypeError(f"an array of {name} has no numbers to keep; there are: {', '.join(VIEWS)}")
+    return FileTensor(name, array.shape, load)
 
 
 class WeightsTrainer(Trainer):
@@ -125,17 +183,17 @@ class WeightsTrainer(Trainer):
     only_parameter = name_of
 
     def check_parameter(self, tensor: FileTensor, name: str) -> None:
-        if not is_floating(tensor.dtype):
-            raise DtypeError(f"{name} is {tensor.dtype}, and only floats are patched; name a tensor of floats")
+        return  # tensors of any dtype are patched by their bytes
 
     def read_bits(self, tensor: Any, positions: np.ndarray | None = None) -> tuple[str, np.ndarray]:
-        return tensor.dtype, tensor.bits if positions is None else tensor.bits[positions]
+        bits = tensor.read() if isinstance(tensor, FileTensor) else tensor.bits
+        return tensor.dtype, bits if positions is None else bits[positions]
 
     def parse_dtype(self, dtype: Any) -> Any:
         return dtype
 
     def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
-        initial = BitArray(target.tensor.dtype, target.tensor.bits[target.positions])
+        initial = BitArray(target.tensor.dtype, target.tensor.read()[target.positions])
         return ElementGroup(target, initial if values is None else values, originals or initial, initial)
 
     def groups_of(self, tensor: FileTensor) -> Sequence[ElementGroup]:
@@ -157,14 +215,16 @@ class WeightsTrainer(Trainer):
     stop = check_loss = gradients = start
 
 
-def _unpack(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
+def _unpack(path: str, packed: memoryview) -> Iterator[tuple[str, FileTensor]]:
     """Yield the tensors of a safetensors file, as views of its bytes."""
     try:
         end = 8 + struct.unpack("<Q", packed[:8])[0]
-        header = json.loads(packed[8:end], object_pairs_hook=_unique_names)
+        if end > len(packed):
+            raise ValueError
+        header = json.loads(bytes(packed[8:end]), object_pairs_hook=unique_names)
         described = [(name, *_describe(of)) for name, of in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        twice = f", since it names {error} twice" if isinstance(error, _RepeatedNameError) else ""
+        twice = f", since it names {error} twice" if isinstance(error, RepeatedNameError) else ""
         raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
@@ -180,22 +240,11 @@ def _unpack(path: str, packed: bytearray) -> Iterator[tuple[str, FileTensor]]:
                 "save the weights again"
             )
     for name, dtype, shape, first, last in described:
-        bits = np.frombuffer(memoryview(packed)[end + first : end + last], np.uint8)
+        bits = np.frombuffer(packed[end + first : end + last], np.uint8)
         size = math.prod(shape)
-        yield name, FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
-
-
-class _RepeatedNameError(ValueError):
-    """A name occurs twice in one JSON object, of which most parsers take the last."""
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in unique:
-            raise _RepeatedNameError(repr(name))
-        unique[name] = value
-    return unique
+        tensor = FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
+        tensor.start = end + first
+        yield name, tensor
 
 
 def _describe(of: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
@@ -204,13 +253,15 @@ def _describe(of: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     return str(of["dtype"]), tuple(map(index, of["shape"])), first, last
 
 
-def _pack(tensors: Mapping[str, FileTensor]) -> bytes:
+def pack_tensors(tensors: Mapping[str, FileTensor], meta: Mapping[str, str] | None = None) -> list[Any]:
+    """Return the parts of a safetensors file with these tensors."""
     names = {ours: theirs for theirs, ours in DTYPES.items()}
     if "__metadata__" in tensors:
         raise PatchError("a tensor called __metadata__ has no place in .safetensors; write .npz")
     for name, tensor in tensors.items():
         if tensor.dtype not in names:
             raise PatchError(f"{tensor.dtype} of {name} has no place in .safetensors; write .npz")
-    return pack_safetensors(
-        {name: StoredTensor(names[x.dtype], x.shape, x.bits.tobytes()) for name, x in tensors.items()}
-    )
+    stored = {
+        name: StoredTensor(names[x.dtype], x.shape, np.ascontiguousarray(x.read())) for name, x in tensors.items()
+    }
+    return pack_safetensors(stored, meta)

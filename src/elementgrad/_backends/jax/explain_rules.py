@@ -4,9 +4,8 @@
 that the user called, and say why an operation lets no derivative through.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ import numpy as np
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.read import JAX_PACKAGES
 from elementgrad._backends.source_location import is_user_code, location_text
-from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
-from elementgrad._explain.trace import cause_of_bound, is_masked_score
+from elementgrad._explain import kinds
+from elementgrad._explain.trace import Numbers, Op
 
 Array = Any
 PACKAGES = (*JAX_PACKAGES, "optax", "equinox", "chex", "haiku", "jaxtyping", "numpy", "scipy")
@@ -63,8 +62,6 @@ CUSTOM_JVP = {"custom_jvp_call"}
 CUSTOM_VJP = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "is_finite"}
 LOOKUPS = {"gather", "indexing", "take", "take_along_axis", ".at[].get"}
-PRODUCTS = {"mul", "multiply", "div", "true_divide", "divide"}
-POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
 CHOICES = frozenset(
     """
     reduce_max reduce_min sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min
@@ -79,57 +76,63 @@ CHOICE_WORDS = CHOICES | frozenset(
     """.split()  # noqa: SIM905
 )
 """The user's words for them. A softmax has a maximum inside as well, but is not a choice."""
-BOUNDS = {"maximum", "minimum", "fmax", "fmin"}
-SOFTMAXES = {"softmax", "log_softmax"}
-ROUNDING = 64.0
-"""Tangents of so many units of rounding count as zero."""
+KINDS = kinds.kind_table(
+    {
+        kinds.PRODUCT: "mul multiply div true_divide divide",
+        kinds.POWER: "square integer_pow pow power float_power",
+        kinds.CAPPED_RECTIFIER: "relu6",
+        kinds.SHARE: "softmax log_softmax",
+        kinds.MATRIX_PRODUCT: "dot_general",
+        kinds.SUM: "add sub reduce_sum cumsum",
+        kinds.ELEMENTWISE: "neg exp tanh logistic erf sin cos log sqrt rsqrt abs relu gelu silu",
+        kinds.MOVE: "reshape transpose broadcast_in_dim squeeze concatenate slice rev copy",
+    }
+)
+"""The kinds of primitives, and of functions of JAX that are one operation."""
+
+
+def kind_of(op_type: str, word: str, inner: frozenset[str]) -> str | None:
+    """Return the kind of an operation, by its primitive, the user's word, and the primitives that it is made of."""
+    names = {op_type, word}
+    if "gather" in inner and names & LOOKUPS:
+        return kinds.LOOKUP
+    if op_type == "select_n" and word == "select":  # for other primitives that word is a slice
+        return kinds.SELECTION
+    if word in ("maximum", "minimum", "fmax", "fmin") or op_type in ("max", "min"):
+        return kinds.LOWER_BOUND if "max" in inner else kinds.UPPER_BOUND
+    if inner & CHOICES and names & CHOICE_WORDS:
+        return kinds.CHOICE
+    return KINDS.get(word) or KINDS.get(op_type) or (kinds.MATRIX_PRODUCT if inner == {"dot_general"} else None)
 
 
 @dataclass(eq=False)
-class JaxOp:
+class JaxOp(Op):
     """One operation that ran, or several that are one call of the user's."""
 
-    op_type: str
-    """The name of the primitive."""
-    operation: str
-    """The user's word for it."""
-    where: str | None
-    function: Callable[..., Sequence[Array]]
+    function: Callable[..., Sequence[Array]] = field(default=lambda *_: (), repr=False)
     """Computes all results from all operands."""
-    inputs: Sequence[int]
-    """Ids of the values that it reads, one for each operand."""
-    operands: Sequence[Array]
-    outputs: Sequence[int] = ()
-    results: Sequence[Array] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
-    module: str = ""
-    custom_gradient: bool = False
-    """True if the user wrote its derivative."""
-    branches: bool = False
-    hidden: bool = False
-    cut_cause: str | None = None
-    note: str = ""
     call: tuple[str | None, str] | None = None
     """The line and name of the function of JAX that it is a part of."""
     error: Exception | None = field(default=None, repr=False)
     """Why JAX cannot differentiate it, if it cannot."""
     inner: frozenset[str] = frozenset()
     """The primitives that it is made of."""
-    unsafe: bool = False
-    """True if it is not run on other numbers."""
     discrete_values: Sequence[Array] = ()
     """The integers and booleans that are made inside, if it is one call of several operations."""
-    written: frozenset[int] = frozenset()
-    """Ids of the values that it writes into, if it writes."""
 
     def __post_init__(self) -> None:
+        if self.inner:  # it is a copy, or was put together from others
+            return
         self.written = frozenset(self.inputs[:1] if self.op_type.startswith("scatter") else ())
         inner = {name for name in primitives(self.params) if not name.endswith("jit")}
         self.inner = frozenset(inner or {self.op_type})
-        self.unsafe = not NOT_RERUN.isdisjoint({self.op_type, *inner})
+        keys = any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands)
+        self.can_rerun = not keys and NOT_RERUN.isdisjoint({self.op_type, *inner})
+        self.kind = kind_of(self.op_type, self.operation, self.inner)
 
-    def run(self) -> None:
-        self.results = [x if hasattr(x, "shape") else jnp.asarray(x) for x in self.function(*self.operands)]
+    def rerun(self, operands: Sequence[Array]) -> list[Array]:
+        return [x if hasattr(x, "shape") else jnp.asarray(x) for x in self.function(*operands)]
 
     def connected_results(self, active: Sequence[int]) -> set[int]:
         """Return the indices of the results whose derivative, by JAX's own rules, uses that of an active operand."""
@@ -149,28 +152,31 @@ class JaxOp:
         uses_input = [any(dce_jaxpr(jaxpr, [other == n for other in range(count)])[1]) for n in range(count)]
         return {index for index, used in zip(differentiable, uses_input, strict=True) if used}
 
-    def jvp(self, tangents: Mapping[int, Array]) -> dict[int, Array]:
-        """Return the tangents of the results, by index, for those of some operands."""
-        differentiable = self._differentiable_results()
-        if not differentiable:
-            return {}
-        active, values = list(tangents), tuple(tangents.values())
+    def jvp(self, tangents: Sequence[Array | None]) -> list[Array | None]:
+        results = self._differentiable_results()
+        active = [n for n, t in enumerate(tangents) if t is not None]
+        if not results or not active:
+            return [None] * len(self.results)
+        values = tuple([tangents[n] for n in active])
         if self.op_type in CUSTOM_VJP:  # it has no jvp, but its vjp is linear in the cotangents
-            results, pull = jax.vjp(self._partial(active, differentiable), *[self.operands[index] for index in active])
-            (pushed,) = jax.linear_transpose(lambda cotangents: pull(cotangents), results)(values)
+            primals, pull = jax.vjp(self._partial(active, results), *[self.operands[n] for n in active])
+            (pushed,) = jax.linear_transpose(lambda cotangents: pull(cotangents), primals)(values)
         else:
-            pushed = self._jvp(active, values, differentiable)
-        return dict(zip(differentiable, pushed, strict=True))
+            pushed = self._jvp(active, values, results)
+        by_index = dict(zip(results, pushed, strict=True))
+        return [by_index.get(n) for n in range(len(self.results))]
 
-    def vjp(self, cotangents: Mapping[int, Array], active: Sequence[int]) -> dict[int, Array]:
-        """Return the cotangents of the active operands, by index, for those of some results."""
-        _, pull = jax.vjp(self._partial(active, list(cotangents)), *[self.operands[index] for index in active])
-        return dict(zip(active, pull(tuple(cotangents.values())), strict=True))
+    def vjp(self, cotangents: Sequence[Array | None], wanted: Sequence[bool]) -> list[Array | None]:
+        arriving = {n: g for n, g in enumerate(cotangents) if g is not None}
+        active = [n for n, needed in enumerate(wanted) if needed]
+        _, pull = jax.vjp(self._partial(active, list(arriving)), *[self.operands[n] for n in active])
+        pulled = dict(zip(active, pull(tuple(arriving.values())), strict=True))
+        return [pulled.get(n) for n in range(len(self.operands))]
 
     def _differentiable_results(self) -> list[int]:
         return [index for index, result in enumerate(self.results) if is_differentiable(result)]
 
-    def _jvp(self, active: Sequence[int], tangents: Sequence[Array], results: Sequence[int]) -> tuple[Array, ...]:
+    def _jvp(self, active: Sequence[int], tangents: Sequence[Any], results: Sequence[int]) -> tuple[Array, ...]:
         primals = tuple([self.operands[index] for index in active])
         return jax.jvp(self._partial(active, results), primals, tuple(tangents))[1]
 
@@ -185,26 +191,6 @@ class JaxOp:
             return tuple([outputs[index] for index in results])
 
         return function
-
-    def dependent_outputs(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
-        """Return masks of the elements of the results that can move with those of the operands."""
-        shapes = [tuple(x.shape) for x in self.results]
-        if not self._can_rerun():
-            return guess_dependent_outputs(masks, shapes)
-        return dependent_outputs(self._rerun, [_to_numpy(x) for x in self.operands], masks, shapes)
-
-    def is_tied(self, masks: Sequence[np.ndarray | None]) -> bool:
-        """Return True if elements that a choice passed over are equal to those that it took."""
-        coarse = [jnp.result_type(x) == jnp.bfloat16 for x in self.operands]
-        return self._can_rerun() and is_tied(self._rerun, [_to_numpy(x) for x in self.operands], masks, coarse)
-
-    def _can_rerun(self) -> bool:
-        keys = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands]
-        return not self.unsafe and not any(keys)
-
-    def _rerun(self, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-        arrays = [jnp.asarray(x, jnp.result_type(y)) for x, y in zip(operands, self.operands, strict=True)]
-        return [_to_numpy(x) for x in self.function(*arrays)]
 
 
 class CallSite(NamedTuple):
@@ -355,112 +341,23 @@ def _dtype_note(values: Sequence[Array]) -> str:
     return f"{dtypes[0]} comes out" if dtypes else ""
 
 
-def cause_of_zero_tangent(op: JaxOp, tangents: Mapping[int, Array]) -> str | None:
-    """Return why no tangent leaves an operation, where its numbers say more than its name."""
-    moving = {n: to_float64(t) for n, t in tangents.items() if max_abs(t) > 0}
-    if not moving or (op.cut_cause is not None and not any(map(is_differentiable, op.results))):
-        return None
-    first, tangent = next(iter(moving.items()))
-    x, moved = to_float64(op.operands[first]), tangent != 0
-    constants = [to_float64(y) for n, y in enumerate(op.operands) if n not in moving and _is_number(y)]
-    names = {op.op_type, op.operation}
-    if _underflows(op, tangents):
-        return "underflow"
-    if op.note and "gather" not in op.inner and _is_dropped(op, first, moved):
-        return "out-of-range"
-    if "gather" in op.inner and names & LOOKUPS:
-        every = {first: jnp.ones_like(tangents[first])}
-        return "out-of-range" if op.note and not _size(op.jvp(every)) else "row-not-used"
-    if op.op_type == "select_n" and op.operation == "select":  # for other primitives that word is a slice
-        return "masked"
-    if is_bound(op):
-        return None if not constants else cause_of_bound("max" in op.inner, constants[0])
-    if op.inner & CHOICES and names & CHOICE_WORDS:
-        masks = [None if n not in moving else moving[n] != 0 for n in range(len(op.operands))]
-        return "tie" if op.is_tied(masks) else "not-selected"
-    if names & PRODUCTS:
-        if len(moving) > 1:
-            return "cancelled" if bool(x[moved].any()) else "stationary"
-        return "underflow" if constants and bool((constants[0] != 0).all()) else "masked"
-    if names & POWERS:
-        return "underflow" if bool((to_float64(op.operands[0]) != 0).all()) else "stationary"
-    if "relu6" in names and bool((x[moved] > 0).all()):
-        return "clamped"
-    if names & SOFTMAXES and is_masked_score(x, moved):
-        return "masked"
-    if names & SOFTMAXES and not _moves_at_zero(op, tangents):
-        return "cancelled"
-    if op.inner == {"dot_general"}:
-        return (
-            "cancelled" if len(moving) > 1 or not constants or _meets_factors(op, first, tangents[first]) else "masked"
-        )
-    return None
-
-
-def is_bound(op: JaxOp) -> bool:
-    """Return True if an operation takes the larger or the smaller of two operands."""
-    return op.operation in BOUNDS or op.op_type in BOUNDS or op.op_type in ("max", "min")
-
-
-def _underflows(op: JaxOp, tangents: Mapping[int, Array]) -> bool:
-    size = _size(tangents)
-    if not size < 1:
-        return False
-    factor = 2.0 ** -math.frexp(size)[1]  # a power of two, so that nothing is rounded differently
-    return _size(op.jvp({n: jnp.asarray(to_float64(t) * factor, t.dtype) for n, t in tangents.items()})) > 0
-
-
-def _is_dropped(op: JaxOp, operand: int, moved: np.ndarray) -> bool:
-    """Return True if what is written reaches no result. An array that is written into never counts."""
-    if op.inputs[operand] in op.written:
-        return False
-    masks = [moved if n == operand else None for n in range(len(op.operands))]
-    return not any(mask.any() for mask in op.dependent_outputs(masks))
-
-
-def _moves_at_zero(op: JaxOp, tangents: Mapping[int, Array]) -> bool:
-    # At zero no element of a softmax is far below the others. If nothing moves even there, the parts always cancel.
-    operands = [jnp.zeros_like(x) if n in tangents else x for n, x in enumerate(op.operands)]
-    epsilon = max(float(jnp.finfo(t.dtype).eps) for t in tangents.values())
-    return not _size(replace(op, operands=operands).jvp(tangents)) <= ROUNDING * epsilon * _size(tangents)
-
-
-def _meets_factors(op: JaxOp, operand: int, tangent: Array) -> bool:
-    """Return True if a tangent is multiplied by something other than zero in a product of matrices."""
-    operands = [jnp.abs(x) for x in op.operands]
-    operands[operand] = jnp.abs(tangent).astype(operands[operand].dtype)
-    return bool(jnp.asarray(op.function(*operands)[0]).any())
-
-
 def is_differentiable(x: Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact))
 
 
-def _is_number(x: Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype if hasattr(x, "dtype") else type(x), jnp.number))
+class JaxNumbers(Numbers):
+    is_differentiable = staticmethod(is_differentiable)
 
+    def size(self, x: Array) -> float:
+        values = self.array(x)  # NumPy compiles nothing
+        return float(np.abs(values).max()) if values.size else 0.0
 
-def _size(arrays: Mapping[int, Array]) -> float:
-    return max_or_nan(map(max_abs, arrays.values()))
+    def array(self, x: Array) -> np.ndarray:
+        values = np.asarray(x)
+        return values.astype(np.float32) if values.dtype.kind == "V" or values.dtype.name == "bfloat16" else values
 
+    def like(self, array: np.ndarray, x: Array) -> Array:
+        return jnp.asarray(array, jnp.result_type(x))
 
-def max_abs(x: Array) -> float:
-    """Return the largest absolute value; NaN if there is one."""
-    return float(np.abs(to_float64(x)).max()) if x.size else 0.0
-
-
-def max_or_nan(sizes: Iterable[float]) -> float:
-    values = list(sizes)
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
-
-
-def to_float64(x: Array) -> np.ndarray:
-    """Convert to a dtype that NumPy has; NumPy compiles nothing."""
-    values = np.asarray(x)
-    return values.astype(np.float64) if values.dtype.kind in "fV" else values
-
-
-def _to_numpy(x: Array) -> np.ndarray:
-    """Convert to a dtype that NumPy has, and no finer one than necessary."""
-    values = np.asarray(x)
-    return values.astype(np.float32) if values.dtype.kind == "V" or values.dtype.name == "bfloat16" else values
+    def is_bfloat16(self, x: Array) -> bool:
+        return bool(jnp.result_type(x) == jnp.bfloat16)

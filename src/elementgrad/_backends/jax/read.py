@@ -164,6 +164,9 @@ class JaxRead(ReadBackend):
     def matmul(self, x: Array, y: Array) -> Array:
         return x @ y
 
+    def rounding(self, like: Array) -> str:
+        return f"jax {jax.__version__}" if all(each.platform == "cpu" for each in like.devices()) else ""
+
     def index(self, positions: np.ndarray, like: Array) -> Any:
         # As few bits as hold them: JAX has 64 only if its configuration says so.
         return positions.astype(np.int32) if positions.max(initial=0) < 2**31 else positions

@@ -90,12 +90,16 @@ class TracedValue(core.Tracer):
     def block_until_ready(self) -> "TracedValue":
         return self
 
-    def devices(self) -> Any:
-        return self.value.devices()
+    def _read_concrete(self, name: str) -> Any:
+        self._trace.differs = True
+        return getattr(self.value, name)
 
-    sharding = property(lambda self: self.value.sharding)
-    device = property(lambda self: self.value.device)
-    committed = property(lambda self: self.value.committed)
+    def devices(self) -> Any:
+        return self._read_concrete("devices")()
+
+    sharding = property(lambda self: self._read_concrete("sharding"))
+    device = property(lambda self: self._read_concrete("device"))
+    committed = property(lambda self: self._read_concrete("committed"))
 
 
 class JaxOpRecorder(core.Trace):
@@ -104,10 +108,12 @@ class JaxOpRecorder(core.Trace):
     def __init__(self, others: Sequence[Any] = ()) -> None:
         super().__init__()
         self.ops: list[JaxOp] = []
-        self.source: TracedValue
-        self._others = others  # arrays that the function gets as well: if the source is one, its use is no closure
-        self._source_array: Any = None
-        self._closure_id: int | None = None
+        self.sources: list[TracedValue] = []
+        self.differs = False
+        """True if JAX may treat the code otherwise when it differentiates it, or refuse it."""
+        self._others = others  # arrays that the function gets as well: if a source is one, its use is no closure
+        self._source_arrays: dict[int, tuple[Any, TracedValue]] = {}
+        self._closure_ids: dict[int, int] = {}
         self._count = 0
         self._ids: dict[int, tuple[int, Any]] = {}  # of other arrays, which are kept so that no other gets their id
 
@@ -117,10 +123,16 @@ class JaxOpRecorder(core.Trace):
             yield
 
     def trace_source(self, x: Array) -> TracedValue:
-        """Return the value that stands for the source in the user's function."""
-        self._source_array = None if any(x is other for other in self._others) else x
-        self.source = TracedValue(self, value_of(x), self._new_id())
-        return self.source
+        """Return the value that stands for a source in the user's function."""
+        source = TracedValue(self, value_of(x), self._new_id())
+        self.sources.append(source)
+        if isinstance(x, TracedValue):  # it is computed from another source
+            op = JaxOp("activation", None, "", (x.value_id,), (source.value_id,), hidden=True, op_type="copy")
+            op.operands, op.results, op.function = [x.value], [x.value], lambda x: [x]
+            self.ops.append(op)
+        elif all(x is not other for other in self._others):
+            self._source_arrays[id(x)] = x, source
+        return source
 
     def _new_id(self) -> int:
         self._count += 1
@@ -129,29 +141,29 @@ class JaxOpRecorder(core.Trace):
     def value_id(self, x: Any) -> int:
         if isinstance(x, TracedValue):
             return x.value_id
-        if x is self._source_array and x is not None:
-            return self._source_closure_id()
+        if id(x) in self._source_arrays:
+            return self._source_closure_id(*self._source_arrays[id(x)])
         known = self._ids.get(id(x))
         if known is None:
             known = self._ids[id(x)] = self._new_id(), x
         return known[0]
 
-    def _source_closure_id(self) -> int:
+    def _source_closure_id(self, x: Array, source: TracedValue) -> int:
         """Return the id of the source's own array, which the code uses although it got a traced value for it."""
-        if self._closure_id is None:
-            self._closure_id = self._new_id()
-            where, x = call_site(current().traceback).where, self._source_array
-            op = JaxOp("closure", "the array used here", where, lambda x: [x], [self.source.value_id], [x])
-            op.outputs, op.results = [self._closure_id], [x]
-            op.cut_cause, op.hidden = "outside-tape", True  # hidden, since it is the cause only if nothing else is
+        if id(x) not in self._closure_ids:
+            value_id = self._closure_ids[id(x)] = self._new_id()
+            where = call_site(current().traceback).where
+            op = JaxOp("the array used here", where, "", (source.value_id,), (value_id,), "outside-tape")
+            op.operands, op.results, op.function = [x], [x], lambda x: [x]
+            op.hidden = True  # since it is the cause only if nothing else is
             op.note = "the code takes the array itself from outside, not its argument"
             self.ops.append(op)
-        return self._closure_id
+        return self._closure_ids[id(x)]
 
     def record_exit(self, x: TracedValue, word: str, branches: bool) -> None:
         """Record that the numbers of a value go to Python."""
-        op = JaxOp(word, word, call_site(current().traceback).where, lambda x: [], [x.value_id], [x.value])
-        op.cut_cause, op.note, op.branches = "left-framework", "plain numbers have no derivatives", branches
+        op = JaxOp(word, call_site(current().traceback).where, "", (x.value_id,), (), "left-framework")
+        op.note, op.branches, op.operands = "plain numbers have no derivatives", branches, [x.value]
         self.ops.append(op)
 
     def stage_value(self, val: Any) -> Any:
@@ -196,6 +208,7 @@ class JaxOpRecorder(core.Trace):
             with core.eval_context():
                 program = jax.make_jaxpr(stage)(*map(value_of, tracers))
         except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
+            self.differs = True
             with core.set_current_trace(self):
                 return functions[0].call_wrapped(*tracers)
         with core.eval_context():
@@ -263,8 +276,15 @@ class JaxOpRecorder(core.Trace):
 
     def _run_hidden(self, word: str, function: Any, operands: Sequence[Any], site: CallSite) -> list[Any]:
         """Run an operation of ours that moves values around."""
-        inputs = [self.value_id(x) for x in operands]
-        op = JaxOp(word, word, site.where, function, inputs, [*map(value_of, operands)], hidden=True)
+        op = JaxOp(
+            word,
+            site.where,
+            inputs=tuple(map(self.value_id, operands)),
+            hidden=True,
+            op_type=word,
+            operands=[*map(value_of, operands)],
+            function=function,
+        )
         return self._add(op, site, any(isinstance(x, TracedValue) for x in operands))
 
     def _run_primitive(
@@ -273,19 +293,22 @@ class JaxOpRecorder(core.Trace):
         values = [value_of(x) for x in operands]
         custom = name in CUSTOM_JVP or name in CUSTOM_VJP
         word = function_name(params) if custom else site.word
+        missed = out_of_range(name, params, values)
         op = JaxOp(
-            name,
             word or op_word(str(params.get("name", name)) if name.endswith("jit") else name),
             site.where,
-            function,
-            [self.value_id(x) for x in operands],
-            values,
-            params=params,
-            module=str(current_name_stack()).replace("/", "."),
+            str(current_name_stack()).replace("/", "."),
+            tuple([self.value_id(x) for x in operands]),
+            note=missed,
             custom_gradient=custom and is_user_function(params),
-            note=out_of_range(name, params, values),
+            op_type=name,
+            operands=values,
+            misses=missed,
+            function=function,
+            params=params,
         )
-        traced = any(isinstance(x, TracedValue) for x in operands) or self._closure_id in op.inputs
+        closures = set(self._closure_ids.values())
+        traced = any(isinstance(x, TracedValue) for x in operands) or not closures.isdisjoint(op.inputs)
         results = self._add(op, site, traced)
         is_cast = name == "convert_element_type"
         op.hidden = name in COPIES or (is_cast and op.results[0].dtype == jnp.result_type(values[0]))
@@ -293,9 +316,9 @@ class JaxOpRecorder(core.Trace):
 
     def _add(self, op: JaxOp, site: CallSite, traced: bool) -> list[Any]:
         """Run an operation and record it; its results are traced if an operand is."""
-        op.run()
+        op.results = op.rerun(op.operands)
         op.call = (site.where, site.word) if site.word is not None and not op.custom_gradient else None
-        op.outputs = [self._new_id() for _ in op.results]
+        op.outputs = tuple([self._new_id() for _ in op.results])
         self.ops.append(op)
         if traced:
             return [TracedValue(self, x, value_id) for x, value_id in zip(op.results, op.outputs, strict=True)]

@@ -1,7 +1,7 @@
 """Rules by which runs of TensorFlow are explained: what users call its operations, and what these do to derivatives.
 
 `TensorflowOp` is one operation of a run, with its tensors. TensorFlow's own gradient rule, or the one that the user
-wrote, gives its vjp and, transposed, its jvp. The functions below it say why an operation lets no derivative through.
+wrote, gives its vjp and, transposed, its jvp. The functions below it say why an operation cuts derivatives.
 """
 
 import math
@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import _gradient_function, context, execute, indexed_slices
 from elementgrad._cleanup import enter, scope
-from elementgrad._explain.dependence import dependent_outputs, guess_dependent_outputs, is_tied
-from elementgrad._explain.trace import cause_of_bound, is_masked_score, uneven_weights
+from elementgrad._explain import kinds
+from elementgrad._explain.trace import Numbers, Op
 
 Tensor = Any
 
@@ -116,58 +116,66 @@ COMPILED = ("__forward_", "__inference_")
 _AFFIXES = re.compile(r"^__(forward|inference|backward)_|_\d+$")
 NOT_RERUN = {"", "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "EagerPyFunc", "PyFunc"}
 """Op types that are not run on other numbers, because they call other code or may never end."""
-CHOICES = frozenset(
-    """
-    Max Min TopK TopKV2 Maximum Minimum MaxPool MaxPoolV2 MaxPool3D MaxPoolWithArgmax Dilation2D FractionalMaxPool
-    NthElement SegmentMax SegmentMin SegmentMaxV2 SegmentMinV2 UnsortedSegmentMax UnsortedSegmentMin
-    TensorScatterMax TensorScatterMin
-    """.split()  # noqa: SIM905
-)
-BOUNDS = {"Maximum", "Minimum"}
-SOFTMAXES = {"Softmax", "LogSoftmax", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
-PRODUCTS = {"Mul", "RealDiv"}
-MATRIX_PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D", "Conv3D"}
-SUMS = {*MATRIX_PRODUCTS, "Sum", "Mean", "AddV2", "AddN", "Sub", "BiasAdd", "Cumsum"}
-LOOKUPS = {"GatherV2", "ResourceGather"}
 SEGMENTS = {"UnsortedSegmentSum", "UnsortedSegmentProd", "UnsortedSegmentMax", "UnsortedSegmentMin"}
+KINDS = kinds.kind_table(
+    {
+        kinds.LOWER_BOUND: "Maximum",
+        kinds.UPPER_BOUND: "Minimum",
+        kinds.CHOICE: """
+            Max Min TopK TopKV2 MaxPool MaxPoolV2 MaxPool3D MaxPoolWithArgmax Dilation2D FractionalMaxPool NthElement
+            SegmentMax SegmentMin SegmentMaxV2 SegmentMinV2 UnsortedSegmentMax UnsortedSegmentMin TensorScatterMax
+            TensorScatterMin""",
+        kinds.SHARE: "Softmax LogSoftmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
+        kinds.PRODUCT: "Mul RealDiv",
+        kinds.MATRIX_PRODUCT: "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv3D",
+        kinds.SUM: "Sum Mean AddV2 AddN Sub BiasAdd Cumsum",
+        kinds.CAPPED_RECTIFIER: "Relu6",
+        kinds.LOOKUP: "GatherV2 ResourceGather",
+        kinds.ELEMENTWISE: "Neg Exp Tanh Sigmoid Erf Sin Cos Relu Gelu Sqrt Rsqrt Log",
+        kinds.MOVE: "Reshape Transpose ConcatV2 Pack Unpack Split StridedSlice ExpandDims Squeeze Tile",
+    }
+)
+NOT_OF_THEIR_KIND = {
+    kinds.LOWER_BOUND: ("clip_by_value", "relu6", "hard_sigmoid"),
+    kinds.UPPER_BOUND: ("clip_by_value", "relu6", "hard_sigmoid"),
+    kinds.LOOKUP: ("boolean_mask", "indexing"),
+    kinds.PRODUCT: ("dropout", "norm"),
+    kinds.MATRIX_PRODUCT: ("norm",),
+}
+"""Functions of the user's that have operations of a kind inside, and are of another."""
+
+
+def kind_of(op_type: str, word: str, operands: Sequence[Tensor]) -> str | None:
+    kind = KINDS.get(op_type)
+    if kind == kinds.LOOKUP and (operands[0].shape.rank == 1 or (len(operands) > 2 and int(operands[2]) != 0)):
+        return None  # it takes elements, or columns
+    return None if kind is None or word in NOT_OF_THEIR_KIND.get(kind, ()) else kind
 
 
 @dataclass(eq=False)
-class TensorflowOp:
+class TensorflowOp(Op):
     """One operation that ran eagerly; or a value that enters or leaves TensorFlow, which has no op type."""
 
-    op_type: str
-    operation: str
-    """The user's word for it."""
-    where: str | None
-    module: str = ""
-    inputs: tuple[int, ...] = ()
-    """Ids of the values that it reads: of `operands`, if it has any."""
-    outputs: tuple[int, ...] = ()
-    operands: Sequence[Tensor] = ()
-    results: Sequence[Tensor] = ()
-    """Empty for a write to a variable, although there is an id for the new value."""
     params: Sequence[Any] = ()
     recorded: bool = True
     """True if tapes were recording when it ran."""
     backward: Callable[..., Any] | None = None
     """A gradient function that was recorded with it, in place of the one registered for its type."""
-    custom_gradient: bool = False
-    """True if the user wrote that function."""
     inner: Collection[str] = ()
     """The types of the operations in it, if it is a compiled function."""
     in_gradient: bool = False
     """True if one of the user's tapes ran it to compute a gradient."""
-    from_python: bool = False
-    """True if the user made a tensor of plain numbers with it."""
-    cut_cause: str | None = None
 
-    @property
-    def branches(self) -> bool:
-        return self.operation in DECISIONS
+    def __post_init__(self) -> None:
+        self.branches = self.operation in DECISIONS
+        self.opaque = self.op_type == "Identity"
+        handles = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.operands, *self.results)]
+        rerunnable = self.backward is None and not self.inner and self.op_type not in NOT_RERUN
+        self.can_rerun = rerunnable and not any(handles)
+        self.kind = kind_of(self.op_type, self.operation, self.operands)
 
-    def vjp(self, cotangents: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the cotangents of the operands for those of the results."""
+    def vjp(self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool] = ()) -> list[Tensor | None]:
+        cotangents = [zeros_like(y) if g is None else g for g, y in zip(cotangents, self.results, strict=True)]
         if self.backward is not None:
             pulled = self.backward(*cotangents)
         else:
@@ -181,7 +189,6 @@ class TensorflowOp:
         return [*dense, *[None] * (len(self.operands) - len(dense))]
 
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the tangents of the results for those of the operands."""
         # The vjp is linear in the cotangents, so that its own vjp is the jvp.
         cotangents = [zeros_like(y) for y in self.results]
         free = [seed for seed in cotangents if seed is not None and is_differentiable(seed)]
@@ -204,28 +211,10 @@ class TensorflowOp:
         seeds = [tf.ones_like(y) if is_differentiable(y) else zeros_like(y) for y in self.results]
         return [g is not None for g in self.vjp(seeds)]
 
-    def dependent_outputs(self, masks: Sequence[np.ndarray | None]) -> list[np.ndarray]:
-        """Return masks of the elements of the results that can move with those of the operands."""
-        if not self.results:  # a write to a variable, whose elements stay in their places
-            return [mask for mask in masks if mask is not None][:1]
-        shapes = [tuple(y.shape) for y in self.results]
-        if not self._can_rerun():
-            return guess_dependent_outputs(masks, shapes)
-        return dependent_outputs(self._rerun, [_to_numpy(x) for x in self.operands], masks, shapes)
-
-    def is_tied(self, masks: Sequence[np.ndarray | None]) -> bool:
-        """Return True if elements that a choice passed over are equal to those that it took."""
-        coarse = [x.dtype == tf.bfloat16 for x in self.operands]
-        return self._can_rerun() and is_tied(self._rerun, [_to_numpy(x) for x in self.operands], masks, coarse)
-
-    def _can_rerun(self) -> bool:
-        handles = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.operands, *self.results)]
-        return self.backward is None and not self.inner and self.op_type not in NOT_RERUN and not any(handles)
-
-    def _rerun(self, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-        tensors = [tf.constant(x, y.dtype) for x, y in zip(operands, self.operands, strict=True)]
-        results = execute.execute(self.op_type, len(self.results), tensors, self.params, context.context())
-        return [_to_numpy(y) for y in results]
+    def rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        if self.backward is not None and self.operands[-1] is self.results[-1]:
+            return list(operands[-len(self.results) :])  # other operations computed them, and this one differentiates
+        return list(execute.execute(self.op_type, len(self.results), list(operands), self.params, context.context()))
 
 
 def op_word(op_type: str, callers: Sequence[str]) -> str:
@@ -275,11 +264,11 @@ def cause_of_cut(op: TensorflowOp) -> tuple[str | None, str]:
     if op.custom_gradient:
         return "custom-rule", "its gradient function gives None"
     if op.op_type.startswith(COMPILED):
-        return _cause_in_compiled(op), "it is a compiled function"
+        return cause_in_compiled(op), "it is a compiled function"
     return "no-rule", "TensorFlow has no derivative for it"
 
 
-def _cause_in_compiled(op: TensorflowOp) -> str | None:
+def cause_in_compiled(op: TensorflowOp) -> str | None:
     """Return why a compiled function stops derivatives, if only one thing in it could."""
     causes = [cause for cause, op_types in COMPILED_CAUSES.items() if not op_types.isdisjoint(op.inner)]
     return causes[0] if len(causes) == 1 else None
@@ -289,86 +278,11 @@ def out_of_range(op: TensorflowOp) -> str:
     """Return a note on ids that belong to no segment, whose elements TensorFlow drops; empty if there are none."""
     if op.op_type not in SEGMENTS:
         return ""
-    wrong = op.operands[1].numpy()[_is_of_no_segment(op)]
+    ids = op.operands[1].numpy()
+    wrong = ids[(ids < 0) | (ids >= int(op.operands[2]))]
     if not wrong.size:
         return ""
     return f"id {wrong[0]} is out of range for {int(op.operands[2])} segments, and TensorFlow drops what bears it"
-
-
-def _is_of_no_segment(op: TensorflowOp) -> np.ndarray:
-    ids = op.operands[1].numpy()
-    return np.asarray((ids < 0) | (ids >= int(op.operands[2])))
-
-
-def cause_of_zero_tangent(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
-    """Return why no tangent leaves an operation, where its numbers say more than its name."""
-    moving = [(x, t) for x, t in zip(op.operands, tangents, strict=False) if t is not None and max_abs(t) > 0]
-    x, tangent = moving[0]
-    if op.inner:
-        return _cause_in_compiled(op)
-    moved = np.abs(tangent.numpy()) > 0
-    if _underflows(op, tangents):
-        return "underflow"
-    if op.op_type in SOFTMAXES and not np.ptp(tangent.numpy(), axis=-1).any():  # only differences count
-        return "cancelled"
-    if op.op_type in SOFTMAXES and is_masked_score(tf.cast(x, tf.float64).numpy(), moved):
-        return "masked"
-    if op.op_type == "Relu6" and bool((np.asarray(x)[moved] > 0).all()):
-        return "clamped"
-    if op.op_type in SEGMENTS and bool(_is_of_no_segment(op)[np.nonzero(moved)[: op.operands[1].ndim]].all()):
-        return "out-of-range"
-    if op.op_type in CHOICES and op.operation not in ("clip_by_value", "relu6", "hard_sigmoid"):
-        if op.is_tied([None if t is None else np.abs(t.numpy()) > 0 for t in tangents]):
-            return "tie"
-        return cause_at_bound(op, tangents) or "not-selected"
-    if op.op_type in LOOKUPS and op.operation not in ("boolean_mask", "indexing") and tangent.shape.rank > 1:
-        axis = int(op.operands[2]) if op.op_type == "GatherV2" else 0
-        return "row-not-used" if axis == 0 else None
-    if op.op_type in (*PRODUCTS, *MATRIX_PRODUCTS) and op.operation not in ("dropout", "norm"):
-        if len(moving) > 1:
-            return "stationary" if not np.asarray(x)[moved].any() else "cancelled"
-        constants = _constant_operands(op, tangents)
-        if constants and is_differentiable(constants[0]) and bool((constants[0].numpy() != 0).all()):
-            return "underflow" if op.op_type in PRODUCTS else _cause_of_zero_sum(op, tangents)
-    return _cause_of_zero_sum(op, tangents) if op.op_type in SUMS else None
-
-
-def cause_at_bound(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str | None:
-    """Return the cause for elements that lose against the constant of a maximum or minimum."""
-    constants = _constant_operands(op, tangents)
-    if op.op_type not in BOUNDS or op.operation == "clip_by_value" or len(constants) != 1:
-        return None
-    return cause_of_bound(op.op_type == "Maximum", constants[0].numpy())
-
-
-def _constant_operands(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> list[Tensor]:
-    return [y for y, t in zip(op.operands, tangents, strict=False) if t is None or max_abs(t) == 0]
-
-
-def _underflows(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
-    size = max([max_abs(t) for t in tangents if t is not None])
-    if not size < 1:
-        return False
-    factor = 2.0 ** -math.frexp(size)[1]  # a power of two, so that nothing is rounded differently
-
-    def scale(t: Tensor) -> Tensor:
-        return tf.cast(tf.cast(t, tf.complex128 if t.dtype.is_complex else tf.float64) * factor, t.dtype)
-
-    return _moves(op, [None if t is None else scale(t) for t in tangents])
-
-
-def _cause_of_zero_sum(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> str:
-    # Terms that cancel do not cancel any more in other amounts; terms that were multiplied by zero stay zero.
-    def uneven(t: Tensor, factor: int) -> Tensor:
-        amounts = factor * (uneven_weights(math.prod(t.shape)) + 0.5)
-        return t * tf.cast(amounts.reshape(tuple(t.shape)), t.dtype)
-
-    terms = [None if t is None else uneven(t, factor) for factor, t in enumerate(tangents, 1)]
-    return "cancelled" if _moves(op, terms) else "masked"
-
-
-def _moves(op: TensorflowOp, tangents: Sequence[Tensor | None]) -> bool:
-    return any(t is not None and max_abs(t) > 0 for t in op.jvp(tangents))
 
 
 def is_differentiable(x: Tensor) -> bool:
@@ -380,12 +294,19 @@ def zeros_like(x: Tensor) -> Tensor | None:
     return None if x.dtype in (tf.resource, tf.variant, tf.string) else tf.zeros_like(x)
 
 
-def max_abs(x: Tensor) -> float:
-    """Return the largest absolute value; NaN if there is one."""
-    x = tf.convert_to_tensor(x)
-    return float(tf.reduce_max(tf.abs(x))) if math.prod(x.shape) else 0.0
+class TensorflowNumbers(Numbers):
+    is_differentiable = staticmethod(is_differentiable)
 
+    def size(self, x: Tensor) -> float:
+        x = tf.convert_to_tensor(x)
+        return float(tf.reduce_max(tf.abs(x))) if math.prod(x.shape) else 0.0
 
-def _to_numpy(x: Tensor) -> np.ndarray:
-    """Convert to a dtype that NumPy has."""
-    return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
+    def array(self, x: Tensor) -> np.ndarray:
+        return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
+
+    def like(self, array: np.ndarray, x: Tensor) -> Tensor:
+        kind = array.dtype.kind
+        return tf.cast(array, x.dtype) if kind in "fc" and x.dtype != tf.bool else tf.constant(array, x.dtype)
+
+    def is_bfloat16(self, x: Tensor) -> bool:
+        return bool(x.dtype == tf.bfloat16)

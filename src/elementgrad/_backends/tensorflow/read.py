@@ -328,6 +328,10 @@ class TensorflowRead(ReadBackend):
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return tf.matmul(x, y)
 
+    def rounding(self, like: Tensor) -> str:
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        return f"tensorflow {tf.__version__}, {threads} threads" if "CPU" in like.device else ""
+
     def index(self, positions: np.ndarray, like: Tensor) -> Any:
         return positions  # a graph makes a constant of its own of them
 

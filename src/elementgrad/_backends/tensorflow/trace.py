@@ -163,10 +163,18 @@ class TensorflowOpRecorder:
             inputs = inputs[1:] if op_type == explain_rules.OVERWRITE else inputs
             outputs = [self.new_id(operands[0])]
         where, callers = self._user_line()
-        op = TensorflowOp(op_type, explain_rules.op_word(op_type, callers), where, self._module)
-        op.inputs, op.outputs = tuple(inputs), tuple(outputs)
-        op.operands, op.results = tuple(operands), tuple(results)  # some code goes on to change the list
-        op.params, op.recorded = params, record.could_possibly_record()
+        op = TensorflowOp(
+            explain_rules.op_word(op_type, callers),
+            where,
+            self._module,
+            tuple(inputs),
+            tuple(outputs),
+            op_type=op_type,
+            operands=tuple(operands),  # some code goes on to change the list
+            results=tuple(results),
+            params=params,
+            recorded=record.could_possibly_record(),
+        )
         self.ops.append(op)
 
     @_keep_error
@@ -188,21 +196,29 @@ class TensorflowOpRecorder:
             operation = "custom_gradient" if op_type == "<lambda>" else op_type
         else:
             operation = explain_rules.op_word(op_type, callers)
-        op = TensorflowOp(op_type, operation, where, self._module)
-        op.inputs = (*[self.value_id(x) for x in operands], *before)
-        op.outputs = tuple([self.new_id(y) for y in results])
-        op.operands, op.results = (*operands, *results) if before else operands, results
-        op.recorded = record.could_possibly_record()
-        op.backward, op.custom_gradient, op.inner = backward_function, custom_gradient, inner_op_types(op_type)
+        op = TensorflowOp(
+            operation,
+            where,
+            self._module,
+            (*[self.value_id(x) for x in operands], *before),
+            tuple([self.new_id(y) for y in results]),
+            custom_gradient=custom_gradient,
+            op_type=op_type,
+            operands=(*operands, *results) if before else operands,
+            results=results,
+            recorded=record.could_possibly_record(),
+            backward=backward_function,
+            inner=inner_op_types(op_type),
+        )
         self.ops.append(op)
 
     @_keep_error
     def record_exit(self, word: str, operands: Sequence[Tensor], results: Sequence[Tensor] = ()) -> None:
         """Record that the numbers of tensors leave TensorFlow; `results` come back by the same call."""
         where, callers = self._user_line()
-        op = TensorflowOp("", explain_rules.op_word(word, callers), where, self._module, cut_cause="left-framework")
-        op.inputs, op.outputs = tuple(map(self.value_id, operands)), tuple(map(self.new_id, results))
-        op.operands, op.results = operands, results
+        ids = tuple(map(self.value_id, operands)), tuple(map(self.new_id, results))
+        op = TensorflowOp(explain_rules.op_word(word, callers), where, self._module, *ids, "left-framework")
+        op.operands, op.results, op.can_rerun = operands, results, False
         self.ops.append(op)
 
     @_keep_error
@@ -212,7 +228,7 @@ class TensorflowOpRecorder:
         value_id = self.new_id(x)
         self.leaves[value_id] = x, where
         from_python = any(name in explain_rules.CONVERSIONS for name in callers)
-        op = TensorflowOp("", "constant", where, self._module, outputs=(value_id,), from_python=from_python)
+        op = TensorflowOp("constant", where, self._module, outputs=(value_id,), from_python=from_python)
         self.ops.append(op)
 
 

@@ -37,7 +37,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 try:  # before 2.9 with vmap itself
     from torch._functorch.predispatch import lazy_load_decompositions as lazy_load_decompositions
 except ImportError:
-    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore[no-redef]
+    from torch._functorch.vmap import lazy_load_decompositions as lazy_load_decompositions  # type: ignore
 
 # Sweeps through a graph: the engine without the checks of `torch.autograd.grad`, and who else uses a memory.
 from torch._C import _storage_Use_Count as _storage_Use_Count
@@ -109,7 +109,7 @@ FLAGS = {
     "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
     "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
 }
-"""These flags by the attribute in which each such mode saves them; the last since 2.9."""
+"""These flags by the attribute in which each such mode saves them; older versions lack the last."""
 FLAGS = {saved: flag for saved, flag in FLAGS.items() if flag in dispatch_flags}
 set_compiler_flag: Callable[[bool], object] = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", bool
@@ -129,7 +129,7 @@ def decomposition_table() -> Any:
 def load_forward_rules() -> None:
     """Import the forward rules that PyTorch imports with the first dual tensor, without its warning about them.
 
-    They are written in TorchScript, of which PyTorch warns since 2.14 in the user's terminal.
+    They are written in TorchScript, of which PyTorch 2.15 warns in the user's terminal.
     """
     rules = "torch._decomp.decompositions_for_jvp"
     if rules not in sys.modules:
@@ -200,7 +200,7 @@ def default_store() -> Any:
 def fsdp_state(module: Any) -> tuple[Any, Any]:
     """Return the state that `fully_shard` keeps of a module, and its groups of parameters."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # one group or none before 2.12
+    groups = getattr(state, "_fsdp_param_groups", None)  # older versions have one group or none
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return state, groups
@@ -252,12 +252,12 @@ def is_zero_tensor(x: torch.Tensor) -> bool:
 
 def storage_uses(x: torch.Tensor) -> int:
     """Return how many tensors hold the storage of x, the look at it included; there is no public count."""
-    storage = x.untyped_storage()  # held while it counts: before 2.9 it would not be included otherwise
+    storage = x.untyped_storage()  # held while it counts: older versions would not include it otherwise
     return _storage_Use_Count(storage._cdata)
 
 
 def to_list(x: torch.Tensor) -> list[Any]:
-    """Return the values of a tensor, in order; inside `torch.func.grad` PyTorch 2.8 reads them one by one alone."""
+    """Return the values of a tensor, in order; inside `torch.func.grad` older versions read them one by one alone."""
     try:
         return x.reshape(-1).tolist()
     except RuntimeError:
@@ -265,7 +265,7 @@ def to_list(x: torch.Tensor) -> list[Any]:
 
 
 def is_compiling() -> bool:
-    """Return True while the compiler traces; before 2.9 it does not say so in a function that it runs as one step."""
+    """Return True while the compiler traces; older versions do not say so in a function that they run as one step."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 

@@ -1,19 +1,19 @@
-"""The part of PyTorch in `eg.explain`: traced runs, runs at other numbers, live tensors, and training steps.
+"""The part of PyTorch in `eg.explain`: recorded runs, runs at other numbers, live tensors, and training steps.
 
-`TorchTrace` runs a function under a `TorchOpRecorder`; each sweep runs it again from the same state, with a meter that
-measures every call. Live tensors have no record, but their autograd graph is walked (`report_live`). A training step
-runs as it is under a recorder (`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
+`TorchTrace` runs a function once under a `TorchOpRecorder`, which keeps what each call read and made. Live tensors have
+no record, but their autograd graph is walked (`report_live`). A training step runs as it is under a recorder
+(`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -21,33 +21,22 @@ from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
-from elementgrad._backends.torch.explain_ops import Meter, Overwrite
-from elementgrad._backends.torch.explain_rules import (
-    ChecksumMeter,
-    DependenceMasks,
-    FinitenessMeter,
-    GradientFlow,
-    GradientMeter,
-    TangentMeter,
-    flow_hook,
-)
+from elementgrad._backends.torch.explain_rules import NUMBERS, dense, flow_hook
 from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
-from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
+from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
     CotangentSizes,
-    FiniteFlags,
     Hint,
     LiveReport,
     Op,
     OpGraph,
-    ReachOverlap,
-    TangentSizes,
+    Record,
     Trace,
     Verdict,
     cannot_follow,
@@ -59,139 +48,99 @@ from elementgrad.errors import PlaceError, UnconnectedError
 Tensor = torch.Tensor
 
 
-class TorchTrace(Trace):
-    """Run a function under a mode that sees every call; each sweep runs it again from the same state."""
+class TorchRecord(Record):
+    """A function that ran once under a mode that sees every call, with its graph kept for gradients."""
 
-    def __init__(self, run: TensorFunction, source: Tensor | None):
-        self._run = run
-        self._source = source
-        self._state = state()
-        try:
-            recorder, source_id, target, passed = self._record(None)
-        except RuntimeError as error:
-            hint = _hint_for_argument(error)
-            if hint is None or source is None:
-                raise
-            self._finish_untracked(hint, source)
-            return
-        self._refused = RefusedRun.after(recorder)
-        frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
-        hints = [*_hints_of_source(run, source), *frozen, *recorder.hints]
-        connected = frozenset(recorder.connected)
-        self.graph = OpGraph(recorder.ops, source_id, recorder.id_of(target), connected, hints, self._is_random)
-        self.source = passed if source is None else source
-        self.target = target.detach()
-        self._live: tuple[Tensor, Tensor] | None = (target, passed)  # until the gradient is computed
+    def __init__(self, run: TensorFunction, sources: Sequence[Tensor | None], before: Any):
+        self.run, self.arguments = run, sources
+        # No closure holds the record itself, so that its tensors are freed with the last reference to it.
+        self.paths = paths = [PathToSource() for _ in sources]
+        self.recorder = recorder = TorchOpRecorder(lambda x: any(leads(x) for leads in paths), run.model, keeps=True)
+        started: dict[int, tuple[int, Tensor]] = {}
 
-    def _finish_untracked(self, hint: Hint, source: Tensor) -> None:
-        """Run the function untracked, where PyTorch does not run it with a tracked source."""
-        with isolated(self._run.function, self._state), torch.no_grad():
-            (target,) = self._run(source.detach())
-        self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
-        self.source, self.target = source, target.detach()
-        self._live = self.target, self.source  # without a path between them
-
-    def _record(
-        self,
-        meter: Callable[["PathToSource"], Meter] | None,
-        tangent: Tensor | None = None,
-        shift: Tensor | None = None,
-    ) -> tuple[TorchOpRecorder, int, Tensor, Tensor]:
-        """Run the function; return the recorder, the source's id, the target, and the source as it was passed."""
-        leads = PathToSource()
-        recorder = TorchOpRecorder(leads, self._run.model, None if meter is None else meter(leads))
-        started: list[tuple[int, Tensor]] = []
-
-        def start(x: Tensor) -> Tensor:
+        def start(index: int, x: Tensor) -> Tensor:
             with pause_recording():
-                passed = _pass(x if shift is None else x.detach() + shift, tangent)
-                if tangent is None:
-                    leads.start(passed)
-            started.append((recorder.add_source(passed), passed))
+                passed = _pass(x)
+                paths[index].start(passed)
+            recorder.add_source(passed, x if x.requires_grad and not x.is_leaf else None)
+            started[index] = recorder.id_of(passed), passed
             return passed
 
-        plain_attention = tangent is not None  # the plain kernel has forward derivatives
-        with isolated(self._run.function, self._state, plain_attention):
-            before = generators()[0]
-            with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
-                argument: Any = start if self._source is None else start(self._source)
-                (target,) = self._run(argument)
-            self._is_random = not torch.equal(before, generators()[0])
-        if recorder.failure is not None:
-            raise recorder.failure
-        source_id, passed = started[0]
-        return recorder, source_id, target, passed
+        with isolated(run.function, before):
+            random = generators()[0]
+            with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), self.recorder.recording():
+                pairs = enumerate(sources)
+                self.targets = run(*[partial(start, n) if x is None else start(n, x) for n, x in pairs])
+            self.is_random = not torch.equal(random, generators()[0])
+        if self.recorder.failure is not None:
+            raise self.recorder.failure
+        self.sources = [started[n] for n in range(len(sources))]
+        self.target_ids = [self.recorder.id_of(y) for y in self.targets]
+        self.ops = self.recorder.recorded_ops()
+        self._last: tuple[Any, list[Tensor | None]] = None, []
 
-    def _measures(self, recorder: TorchOpRecorder) -> Sequence[Any] | None:
-        """Return the measures of a run, if it took the same operations as the first."""
-        same = [op.operation for op in recorder.ops] == [op.operation for op in self.graph.ops]
-        return recorder.measures if same else None
+    def gradients(self, target: int, of: np.ndarray, weights: np.ndarray) -> list[Tensor | None]:
+        """Return the gradients of a weighted sum of a target's elements for all sources; the last ones are kept."""
+        question = target, of.tobytes(), weights.tobytes()
+        if self._last[0] != question:
+            y, tracked = self.targets[target], [x for _, x in self.sources if x.requires_grad]
+            pulled: Sequence[Any] = [None] * len(tracked)
+            if y.requires_grad and tracked:
+                with isolated(None), plainly():
+                    seed = NUMBERS.at(y, of, weights)
+                    pulled = torch.autograd.grad(y, tracked, seed, retain_graph=True, allow_unused=True)
+            by_source = dict(zip(map(id, tracked), pulled, strict=True))
+            gradients = [by_source.get(id(x)) for _, x in self.sources]
+            self._last = question, [None if g is None else dense(g) for g in gradients]
+        return self._last[1]
+
+    def trace(self, source: int, target: int) -> Trace:
+        return TorchTrace(self, source, target)
+
+
+class UntrackedRun(Record, Trace):
+    """A run of a function that PyTorch does not run with a tracked source."""
+
+    numbers = NUMBERS
+
+    def __init__(self, run: TensorFunction, source: Tensor, hint: Hint, before: Any):
+        with isolated(run.function, before), torch.no_grad():
+            (target,) = run(source.detach())
+        self.graph = OpGraph([], 0, 1, frozenset([0]), [hint])
+        self.source, self.target = source, target.detach()
+
+    def trace(self, source: int, target: int) -> Trace:
+        return self
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        target, passed = self._live or self._record(None)[2:]
-        self._live = None
-        if not target.requires_grad or not passed.requires_grad:
-            return None
-        return self._backward(target, passed, of, weights)
+        return None
 
-    def _backward(self, target: Tensor, passed: Tensor, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        seed = torch.zeros_like(target, requires_grad=False).reshape(-1)
-        seed[_index(of, seed)] = torch.from_numpy(weights).to(seed)
-        with isolated(None), plainly():
-            (gradient,) = torch.autograd.grad(target, passed, seed.reshape(target.shape), allow_unused=True)
-        return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
 
-    def tangent_sizes(self, wrt: np.ndarray) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        flat = torch.zeros_like(self.source, requires_grad=False).reshape(-1)
-        flat[_index(wrt, flat)] = torch.from_numpy(uneven_weights(len(wrt))).to(flat)
-        tangent = flat.reshape(self.source.shape)
+class TorchTrace(Trace):
+    """A record, seen from one source to one target."""
+
+    numbers = NUMBERS
+
+    def __init__(self, record: TorchRecord, source: int, target: int):
+        self._record, self._index = record, (source, target)
+        self._source = record.arguments[source]
+        self._refused = RefusedRun.after(record.recorder)
+        source_id, passed = record.sources[source]
+        frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
+        hints = [*_hints_of_source(self._source, record.run.held[source]), *frozen, *record.recorder.hints]
+        connected = record.recorder.connected_to(source_id, record.paths[source])
+        self.graph = OpGraph(record.ops, source_id, record.target_ids[target], connected, hints, record.is_random)
+        self.source = passed.detach() if self._source is None else self._source
+        self.target = record.targets[target].detach()
+
+    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+        return self._record.gradients(self._index[1], of, weights)[self._index[0]]
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
         _compat.load_forward_rules()
-        try:
-            with forward_ad.dual_level():
-                recorder, _, target, _ = self._record(lambda leads: TangentMeter(), tangent)
-                reached = forward_ad.unpack_dual(target).tangent
-        except (NotImplementedError, RuntimeError):  # an operation has no forward rule
-            return self._changes(tangent)
-        sizes = self._measures(recorder)
-        values = torch.zeros_like(target) if reached is None else reached
-        return None if sizes is None else (sizes, values.detach().double().cpu().numpy())
-
-    def _changes(self, tangent: Tensor) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
-        """Compare two runs, one of them with the elements moved a little. Sizes are 1 where numbers change, else 0."""
-        distance = torch.finfo(tangent.dtype).eps ** 0.4
-        runs = [self._record(lambda leads: ChecksumMeter(), shift=sign * distance * tangent) for sign in (0.0, 1.0)]
-        before, after = [self._measures(recorder) for recorder, _, _, _ in runs]
-        if before is None or after is None:
-            return None
-        sizes = [
-            None if a is None or b is None else TangentSizes(float(a[0] != b[0]), float(a[1] != b[1]))
-            for a, b in zip(before, after, strict=True)
-        ]
-        values = (runs[1][2].detach() - runs[0][2].detach()).double() / distance
-        return sizes, values.cpu().numpy()
-
-    def cotangent_sizes(
-        self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray
-    ) -> Sequence[CotangentSizes | None] | None:
-        recorder, _, target, passed = self._record(lambda leads: GradientMeter(leads.node, lambda: leads.first, wrt))
-        flows = self._measures(recorder)
-        if flows is None or not target.requires_grad or not passed.requires_grad:
-            return None
-        self._backward(target, passed, of, weights)
-        return [None if flow is None else flow.sizes() for flow in flows]
-
-    def reach_overlap(self, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray) -> ReachOverlap | None:
-        mask = np.zeros(self.source.numel(), bool)
-        mask[wrt] = True
-        meter = DependenceMasks(lambda: self.graph.source, mask.reshape(tuple(self.source.shape)))
-        recorder, source_id, target, passed = self._record(lambda leads: meter)
-        if self._measures(recorder) is None or source_id != self.graph.source or not target.requires_grad:
-            return None
-        self._backward(target, passed, of, weights)
-        return ReachOverlap(set(meter.masks), meter.alive)
-
-    def finite_flags(self) -> Sequence[FiniteFlags | None] | None:
-        return self._measures(self._record(lambda leads: FinitenessMeter())[0])
+        with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
+            yield
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         return self._refused.hint(error)
@@ -239,20 +188,19 @@ class PathToSource:
         return node is not None and not hasattr(node, "variable") and self._known.get(node._sequence_nr(), False)
 
 
-def _pass(x: Tensor, tangent: Tensor | None) -> Tensor:
-    """Return the same numbers for the function, with a node of their own in the graph, or with a tangent."""
+def _pass(x: Tensor) -> Tensor:
+    """Return the same numbers for the function, with a node of their own in the graph."""
     with nullcontext() if not x.is_inference() else torch.inference_mode(False):
-        plain = x.clone() if x.is_inference() else x.detach()
-        if tangent is not None:
-            return forward_ad.make_dual(plain.clone(), tangent)
-        return (plain if not x.requires_grad else x.detach()).requires_grad_().clone()
+        if x.requires_grad and not x.is_leaf:  # it may be computed from another source
+            return x.clone()
+        return (x.clone() if x.is_inference() else x.detach()).requires_grad_().clone()
 
 
-def _hints_of_source(run: TensorFunction, source: Tensor | None) -> list[Hint]:
+def _hints_of_source(source: Tensor | None, held: bool) -> list[Hint]:
     if source is None:
         return []
     hints = []
-    if run.held[0] and isinstance(source, torch.nn.Parameter) and not source.requires_grad:
+    if held and isinstance(source, torch.nn.Parameter) and not source.requires_grad:
         hints.append(Hint("not-tracked", "its requires_grad is False"))
     if getattr(source, "_backward_hooks", None):
         hints.append(Hint("hook", "the tensor has a hook of its own", Op("register_hook")))
@@ -331,7 +279,7 @@ def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Te
 
     def run_once() -> Sequence[Tensor]:
         with isolated(run.function), in_mode(LenientMode()):
-            return run(None if first is None else _pass(first, None), *tensors[1:])
+            return run(None if first is None else _pass(first), *tensors[1:])
 
     try:
         with NoSavedTensors():
@@ -476,16 +424,14 @@ class _NodePath:
         ]
         self.graph = OpGraph(ops, 0, len(ids) - 1, set(ids.values()))
 
-    def add_hooks(self, positions: np.ndarray | None) -> list[GradientFlow]:
+    def add_hooks(self, positions: np.ndarray | None) -> list[list[CotangentSizes]]:
         """Have each node note its gradients until the scope is left; where it reads the tensor, at some elements."""
         handles = removed_later()
-        flows = []
-        for node in self._nodes:
-            flows.append(GradientFlow())
+        flows: list[list[CotangentSizes]] = [[] for _ in self._nodes]
+        for node, sizes in zip(self._nodes, flows, strict=True):
             slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
             first = all(node.next_functions[slot][0] is self._end for slot in slots)
-            hook = flow_hook(flows[-1], True, slots, positions if first else None)
-            handles.extend(map(node.register_hook, [hook]))
+            handles.extend(map(node.register_hook, [flow_hook(sizes, slots, positions if first else None)]))
         return flows
 
 
@@ -508,7 +454,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
             return _hint_report("unconnected", "freed-graph")
         return LiveReport("flows", value=x.grad.clone(), **LIVE_NAMES)
     value = _take(gradient, wrt)
-    cotangents = [flow.sizes() for flow in flows]
+    cotangents = [sizes[-1] if sizes else None for sizes in flows]
     if not bool(torch.isfinite(value).all()):
         return LiveReport("nonfinite", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
     if not bool(value.any()):
@@ -522,19 +468,12 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
 
 
 def _seed(of: Picked) -> Tensor:
-    y, positions = of
-    seed = torch.zeros_like(y, requires_grad=False).reshape(-1)
-    chosen = np.arange(seed.numel()) if positions is None else positions
-    seed[_index(chosen, seed)] = torch.from_numpy(uneven_weights(len(chosen))).to(seed)
-    return seed.reshape(y.shape)
+    chosen = np.arange(of[0].numel()) if of[1] is None else of[1]
+    return NUMBERS.at(of[0], chosen, uneven_weights(len(chosen)))
 
 
 def _take(gradient: Tensor, wrt: Picked) -> Tensor:
-    return gradient if wrt[1] is None else gradient.reshape(-1)[_index(wrt[1], gradient)]
-
-
-def _index(positions: np.ndarray, x: Tensor) -> Tensor:
-    return torch.from_numpy(positions.copy()).to(x.device)
+    return gradient if wrt[1] is None else gradient.reshape(-1)[torch.from_numpy(wrt[1].copy()).to(gradient.device)]
 
 
 def _multiple(total: Tensor, gradient: Tensor) -> int:
@@ -670,8 +609,15 @@ class TorchExplain(ExplainBackend):
     report_live = staticmethod(report_live)
     report_step = staticmethod(report_step)
 
-    def trace(self, run: TensorFunction, source: Tensor | None, probe: bool) -> Trace:
-        return TorchTrace(run, source)
+    def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
+        before = state()
+        try:
+            return TorchRecord(run, sources, before)
+        except RuntimeError as error:
+            hint = _hint_for_argument(error)
+            if hint is None or len(sources) > 1 or sources[0] is None:
+                raise
+            return UntrackedRun(run, sources[0], hint, before)
 
 
 implementation = TorchExplain()

@@ -130,7 +130,7 @@ def ambient_state() -> AmbientState:
         FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
         OPERATIONS.modes() if OPERATIONS.length() else (),
         _compat.functorch.get_dynamic_layer_stack_depth(),
-        _compat.dual_level(),
+        -1 if DUAL_NUMBERS.is_held_elsewhere() else _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
         _compat.saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message(),
         [read() for read, _ in SWITCHES],
@@ -248,7 +248,7 @@ def _close_dual_level(before: int) -> None:
 
     An interrupt between the opening of a level and its count leaves it open, and then no other can be opened.
     """
-    if before < 0 and _compat.dual_level() < 0:
+    if before < 0 and _compat.dual_level() < 0 and not DUAL_NUMBERS.is_held_elsewhere():
         try:
             _compat._exit_dual_level(level=_compat._enter_dual_level())
         except RuntimeError:
@@ -442,7 +442,7 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def state(function: Any = None) -> State:
     """Return the state that a function would run from now."""
-    return None if leaves_no_trace(function) else generators(), _precision()
+    return None if leaves_no_trace(function) else generators(), precision()
 
 
 def generators() -> RandomState:
@@ -451,7 +451,7 @@ def generators() -> RandomState:
     return torch.default_generator.get_state(), devices
 
 
-def _set_random(state: RandomState | None) -> None:
+def set_random(state: RandomState | None) -> None:
     if state is None:
         return
     torch.default_generator.set_state(state[0])
@@ -459,7 +459,7 @@ def _set_random(state: RandomState | None) -> None:
         torch.cuda.set_rng_state_all(state[1])
 
 
-def _precision() -> Precision:
+def precision() -> Precision:
     if not _compat._is_any_autocast_enabled():
         return FULL
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
@@ -489,7 +489,7 @@ class isolated(scope):  # noqa: N801
         super().__enter__()
         try:
             random = generators() if self._now is None else self._now[0]
-            defer(_set_random, random)
+            defer(set_random, random)
             if self._function is not None and random is not None:
                 defer(snapshot_ambient_state())
             if random is not None:
@@ -529,8 +529,8 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
         defer(_compat._sdpa_kernel, _compat._cur_sdpa_kernel_backends())
         _compat._sdpa_kernel([SDPBackend.MATH])
     if again is not None:
-        _set_random(again[0])
-        for device, before, now in zip(DEVICES, again[1], _precision(), strict=True):
+        set_random(again[0])
+        for device, before, now in zip(DEVICES, again[1], precision(), strict=True):
             if before != now and (before[0] or now[0]):
                 enter(torch.autocast(device, dtype=before[1], enabled=before[0]))
 
@@ -539,7 +539,7 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
 def run_from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
     """Run what is inside from an earlier state, of this process or another, and with its default dtype."""
     with scope():
-        defer(_set_random, generators())
+        defer(set_random, generators())
         defer(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(dtype)
         enter_modes(state)

@@ -167,6 +167,9 @@ class TorchRead(ReadBackend):
     def free_memory(self, like: Tensor) -> int | None:
         return torch.cuda.mem_get_info(like.device)[0] if like.is_cuda else None
 
+    def rounding(self, like: Tensor) -> str:
+        return f"torch {torch.__version__}, {torch.get_num_threads()} threads" if like.device.type == "cpu" else ""
+
     def index(self, positions: np.ndarray, like: Tensor) -> Tensor:
         return torch.from_numpy(positions).to(like.device)
 

@@ -10,8 +10,7 @@ import os
 import sys
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -21,17 +20,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.source_location import location_text, verb_of
-from elementgrad._backends.torch import explain_ops
+from elementgrad._backends.torch import explain_rules
 from elementgrad._backends.torch._compat import (
     MAKE_SUBCLASS,
     _global_forward_hooks,
     _global_forward_hooks_always_called,
     _global_forward_pre_hooks,
     is_functorch_wrapped_tensor,
-    sequence_number,
 )
-from elementgrad._backends.torch.explain_ops import COPYING, Meter, Overwrite, TorchCall
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_freezing_call
+from elementgrad._backends.torch.explain_rules import COPYING, Geometry, Slot, TorchOp, overlay, tensors_in
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, generators, is_freezing_call, precision
 from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._backends.torch.record.intercept import (
@@ -43,7 +41,9 @@ from elementgrad._backends.torch.record.intercept import (
     pause_recording,
     push_recorder,
 )
+from elementgrad._backends.torch.trace_memory import SavedValues, ValueIds, storage_address, version_of
 from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
+from elementgrad._explain.kinds import PRODUCT
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
 from elementgrad._names.backend import Model
@@ -60,20 +60,22 @@ COMPOSITE = {"sample": ("distributions", "sample"), "step": ("optim", "optimizer
 class TorchOpRecorder:
     """Record the operations of the code that runs inside of `recording`."""
 
-    def __init__(self, leads: Callable[[Tensor], bool], model: Model, meter: Meter | None = None):
+    def __init__(self, leads: Callable[[Tensor], bool], model: Model, keeps: bool = False):
         self.ops: list[Op] = []
-        self.measures: list[Any] = []
         self.hints: list[Hint] = []
         self.connected: set[int] = set()
+        """The values from which gradients lead to a source."""
+        self._nodes: dict[int, Any] = {}  # their graph nodes
         self.ids = ValueIds()
         self._leads = leads
-        self._meter = meter
-        self._reached: set[int] = set()  # values computed from the source
+        self._values = SavedValues() if keeps else None
         self._used: set[int] = set()  # values that an operation read, and that its gradient may need
         self._paths = {id(module): path for path, module in model.modules()}
         self._modules: list[Any] = []
         self._thread = threading.get_ident()
         self._exports: dict[int, Op] = {}
+        self._shared: dict[int, tuple[Op, Tensor, Tensor]] = {}
+        """By the address of a storage that NumPy shares: the export, the tensor and a copy of its numbers."""
         self._makers: dict[int, str] = {}  # the function that made a value
         self.overwrites: list[Overwrite] = []
         self.requests = GradientRequests()
@@ -99,12 +101,13 @@ class TorchOpRecorder:
             enter_mode(_CallMode(self))
             push_recorder(self)
             yield self
+            self._look_for_hidden_writes(self._shared)
 
     def _enter(self, module: Any, args: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         if _is_scripted(module) and not any(map(_is_scripted, self._modules)):
-            self._add_opaque("a scripted module", _tensors(args))
+            self._add_opaque("a scripted module", tensors_in(args))
         if not self._modules and id(unwrap(module)) not in self._paths:
             self._paths.update({id(inner): path for path, inner in TorchModel(module).modules()})
         self._modules.append(module)
@@ -127,9 +130,8 @@ class TorchOpRecorder:
             return known
         aliases = self.ids.aliases(x)
         value_id = self.ids.assign(x)
-        if self._leads(x):
+        if self._connect(x, value_id):
             self.any_tracked = True
-            self.connected.add(value_id)
         if aliases and not any(other.requires_grad and x._base is other for other in aliases):
             self._add_alias(x, value_id, aliases)
         return value_id
@@ -139,7 +141,7 @@ class TorchOpRecorder:
         self.any_tracked = True
         leaf = self.add_source(x)
         self._leaves.add(leaf)
-        self._add(Op("a leaf", inputs=(root,), outputs=(leaf,), hidden=True))
+        self.ops.append(Op("a leaf", inputs=(root,), outputs=(leaf,), hidden=True))
         return leaf
 
     def _add_alias(self, x: Tensor, value_id: int, aliases: Sequence[Tensor]) -> None:
@@ -150,10 +152,13 @@ class TorchOpRecorder:
         cause = None if value_id in self.connected else "left-framework" if exported else "detached"
         name = exported.operation if exported else type(x).__name__
         where = exported.where if exported else find_caller().where
-        if origin in self._reached:
-            self._reached.add(value_id)
         note = "it makes another tensor of the same numbers"
-        self._add(Op(name, where, self.module, (origin,), (value_id,), cause, note))
+        op = TorchOp(name, where, self.module, (origin,), (value_id,), cause, note, can_rerun=False)
+        shared = next(other for other in aliases if self.ids.get(other) == origin)
+        self._save([shared, x])
+        op.func, op.args = _share, ((x.detach(), Slot(0), Geometry.of(x), Geometry.of(shared)), {})
+        op.returned = (0,)
+        self.ops.append(op)
 
     def follow(self, x: Tensor | None) -> int:
         """Start derivatives at a tensor, or at all leaves that require gradients; return the id of the source."""
@@ -174,13 +179,47 @@ class TorchOpRecorder:
     def _add_opaque(self, user_name: str, inputs: Sequence[Tensor]) -> None:
         if inputs:
             input_ids = tuple([self.id_of(x) for x in inputs])
-            self._add(Op(user_name, find_caller().where, self.module, input_ids, opaque=True))
+            self.ops.append(Op(user_name, find_caller().where, self.module, input_ids, opaque=True))
 
-    def add_source(self, x: Tensor) -> int:
+    def add_source(self, x: Tensor, computed_from: Tensor | None = None) -> int:
+        """Give an id to a source; one that is computed from another keeps its graph."""
+        before = None if computed_from is None else self.id_of(computed_from)
         value_id = self.ids.assign(x)
         self.connected.add(value_id)
-        self._reached.add(value_id)
+        if before is not None and computed_from is not None:
+            op = TorchOp("clone", None, self.module, (before,), (value_id,), hidden=True, func=torch.clone)
+            op.args, op.returned = ((Slot(0),), {}), (0,)
+            self._nodes[value_id] = x.grad_fn
+            self._save([computed_from, x])
+            self.ops.append(op)
         return value_id
+
+    def _connect(self, x: Tensor, value_id: int) -> bool:
+        """Note that gradients lead from a value to a source, if they do."""
+        if not self._leads(x):
+            return False
+        self.connected.add(value_id)
+        if self._values is not None:
+            self._nodes[value_id] = x.grad_fn
+        return True
+
+    def connected_to(self, source: int, path: Any) -> frozenset[int]:
+        """Return the values from which gradients lead to one of the sources."""
+        return frozenset([source, *[n for n, node in self._nodes.items() if path.node(node)]])
+
+    def _save(self, tensors: Sequence[Tensor]) -> None:
+        if self._values is not None:
+            for x in tensors:
+                self._values.save(self.ids.get(x), x)
+
+    def recorded_ops(self) -> list[Op]:
+        """Return the operations with their tensors, as they were when each ran."""
+        assert self._values is not None
+        for op in self.ops:
+            op.operands, op.results = self._values.of(op.inputs), self._values.of(op.outputs)
+            layouts = [x.layout == torch.strided and x.dtype in explain_rules.NUMPY_DTYPES for x in op.operands]
+            op.can_rerun = op.can_rerun and all(layouts)
+        return self.ops
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and record it."""
@@ -189,20 +228,20 @@ class TorchOpRecorder:
             return func(*args, **kwargs)
         if name == "grad.__get__":
             return self.requests.read(func, args[0], self.module)
-        if explain_ops.reads_no_values(name):
+        if explain_rules.reads_no_values(name):
             return func(*args, **kwargs)
         if name == "backward":
-            roots = _tensors(args[0] if args else kwargs.get("tensors"))
+            roots = tensors_in(args[0] if args else kwargs.get("tensors"))
             return self.requests.backward(func, args, kwargs, self.module, [self.id_of(x) for x in roots])
         if name == "grad":
             self.requests.note_grad(*args, **kwargs)
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
-        if explain_ops.leaves_framework(name):
+        if explain_rules.leaves_framework(name):
             return self._run_export(func, name, args, kwargs)
         hidden = name == "clone" and sys._getframe(2).f_code is clone_unrecorded.__code__
-        return self._run_op(func, name, explain_ops.user_name(func), args, kwargs, hidden=hidden)
+        return self._run_op(func, name, explain_rules.user_name(func), args, kwargs, hidden=hidden)
 
     def run(self, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call an `autograd.Function`, which no mode sees, and record it."""
@@ -253,48 +292,55 @@ class TorchOpRecorder:
         self, func: Callable[..., Any], name: str, user_name: str, args: Any, kwargs: Any, custom: bool, hidden: bool
     ) -> Generator[tuple[Any, Any], Any, None]:
         """Look at the inputs of a call; then, sent its result, add the operation. End at once if there is none."""
-        inputs = _tensors((args, kwargs))
-        if (not inputs and name not in explain_ops.FROM_PYTHON) or any(map(is_functorch_wrapped_tensor, inputs)):
+        inputs = tensors_in((args, kwargs))
+        if (not inputs and name not in explain_rules.FROM_PYTHON) or any(map(is_functorch_wrapped_tensor, inputs)):
             return
-        if name in explain_ops.COPYING:
+        if name in explain_rules.COPYING:
             args = pytree.map_tree(args, detach)  # PyTorch warns of tracked ones, and the user's own may not be tracked
+        shared = {storage_address(x) for x in inputs} & self._shared.keys() if self._shared else set()
+        self._look_for_hidden_writes(shared)
         stale = any(x.grad_fn is not None and self.ids.get(x) is None for x in inputs)
         input_ids = tuple([self.id_of(x) for x in inputs])
         versions = [version_of(x) for x in inputs]
-        writes = explain_ops.may_write(name, args, kwargs)
-        nodes = self._grad_fns(inputs) if writes else {}
-        meter = self._meter
-        pairs = zip(inputs, input_ids, strict=True)
-        counted = [(x, n) for x, n in pairs if meter and (meter.measures_all or n in self._reached)]
-        measured, measured_ids = [x for x, _ in counted], [n for _, n in counted]
-        with pause_recording():
-            before = meter.before(measured, writes) if meter and measured else None
-        grad_enabled, start = torch.is_grad_enabled(), sequence_number()
-        outputs = _tensors((yield args, kwargs))
-        written = [x for x, version in zip(inputs, versions, strict=True) if version_of(x) != version]
+        writable = explain_rules.written_tensors(func, name, args, kwargs)
+        nodes = self._grad_fns(inputs) if writable else {}
+        self._save(inputs)
+        if self._values is not None:
+            self._save([other for x in writable for other in self.ids.aliases(x)])
+            self._values.copy_before_write(writable)
+        grad_enabled, random = torch.is_grad_enabled(), generators() if self._values is not None else None
+        outputs = tensors_in((yield args, kwargs))
+        if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
+            random = None
+        writes = [n for n, (x, version) in enumerate(zip(inputs, versions, strict=True)) if version_of(x) != version]
+        # Tensors that share memory count their writes together, and only some of them are what is written to.
+        writes = [n for n in writes if any(inputs[n] is x for x in writable)] or writes
         if name == "data.__set__":
-            written.append(args[0])
+            writes = [0]
+        written = [inputs[n] for n in writes]
         changed = list({id(x): x for x in (*outputs, *written)}.values())
         overwritten = [(x.shape, known) for x in written if (known := self.ids.get(x)) in self._used]
         new_ids = [self._output_id(x, inputs, written) for x in changed]
         aliases = [other for x in written for other in self.ids.aliases(x) if all(other is not y for y in changed)]
         overwritten += [(x.shape, known) for x in aliases if (known := self.ids.get(x)) in self._used]
         silent = self._is_silent_write(written, aliases, nodes)
-        new_ids += [self._output_id(x, (), aliases) for x in aliases]
-        new_values = [(x, n) for x, n in zip((*changed, *aliases), new_ids, strict=True) if n is not None]
-        output_ids = tuple([value_id for _, value_id in new_values])
-        cause, note = None, ""
-        if any(n in self.connected for n in input_ids) and any(n not in self.connected for n in output_ids):
-            lost = [x for x in (*changed, *aliases) if self.ids.get(x) not in self.connected]
-            cause, note = explain_ops.cut_cause(name, custom, lost, grad_enabled)
-            if cause is None and aliases:
-                cause = "assigned-state"
+        output_ids = tuple([value_id for value_id in new_ids if value_id is not None])
         by = find_caller()
+        is_checkpoint = bool(self._checkpoints)
+
+        def cause_of_cut(inputs: Sequence[int], made: Sequence[Tensor]) -> tuple[str | None, str]:
+            lost = [x for x in made if self.ids.get(x) not in self.connected]
+            if not lost or not any(n in self.connected for n in inputs):
+                return None, ""
+            cause, note = explain_rules.cut_cause(name, custom, lost, grad_enabled)
+            return by.cut_cause(cause), note
+
+        cause, note = cause_of_cut(input_ids, [x for x, n in zip(changed, new_ids, strict=True) if n is not None])
         if by.verb is not None:
-            user_name, cause = by.verb, by.cut_cause(cause)
-        if cause == "no-grad" and self._checkpoints:
+            user_name = by.verb
+        if cause == "no-grad" and is_checkpoint:
             user_name = "checkpoint"
-        op = Op(
+        op = TorchOp(
             user_name,
             by.where,
             self.module,
@@ -305,12 +351,16 @@ class TorchOpRecorder:
             custom,
             from_python=not inputs,
             hidden=hidden,
+            op_type=name,
+            random=random,
         )
-        if not self._reached.isdisjoint(input_ids):
-            self._reached.update(output_ids)
-        with pause_recording():
-            call = TorchCall(name, func, args, kwargs, measured, changed, start, measured_ids, new_values)
-            self._add(op, meter.after(call, before) if meter and measured else None)
+        if self._values is not None:
+            self._save([x for x, n in zip(changed, new_ids, strict=True) if n is not None])
+            self._keep_call(op, func, args, kwargs, writes)
+            op.returned = [index for index, n in enumerate(new_ids) if n is not None]
+        self.ops.append(op)
+        for x in {id(x): x for x in aliases}.values():
+            self._add_alias_write(op, x, written, cause_of_cut)
         self._used.update(input_ids)
         if any(value_id in self.connected for value_id in output_ids):
             self._used.update(output_ids)  # the gradient of a function may need its outputs
@@ -321,8 +371,38 @@ class TorchOpRecorder:
         self.stale = self.stale or (op if stale else None)
         if silent:
             self.hints.append(Hint("modified-through-data", "autograd does not see that write", op))
+        for address in shared & self._shared.keys():  # the operation may have written there as well
+            self._share(address, *self._shared[address][:2])
         if custom and any(value_id in self.connected for value_id in output_ids):
             self.hints.append(Hint("custom-rule", "", op))
+
+    def _keep_call(self, op: TorchOp, func: Callable[..., Any], args: Any, kwargs: Any, writes: Sequence[int]) -> None:
+        """Keep what it takes to run a call again."""
+        flat = pytree.leaves_of((args, dict(kwargs)))
+        slots = iter(range(len(flat)))
+        op.func, op.writes, op.precision = func, writes, precision()
+        op.args = pytree.map_tree((args, dict(kwargs)), lambda x: Slot(next(slots)) if isinstance(x, Tensor) else x)
+        op.kind = explain_rules.kind_of(op.op_type, args, kwargs) if "out" not in kwargs else None
+        factors = (int, float) if op.kind == PRODUCT else (float,)
+        op.scalars = [x for x in flat if type(x) in factors]
+        op.can_rerun = op.op_type != "apply" and not op.custom_gradient and not any(map(callable, flat))
+
+    def _add_alias_write(self, op: TorchOp, x: Tensor, written: Sequence[Tensor], cause_of_cut: Any) -> None:
+        """Record that a write changes another tensor, which shares the memory."""
+        makers, before = [self.id_of(y) for y in written], self.id_of(x)
+        value_id = self.ids.assign(x)
+        self._connect(x, value_id)
+        cause, note = cause_of_cut((*op.inputs, *makers), [x])
+        inputs = (*makers, before)
+        alias = TorchOp(op.operation, op.where, op.module, inputs, (value_id,), cause, note, hidden=True)
+        if alias.cut_cause is None and value_id not in self.connected and any(n in self.connected for n in inputs):
+            alias.cut_cause = "assigned-state"
+        if self._values is not None:
+            self._save([x])
+            geometries = Geometry.of(x), *map(Geometry.of, written)
+            alias.func, alias.returned = _overlay_all, (0,)
+            alias.args = (([Slot(n) for n in range(len(makers))], Slot(len(makers)), geometries), {})
+        self.ops.append(alias)
 
     def _grad_fns(self, inputs: Sequence[Tensor]) -> dict[int, Any]:
         """Return the grad_fn of each tensor that a write may reach, by the tensor's `id()`."""
@@ -349,36 +429,67 @@ class TorchOpRecorder:
         if any(x is other for other in inputs) and all(x is not other for other in written):
             return None
         value_id = self.ids.assign(x)
-        if self._leads(x):
-            self.connected.add(value_id)
+        self._connect(x, value_id)
         return value_id
 
     def _run_export(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         input_ids = tuple([self.id_of(x) for x in inputs])
         with pause_recording():
             result = func(*detach_all(args), **kwargs)
         op = Op(
-            explain_ops.user_name(func),
+            explain_rules.user_name(func),
             find_caller().where,
             self.module,
             input_ids,
             (),
             "left-framework",
-            branches=name in explain_ops.BRANCHING,
+            branches=name in explain_rules.BRANCHING,
         )
-        self._add(op)
+        self.ops.append(op)
         for x in inputs if name in ("numpy", "__array__", "__dlpack__") else ():
-            self._exports[storage_address(x)] = op
+            address = storage_address(x)
+            self._exports[address] = op
+            if any(other.requires_grad for other in (x, *self.ids.aliases(x))):
+                self._share(address, op, x)
         return result
+
+    def _share(self, address: int, op: Op, x: Tensor) -> None:
+        with pause_recording():
+            self._shared[address] = op, x.detach(), x.detach().clone()
+
+    def _look_for_hidden_writes(self, addresses: Iterable[int]) -> None:
+        """Compare numbers that NumPy shares with what they were: a write of NumPy's raises no version."""
+        with pause_recording():
+            for address in list(addresses):
+                op, x, before = self._shared[address]
+                if not bool(((x == before) | (x != x) & (before != before)).all()):
+                    self.hints.append(Hint("modified-through-data", "NumPy wrote to the same memory", op))
+                    del self._shared[address]
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
             self.hints.append(Hint("hook", "", Op("register_hook", find_caller().where, self.module)))
 
-    def _add(self, op: Op, measure: Any = None) -> None:
-        self.ops.append(op)
-        self.measures.append(measure)
+
+def _share(x: Tensor, shared: Tensor, at: Geometry, shared_at: Geometry) -> Tensor:
+    return overlay(x, shared, at, shared_at)
+
+
+def _overlay_all(written: Sequence[Tensor], view: Tensor, geometries: Sequence[Geometry]) -> Tensor:
+    for each, at in zip(written, geometries[1:], strict=True):
+        view = overlay(view, each, geometries[0], at)
+    return view
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """A write in place to a tensor that an operation had used before."""
+
+    op: Op
+    shape: tuple[int, ...]
+    maker: str
+    """The function that made the tensor."""
 
 
 class _CallMode(TorchFunctionMode):
@@ -394,10 +505,6 @@ class _CallMode(TorchFunctionMode):
 
 def _is_scripted(module: Any) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in pytree.leaves_of(value) if isinstance(x, Tensor)]
 
 
 class GradientRequests:
@@ -452,67 +559,6 @@ class GradientRequests:
         if gradient is None:
             self.missing = x, Op(".grad", find_caller().where, path)
         return gradient
-
-
-class ValueIds:
-    """An id for each tensor, and a new one after each write to its memory."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
-        self._memory: dict[int, list[weakref.ref[Tensor]]] = {}
-        self._count = 0
-
-    def assign(self, x: Tensor) -> int:
-        entries, key, value_id = self._entries, id(x), self._count
-        self._count += 1
-        known = entries.get(key)
-        if known is None or known[0]() is not x:
-            memory = storage_address(x)
-            ref = weakref.ref(x, lambda _: entries.pop(key, None))
-            if memory:
-                alive = [other for other in self._memory.get(memory, ()) if other() is not None]
-                self._memory[memory] = [*alive, ref]
-        else:
-            ref = known[0]
-        entries[key] = ref, value_id, version_of(x)
-        return value_id
-
-    def has_counted_write(self, x: Tensor) -> bool:
-        """Return True if a tensor has counted a write since it got its id."""
-        return version_of(x) != self._entries[id(x)][2]
-
-    def get(self, x: Tensor) -> int | None:
-        entry = self._entries.get(id(x))
-        return entry[1] if entry is not None and entry[0]() is x else None
-
-    def aliases(self, x: Tensor) -> list[Tensor]:
-        """Return the known tensors that are alive and overlap with the memory of one."""
-        tensors = [ref() for ref in self._memory.get(storage_address(x), ())]
-        begin, end = _byte_span(x)
-        spans = [(other, _byte_span(other)) for other in tensors if other is not None and other is not x]
-        return [other for other, (first, last) in spans if first < end and begin < last]
-
-
-def storage_address(x: Tensor) -> int:
-    """Return where the storage of a tensor begins; 0 if it has none."""
-    try:
-        return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a fake tensor without memory
-        return 0
-
-
-def _byte_span(x: Tensor) -> tuple[int, int]:
-    """Return from where to where a tensor lies in its storage."""
-    if x.layout is not torch.strided or not x.numel():
-        return 0, 0
-    last = sum([(size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)])
-    begin = int(x.storage_offset()) * x.element_size()
-    return begin, begin + (int(last) + 1) * x.element_size()
-
-
-def version_of(x: Tensor) -> int | None:
-    """Return how many writes a tensor has counted; tensors of inference mode count none."""
-    return None if x.is_inference() else x._version
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,21 @@ read rows of the array, and put the values into those rows that have patched ele
 the plain product, and what patched elements contribute apart from it.
 
 Subtracting an old number from a sum that it is part of would leave its rounding error behind, which may be larger than
-all that remains. So a product is computed without the old numbers, in one of two ways, each as exact as the product
+all that remains. So a product is computed without the old numbers, in one of three ways, each as exact as the product
 with the whole array at any ratio of old to new:
 
 - by columns: the columns of the result that patched elements lead to are computed again, from those columns of the
   array with the values in them;
 - by rows: what would be multiplied with rows that have patched elements is zero in the plain product, and the product
-  with these rows, with the values in them, is added.
+  with these rows, with the values in them, is added;
+- whole: the product with a copy of the array that has the values in it.
 
-Either reads a few columns or rows of the array; the fewer elements decide. Zero times infinity is not zero: columns
-with an element that was not finite spoil the gradient of what they are multiplied with, rows with one the result. Where
-that is known the whole array is used. Where both are few, the result is computed by columns and the gradient of what
-they are multiplied with by rows, which leaves nothing of such an element; so it does for arrays that are traced.
+The first two read a few columns or rows of the array. But zero times infinity is not zero: the way by rows is wrong for
+an array with a number that is not finite. So is the derivative of the way by columns, which multiplies columns of the
+array with zeros. The derivative of the way by rows replaces rows, and is right for any array. So where an array is not
+known to be finite, as one that is traced, the product is computed by columns and differentiated by rows, and where
+these are no small part of the array, whole. Only derivatives of that derivative may still meet zero times infinity.
+The derivative by the values is not part of this: it reads the rows or columns that they are in, and is never dense.
 """
 
 import math
@@ -37,9 +40,11 @@ from elementgrad._backends.jax.sharding import (
     add_at,
     explicit_sharding,
     is_on_host,
+    make_varying,
     put,
     put_at,
     take,
+    varying_axes,
     with_auto_axes,
 )
 from elementgrad._train.numbers import unique_indices
@@ -64,8 +69,7 @@ class PatchedArray:
         self.name = name
         """The name of the parameter that it comes from."""
         self.largest = largest
-        """The largest absolute value that is replaced, where it is known; NaN if there is a NaN among them, and
-        infinity if any number of the array is not finite."""
+        """The largest absolute value of the array; NaN if there is one in it, or if it is not known."""
 
     def tree_flatten(self) -> tuple[tuple[Array, Array], Any]:
         return (self.array, self.values), (self.positions, self.name, self.largest)
@@ -86,16 +90,12 @@ class PatchedArray:
 
     @property
     def is_finite(self) -> bool:
-        """True if the array is finite, and so are the replaced elements in a dtype that it was cast to."""
+        """True if all of the array is known to be finite, in the dtype that it was cast to."""
         return self.largest <= float(jnp.finfo(self.array.dtype).max)
 
     def whole(self) -> Array:
         """Return the array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
-
-    def changed_mask(self) -> Array:
-        """Return a mask of the values that differ from the elements that they replace."""
-        return self.values != take(self.array, self.positions)
 
     def with_values(self, values: Array) -> "PatchedArray":
         return PatchedArray(self.array, values, self.positions, self.name, self.largest)
@@ -431,45 +431,64 @@ class _ConvolutionProduct:
 def _patched_product(
     equation: Any, op: "_DotProduct | _ConvolutionProduct", x: Array, w: PatchedArray
 ) -> list[Array] | None:
-    """Compute a product by columns or by rows; None if neither are few."""
-    if not w.is_finite or not len(w.positions):
-        return None
+    """Compute a product without a whole array where that is exact; None if elements are no small part of it."""
     rows, columns = [_PatchedSlice(w, along) for along in op.axes(w)]
     smaller = min(columns, rows, key=lambda cut: cut.size)
-    if DENSE * smaller.size > w.array.size:
+    if not len(w.positions) or not smaller.is_small:
         return None
-    both = CHEAP * (rows.size + columns.size) <= w.array.size
+    if w.is_finite:
+        both = CHEAP * (rows.size + columns.size) <= w.array.size
+        way = "columns" if both or smaller is columns else "rows"
+        slope = "rows" if both else way
+    else:
+        way = "columns" if columns.is_small else "whole"
+        slope = "rows" if rows.is_small else "whole"
+    # The product has a derivative of its own. What it is computed from here is to have none.
+    constant, array = jax.lax.stop_gradient(x), w.array
+    if isinstance(array, jax.core.Tracer):
+        array = jax.lax.stop_gradient(array)
+    if way == "rows":
+        changed = w.values != take(array, w.positions)
 
-    def plain(x: Array, array: Array) -> Array:
-        return bind(equation, [(array, x), (x, array)][op.side])[0]
+        def leave_out(x: Array, changed: Array) -> Array:
+            return jnp.where(changed.any() & op.row_mask(rows.arrays.inside, rows.axes, x.ndim), 0, x)
 
-    if smaller is rows and not both:
-        return [_by_rows(op, partial(plain, array=w.array), x, w, rows)]
-    array = jax.lax.stop_gradient(w.array) if isinstance(w.array, jax.core.Tracer) else w.array
-    base = plain(jax.lax.stop_gradient(x), array)
-    specs = op, columns.axes, rows.axes if both else None
-    operands = x, w.values, w.array, columns.read(w.array), columns.arrays, rows.arrays if both else None
+        constant = with_auto_axes(leave_out, constant, jax.lax.stop_gradient(changed))
+    elif way == "whole":
+        array = jax.lax.stop_gradient(w.whole())
+    base = bind(equation, [(array, constant), (constant, array)][op.side])[0]
+    specs = op, columns.axes, rows.axes, way, slope
+    at = columns.arrays if way == "columns" else None
+    operands: Any = (
+        *(x, w.values, w.array, columns.read(w.array) if way == "columns" else None, at),
+        rows.arrays if slope == "rows" else None,
+    )
     if explicit_sharding(base) is None:
-        return [_by_columns(specs, base, *operands)]
-    uncompiled: Any = _by_columns.__wrapped__  # type: ignore[attr-defined]
-    others: Any = operands
-    return [with_auto_axes(lambda base, *others: uncompiled(specs, base, *others), base, *others)]
+        return [_product(specs, base, *operands)]
+    uncompiled: Any = _product.__wrapped__  # type: ignore[attr-defined]
+    return [with_auto_axes(lambda base, *others: uncompiled(specs, base, *others), base, *operands)]
 
 
 # Layers with as many elements in arrays of one shape share one program, which is traced and differentiated once:
 # the positions of the elements are operands of it.
 @partial(jax.jit, static_argnums=0)
-def _by_columns(specs: tuple[Any, "_Axes", "_Axes | None"], *operands: Any) -> Array:
-    """Replace the columns of a plain product that patched elements lead to, if any of them has changed.
+def _product(specs: tuple[Any, "_Axes", "_Axes", str, str], *operands: Any) -> Array:
+    """Put what patched elements lead to into a plain product, with a derivative that reads no whole array.
 
-    Columns that have not changed keep their bits; the derivative takes all of them for changed. In the derivative with
-    respect to x, rows take the part of columns where both are few: the rows with patched elements are multiplied apart,
-    and nothing is multiplied with an old element, which may be infinite.
+    Without a change the result has the bits of the plain product; the derivative takes all elements for changed.
     """
-    op, cut, row_cut = specs
+    op, cut, row_cut, way, slope = specs
 
     @jax.custom_jvp
     def product(base: Array, x: Array, values: Array, array: Array, slices: Any, at: Any, rows: Any) -> Array:
+        if way == "whole":
+            return base
+        if way == "rows":
+            slices = row_cut.take(array, rows)
+            part = _insert(slices, values, rows.coords, rows.number)
+            added = op.rows(x, part, rows.chosen, row_cut).reshape(base.shape)
+            # Minus zero is the only number that leaves all others as they are.
+            return base + jnp.where((part != slices).any(), added, jnp.asarray(-0.0, added.dtype))
         slices = cut.take(array, at) if slices is None else slices
         part = _insert(slices, values, at.coords, at.number)
         touched = (part != slices).any(tuple([axis for axis in range(part.ndim) if axis != cut.axis]))
@@ -483,29 +502,40 @@ def _by_columns(specs: tuple[Any, "_Axes", "_Axes | None"], *operands: Any) -> A
         base, x, values, array, slices, at, rows = primals
         _, of_x, of_values, of_array, *_ = tangents
         total = jnp.zeros_like(base)
+        coords = cut.coords(at) if way == "columns" else row_cut.coords(rows)
 
-        def add_columns(total: Array, x: Array, part: Array) -> Array:
+        def put_columns(total: Array, x: Array, part: Array) -> Array:
             """Put the product with some columns in their place; the transpose of this only reads."""
             new, shape, axis = op.columns(base, x, part, cut)
             kept = jnp.where(_along(at.inside, axis, len(shape)), 0, total.reshape(shape))
             return put_at(kept, (*(slice(None),) * axis, at.chosen), new, axis).reshape(base.shape)
 
         if not isinstance(of_x, SymbolicZero):
-            if row_cut is None:
+            if slope == "whole":
+                total = op.plain(of_x, put_at(array, coords, values))
+            elif slope == "columns":
                 slices = cut.take(array, at) if slices is None else slices
-                total = add_columns(op.plain(of_x, array), of_x, _insert(slices, values, at.coords, at.number))
+                total = put_columns(op.plain(of_x, array), of_x, _insert(slices, values, at.coords, at.number))
             else:
                 part = _insert(row_cut.take(array, rows), values, rows.coords, rows.number)
                 others = op.plain(jnp.where(op.row_mask(rows.inside, row_cut, x.ndim), 0, of_x), array)
                 total = others + op.rows(of_x, part, rows.chosen, row_cut).reshape(base.shape)
         if not isinstance(of_values, SymbolicZero):
-            change = op.change(base, x, of_values, at, cut)
+            # Inside of a `shard_map` devices add up the gradients of what is made varying: the values alone here.
+            of_values = make_varying(of_values, varying_axes(base))
+            change = op.change(base, x, of_values, at, cut) if way == "columns" else None
             if change is None:
-                part = put_at(jnp.zeros(at.number.shape, array.dtype), at.coords, of_values)
-                change = add_columns(jnp.zeros_like(base), x, part)
+                mine = at if way == "columns" else rows
+                part = put_at(jnp.zeros(mine.number.shape, of_values.dtype), mine.coords, of_values)
+                by_rows = partial(op.rows, x, part)
+                change = (
+                    put_columns(jnp.zeros_like(base), x, part)
+                    if way == "columns"
+                    else by_rows(rows.chosen, row_cut).reshape(base.shape)
+                )
             total = total + change
         if not isinstance(of_array, SymbolicZero):
-            total = total + op.plain(x, put_at(of_array, cut.coords(at), jnp.zeros_like(values)))
+            total = total + op.plain(x, put_at(of_array, coords, jnp.zeros_like(values)))
         return product(*primals), total
 
     return product(*operands)
@@ -513,23 +543,6 @@ def _by_columns(specs: tuple[Any, "_Axes", "_Axes | None"], *operands: Any) -> A
 
 def _along(row: Array, axis: int, ndim: int) -> Array:
     return row.reshape(*(1,) * axis, -1, *(1,) * (ndim - axis - 1))
-
-
-def _by_rows(op: Any, plain: Callable[[Array], Array], x: Array, w: PatchedArray, cut: "_PatchedSlice") -> Array:
-    """Leave the rows with patched elements out of a product, and add the product with these rows."""
-    changed = w.changed_mask()
-
-    def leave_out(x: Array, changed: Array) -> Array:
-        return _zero_if(changed.any(), x, op.row_mask(cut.arrays.inside, cut.axes, x.ndim))
-
-    factor = with_auto_axes(leave_out, x, changed)
-
-    def add(base: Array, x: Array, array: Array, values: Array, changed: Array) -> Array:
-        part = put(cut.axes.take(array, cut.arrays), cut.positions, values)
-        added = op.rows(x, part, cut.arrays.chosen, cut.axes)
-        return base + _only_if(added.reshape(base.shape), changed.any())
-
-    return with_auto_axes(add, plain(factor), x, w.array, w.values, changed)
 
 
 @dataclass(frozen=True)
@@ -608,11 +621,7 @@ class _PatchedSlice:
         self._shape = [w.shape[axis] for axis in spec.others]
         self._shape.insert(spec.axis, len(self.chosen))
         self.size = math.prod(self._shape)
-
-    @property
-    def positions(self) -> np.ndarray:
-        """The flat positions of the elements in the slices."""
-        return np.ravel_multi_index(self._within, self._shape)
+        self.is_small = DENSE * self.size <= w.array.size
 
     @cached_property
     def arrays(self) -> _SliceArrays:
@@ -647,28 +656,3 @@ def _insert_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Ar
     _, _, coords, number = primals
     slices, values = tangents[:2]
     return _insert(*primals), put_at(jnp.where(number < 0, slices, 0), coords, values)  # whose transpose only reads
-
-
-def _zero_if(changed: Array, x: Array, mask: np.ndarray) -> Array:
-    """Put zeros under a mask if anything has changed; the derivative does so in any case."""
-
-    @jax.custom_jvp
-    def zero(x: Array, changed: Array) -> Array:
-        return jnp.where(changed & mask, 0, x)
-
-    @zero.defjvp
-    def zero_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-        return zero(*primals), jnp.where(mask, 0, tangents[0])
-
-    return zero(x, changed)
-
-
-@jax.custom_jvp
-def _only_if(added: Array, changed: Array) -> Array:
-    """Return what is added, or minus zero, the only number that leaves all others as they are, if nothing changed."""
-    return jnp.where(changed, added, jnp.asarray(-0.0, added.dtype))
-
-
-@_only_if.defjvp
-def _only_if_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    return _only_if(*primals), tangents[0]  # the values have their derivative in any case

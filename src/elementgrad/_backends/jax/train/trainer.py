@@ -4,6 +4,7 @@ A loss becomes a function of the values of elements (`TracedLoss`): its program 
 parameters.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -283,19 +284,12 @@ class PytreeLeaf:
         self.dtype = array.dtype
 
     @cached_property
-    def is_finite(self) -> bool:
-        """True if all of it is: a product without some rows multiplies them by zero, and zero times inf is NaN."""
-        return _is_finite(self.array)
-
-
-class JaxElementGroup(ElementGroup):
-    """The elements of one place."""
-
-    tensor: PytreeLeaf
-
-    def __init__(self, target: ResolvedPlace, leaf: Array, originals: Array):
-        super().__init__(target, leaf, originals, originals)
-        self.largest = _largest_abs(originals) if self.tensor.is_finite else np.inf
+    def largest(self) -> float:
+        """The largest absolute value; NaN if there is one, or if the array is traced."""
+        if isinstance(self.array, jax.core.Tracer):
+            return math.nan
+        with jax.ensure_compile_time_eval():
+            return float(_largest_abs(self.array))
 
 
 class JaxTrainer(FunctionalTrainer):
@@ -372,9 +366,7 @@ class JaxTrainer(FunctionalTrainer):
             raise OptionError(f'dtype={dtype!r} needs 64 bits; jax.config.update("jax_enable_x64", True) allows them')
         return parsed
 
-    def make_group(
-        self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None
-    ) -> JaxElementGroup:
+    def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
         tensor = target.tensor
         if isinstance(tensor.array, jax.core.Tracer):
             raise FrameworkError(
@@ -392,7 +384,7 @@ class JaxTrainer(FunctionalTrainer):
                 'jax.config.update("jax_enable_x64", True)'
             )
         leaf, before = [sharding.replicate(row, tensor.array) for row in (cast_array(now, dtype), initial)]
-        return JaxElementGroup(target, leaf, before)
+        return ElementGroup(target, leaf, before, before)
 
     def restore(self, group: Any) -> None:
         group.leaf = _cast(group.originals, group.leaf.dtype, group.tensor.array)
@@ -421,7 +413,8 @@ class JaxTrainer(FunctionalTrainer):
         return sharding.copy_replicated(value, group.tensor.array)
 
     def merge(self, groups: Sequence[Any], values: Sequence[Array], params: Any) -> tuple[Any, dict[int, Array]]:
-        params, arrays = self._arrays_of(groups, params)
+        params, leaves = self._leaves_of(groups, params)
+        arrays = {name: leaf.array for name, leaf in leaves.items()}
         for name, numbers in _numbers_by_name(groups).items():
             array, like = arrays[name], groups[numbers[0]].tensor.array
             new = _join([_cast(values[number], array.dtype, like) for number in numbers], array.dtype)
@@ -483,22 +476,22 @@ class JaxTrainer(FunctionalTrainer):
         self, loss: Callable[[Any], Any], groups: Sequence[Any], values: Sequence[Array], params: Any, has_aux: bool
     ) -> TracedLoss:
         self.check_function(loss, grammar.listed(list(dict.fromkeys(group.name for group in groups))))
-        params, arrays = self._arrays_of(groups, params)
+        params, leaves = self._leaves_of(groups, params)
         patched = [
-            _patch(arrays[name], [groups[number] for number in numbers], [values[number] for number in numbers])
+            _patch(leaves[name], [groups[number] for number in numbers], [values[number] for number in numbers])
             for name, numbers in _numbers_by_name(groups).items()
         ]
 
         def call(*new: Array) -> Any:
-            return loss(copy_with(params, dict(zip(arrays, new, strict=True))))
+            return loss(copy_with(params, dict(zip(leaves, new, strict=True))))
 
         return TracedLoss(call, patched, has_aux)
 
-    def _arrays_of(self, groups: Sequence[Any], params: Any) -> tuple[Any, dict[str, Array]]:
-        """Return the parameters, or others of the same names and shapes, and the arrays of groups in them."""
+    def _leaves_of(self, groups: Sequence[Any], params: Any) -> tuple[Any, dict[str, PytreeLeaf]]:
+        """Return the parameters, or others of the same names and shapes, and the leaves of groups in them."""
         names = dict.fromkeys(group.name for group in groups)
         if params is None:
-            return self._params, {name: self._leaves[name][0].array for name in names}
+            return self._params, {name: self._leaves[name][0] for name in names}
         other = JaxTrainer(params)
         for name in names:
             mine, theirs = self.parameter(name), other.parameter(name)
@@ -507,7 +500,7 @@ class JaxTrainer(FunctionalTrainer):
                     f"params= has {name} as {theirs.dtype} of shape {theirs.shape}, and the elements are of one that "
                     f"is {mine.dtype} of shape {mine.shape}; give the same parameters"
                 )
-        return params, {name: other.parameter(name).array for name in names}
+        return params, {name: other.parameter(name) for name in names}
 
 
 def _numbers_by_name(groups: Sequence[Any]) -> dict[str, list[int]]:
@@ -518,13 +511,9 @@ def _numbers_by_name(groups: Sequence[Any]) -> dict[str, list[int]]:
     return numbers
 
 
-def _patch(array: Array, groups: Sequence[Any], values: Sequence[Array]) -> PatchedArray:
+def _patch(leaf: PytreeLeaf, groups: Sequence[Any], values: Sequence[Array]) -> PatchedArray:
     positions = np.concatenate([group.positions for group in groups])
-    if array is groups[0].tensor.array or isinstance(array, jax.core.Tracer):
-        largest = float(np.max([group.largest for group in groups]))
-    else:
-        largest = _largest_abs(sharding.read(array, positions)) if _is_finite(array) else np.inf
-    return PatchedArray(array, _join(values, array.dtype), positions, groups[0].name, largest)
+    return PatchedArray(leaf.array, _join(values, leaf.dtype), positions, leaf.name, leaf.largest)
 
 
 def _join(values: Sequence[Array], dtype: Any) -> Array:
@@ -561,20 +550,10 @@ def _cast(values: Array, dtype: Any, like: Array) -> Array:
     return sharding.replicate(cast_array(np.asarray(values), dtype), like)
 
 
-def _is_finite(array: Array) -> bool:
-    with jax.ensure_compile_time_eval():
-        return bool(_all_finite(array))
-
-
 @jax.jit
-def _all_finite(array: Array) -> Array:
-    return jnp.isfinite(array).all()
-
-
-def _largest_abs(values: Any) -> float:
-    """Return the largest absolute value; NaN if there is a NaN."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return float(np.abs(np.asarray(values).astype(np.complex128)).max(initial=0.0))
+def _largest_abs(array: Array) -> Array:
+    # The largest of many numbers need not be NaN in XLA if one of them is.
+    return jnp.where(jnp.isfinite(array).all(), jnp.max(jnp.abs(array), initial=0.0), jnp.nan)
 
 
 class JaxTrain(TrainBackend):
@@ -582,6 +561,13 @@ class JaxTrain(TrainBackend):
 
     def trainer(self, model: Any) -> JaxTrainer:
         return JaxTrainer(model)
+
+    def tensor_bits(self, tensor: Array) -> tuple[str, np.ndarray]:
+        array = np.asarray(tensor)
+        return array.dtype.name, np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, array.dtype.itemsize)
+
+    def from_bits(self, bits: np.ndarray, like: Array) -> Array:
+        return jax.device_put(np.frombuffer(bits.tobytes(), like.dtype).reshape(like.shape), like.sharding)
 
 
 implementation = JaxTrain()

@@ -443,5 +443,11 @@ class KerasTrain(TrainBackend):
             raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
         return KerasTrainer(owner)
 
+    def tensor_bits(self, tensor: Tensor) -> tuple[str, np.ndarray]:
+        return bits(take(tensor))
+
+    def from_bits(self, bits: np.ndarray, like: Tensor) -> Tensor:
+        return tf.constant(np.frombuffer(bits.tobytes(), like.dtype.as_numpy_dtype).reshape(like.shape))
+
 
 implementation = KerasTrain()

@@ -275,7 +275,7 @@ def layer_of(cls: type) -> tuple[type, type[Layer]] | None:
 
 
 Module = torch.nn.Module
-STATE = ("_trained", "_borrowed_elements", "_element_kernels")
+STATE = ("_borrowed_elements", "_element_kernels", "_trained")
 """The attributes that a module has only while elements of its parameters train."""
 MODULE_ATTRIBUTES = frozenset(vars(Module())) | set(STATE)
 
@@ -463,7 +463,7 @@ def restore_class(module: Any) -> None:
     """Give a module its own class again, and remove the leaves. Idempotent."""
     _remove_leaves(module)
     module.__class__ = _original_class(module)
-    for name in STATE:
+    for name in STATE:  # `_trained` last: until it is gone, `detach` begins again after an interrupt
         vars(module).pop(name, None)
 
 

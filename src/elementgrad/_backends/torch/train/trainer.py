@@ -341,6 +341,13 @@ class TorchTrain(TrainBackend):
             raise FrameworkError(f"{model!r} is a method of a model; give the torch.nn.Module itself")
         return TorchTrainer(model)
 
+    def tensor_bits(self, tensor: Tensor) -> tuple[str, np.ndarray]:
+        return tensor_bits(tensor)
+
+    def from_bits(self, bits: np.ndarray, like: Tensor) -> Tensor:
+        flat = torch.from_numpy(np.array(bits)).reshape(-1)
+        return flat.view(like.dtype).reshape(like.shape).to(like.device)
+
 
 implementation = TorchTrain()
 

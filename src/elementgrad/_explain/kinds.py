@@ -1,0 +1,165 @@
+"""Kinds of operations: what each does to its operands, and why no derivative leaves it at some numbers.
+
+Every backend has a table from its operations to these kinds. `why_nothing_leaves` is the one place that judges an
+operation by its kind, its numbers and the tangents that arrive, where they say more than its name does.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from elementgrad._explain.dependence import dependent_outputs, is_tied
+from elementgrad._explain.trace import Numbers, Op, uneven_weights
+
+Tensor = Any
+LOWER_BOUND, UPPER_BOUND = "lower bound", "upper bound"
+"""A maximum, and a minimum, of two operands."""
+CHOICE = "choice"
+"""Takes some elements by their size, and leaves others."""
+RECTIFIER, CAPPED_RECTIFIER = "rectifier", "capped rectifier"
+SHARE = "share"
+"""Sees differences between elements alone, as a softmax does."""
+PRODUCT = "product"
+"""Multiplies or divides element by element."""
+MATRIX_PRODUCT, SUM, NORM, POWER = "matrix product", "sum", "norm", "power"
+LOOKUP = "lookup"
+"""Takes rows of a table by their index."""
+SELECTION = "selection"
+"""Takes each element from one of several operands."""
+ELEMENTWISE, MOVE = "elementwise", "move"
+"""Works element by element; only moves elements to other places."""
+MASK_SCORE = -1e4
+"""Scores up to this one count as masked."""
+ROUNDING = 64.0
+"""Tangents of so many units of rounding count as zero."""
+
+
+def kind_table(words: Mapping[str, str]) -> dict[str, str]:
+    """Return the kind of each operation, for a string of operations by kind."""
+    return {operation: kind for kind, operations in words.items() for operation in operations.split()}
+
+
+def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers, leaves: bool = False) -> str | None:
+    """Return why no tangent leaves an operation, by its kind and its numbers; None if they do not show it.
+
+    With `leaves` one does, as half of it does where a maximum ties with its bound.
+    """
+    if leaves and op.kind not in (LOWER_BOUND, UPPER_BOUND):
+        return None
+    moving = {n: moved for n, t in enumerate(tangents) if t is not None and (moved := numbers.array(t) != 0).any()}
+    if not moving or not any(map(numbers.is_differentiable, op.results)):
+        return None
+    if op.inner_cause is not None:
+        return op.inner_cause
+    first, moved = next(iter(moving.items()))
+    others = [numbers.array(y) for n, y in enumerate(op.operands) if n not in moving and _is_number(numbers, y)]
+    others += [np.asarray(float(each)) for each in op.scalars]
+    if not leaves and _is_too_small(op, tangents, numbers):
+        return "underflow"
+    if op.misses and op.kind != LOOKUP and _is_dropped(op, first, moved, numbers):
+        return "out-of-range"
+    kind = op.kind
+    if kind in (LOWER_BOUND, UPPER_BOUND, CHOICE):
+        masks = [moving.get(n) for n in range(len(op.operands))]
+        if not leaves and op.can_rerun and is_tied(op, masks, numbers):
+            return "tie"
+        bound = _cause_of_bound(kind == LOWER_BOUND, others[0]) if len(others) == 1 and kind != CHOICE else None
+        return bound or ("not-selected" if not leaves else None)
+    if kind == RECTIFIER:
+        return "dead-relu"
+    x = numbers.array(op.operands[first])[moved]
+    if kind == CAPPED_RECTIFIER:
+        return "clamped" if bool((x > 0).all()) else None
+    if kind == LOOKUP:
+        every = [np.ones(tuple(op.operands[first].shape)) if n == first else None for n in range(len(op.operands))]
+        ones = [None if e is None else numbers.like(e, op.operands[first]) for e in every]
+        return "out-of-range" if op.misses and not _size(op.jvp(ones), numbers) else "row-not-used"
+    if kind == SELECTION:
+        return "masked"
+    if kind == SHARE:
+        scores = numbers.array(op.operands[first])
+        if bool((x <= MASK_SCORE).all() and (scores[~moved] > MASK_SCORE).any()):
+            return "masked"
+        return None if _moves_at_zero(op, tangents, numbers) else "cancelled"
+    if kind == POWER:
+        return "underflow" if bool(numbers.array(op.operands[0]).all()) else "stationary"
+    if kind in (PRODUCT, MATRIX_PRODUCT) and len(moving) > 1:
+        return "cancelled" if bool(x.any()) else "stationary"
+    if kind == PRODUCT:
+        return "underflow" if others and bool((others[0] != 0).all()) else "masked"
+    if kind == NORM:
+        return "cancelled"
+    if kind in (SUM, MATRIX_PRODUCT):
+        return "cancelled" if _adds_up(op, tangents, numbers) else "masked"
+    return None
+
+
+def _cause_of_bound(lower: bool, bound: np.ndarray) -> str | None:
+    """Return why an element loses against a constant bound: a lower bound of zero is a rectifier's."""
+    if not bound.size or not bool((bound == bound.reshape(-1)[0]).all()):
+        return None
+    return "dead-relu" if lower and float(bound.reshape(-1)[0]) == 0 else "clamped"
+
+
+def _is_number(numbers: Numbers, x: Tensor) -> bool:
+    try:
+        return numbers.array(x).dtype.kind in "fciu"
+    except (TypeError, ValueError, NotImplementedError):  # a key or a handle
+        return False
+
+
+def _size(tensors: Sequence[Tensor | None], numbers: Numbers) -> float:
+    return max([numbers.size(t) for t in tensors if t is not None], default=0.0)
+
+
+def _is_too_small(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) -> bool:
+    """Return True if something leaves for larger tangents, by a power of two so that rounding is the same."""
+    size = _size(tangents, numbers)
+    if not size < 1:
+        return False
+    factor = 2.0 ** -math.frexp(size)[1]
+    return _size(op.jvp(_scale(tangents, numbers, lambda t: np.asarray(factor))), numbers) > 0
+
+
+def _adds_up(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) -> bool:
+    """Return True if something leaves for other amounts of the same tangents: then the given ones had cancelled.
+
+    Terms that were multiplied by zero stay zero.
+    """
+    amounts = iter(range(1, len(tangents) + 1))
+
+    def uneven(t: np.ndarray) -> np.ndarray:
+        return next(amounts) * (uneven_weights(t.size) + 0.5).reshape(t.shape)
+
+    return _size(op.jvp(_scale(tangents, numbers, uneven)), numbers) > 0
+
+
+def _scale(tangents: Sequence[Tensor | None], numbers: Numbers, factor: Any) -> list[Tensor | None]:
+    arrays = [None if t is None else numbers.array(t) for t in tangents]
+    wide = [None if t is None else t.astype(np.complex128 if t.dtype.kind == "c" else np.float64) for t in arrays]
+    return [
+        None if array is None else numbers.like(array * factor(array), t)
+        for array, t in zip(wide, tangents, strict=True)
+    ]
+
+
+def _moves_at_zero(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers) -> bool:
+    """Return True if there is a slope at zero, where nothing saturates; if not, the parts cancel everywhere."""
+    pairs = zip(op.operands, tangents, strict=True)
+    operands = [x if t is None else numbers.like(np.zeros(tuple(x.shape)), x) for x, t in pairs]
+    there = replace(op, operands=operands, results=op.rerun(operands))
+    epsilon = max([np.finfo(numbers.array(t).dtype).eps for t in tangents if t is not None])
+    coarse = any(numbers.is_bfloat16(t) for t in tangents if t is not None)
+    epsilon = 2.0**-7 if coarse else float(epsilon)
+    return not _size(there.jvp(tangents), numbers) <= ROUNDING * epsilon * _size(tangents, numbers)
+
+
+def _is_dropped(op: Op, operand: int, moved: np.ndarray, numbers: Numbers) -> bool:
+    """Return True if what is written reaches no result. An array that is written into never counts."""
+    if op.inputs[operand] in op.written:
+        return False
+    masks = [moved if n == operand else None for n in range(len(op.operands))]
+    return not any(mask.any() for mask in dependent_outputs(op, masks, numbers))

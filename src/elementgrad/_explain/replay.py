@@ -1,0 +1,262 @@
+"""Follow a recorded run again: tangents forwards, cotangents backwards, and which elements can move with which.
+
+All of it goes through the operations of the record, one at a time, and none of it runs the user's function. A method
+returns one entry per operation, None for an operation that has none. It returns None instead of a list if an operation
+on the way has no rule; the diagnosis then leaves open what it would have said.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from elementgrad._explain.dependence import dependent_outputs
+from elementgrad._explain.kinds import why_nothing_leaves
+from elementgrad._explain.trace import (
+    CotangentSizes,
+    FiniteFlags,
+    Numbers,
+    Op,
+    ReachOverlap,
+    TangentSizes,
+    Trace,
+    uneven_weights,
+)
+
+Tensor = Any
+Chosen = tuple[Collection[int], np.ndarray]
+"""Ids of values, and the flat positions of the elements of them that count."""
+
+
+class Replay:
+    """A recorded run, and the elements of its source and target that are asked about."""
+
+    def __init__(self, trace: Trace, of: np.ndarray, weights: np.ndarray, wrt: np.ndarray):
+        self._trace = trace
+        self._ops = trace.graph.ops
+        self._connected = trace.graph.connected
+        self._numbers = trace.numbers
+        self._of, self._weights, self._wrt = of, weights, wrt
+        self._sources = [trace.graph.source, *trace.later_ids]
+
+    def tangents(self) -> tuple[Sequence[TangentSizes | None], np.ndarray] | None:
+        """Push tangents from the source's elements; also return the target's tangent."""
+        trace, numbers = self._trace, self._numbers
+        seed = numbers.at(trace.source, self._wrt, uneven_weights(len(self._wrt)))
+        tangents: dict[int, Tensor] = dict.fromkeys(self._sources, seed)
+        with trace.following():
+            sizes = push_tangents(self._ops, self._connected, tangents, numbers, trace.graph.target)
+            reached = tangents.get(trace.graph.target)
+            arriving = np.zeros(tuple(trace.target.shape)) if reached is None else numbers.array(reached)
+        return None if sizes is None else (sizes, arriving.astype(np.float64))
+
+    def cotangents(self) -> Sequence[CotangentSizes | None] | None:
+        """Pull back the gradient of the target's elements.
+
+        Where an operation reads the source itself, only the source's chosen elements count at its inputs.
+        """
+        with self._trace.following():
+            return pull_cotangents(self._ops, self._connected, self._seed(), self._numbers, (self._sources, self._wrt))
+
+    def overlap(self) -> ReachOverlap | None:
+        """Find, element by element, what can move with the source's elements and has a gradient.
+
+        Dependence is followed through cuts as well. Values without a derivative are never alive.
+        """
+        numbers = self._numbers
+        masks = dict.fromkeys(self._sources, mask_at(self._trace.source, self._wrt))
+        alive: set[int] = set()
+
+        def see(value: int, cotangent: Tensor) -> None:
+            mask = masks.get(value)
+            if mask is not None and numbers.array(cotangent)[mask].any():
+                alive.add(value)
+
+        with self._trace.following():
+            spread_masks(self._ops, masks, numbers)
+            readers = [op for op in self._ops if not masks.keys().isdisjoint(op.inputs)]
+            moving = len(masks) > len(self._sources)
+            if moving and pull_cotangents(readers, self._connected, self._seed(), numbers, see=see) is None:
+                return None
+        return ReachOverlap(set(masks), alive)
+
+    def finite_flags(self) -> Sequence[FiniteFlags | None]:
+        """Check which inputs and outputs are finite."""
+        with self._trace.following():
+            return [self._finite_flags(op) if op.operands else None for op in self._ops]
+
+    def _finite_flags(self, op: Op) -> FiniteFlags:
+        numbers = self._numbers
+        sides = [[x for x in side if numbers.is_differentiable(x)] for side in (op.operands, op.results)]
+        inputs, outputs = [all(math.isfinite(numbers.size(x)) for x in side) for side in sides]
+        overflows = False
+        if not outputs:
+            operands, results = [[numbers.array(x) for x in side] for side in sides]
+            overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
+        return FiniteFlags(inputs and all(map(math.isfinite, op.scalars)), outputs, bool(overflows))
+
+    def target_at(self, position: int, by: float) -> np.ndarray:
+        """Return the target's chosen elements with one element of the source moved.
+
+        What left the framework in the run stays as it was.
+        """
+        trace, numbers = self._trace, self._numbers
+        with trace.following():
+            x = numbers.array(trace.source).astype(np.float64)
+            x.reshape(-1)[position] += by
+            values: dict[int, Tensor] = dict.fromkeys(self._sources, numbers.like(x, trace.source))
+            for op in self._ops:
+                if op.results and not values.keys().isdisjoint(op.inputs):
+                    operands = [values.get(value, old) for value, old in zip(op.inputs, op.operands, strict=True)]
+                    values.update(zip(op.outputs, op.rerun(operands), strict=True))
+            target = values.get(trace.graph.target, trace.target)
+            return numbers.array(target).astype(np.float64).reshape(-1)[self._of]
+
+    def _seed(self) -> dict[int, Tensor]:
+        trace = self._trace
+        return {trace.graph.target: self._numbers.at(trace.target, self._of, self._weights)}
+
+
+def push_tangents(
+    ops: Sequence[Op], connected: Collection[int], tangents: dict[int, Tensor], numbers: Numbers, target: int
+) -> list[TangentSizes | None] | None:
+    """Push tangents through the operations, up to that of a target; return their sizes at each operation.
+
+    Others are dropped after their last use.
+    """
+    sizes: list[TangentSizes | None] = []
+    last_use = {value: op for op in ops for value in op.inputs if value != target}
+    for op in ops:
+        pairs = zip(op.inputs, op.operands, strict=False)
+        arriving = [tangents.get(value) if numbers.is_differentiable(x) else None for value, x in pairs]
+        at_inputs = worst(numbers.size(t) for t in arriving if t is not None)
+        if at_inputs == 0 or not op.operands:
+            sizes.append(TangentSizes(0.0, 0.0) if op.operands else None)
+            continue
+        live = [value in connected for value in op.outputs[: len(op.results)]]
+        leaving: Sequence[Tensor | None] = ()
+        if any(live):
+            try:
+                leaving = op.jvp(arriving)
+            except Exception:  # it has no rule
+                return None
+        reached = {n: t for n, t, passes in zip(op.outputs, leaving, live, strict=False) if passes and t is not None}
+        for value in {value for value in op.inputs if last_use.get(value) is op}:
+            tangents.pop(value, None)
+        tangents.update(reached)
+        at_outputs = worst(map(numbers.size, reached.values()))
+        cause = why_nothing_leaves(op, arriving, numbers, at_outputs != 0) if any(live) and at_inputs > 0 else None
+        sizes.append(TangentSizes(at_inputs, at_outputs, cause))
+    return sizes
+
+
+def pull_cotangents(
+    ops: Sequence[Op],
+    connected: Collection[int],
+    cotangents: dict[int, Tensor],
+    numbers: Numbers,
+    chosen: Chosen | None = None,
+    see: Callable[[int, Tensor], None] = lambda value, cotangent: None,
+) -> list[CotangentSizes | None] | None:
+    """Pull cotangents back through the operations; return their sizes at each operation.
+
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped.
+    """
+    sizes: list[CotangentSizes | None] = [None] * len(ops)
+    for index, op in reversed(list(enumerate(ops))):
+        arriving = [cotangents.pop(value, None) for value in op.outputs]
+        for value, g in zip(op.outputs, arriving, strict=True):
+            if g is not None:
+                see(value, g)
+        pairs = zip(op.inputs, op.operands, strict=False)
+        wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
+        if all(g is None for g in arriving) or not any(wanted) or not op.results:
+            continue
+        leaving: Sequence[Tensor | None] = ()
+        if any(value in connected for value in op.outputs):
+            try:
+                leaving = op.vjp(arriving, wanted)
+            except Exception:  # it has no rule
+                return None
+        pulled = {n: g for n, g in enumerate(leaving) if g is not None and wanted[n]}
+        for n, g in pulled.items():
+            value = op.inputs[n]
+            cotangents[value] = cotangents[value] + g if value in cotangents else g
+        values = [(op.inputs[n], g) for n, g in pulled.items()]
+        sizes[index] = cotangent_sizes([g for g in arriving if g is not None], values, numbers, chosen)
+    for value, g in cotangents.items():
+        see(value, g)
+    return sizes
+
+
+def cotangent_sizes(
+    arriving: Sequence[Tensor], leaving: Sequence[tuple[int, Tensor]], numbers: Numbers, chosen: Chosen | None
+) -> CotangentSizes:
+    """Return the sizes at one operation, of what arrives and of what leaves to each value.
+
+    Where only chosen elements count at the inputs, outputs of the same shape count in the same places.
+    """
+    all_zero = all(numbers.size(g) == 0 for g in arriving)
+    counted = [
+        numbers.at(g, chosen[1], numbers.array(g).reshape(-1)[chosen[1]])
+        if chosen is not None and value in chosen[0]
+        else g
+        for value, g in leaving
+    ]
+    at_outputs = worst(map(numbers.size, arriving))
+    only = chosen is not None and bool(leaving) and all(value in chosen[0] for value, _ in leaving)
+    same = [g for g in arriving if leaving and tuple(g.shape) == tuple(leaving[0][1].shape)]
+    if chosen is not None and only and same:
+        at_outputs = worst([float(np.abs(numbers.array(same[0]).reshape(-1)[chosen[1]]).max(initial=0.0))])
+    at_inputs = worst(map(numbers.size, counted))
+    where_nonfinite = at_outputs
+    if not math.isfinite(at_inputs):
+        where_nonfinite = _size_where_nonfinite(arriving, counted, at_outputs, numbers)
+    return CotangentSizes(at_outputs, at_inputs, where_nonfinite, all_zero)
+
+
+def _size_where_nonfinite(
+    arriving: Sequence[Tensor], leaving: Sequence[Tensor], at_outputs: float, numbers: Numbers
+) -> float:
+    """Return the largest cotangent that arrives where what leaves is not finite, for shapes that broadcast.
+
+    Otherwise, as for a product of matrices, it is unknown which outputs belong to which inputs.
+    """
+    largest = None
+    for bad in [~np.isfinite(numbers.array(g)) for g in leaving]:
+        if not bad.any():
+            continue
+        pairs = [_broadcast(numbers.array(g), bad) for g in arriving]
+        found = [float(np.abs(pair[0][pair[1]]).max(initial=0.0)) for pair in pairs if pair is not None]
+        if not found:
+            return at_outputs
+        largest = max(largest or 0.0, worst(found))
+    return at_outputs if largest is None else largest
+
+
+def _broadcast(a: np.ndarray, b: np.ndarray) -> Sequence[np.ndarray] | None:
+    try:
+        return np.broadcast_arrays(a, b)
+    except ValueError:
+        return None
+
+
+def spread_masks(ops: Sequence[Op], masks: dict[int, np.ndarray], numbers: Numbers) -> None:
+    """Add masks of the elements of other values that can move with those in `masks`, at some numbers."""
+    for op in ops:
+        if any(value in masks for value in op.inputs):
+            dependent = dependent_outputs(op, [masks.get(value) for value in op.inputs], numbers)
+            masks.update({n: mask for n, mask in zip(op.outputs, dependent, strict=False) if mask.any()})
+
+
+def mask_at(like: Tensor, positions: np.ndarray) -> np.ndarray:
+    mask = np.zeros(int(np.prod(like.shape, dtype=int)), bool)
+    mask[positions] = True
+    return mask.reshape(tuple(like.shape))
+
+
+def worst(sizes: Iterable[float]) -> float:
+    """Return the largest of some sizes; NaN if one is."""
+    values = list(sizes)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)

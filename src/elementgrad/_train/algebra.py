@@ -1,0 +1,326 @@
+"""Patches as values to compute with: one after another, backwards, side by side, and what two of them disagree about.
+
+A patch maps positions of tensors to an original and a value. All of it is computed by bits on ascending positions, one
+tensor at a time, and elements that end as they began are left out. The fingerprint of a result is that of the tensor
+that the first patch was made for. Where a patch begins with a tensor that was never fingerprinted, as the inverse of
+one does, `Entry.since` has the bytes that the fingerprinted tensor held instead.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from elementgrad._html import Rows, Tabular
+from elementgrad._place.place import Place
+from elementgrad._train.entries import BitsAt, Entry, element_text, overlay
+from elementgrad._train.fingerprint import sample_positions
+from elementgrad._train.history import are_among
+from elementgrad._train.numbers import VIEWS, BitArray
+from elementgrad._train.patch import Patch
+from elementgrad.errors import OptionError, PatchError
+
+Rule = Literal["error", "first", "last"] | Callable[[np.ndarray, np.ndarray], Any]
+"""What to do about elements that two patches change to different values."""
+
+
+class Change(NamedTuple):
+    """All elements of one tensor that a patch changes, ascending, in the dtype of the tensor."""
+
+    entry: Entry
+    """An entry of the tensor, for its name, shape and fingerprint."""
+    positions: np.ndarray
+    originals: np.ndarray
+    values: np.ndarray
+
+    def to_entry(self, since: BitsAt | None) -> Entry | None:
+        """Return the entry, without elements that end as they began; None if none are left."""
+        kept = (self.originals != self.values).any(1)
+        if not kept.any():
+            return None
+        entry = self.entry
+        values, originals = (BitArray(entry.dtype, bits[kept]) for bits in (self.values, self.originals))
+        return Entry.at(
+            entry.name,
+            entry.shape,
+            entry.dtype,
+            self.positions[kept],
+            values,
+            originals,
+            entry.fingerprint,
+            tied=entry.tied,
+            since=since,
+        )
+
+
+def changes_of(patch: Patch, what: str) -> dict[str, Change]:
+    """Return the changes of a patch by tensor; raise an error if it keeps no originals."""
+    grouped: dict[str, list[Entry]] = {}
+    for entry in patch.entries:
+        grouped.setdefault(entry.name, []).append(entry)
+    return {name: _join(entries, what) for name, entries in grouped.items()}
+
+
+def _join(entries: Sequence[Entry], what: str) -> Change:
+    positions = np.concatenate([entry.indices for entry in entries])
+    originals = np.concatenate([entry.require_originals(what).bits for entry in entries])
+    values = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])
+    order = np.argsort(positions, kind="stable")
+    since = reduce(overlay, [entry.since for entry in entries])
+    return Change(replace(entries[0], since=since), positions[order], originals[order], values[order])
+
+
+def then(first: Patch, second: Patch) -> Patch:
+    """Return one patch that does what two do one after the other."""
+    before, after = changes_of(first, "then"), changes_of(second, "then")
+    entries = []
+    for name in sorted({**before, **after}):
+        p, q = before.get(name), after.get(name)
+        change = p or q
+        assert change is not None
+        if p is not None and q is not None:
+            change = _compose(p, q)
+        entries.append(change.to_entry(change.entry.since))
+    return Patch(tuple([entry for entry in entries if entry is not None]))
+
+
+def _compose(first: Change, second: Change) -> Change:
+    _require_same_tensor(first.entry, second.entry)
+    again = are_among(second.positions, first.positions)
+    at = np.searchsorted(first.positions, second.positions[again])
+    differs = (first.values[at] != second.originals[again]).any(1)
+    if differs.any():
+        where = element_text(first.entry.name, first.entry.shape, int(second.positions[again][differs][0]))
+        raise PatchError(f"the second patch does not fit what the first leaves: {where} is another value there")
+    values = first.values.copy()
+    values[at] = second.values[again]
+    return _interleave(
+        first.entry,
+        (first.positions, first.originals, values),
+        (second.positions[~again], second.originals[~again], second.values[~again]),
+    )
+
+
+def _interleave(entry: Entry, *parts: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Change:
+    positions, originals, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = np.argsort(positions, kind="stable")
+    return Change(entry, positions[order], originals[order], values[order])
+
+
+def _require_same_tensor(first: Entry, second: Entry) -> None:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        raise PatchError(
+            f"{first.name} is {first.dtype} of shape {first.shape} in the one patch and {second.dtype} of shape "
+            f"{second.shape} in the other; give patches of one model"
+        )
+
+
+def inverse(patch: Patch) -> Patch:
+    """Return the patch that takes a patch back."""
+    entries = []
+    for _, change in sorted(changes_of(patch, "inverse").items()):
+        backwards = Change(change.entry, change.positions, change.values, change.originals)
+        entries.append(backwards.to_entry(_since(change)))
+    return Patch(tuple([entry for entry in entries if entry is not None]))
+
+
+def _since(change: Change) -> BitsAt | None:
+    """Return where the fingerprinted tensor holds other bytes than a tensor after a change."""
+    entry = change.entry
+    positions, originals, values = change.positions, change.originals, change.values
+    if entry.fingerprint.startswith("sample:"):  # others do not count
+        counted = are_among(positions, sample_positions(entry.shape))
+        positions, originals, values = positions[counted], originals[counted], values[counted]
+    former = overlay(BitsAt(positions, originals), entry.since)
+    assert former is not None
+    # Bytes that the change has brought back to those of the fingerprinted tensor need no mention.
+    at = np.minimum(np.searchsorted(positions, former.positions), max(len(positions) - 1, 0))
+    if len(positions):
+        same = (positions[at] == former.positions) & (values[at] == former.bits).all(1)
+        former = BitsAt(former.positions[~same], former.bits[~same])
+    return former if len(former.positions) else None
+
+
+class Conflict(NamedTuple):
+    """One element that two patches change to different values."""
+
+    place: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Conflicts(Tabular):
+    """The elements that two patches change to different values; printed it is a table.
+
+    Made by `patch.conflicts`. It has a length, and gives a `Conflict` (place, first value, second value) for each.
+
+    >>> import numpy as np, elementgrad as eg
+    >>> w, one, two = ({"w": np.float32(x)} for x in ([1, 2, 3], [1, 5, 6], [1, 7, 6]))
+    >>> eg.diff(w, one).conflicts(eg.diff(w, two))
+    place  first  second
+    w[1]   5      7
+    """
+
+    __module__ = "elementgrad"
+
+    entries: tuple[tuple[Entry, np.ndarray, BitArray, BitArray], ...]
+    """For each tensor an entry of it, positions, and the values of the one and of the other patch."""
+
+    def __len__(self) -> int:
+        return sum(len(positions) for _, positions, _, _ in self.entries)
+
+    def __iter__(self) -> Iterator[Conflict]:
+        for entry, positions, first, second in self.entries:
+            for position, one, other in zip(positions, _shown(first), _shown(second), strict=True):
+                yield Conflict(element_text(entry.name, entry.shape, int(position)), one, other)
+
+    def _rows(self) -> Rows:
+        return [("place", "first", "second"), *[(place, f"{one:.6g}", f"{other:.6g}") for place, one, other in self]]
+
+
+def _shown(values: BitArray) -> Any:
+    return values.floats() if values.dtype in VIEWS else np.full(len(values), np.nan)
+
+
+def conflicts(first: Patch, second: Patch) -> Conflicts:
+    """Return the elements that two patches change to different values."""
+    found = []
+    for name in sorted({entry.name for entry in first.entries} & {entry.name for entry in second.entries}):
+        sides = [[entry for entry in patch.entries if entry.name == name] for patch in (first, second)]
+        entry = sides[0][0]
+        _require_same_tensor(entry, sides[1][0])
+        (left, one), (right, other) = map(_values, sides)
+        shared = left[are_among(left, right)]
+        one, other = (bits[np.searchsorted(at, shared)] for at, bits in ((left, one), (right, other)))
+        differs = (one != other).any(1)
+        if differs.any():
+            values = [BitArray(entry.dtype, bits[differs]) for bits in (one, other)]
+            found.append((entry, shared[differs], values[0], values[1]))
+    return Conflicts(tuple(found))
+
+
+def _values(entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray]:
+    positions = np.concatenate([entry.indices for entry in entries])
+    order = np.argsort(positions, kind="stable")
+    return positions[order], np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])[order]
+
+
+def merge(patches: Iterable[Patch], on_conflict: Rule = "error") -> Patch:
+    """Return one patch that does what several do side by side, all made for the same weights.
+
+    Args:
+        patches: The patches.
+        on_conflict: What to do about elements that two of them change to different values: `"error"`, take the value
+            of the `"first"` or of the `"last"`, or a function of the values of the one and of the other, as float64
+            arrays for one tensor, that returns those to take.
+
+    Returns:
+        The patch.
+
+    Raises:
+        PatchError: They disagree, or were made for different weights.
+
+    >>> import numpy as np, elementgrad as eg
+    >>> w, one, two = ({"w": np.float32(x)} for x in ([1, 2, 3], [1, 5, 3], [1, 7, 6]))
+    >>> p, q = eg.diff(w, one), eg.diff(w, two)
+    >>> eg.apply(w, eg.merge([p, q], on_conflict="first"))["w"].tolist()
+    [1.0, 5.0, 6.0]
+    >>> eg.apply(w, eg.merge([p, q], on_conflict=lambda a, b: (a + b) / 2))["w"].tolist()
+    [1.0, 6.0, 6.0]
+    """
+    if not (callable(on_conflict) or on_conflict in ("error", "first", "last")):
+        raise OptionError(
+            f'on_conflict={on_conflict!r} is none of "error", "first" and "last", and no function; give one'
+        )
+    every = list(patches)
+    for patch in every:
+        if not isinstance(patch, Patch):
+            raise OptionError(f"{type(patch).__name__} is no patch; eg.inspect reads one from a file")
+    return reduce(lambda left, right: _merge_two(left, right, on_conflict), every, Patch(()))
+
+
+def _merge_two(first: Patch, second: Patch, rule: Rule) -> Patch:
+    disagreed = conflicts(first, second)
+    if len(disagreed) and rule == "error":
+        place, one, other = next(iter(disagreed))
+        raise PatchError(
+            f"{len(disagreed)} elements are changed to different values, such as {place} to {one:.6g} and {other:.6g}; "
+            'say what to take by on_conflict="first", "last" or a function'
+        )
+    shared = {entry.name for entry in first.entries} & {entry.name for entry in second.entries}
+    alone = [entry for patch in (first, second) for entry in patch.entries if entry.name not in shared]
+    sides = [changes_of(Patch([e for e in patch.entries if e.name in shared]), "merge") for patch in (first, second)]  # type: ignore[arg-type]
+    joined = [_join_two(sides[0][name], sides[1][name], rule).to_entry(sides[0][name].entry.since) for name in shared]
+    entries = [*alone, *[entry for entry in joined if entry is not None]]
+    return Patch(tuple(sorted(entries, key=lambda entry: entry.name)))
+
+
+def _join_two(first: Change, second: Change, rule: Rule) -> Change:
+    again = are_among(second.positions, first.positions)
+    at = np.searchsorted(first.positions, second.positions[again])
+    marks = [(change.entry.fingerprint, change.entry.since is None) for change in (first, second)]
+    comparable = marks[0][1] and marks[1][1] and len({mark.partition(":")[0] for mark, _ in marks}) == 1
+    if (first.originals[at] != second.originals[again]).any() or (comparable and marks[0] != marks[1]):
+        raise PatchError(
+            f"the patches were made for two tensors that were called {first.entry.name}; merge those of one"
+        )
+    values = first.values.copy()
+    if rule == "last":
+        values[at] = second.values[again]
+    elif callable(rule):
+        values[at] = _resolve(first.entry, values[at], second.values[again], rule)
+    return _interleave(
+        first.entry,
+        (first.positions, first.originals, values),
+        (second.positions[~again], second.originals[~again], second.values[~again]),
+    )
+
+
+def _resolve(entry: Entry, first: np.ndarray, second: np.ndarray, rule: Callable[..., Any]) -> np.ndarray:
+    """Return the values that the user's function takes where two differ, in the dtype of the tensor."""
+    differs = (first != second).any(1)
+    if not differs.any():
+        return first
+    sides = [BitArray(entry.dtype, bits[differs]).floats() for bits in (first, second)]
+    taken = np.asarray(rule(*sides), sides[0].dtype)
+    if taken.shape != sides[0].shape:
+        raise OptionError(
+            f"on_conflict gave {taken.shape} values for {sides[0].shape} elements of {entry.name}; give one for each"
+        )
+    values = first.copy()
+    values[differs] = BitArray.of(taken).round_to(entry.dtype).bits
+    return values
+
+
+def restrict(patch: Patch, places: Any) -> Patch:
+    """Return the part of a patch that is about some places."""
+    texts = [places] if isinstance(places, str | Place) else list(places)
+    wanted = [place if isinstance(place, Place) else Place.parse(place) for place in texts]
+    for place in wanted:
+        if not place.name:
+            raise OptionError(f"{place} names no tensor; write its name in front")
+    entries = []
+    for entry in patch.entries:
+        selections = [place.select(entry.shape) for place in wanted if place.name == entry.name]
+        if any(selection.whole for selection in selections):
+            entries.append(entry)
+        elif selections:
+            positions = np.unique(np.concatenate([selection.flat().reshape(-1) for selection in selections]))
+            kept = are_among(entry.indices, positions)
+            if kept.any():
+                entries.append(entry if kept.all() else _part(entry, kept))
+    return Patch(tuple(entries))
+
+
+def _part(entry: Entry, kept: np.ndarray) -> Entry:
+    originals = entry.require_originals("a part of it")
+    part = replace(entry, place=None, indices=entry.indices[kept], values=entry.values[kept], originals=originals[kept])
+    if not (np.diff(part.indices) > 0).all():
+        return part
+    more = {"tied": entry.tied, "since": entry.since}
+    return Entry.at(
+        entry.name, entry.shape, entry.dtype, part.indices, part.values, part.originals, entry.fingerprint, **more
+    )

@@ -1,0 +1,252 @@
+"""`eg.diff`: the patch that makes one set of weights of another, found tensor by tensor.
+
+Both sides are `Weights`: a model, a state dict, a file or a folder, of which one tensor at a time is read. They are
+compared by bits, a chunk at a time.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from elementgrad._backends import registry
+from elementgrad._backends.registry import not_compiled
+from elementgrad._files import writable
+from elementgrad._place.grammar import listed
+from elementgrad._train.entries import Entry
+from elementgrad._train.fingerprint import fingerprint
+from elementgrad._train.folder import read_weights
+from elementgrad._train.numbers import BitArray
+from elementgrad._train.patch import Patch
+from elementgrad._train.weights import FileTensor, Weights
+from elementgrad.errors import FrameworkError, OptionError, PatchError, warn
+
+CHUNK = 1 << 18
+"""The number of elements that are compared at once: they fit the cache."""
+Progress = Callable[[int, int], None]
+"""A function of the bytes that are compared and of all."""
+
+
+@not_compiled
+def diff(
+    before: Any,
+    after: Any,
+    out: str | os.PathLike[str] | None = None,
+    only_common: bool = False,
+    originals: bool = True,
+) -> Patch:
+    """Return the patch that makes the weights `after` of the weights `before`.
+
+    They are compared by bits, so that -0.0 is not 0.0 and the payload of a NaN counts, one tensor at a time: a file is
+    never loaded whole.
+
+    Args:
+        before: A model, a state dict or pytree of arrays, a .safetensors or .npz file, or the folder of a checkpoint.
+        after: Weights with the same tensors, in any of these forms.
+        out: A file to write the patch to.
+        only_common: Leave out tensors that only one side has, or that have another shape or dtype, with a warning.
+        originals: Keep the values before, so that the patch can be taken back without the weights that it was made
+            for; otherwise keep a checksum of them, by which other weights are refused.
+
+    Returns:
+        The patch, with one entry for each tensor that differs.
+
+    Raises:
+        PatchError: The tensors of the two do not correspond.
+
+    >>> import numpy as np, elementgrad as eg
+    >>> before = {"w": np.zeros((2, 3), np.float32), "b": np.ones(2, np.float32)}
+    >>> after = {"w": np.zeros((2, 3), np.float32), "b": np.float32([1, 5])}
+    >>> eg.diff(before, after)
+    place  elements  shape  dtype    largest change
+    b[1]   1         2      float32  4
+    """
+    if out is not None:
+        writable(out, "patch.safetensors")
+    patch = compare(weights_of(before, "before"), weights_of(after, "after"), only_common, originals)
+    if out is not None:
+        patch.write(out)
+    return patch
+
+
+def compare(
+    before: Weights,
+    after: Weights,
+    only_common: bool = False,
+    originals: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> Patch:
+    """Return the patch between two sets of weights."""
+    pairs = _pairs(before, after, only_common)
+    sizes = [_byte_size(old) for _, old, _ in pairs]
+    done = 0
+    entries, buffers = [], []
+    for (name, old, new), size in zip(pairs, sizes, strict=True):
+        entry = _compare_tensor(name, old, new, originals, before)
+        done += size
+        progress(done, sum(sizes))
+        if entry is not None and old.is_buffer:
+            buffers.append(name)
+        elif entry is not None:
+            entries.append(entry)
+    if buffers and not only_common:
+        raise PatchError(
+            f"{listed(buffers)} are buffers of the model and differ, and patches of a model are for its parameters; "
+            "give the state dicts, or only_common=True to leave buffers out"
+        )
+    if buffers:
+        warn(f"{listed(buffers)} differ, and are left out, as they are buffers")
+    return Patch(tuple(entries))
+
+
+def _pairs(before: Weights, after: Weights, only_common: bool) -> list[tuple[str, FileTensor, FileTensor]]:
+    """Return the tensors that both sides have, each once; raise an error if the others are not to be left out."""
+    pairs: dict[tuple[int, int], tuple[str, FileTensor, FileTensor]] = {}
+    problems = []
+    for name in dict.fromkeys([*before.tensors, *after.tensors]):
+        old, new = before.tensors.get(name), after.tensors.get(name)
+        if old is None or new is None:
+            sides = (before, after, old) if new is None else (after, before, new)
+            if not _has_other_name(name, *sides):
+                problems.append(f"{name} ({'new' if old is None else 'gone'})")
+        elif (old.shape, old.dtype) != (new.shape, new.dtype):
+            problems.append(f"{name} ({old.dtype} of shape {old.shape}, then {new.dtype} of shape {new.shape})")
+        else:
+            pairs.setdefault((id(old), id(new)), (name, old, new))
+    if problems and not only_common:
+        raise PatchError(
+            f"{len(problems)} tensors are not the same in both: {listed(problems)}; only_common=True leaves them out"
+        )
+    if problems:
+        warn(f"{len(problems)} tensors are not the same in both and are left out: {listed(problems)}")
+    return list(pairs.values())
+
+
+def _has_other_name(name: str, here: Weights, there: Weights, tensor: FileTensor | None) -> bool:
+    """Return True if a tied tensor has another name that both sides know."""
+    return any(other is tensor and known in there.tensors for known, other in here.tensors.items() if known != name)
+
+
+def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool, before: Weights) -> Entry | None:
+    old_bits, new_bits = old.read(), new.read()
+    positions = changed_positions(old_bits, new_bits)
+    if not positions.size:
+        return None
+    values, former = (BitArray(old.dtype, take_rows(bits, positions)) for bits in (new_bits, old_bits))
+    tied = tuple(other for other, tensor in before.tensors.items() if tensor is old and other != name)
+    return Entry.at(
+        name,
+        old.shape,
+        old.dtype,
+        positions,
+        values,
+        former if originals else None,
+        fingerprint(old.shape, old.dtype, lambda some: old_bits[some]),
+        tied=tied if before.knows_ties else None,
+        sha256=None if originals else hashlib.sha256(former.bits.data).hexdigest(),
+    )
+
+
+def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return where rows of bytes differ, ascending.
+
+    >>> import numpy as np
+    >>> changed_positions(np.float32([[0.0], [1.0]]).view(np.uint8), np.float32([[-0.0], [1.0]]).view(np.uint8))
+    array([0])
+    """
+    old, new = _wide(old), _wide(new)
+    found = [np.zeros(0, np.int64)]
+    differs = np.empty((min(CHUNK, len(old)), old.shape[1]), bool)
+    for start in range(0, len(old), CHUNK):
+        left, right = old[start : start + CHUNK], new[start : start + CHUNK]
+        chunk = np.not_equal(left, right, out=differs[: len(left)])
+        if chunk.any():
+            found.append(np.flatnonzero(chunk[:, 0] if chunk.shape[1] == 1 else chunk.any(1)) + start)
+    return np.concatenate(found)
+
+
+def take_rows(bits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return some rows of bytes."""
+    rows = _wide(bits)[positions].view(np.uint8)
+    rows.setflags(write=False)
+    return rows
+
+
+def _wide(bits: np.ndarray) -> np.ndarray:
+    """Return rows of bytes as rows of the widest integers that they divide into, most often one."""
+    width = next(width for width in (8, 4, 2, 1) if bits.shape[1] % width == 0)
+    return bits.view(f"u{width}") if width > 1 else bits
+
+
+def _byte_size(tensor: FileTensor) -> int:
+    return int(np.prod(tensor.shape, dtype=np.float64))
+
+
+def weights_of(value: Any, what: str = "weights") -> Weights:
+    """Return a model, state dict, file or folder as tensors by name, each of which is read when it is needed."""
+    if isinstance(value, Weights):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return read_weights(value)
+    backend = registry.backend_of_model(value)
+    if backend is not None:
+        return _model_weights(value, backend)
+    if isinstance(value, Mapping):
+        return Weights(dict(state_tensors(value)))
+    raise FrameworkError(
+        f"{what}={type(value).__name__} holds no weights; give a model, a state dict, a .safetensors or .npz file, or "
+        "the folder of a checkpoint"
+    )
+
+
+def _model_weights(model: Any, backend: Any) -> Weights:
+    trainer, tensors = backend.load("train").trainer(model), {}
+    by_id: dict[int, FileTensor] = {}
+
+    def add(name: str, tensor: Any, dtype: str, read: Callable[[], np.ndarray], is_buffer: bool) -> None:
+        tensors[name] = by_id.setdefault(id(tensor), FileTensor(dtype, tensor.shape, read, is_buffer))
+
+    named = list(trainer.named_parameters())
+    for name, tensor in named:
+        every = np.arange(int(np.prod(tensor.shape))) if trainer.is_distributed else None
+        add(
+            trainer.stable_name(name),
+            tensor,
+            trainer.dtype_name(tensor),
+            _reader(trainer.read_bits, tensor, every),
+            False,
+        )
+    for name, kind, tensor in backend.names.model(model).named_tensors():
+        if kind == "buffer":
+            dtype = backend.dtype(tensor)
+            add(name, tensor, dtype, _reader(backend.load("train").tensor_bits, tensor), True)
+    return Weights(tensors, knows_ties=True)
+
+
+def _reader(read: Callable[..., tuple[str, np.ndarray]], *arguments: Any) -> Callable[[], np.ndarray]:
+    return lambda: read(*arguments)[1]
+
+
+def _array_bits(array: np.ndarray) -> np.ndarray:
+    return BitArray.of(array).bits
+
+
+def state_tensors(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
+    """Yield the tensors of a state dict, those of dicts in it by names with dots."""
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        backend = registry.backend_of(value)
+        if isinstance(value, Mapping):
+            yield from state_tensors(value, f"{name}.")
+        elif isinstance(value, np.ndarray | np.generic):
+            numbers = np.asarray(value)
+            yield name, FileTensor(numbers.dtype.name, numbers.shape, partial(_array_bits, numbers))
+        elif backend is not None:
+            train = backend.load("train")
+            dtype = backend.dtype(value)
+            yield name, FileTensor(dtype, tuple(value.shape), _reader(train.tensor_bits, value))
+        else:
+            raise OptionError(f"{name} is {type(value).__name__}, and weights are tensors or arrays; leave it out")
