@@ -136,6 +136,7 @@ READS = {
     "grad": lambda model, x=X: eg.grad(model, x, of="output[0, 0]"),
     "parameter": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", wrt="0.weight[1]"),
     "activation": lambda model, x=X: eg.grad(model, x, of="4[0, 0]", wrt="1"),
+    "cone": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", cone=True),
     "columns": lambda model, x=X: eg.jacobian(model, x)[:, (0, ...)],
     "column": lambda model, x=X: eg.jacobian(model, x)[:, (0, 1)],
     "hessian": lambda model, x=X: eg.hessian(model, x, of="output[0, 0]")[(0, 0), (1, 1)],
@@ -219,7 +220,8 @@ def unpatterned(user):
 
 VERBS = {
     **{f"jacobian: {name}": of_jacobian(read) for name, read in JACOBIAN_READS.items()},
-    **{name: at_once(read) for name, read in READS.items() if name not in ("columns", "column")},
+    # There is no cone of a model that has backward hooks, as this one has.
+    **{name: at_once(read) for name, read in READS.items() if name not in ("columns", "column", "cone")},
     **{
         f"top: {by} of a {kind}": lambda user, by=by, kind=kind: lambda: eg.top(user.model, user.losses(kind), 5, by)
         for by in HOW
