@@ -18,8 +18,8 @@ FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow
 BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_cone", "_backends"}
 """What backends may build on; all else builds on them."""
 INTERFACES = {
-    *("_read.backend", "_train.backend", "_train.trainer", "_train.freeze"),
-    *("_train.numbers", "_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
+    *("_read.backend", "_train.trainer", "_train.numbers"),
+    *("_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
 }
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}

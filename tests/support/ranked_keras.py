@@ -5,8 +5,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from elementgrad._backends import topk as ranks
 from elementgrad._backends.tensorflow.names import KerasModel
+from elementgrad._train.trainer import TopBackend
 from tests.support import keras_models
 from tests.support.ranked import Ranked
 
@@ -105,7 +105,7 @@ MODELS = {case.__name__: case for case in (mlp, conv, gru, attention, frozen, sp
 class RankedKeras(Ranked):
     """TensorFlow."""
 
-    pieces = ranks
+    pieces = TopBackend
     models = MODELS
 
     def parameters(self, model):

@@ -120,7 +120,7 @@ MODELS = {
 class RankedTorch(Ranked):
     """PyTorch."""
 
-    pieces = scores
+    pieces = scores.TopBackend
     models = MODELS
 
     def parameters(self, model):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import elementgrad as eg
-from elementgrad._backends import topk as ranks
 from elementgrad._backends.jax import top as jax_scores
 from elementgrad._backends.jax.autodiff import JaxLinearization
+from elementgrad._train.trainer import TopBackend
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {"0.weight": (7, 5), "0.bias": (7,), "2.weight": (3, 7), "2.bias": (3,)}
@@ -176,7 +176,7 @@ def test_squares_of_small_slopes_do_not_vanish_in_32_bits_on_jax():
 @pytest.mark.parametrize("floor", [0.0, 2.0])
 @pytest.mark.parametrize("count", [1, 5, 50])
 def test_the_first_of_equal_ones_across_pieces_on_jax(monkeypatch, count, floor):
-    monkeypatch.setattr(ranks, "PIECE", 4)
+    monkeypatch.setattr(TopBackend, "PIECE", 4)
     values = np.random.default_rng(2).integers(-3, 4, 37)
     sizes, positions = jax_scores.implementation.topk_abs(jnp.array(values, jnp.bfloat16), count, floor, None)
     order = sorted((i for i in range(37) if abs(values[i]) >= floor), key=lambda i: (-abs(values[i]), i))[:count]

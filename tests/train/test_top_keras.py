@@ -9,7 +9,7 @@ from keras import layers
 from tensorflow.python.framework import op_callbacks
 
 import elementgrad as eg
-from elementgrad._backends import topk as ranks
+from elementgrad._train.trainer import TopBackend
 from tests.support.ranked import HOW, assert_best
 from tests.support.ranked_keras import WIDE, RankedKeras, drawn, finished, mlp
 
@@ -73,7 +73,7 @@ def tower(width=64, count=6):
 
 
 def test_no_second_dense_gradient_lives(monkeypatch):
-    monkeypatch.setattr(ranks, "PIECE", 256)
+    monkeypatch.setattr(TopBackend, "PIECE", 256)
     model, x = tower()
     with Memory(64 * 64) as memory:
         with tf.GradientTape() as tape:

@@ -71,7 +71,7 @@ def tower(width=64, layers=6):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(torch_scores, "PIECE", 256)
+    monkeypatch.setattr(torch_scores.TopBackend, "PIECE", 256)
 
 
 def peak(model, loss_fn, by, k=20):

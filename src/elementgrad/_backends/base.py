@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elementgrad._place.edit import EditBackend
     from elementgrad._place.selection import Selection
     from elementgrad._read.backend import ReadBackend
-    from elementgrad._train.backend import TopBackend, TrainBackend
+    from elementgrad._train.trainer import TopBackend, TrainBackend
 
 Tensor = Any
 Kind = Literal["b", "i", "f", "c", "o"]

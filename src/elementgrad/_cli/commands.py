@@ -40,7 +40,7 @@ from elementgrad._train.api import apply_to_path, patch_state, reverse_patch
 from elementgrad._train.diff import compare
 from elementgrad._train.entries import place_label
 from elementgrad._train.folder import read_weights
-from elementgrad._train.resolve import trainer_of
+from elementgrad._train.routing import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
 from elementgrad.errors import require_packages

@@ -1,8 +1,8 @@
 """Training single elements: `eg.trainable`, `eg.top`, and patches: `eg.apply`, `eg.diff`, `eg.merge`.
 
-`eg.trainable` resolves places to elements of parameters (resolve.py). For each place the framework's `Trainer`
+`eg.trainable` resolves places to elements of parameters (routing.py). For each place the framework's `Trainer`
 (trainer.py) makes an `ElementGroup`: positions in the parameter, the original values, and the leaf, a vector of its own
-that an optimizer moves. The parameters themselves are frozen (freeze.py), and a `PartialParameter` knows the groups of
+that an optimizer moves. The parameters themselves are frozen, and a `PartialParameter` knows the groups of
 one of them. The backend copies a trained value from the leaf into the parameter: in PyTorch after each optimizer step
 and before each forward, in Keras with every write to the leaf; in JAX `elements.merge` returns new parameters. Layers
 compute the gradients of the elements alone where they can, and gather them from a dense gradient otherwise.

@@ -37,8 +37,8 @@ from elementgrad._train.folder import Folder, read_weights, write_weights
 from elementgrad._train.history import ElementChange, ReadBytes, are_among
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
-from elementgrad._train.resolve import check_disjoint, resolve, resolve_all, trainer_of
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ResolvedPlace, Trainer
+from elementgrad._train.routing import check_disjoint, resolve, resolve_all, trainer_of
+from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ResolvedPlace, Trainer, groups_by_tensor
 from elementgrad._train.weights import Weights
 from elementgrad.errors import DuplicateError, ElementgradError, OptionError, PatchError, PlaceError, warn
 
@@ -97,8 +97,7 @@ def trainable(
         if names is not None:
             raise OptionError("names= maps the names in a patch, and these are places; leave it out")
         targets = resolve_all(trainer, places)
-        for target in targets:
-            _require_idle(trainer, target)
+        _require_idle(trainer, targets)
         trainer.check_same_on_all_ranks((target.name, target.positions) for target in targets)
         groups = [_make_group(trainer, target, leaf_dtype) for target in targets]
     kept = _kept_parameters(trainer, keep, groups)
@@ -305,17 +304,22 @@ def _record(trainer: Trainer, groups: Sequence[ElementGroup]) -> None:
     """Add groups to the histories of their parameters, where parameters are written to."""
     if isinstance(trainer, FunctionalTrainer):
         return
-    for group in groups:
-        history = trainer.history(group.tensor)
-        defer(history.remove, group.change)
-        history.add(group.change)
+    for own in groups_by_tensor(groups):
+        history, changes = trainer.history(own[0].tensor), [group.change for group in own]
+        defer(history.remove_all, changes)
+        for change in changes:
+            history.add(change)
 
 
-def _require_idle(trainer: Trainer, target: ResolvedPlace) -> None:
-    for group in trainer.groups_of(target.tensor):
-        for twice in target.positions[are_among(target.positions, group.positions)][:1]:
-            which = element_text(target.name, target.shape, twice)
-            raise DuplicateError(f"{which} of {place_label(target.place)} trains already; release those elements first")
+def _require_idle(trainer: Trainer, targets: Sequence[ResolvedPlace]) -> None:
+    for same in groups_by_tensor(targets):
+        groups = trainer.groups_of(same[0].tensor)
+        training = np.concatenate([np.zeros(0, np.int64), *[group.positions for group in groups]])
+        wanted = np.concatenate([target.positions for target in same])
+        for twice in wanted[are_among(wanted, training)][:1]:
+            place = next(target.place for target in same if twice in target.positions)
+            which = element_text(same[0].name, same[0].shape, twice)
+            raise DuplicateError(f"{which} of {place_label(place)} trains already; release those elements first")
 
 
 def _match_patch(
@@ -346,7 +350,7 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     if (shape, dtype) != (entry.shape, entry.dtype):
         raise _shape_error(mapped, shape, dtype)
     target = ResolvedPlace(_place_in(trainer, mapped, tensor), entry.name, tensor, shape, entry.indices)
-    _require_idle(trainer, target)
+    _require_idle(trainer, [target])
     if entry.name == source.name and entry.tied is not None:  # of models with other names, ties are not known
         _require_tied(trainer, tensor, entry.name, entry.tied)
     history, read = trainer.history(tensor), trainer.byte_reader(tensor)
@@ -376,7 +380,7 @@ def _place_in(trainer: Trainer, mapped: MappedEntry, tensor: Tensor) -> Place:
     entry = mapped.entry
     if entry.is_scattered:
         return entry.where
-    target = resolve(trainer, entry.where)
+    target = next(resolve(trainer, [entry.where]))
     if target.tensor is not tensor:
         raise PatchError(f"the patch takes {entry.label} for {entry.name}, and here it is another tensor")
     return target.place

@@ -7,6 +7,7 @@ on values that live apart from the parameters.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,15 @@ from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.history import ElementChange, TensorHistory
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch, shorten
-from elementgrad._train.resolve import resolve
-from elementgrad._train.routing import differentiate, explain_unconnected, route_losses, unconnected_error
-from elementgrad._train.trainer import ElementGroup, FunctionalTrainer, ParameterUse, ResolvedPlace, Trainer
+from elementgrad._train.routing import differentiate, explain_unconnected, resolve, route_losses, unconnected_error
+from elementgrad._train.trainer import (
+    ElementGroup,
+    FunctionalTrainer,
+    ParameterUse,
+    ResolvedPlace,
+    Trainer,
+    groups_by_tensor,
+)
 from elementgrad.errors import ElementgradError, FrameworkError, OptionError, PatchError, PlaceError
 
 Tensor = Any
@@ -111,7 +118,7 @@ class Elements(Tabular):
         >>> optimizer = torch.optim.AdamW(elements.parameters(), lr=0.1, weight_decay=0.1)
         """
         self._require("parameters")
-        self._sync()
+        self._trainer.sync(self._groups)
         return iter([group.leaf for group in self._groups])
 
     @property
@@ -131,7 +138,7 @@ class Elements(Tabular):
 
     def __getitem__(self, place: Place | str) -> Tensor:
         self._require_training()
-        self._sync()
+        self._trainer.sync(self._groups)
         return self._find(place).leaf
 
     def __iter__(self) -> Iterator[Place]:
@@ -398,27 +405,25 @@ class Elements(Tabular):
         """
         if self._undone:
             return  # the values that are there now are not these elements'
-        self._sync()
+        self._trainer.sync(self._groups)
         self._require_unchanged("undo")
-        for group in self._groups:
-            later = self._history(group).find_overlap(group.positions, after=group.change)
-            if later is not None:
-                raise PatchError(
-                    f"{later.place} was changed after {group.change.place} and is over it; undo that one first"
-                )
-        defer(self._undo)  # runs to its end even if an interrupt comes
+        for history, own in self._histories():
+            overlap = history.find_later([group.change for group in own])
+            if overlap is not None:
+                change, later = overlap
+                raise PatchError(f"{later.place} was changed after {change.place} and is over it; undo that one first")
+        defer(self._undo, self._groups)  # runs to its end even if an interrupt comes
 
-    def _undo(self) -> None:
-        for group in self._groups:
-            self._undo_group(group)
-
-    def _undo_group(self, group: ElementGroup) -> None:
-        if not self._training and not group.change.undone:
-            group.change.values = BitArray(*self._trainer.read_bits(group.leaf))
-        self._trainer.restore(group)
+    def _undo(self, groups: Sequence[ElementGroup]) -> None:
+        for group in groups:
+            if not self._training and not group.change.undone:
+                group.change.values = BitArray(*self._trainer.read_bits(group.leaf))
+            self._trainer.restore(group)
+        self._trainer.sync(groups)
         if not self._training:
-            self._history(group).remove(group.change)
-            group.change.undone = True
+            self._forget_changes(groups)
+            for group in groups:
+                group.change.undone = True
 
     @with_rollback
     def redo(self) -> None:
@@ -443,12 +448,12 @@ class Elements(Tabular):
         for group in groups:
             target = ResolvedPlace(group.place, group.name, group.tensor, group.shape, group.positions)
             again = self._trainer.make_group(target, None, group.change.values)
-            defer(self._undo_group, group)
+            defer(self._undo, [group])
             group.leaf = again.leaf
             self._trainer.write_to_parameter(group)
             group.change.undone = False
             if not isinstance(self._trainer, FunctionalTrainer):
-                self._history(group).add(group.change)
+                self._trainer.history(group.tensor).add(group.change)
 
     def __enter__(self) -> "Elements":
         if self._training:
@@ -482,16 +487,18 @@ class Elements(Tabular):
         self._trainer.stop(self._groups)
         for group in self._groups:
             group.change.written = self._trainer.read_bits(group.tensor, group.positions)[1]
-            if not keep:
-                self._history(group).remove(group.change)
+        if not keep:
+            self._forget_changes(self._groups)
+        for group in self._groups:
             group.change.undone = not keep
         self._training = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # a copy, with a model of its own whose tensors have no history yet
-        for group in self._groups:
-            if not self._undone:
-                self._history(group).add(group.change)
+        self.__dict__.pop("_group_at", None)
+        for history, own in self._histories():
+            for group in own if not self._undone else []:
+                history.add(group.change)
 
     def _rows(self) -> Rows:
         rows = [("place", "elements", "shape", "dtype")]
@@ -502,18 +509,24 @@ class Elements(Tabular):
         return rows
 
     def _find(self, place: Place | str) -> ElementGroup:
-        target = resolve(self._trainer, place)
-        for group in self._groups:
-            if group.tensor is target.tensor and np.array_equal(group.positions, target.positions):
-                return group
+        (target,) = resolve(self._trainer, [place])
+        group = self._group_at.get((id(target.tensor), int(target.positions[0])))
+        if group is not None and np.array_equal(group.positions, target.positions):
+            return group
         raise PlaceError(f"{target.place} is not one of these places: {listed([str(place) for place in self.places])}")
 
-    def _history(self, group: ElementGroup) -> TensorHistory:
-        return self._trainer.history(group.tensor)
+    @cached_property
+    def _group_at(self) -> dict[tuple[int, int], ElementGroup]:
+        """The group that begins with an element, by parameter and position; no two of them share an element."""
+        return {(id(group.tensor), int(group.positions[0])): group for group in self._groups}
 
-    def _sync(self) -> None:
-        for group in self._groups:
-            self._trainer.sync(group)
+    def _histories(self) -> list[tuple[TensorHistory, list[ElementGroup]]]:
+        """Return the history of each parameter, with its groups."""
+        return [(self._trainer.history(own[0].tensor), own) for own in groups_by_tensor(self._groups)]
+
+    def _forget_changes(self, groups: Sequence[ElementGroup]) -> None:
+        for own in groups_by_tensor(groups):
+            self._trainer.history(own[0].tensor).remove_all([group.change for group in own])
 
     def _by_place(self, tensors: Sequence[Tensor]) -> Values:
         return {str(group.place): tensor for group, tensor in zip(self._groups, tensors, strict=True)}
@@ -547,16 +560,18 @@ class Elements(Tabular):
 
     def _record_merge(self, arrays: Mapping[int, Tensor]) -> None:
         """Give merged arrays the history of the parameters and this change, so that other patches still fit them."""
-        for number, array in arrays.items():
-            group = self._groups[number]
+        for own in groups_by_tensor([self._groups[number] for number in arrays]):
+            array = arrays[self._groups.index(own[0])]
             history = self._trainer.history(array)
-            for change in self._history(group).changes():
-                if change not in history.changes():
-                    history.add(change)
-            written = self._trainer.read_bits(array, group.positions)[1]
-            change = group.change
-            merged = ElementChange(change.place, group.positions, change.bits, written, change.where, change.batch)
-            history.add(merged)
+            known = set(map(id, history.changes()))
+            earlier = [each for each in self._trainer.history(own[0].tensor).changes() if id(each) not in known]
+            written = [self._trainer.read_bits(array, group.positions)[1] for group in own]
+            changes = [
+                ElementChange(change.place, change.positions, change.bits, bits, change.where, change.batch)
+                for change, bits in zip([group.change for group in own], written, strict=True)
+            ]
+            for change in earlier + changes:
+                history.add(change)
 
     def _require(self, method: str) -> None:
         self._require_supported(method)
@@ -579,17 +594,19 @@ class Elements(Tabular):
         """Raise a `PatchError` if the elements were overwritten since, so that there is nothing to save or undo."""
         if isinstance(self._trainer, FunctionalTrainer):
             return
-        for group in self._groups:
-            # After model.half() and the like the bytes differ, and the originals can still be put back.
-            converted = self._trainer.dtype_name(group.originals) != self._trainer.dtype_name(group.tensor)
-            if group.change not in self._history(group).changes() and not (converted and verb == "undo"):
-                raise PatchError(f"{group.place} was written over or taken back since; there is nothing to {verb}")
+        for history, own in self._histories():
+            known = set(map(id, history.changes()))
+            for group in [group for group in own if id(group.change) not in known]:
+                # After model.half() and the like the bytes differ, and the originals can still be put back.
+                converted = self._trainer.dtype_name(group.originals) != self._trainer.dtype_name(group.tensor)
+                if not (converted and verb == "undo"):
+                    raise PatchError(f"{group.place} was written over or taken back since; there is nothing to {verb}")
 
 
 def patch_of(elements: Elements, full: bool = False) -> Patch:
     """Return the patch that `elements.save` writes."""
     trainer, groups = elements._trainer, elements._groups
-    elements._sync()
+    trainer.sync(groups)
     elements._require_unchanged("save")
     return Patch(tuple([_entry(trainer, group, full) for group in groups]))
 

@@ -5,7 +5,7 @@ checked against the tensor as it was before all of them.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -92,25 +92,60 @@ class TensorHistory:
         if change in self._all:
             self._all.remove(change)
 
+    def remove_all(self, changes: Iterable[ElementChange]) -> None:
+        """Remove changes, where they are there."""
+        ids = set(map(id, changes))
+        self._all[:] = [change for change in self._all if id(change) not in ids]
+
     def changes(self) -> list[ElementChange]:
         """Return the changes that still show in the tensor, and forget the others."""
-        later = np.zeros(0, np.int64)
-        for change in reversed(self._all.copy()):
-            on_top = ~are_among(change.positions, later)
-            written = change.written
-            if written is not None and not np.array_equal(self._read(change.positions[on_top]), written[on_top]):
-                self._all.remove(change)
-            else:
-                later = np.concatenate([later, change.positions])
+        while overwritten := self._overwritten():
+            # Without them, more elements of earlier changes are on top, and may have been overwritten as well.
+            self._all[:] = [change for change in self._all if id(change) not in overwritten]
         return self._all
 
-    def find_overlap(self, positions: np.ndarray, after: ElementChange | None = None) -> ElementChange | None:
-        """Return a change of some of these elements, among all or among those after another one."""
-        changes = self.changes()
-        if after is not None:
-            changes = changes[changes.index(after) + 1 :] if after in changes else []
-        overlaps = (change for change in changes if are_among(positions, change.positions).any())
-        return next((change for change in overlaps if not change.is_noop), None)
+    def _overwritten(self) -> set[int]:
+        """Return the ids of changes of which an element, where no later change is on top of it, has other bytes."""
+        if all(change.written is None for change in self._all):
+            return set()
+        width = self._read(np.zeros(0, np.int64)).shape[1]
+        # After a change of the dtype nothing is left of what was written.
+        other = {id(change) for change in self._all if change.written is not None and change.written.shape[1] != width}
+        if other:
+            return other
+        latest = self._all[::-1]
+        numbers = np.repeat(np.arange(len(latest)), [len(change.positions) for change in latest])
+        positions, first = np.unique(np.concatenate([change.positions for change in latest]), return_index=True)
+        blank = [np.zeros((len(change.positions), width), np.uint8) for change in latest]
+        rows = [zeros if each.written is None else each.written for each, zeros in zip(latest, blank, strict=True)]
+        differs = (self._read(positions) != np.concatenate(rows)[first]).any(1)
+        numbers = np.unique(numbers[first][differs])
+        return {id(latest[number]) for number in numbers if latest[number].written is not None}
+
+    def find_overlap(self, positions: np.ndarray) -> ElementChange | None:
+        """Return a change of some of these elements."""
+        changes = [change for change in self.changes() if not change.is_noop]
+        return next((change for change in changes if are_among(positions, change.positions).any()), None)
+
+    def find_later(self, changes: Iterable[ElementChange]) -> tuple[ElementChange, ElementChange] | None:
+        """Return the first of some changes that a later change, which is returned too, has elements of."""
+        every = self.changes()
+        order = {id(change): number for number, change in enumerate(every)}
+        real = [(number, change) for number, change in enumerate(every) if not change.is_noop]
+        if not real:
+            return None
+        numbers = np.repeat([number for number, _ in real], [len(change.positions) for _, change in real])
+        positions = np.concatenate([change.positions for _, change in real])
+        latest = np.lexsort((numbers, positions))
+        latest = latest[np.append(positions[latest][1:] != positions[latest][:-1], True)]
+        positions, numbers = positions[latest], numbers[latest]
+        for change in changes:
+            own = order.get(id(change), len(every))
+            at = np.minimum(np.searchsorted(positions, change.positions), len(positions) - 1)
+            if ((positions[at] == change.positions) & (numbers[at] > own)).any():
+                after = [later for number, later in real if number > own]
+                return change, next(later for later in after if np.isin(change.positions, later.positions).any())
+        return None
 
     def originals(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the positions that were changed, each once, and the bytes there before the first change."""

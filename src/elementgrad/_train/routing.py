@@ -1,23 +1,110 @@
-"""Routing: each loss is differentiated only for the places that it was given for."""
+"""Places against a model: each names elements of one parameter, and gets the gradient of the losses given for it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._names.call import BoundCall
+from elementgrad._names.patterns import is_pattern, match_names
 from elementgrad._place.grammar import listed
+from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place
 from elementgrad._read.jacobian import Reason, explain_missing_path
-from elementgrad._train.resolve import check_disjoint, resolve
-from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer
-from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad._train.entries import check_no_overlap, place_label
+from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer, groups_by_tensor
+from elementgrad._train.weights import Weights, WeightsTrainer
+from elementgrad.errors import DuplicateError, FrameworkError, PlaceError, UnconnectedError
 
 Tensor = Any
 Route = tuple[ResolvedPlace, ElementGroup, np.ndarray]
 """A place that a loss is given for, a group that has elements of it, and the indices of these in the group."""
 EXPLAIN_STEP = ", or put the step into a function and ask eg.explain(step), which names the line where it is cut"
+
+
+def trainer_of(model: Any) -> Trainer:
+    """Return the trainer of a model, or of weights in a file."""
+    if isinstance(model, Weights):
+        return WeightsTrainer(model)
+    backend = registry.backend_of_model(model)
+    if backend is None:
+        raise FrameworkError(
+            f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module, a Keras model "
+            "or a pytree of jax.Array, such as a dict of parameters"
+        )
+    return backend.load("train").trainer(model)
+
+
+def resolve_all(trainer: Trainer, places: Any) -> list[ResolvedPlace]:
+    """Resolve one place or several, which must not overlap."""
+    single = isinstance(places, Place | str) or registry.backend_of(places) is not None
+    if not single and (isinstance(places, Mapping | bytes) or not isinstance(places, Iterable)):
+        raise PlaceError(
+            f"{type(places).__name__} names no elements; "
+            "give places, such as ['fc.weight[3, :]'], or the path of a patch"
+        )
+    every = [one for place in ([places] if single else places) for one in _expand(trainer, place)]
+    targets = list(resolve(trainer, every))
+    if not targets:
+        raise PlaceError("no places are given; name some, such as ['fc.weight[3, :]']")
+    check_disjoint(targets)
+    return targets
+
+
+def _expand(trainer: Trainer, place: Any) -> list[Any]:
+    """Return the places that a pattern matches, one for each parameter; any other place as it is."""
+    parsed = Place.parse(place) if isinstance(place, str) else place
+    if not isinstance(parsed, Place) or not is_pattern(parsed.name):
+        return [parsed]
+    every = list(trainer.named_parameters())
+    matches = set(match_names(str(parsed.name), [name for name, _ in every]))
+    first = {id(tensor): name for name, tensor in reversed(every) if name in matches}
+    return [
+        Place(None, name, parsed.index, parsed.kind, pointwise=parsed.pointwise)
+        for name, tensor in every
+        if first.get(id(tensor)) == name
+    ]
+
+
+def resolve(trainer: Trainer, places: Iterable[Place | str]) -> Iterator[ResolvedPlace]:
+    """Resolve places, each of which must name each element once."""
+
+    @cache
+    def find_parameter(name: str) -> tuple[Tensor, tuple[int, ...]]:
+        tensor = trainer.parameter(name)
+        trainer.check_parameter(tensor, name)
+        return tensor, tuple([int(size) for size in tensor.shape])
+
+    for place in places:
+        if not isinstance(place, Place):
+            backend = None if isinstance(place, str) else registry.backend_of(place)
+            place = Place(place, backend=backend) if backend is not None else Place.parse(place)
+        if place.kind not in (None, "parameter"):
+            raise PlaceError(f"{place} is of kind {place.kind!r} and only parameters train")
+        name = place.name or (trainer.only_parameter() if place.tensor is None else trainer.name_of(place.tensor))
+        tensor, shape = find_parameter(name)
+        place = Place(None, name, place.index, None, pointwise=place.pointwise)
+        selection = place.select(shape)
+        if not selection.size:
+            raise PlaceError(f"{place} names no element of a parameter of shape {shape}")
+        if not selection.unique:
+            raise DuplicateError(f"{place} names element {selection.repeated} twice; name each element once")
+        if any(isinstance(part, IndexArray) and part.boolean for part in place.index):
+            # The text of a mask is as long as the tensor is large, so the place lists its elements instead.
+            place = Place(None, name).coords(selection.coords().reshape(-1, len(shape)))
+        yield ResolvedPlace(place, name, tensor, shape, selection.flat().reshape(-1))
+
+
+def check_disjoint(targets: Sequence[ResolvedPlace]) -> None:
+    """Raise a `DuplicateError` if two places name the same element."""
+    for same in groups_by_tensor(targets):
+        if len(same) == 1:
+            continue  # a place names no element twice
+        check_no_overlap(
+            same[0].name, same[0].shape, [(place_label(target.place), target.positions) for target in same]
+        )
 
 
 def differentiate(
@@ -49,34 +136,65 @@ def route_losses(
     trainer: Trainer,
     groups: Sequence[ElementGroup],
     losses: Mapping[Any, Any],
-    check: Callable[[Any, str], None],
+    check: Callable[[Any, Any], None],
 ) -> list[tuple[Any, list[Route]]]:
     """Return each loss once, with the routes to its places; `check` raises an error for what is no loss."""
     targets: list[tuple[ResolvedPlace, Any]] = []
     for key, loss in losses.items():
-        places = [resolve(trainer, place) for place in (key if isinstance(key, tuple) else (key,))]
+        places = list(resolve(trainer, key if isinstance(key, tuple) else (key,)))
         if not places:
             raise PlaceError("a loss is given to no place; name one, or leave it out")
-        check(loss, ", ".join(str(target.place) for target in places))
+        check(loss, _PlaceNames(places))
         targets += [(target, loss) for target in places]
     if not targets:
         raise PlaceError("no losses are given; write {place: loss}, or give one loss for all places")
     check_disjoint([target for target, _ in targets])
+    owners = {id(own[0].tensor): _GroupIndex(own) for own in groups_by_tensor(groups)}
     routes: dict[int, tuple[Any, list[Route]]] = {}
     for target, loss in targets:
-        routes.setdefault(id(loss), (loss, []))[1].extend(_routes_to(target, groups))
+        owner = owners.get(id(target.tensor))
+        ways = None if owner is None else owner.routes_to(target)
+        if ways is None:
+            raise PlaceError(
+                f"{target.place} has elements that do not train here; the places are "
+                + listed([str(group.place) for group in groups])
+            )
+        routes.setdefault(id(loss), (loss, []))[1].extend(ways)
     return list(routes.values())
 
 
-def _routes_to(target: ResolvedPlace, groups: Sequence[ElementGroup]) -> list[Route]:
-    of_tensor = [group for group in groups if group.tensor is target.tensor]
-    routes = [(target, group, np.flatnonzero(np.isin(group.positions, target.positions))) for group in of_tensor]
-    if sum(len(chosen) for _, _, chosen in routes) < len(target.positions):
-        raise PlaceError(
-            f"{target.place} has elements that do not train here; the places are "
-            + listed([str(group.place) for group in groups])
-        )
-    return [route for route in routes if len(route[2])]
+class _GroupIndex:
+    """Finds the groups of one parameter that have some of its elements."""
+
+    def __init__(self, groups: Sequence[ElementGroup]):
+        self._groups = groups
+        sizes = [len(group.positions) for group in groups]
+        self._starts = np.cumsum([0, *sizes])
+        self._group_of = np.repeat(np.arange(len(groups)), sizes)
+        positions = np.concatenate([group.positions for group in groups])
+        self._order = np.argsort(positions)
+        self._sorted = positions[self._order]
+
+    def routes_to(self, target: ResolvedPlace) -> list[Route] | None:
+        """Return the groups that have elements of a place; None if some of them are in no group."""
+        at = np.minimum(np.searchsorted(self._sorted, target.positions), len(self._sorted) - 1)
+        if not np.array_equal(self._sorted[at], target.positions):
+            return None
+        matches = np.sort(self._order[at])
+        numbers = self._group_of[matches]
+        parts = np.split(matches, np.flatnonzero(np.diff(numbers)) + 1)
+        chosen = [(int(self._group_of[part[0]]), part) for part in parts]
+        return [(target, self._groups[number], part - self._starts[number]) for number, part in chosen]
+
+
+class _PlaceNames:
+    """The text of places for an error, which may be long and is not made before it is needed."""
+
+    def __init__(self, places: Sequence[ResolvedPlace]):
+        self._places = places
+
+    def __str__(self) -> str:
+        return ", ".join([place_label(each.place) for each in self._places])
 
 
 def unconnected_error(

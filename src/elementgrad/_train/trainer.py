@@ -1,24 +1,29 @@
-"""The interface that a framework implements so that elements of its models train.
+"""The interfaces that a framework implements so that elements of its models train, and are ranked.
 
 A `Trainer` is made for one model. It finds parameters by name, makes an `ElementGroup` for each place that trains, and
 starts and stops their training. JAX implements `FunctionalTrainer`, as its parameters are never written to.
+
+While elements train, a `Freezer` holds the parameters still. Several calls of `eg.trainable` may freeze one parameter.
+Each of them owns a share of the parameter's claim, which remembers whether the parameter was trainable before; the last
+owner to leave gives that back. `TopBackend` is what `eg.top` needs.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from elementgrad._cleanup import defer
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
-from elementgrad._train.freeze import TrainingState
 from elementgrad._train.history import ElementChange, ReadBytes, TensorHistory
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 
 Tensor = Any
+Parameter = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,121 @@ class PartialParameter:
 
     tensor: Tensor
     groups: list[Any]
+
+    def remove(self, groups: Iterable[ElementGroup]) -> None:
+        """Remove groups, where they are among its own."""
+        ids = set(map(id, groups))
+        self.groups[:] = [group for group in self.groups if id(group) not in ids]
+
+
+def groups_by_tensor(groups: Iterable[Any]) -> list[list[Any]]:
+    """Return groups, or resolved places, in one list for each parameter."""
+    together: dict[int, list[Any]] = {}
+    for group in groups:
+        together.setdefault(id(group.tensor), []).append(group)
+    return list(together.values())
+
+
+def parameters_of(groups: Iterable[ElementGroup]) -> list[Any]:
+    """Return the partial parameters of groups that train, each once."""
+    return list({id(group.parameter): group.parameter for group in groups if group.parameter is not None}.values())
+
+
+class TrainingState(NamedTuple):
+    """The state of a parameter as a whole, apart from elements of it that train."""
+
+    trained: bool
+    """True if it was trainable before any elements of the model trained."""
+    claimed: bool = False
+    """True if `eg.trainable` has claimed it, be it frozen or kept."""
+    kept: bool = False
+    """True if `keep=` lets it go on training."""
+    can_train: bool = True
+    """True if its dtype has gradients."""
+
+
+@dataclass
+class FreezeClaim:
+    """The state of a parameter before it was frozen, and the calls of `eg.trainable` that need it frozen."""
+
+    trainable: bool
+    gradient: Any = None
+    owners: set[object] = field(default_factory=set)
+    keepers: set[object] = field(default_factory=set)
+    """The owners whose `keep=` names the parameter."""
+
+
+class Freezer(ABC):
+    """Freezes and thaws the parameters of one framework."""
+
+    @abstractmethod
+    def get_claim(self, parameter: Parameter) -> FreezeClaim | None:
+        """Return the claim on a parameter."""
+
+    @abstractmethod
+    def set_claim(self, parameter: Parameter, claim: FreezeClaim | None) -> None:
+        """Store the claim on a parameter for as long as the parameter lives, or remove it."""
+
+    @abstractmethod
+    def is_trainable(self, parameter: Parameter) -> bool:
+        """Return the framework's flag of a parameter."""
+
+    @abstractmethod
+    def set_trainable(self, parameter: Parameter, trainable: bool) -> None:
+        """Set the framework's flag of a parameter."""
+
+    def get_gradient(self, parameter: Parameter) -> Any:
+        """Return the gradient that a parameter holds, where parameters hold gradients."""
+        return None
+
+    def set_gradient(self, parameter: Parameter, gradient: Any) -> None:
+        """Set the gradient that a parameter holds, where parameters hold gradients."""
+        return
+
+    def claim(self, parameters: Iterable[Parameter], owner: object, keep: Iterable[Parameter] = ()) -> None:
+        """Freeze parameters that are not frozen yet, except those in `keep`.
+
+        A parameter that is claimed already is left alone: the user may have made it trainable again since then.
+        """
+        kept = {id(parameter) for parameter in keep}
+        for parameter in parameters:
+            is_kept = id(parameter) in kept
+            claim = self.get_claim(parameter)
+            if claim is None:
+                gradient = None if is_kept else self.get_gradient(parameter)
+                claim = FreezeClaim(self.is_trainable(parameter), gradient, {owner}, {owner} if is_kept else set())
+                self.set_claim(parameter, claim)
+                if not is_kept:
+                    self.set_trainable(parameter, False)
+                    # An optimizer moves whatever has a gradient, even one that is left over from before.
+                    self.set_gradient(parameter, None)
+                continue
+            claim.owners.add(owner)
+            if is_kept:
+                defer(self.set_trainable, parameter, self.is_trainable(parameter))
+                claim.keepers.add(owner)
+                self.set_trainable(parameter, claim.trainable or self.is_trainable(parameter))
+
+    def leave(self, parameters: Iterable[Parameter], owner: object) -> None:
+        """Give up the claims of an owner; the last one thaws the parameter."""
+        for parameter in parameters:
+            claim = self.get_claim(parameter)
+            if claim is None or owner not in claim.owners:
+                continue
+            if len(claim.owners) == 1:
+                self.set_trainable(parameter, claim.trainable or self.is_trainable(parameter))
+                if self.get_gradient(parameter) is None:
+                    self.set_gradient(parameter, claim.gradient)
+                self.set_claim(parameter, None)
+            claim.keepers.discard(owner)
+            claim.owners.discard(owner)
+
+    def state(self, parameter: Parameter, can_train: bool = True) -> TrainingState:
+        """Return the state of a parameter as a whole."""
+        claim = self.get_claim(parameter)
+        if claim is None:
+            return TrainingState(self.is_trainable(parameter), can_train=can_train)
+        return TrainingState(claim.trainable, claimed=True, kept=bool(claim.keepers), can_train=can_train)
 
 
 class Trainer(ABC):
@@ -171,8 +291,8 @@ class Trainer(ABC):
     def cancel(self, groups: Sequence[Any]) -> None:
         """Undo `start`, however far it came, and `write_to_parameter`. Idempotent."""
 
-    def sync(self, group: Any) -> None:
-        """Make leaf and parameter agree, where a write to one of them does not reach the other at once."""
+    def sync(self, groups: Sequence[Any]) -> None:
+        """Make leaves and parameters agree, where a write to one of them does not reach the other at once."""
         return
 
     @abstractmethod
@@ -184,8 +304,8 @@ class Trainer(ABC):
         """Copy a group's originals into its parameter and its leaf."""
 
     @abstractmethod
-    def check_loss(self, loss: Tensor, of: str) -> None:
-        """Raise an error for a loss that is not one number with a gradient."""
+    def check_loss(self, loss: Tensor, of: object) -> None:
+        """Raise an error for a loss that is not one number with a gradient; `of` prints as its places."""
 
     def check_tape(self, tape: Any, losses: int) -> None:
         """Raise an error for a tape that cannot differentiate `losses` losses, where the framework has tapes."""
@@ -330,7 +450,7 @@ class FunctionalTrainer(Trainer):
     ) -> list[ParameterUse]:
         """Return the operations of a loss on the parameters of groups."""
 
-    def check_function(self, loss: Any, of: str) -> None:
+    def check_function(self, loss: Any, of: object) -> None:
         """Raise an error for a loss that is not a function."""
         if not callable(loss):
             raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a function of the parameters")
@@ -352,10 +472,102 @@ class FunctionalTrainer(Trainer):
         """Raise an error, since nothing was started."""
         raise FrameworkError("these parameters were never changed and need no release; elements.merge() has the values")
 
-    def check_loss(self, loss: Tensor, of: str) -> NoReturn:
+    def check_loss(self, loss: Tensor, of: object) -> NoReturn:
         """Raise an error, since only functions have gradients here."""
         raise FrameworkError("a loss that is computed already has no gradient here; give its function to elements.grad")
 
     def gradients(self, loss: Tensor, groups: Sequence[Any], last: bool, tape: Any = None) -> NoReturn:
         """Raise the error of `check_loss`."""
         self.check_loss(loss, "")
+
+
+class TrainBackend(ABC):
+    """Makes the trainers of models."""
+
+    @abstractmethod
+    def trainer(self, model: Any) -> Trainer:
+        """Return the trainer of a model's elements; raise `FrameworkError` for what is no model."""
+
+    @abstractmethod
+    def tensor_bits(self, tensor: Tensor) -> tuple[str, np.ndarray]:
+        """Return the dtype of a tensor, and the bytes of its elements: uint8, one row per element."""
+
+    @abstractmethod
+    def from_bits(self, bits: np.ndarray, like: Tensor) -> Tensor:
+        """Return a tensor with these bytes, of the dtype, shape and device of another one."""
+
+
+class TopBackend(ABC):
+    """Finds the elements of parameters that rank highest."""
+
+    PIECE = 2**18
+    """The number of elements that are ranked at a time, so that no copy of a whole tensor is made."""
+
+    @abstractmethod
+    def parameter_gradients(
+        self,
+        model: Any,
+        parameters: Mapping[str, Tensor],
+        losses: Callable[..., Iterable[Tensor]],
+        squared: bool,
+        give: Callable[[str, Tensor], None],
+    ) -> None:
+        """Pass the gradient of the sum of the losses for each parameter to `give`, one at a time, and keep none.
+
+        With `squared` it is the sum of the squared derivatives of every number among the losses. `give` is not called
+        for a parameter that no loss depends on. `losses()` runs the model itself, and `losses(other)` another model in
+        its place, for a framework whose parameters are never written to.
+        """
+
+    @abstractmethod
+    def pieces(self, x: Tensor) -> Iterator[np.ndarray]:
+        """Yield the elements of a tensor in order, as float64, up to `PIECE` at a time."""
+
+    def topk_abs(self, x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sizes (float64) and flat positions of the elements of `x - minus` with the largest absolute value.
+
+        They are at most `count`, none smaller than `floor`; of equal ones those that come first. If an element is not
+        finite, it alone is returned.
+        """
+        others = None if minus is None else self.pieces(minus)
+        start = 0
+        sizes, places = [np.zeros(0)], [np.zeros(0, np.int64)]
+        for piece in self.pieces(x):
+            size = np.abs(piece if others is None else piece - next(others))
+            unknown = np.flatnonzero(~np.isfinite(size))[:1]
+            if len(unknown):
+                return size[unknown], start + unknown
+            place = np.flatnonzero(size >= floor)
+            sizes.append(size[place])
+            places.append(start + place)
+            start += len(piece)
+            if sum(map(len, sizes)) > 2 * max(count, self.PIECE):
+                size, place = _keep_largest(np.concatenate(sizes), np.concatenate(places), count)
+                sizes, places, floor = [size], [place], max(floor, float(size.min()))
+        return _keep_largest(np.concatenate(sizes), np.concatenate(places), count)
+
+
+def _keep_largest(sizes: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `count` largest; of equal ones those that come first."""
+    if len(sizes) <= count:
+        return sizes, places
+    least = np.partition(sizes, -count)[-count]
+    kept = sizes > least
+    kept[np.flatnonzero(sizes == least)[: count - np.count_nonzero(kept)]] = True
+    return sizes[kept], places[kept]
+
+
+def group_by_size(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Group neighbours up to the size of the largest, which must fit in memory in any case.
+
+    >>> from elementgrad._train.trainer import group_by_size
+    >>> group_by_size({"embedding": 100, "weight": 60, "bias": 10, "head": 90})
+    [['embedding'], ['weight', 'bias'], ['head']]
+    """
+    room = max(sizes.values())
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if sum(sizes[other] for other in groups[-1]) + size > room:
+            groups.append([])
+        groups[-1].append(name)
+    return groups

@@ -47,10 +47,7 @@ def put(array: Array, positions: np.ndarray, values: Array) -> Array:
     values = values.astype(array.dtype)
     if not array.shape:
         return values.reshape(()) if len(positions) else array
-    index, mode = np.unravel_index(positions, array.shape), IN_BOUNDS
-    if len(positions) == 1 and _has_several_devices():
-        index, mode = tuple([np.append(along, BEYOND) for along in index]), "drop"
-        values = jnp.concatenate([values, jnp.zeros_like(values)])
+    index, values, mode = _with_spare_index(np.unravel_index(positions, array.shape), values)
     typed = explicit_sharding(array)
     if typed is not None:
         return _set(array, index, values, mode, out_sharding=typed)
@@ -62,14 +59,24 @@ def put(array: Array, positions: np.ndarray, values: Array) -> Array:
     return _set_sharded(array, index, values, mode, array.sharding)
 
 
-def write_along(array: Array, axis: int, where: np.ndarray, values: Array, add: bool = False) -> Array:
-    """Return an array with values set, or added, at some distinct indices of an axis."""
-    mode = IN_BOUNDS
-    if len(where) == 1 and _has_several_devices():
-        where, mode = np.append(where, BEYOND), "drop"
-        values = jnp.concatenate([values, jnp.zeros_like(values)], axis)
-    at = array.at[(slice(None),) * axis + (where,)]
-    return (at.add if add else at.set)(values, mode=mode, unique_indices=True)
+def put_at(array: Array, index: tuple[Any, ...], values: Array, axis: int = 0) -> Array:
+    """Return an array with values at some distinct indices, given as for NumPy; `axis` is that of the index arrays."""
+    index, values, mode = _with_spare_index(index, values, axis)
+    return _set(array, index, values, mode)
+
+
+def add_at(array: Array, index: tuple[Any, ...], values: Array, axis: int = 0) -> Array:
+    """Return an array with values added at some indices, some of them maybe more than once."""
+    index, values, mode = _with_spare_index(index, values, axis)
+    return array.at[index].add(values, mode=mode)
+
+
+def _with_spare_index(index: tuple[Any, ...], values: Array, axis: int = 0) -> tuple[tuple[Any, ...], Array, str]:
+    """Add an index that no array has to a single one, where an array may be sharded: see `BEYOND`."""
+    if values.shape[axis] != 1 or not _has_several_devices():
+        return index, values, IN_BOUNDS
+    index = tuple([each if each is ... or isinstance(each, slice) else jnp.append(each, BEYOND) for each in index])
+    return index, jnp.concatenate([values, jnp.zeros_like(values)], axis), "drop"
 
 
 def constrain_like(row: Array, like: Array) -> Array:
@@ -248,5 +255,9 @@ def _devices(array: Array) -> list[Any]:
 
 def _read_shard(data: Array, index: Sequence[np.ndarray]) -> np.ndarray:
     """Return elements of a shard; one in the memory of the host is read without a computation."""
-    here = all(device.platform == "cpu" for device in data.devices())
-    return np.asarray(data)[tuple(index)] if here else np.asarray(data[tuple(index)])
+    return np.asarray(data)[tuple(index)] if is_on_host(data) else np.asarray(data[tuple(index)])
+
+
+def is_on_host(array: Array) -> bool:
+    """Return True if all of an array is in the memory of the host, where NumPy reads it without a copy."""
+    return len(array.devices()) == 1 and all(device.platform == "cpu" for device in array.devices())

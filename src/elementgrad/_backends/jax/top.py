@@ -8,13 +8,11 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad._backends import topk
 from elementgrad._backends.jax import sharding
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxModel, copy_with
-from elementgrad._backends.topk import group_by_size
 from elementgrad._cleanup import safe_context
-from elementgrad._train.backend import TopBackend
+from elementgrad._train.trainer import TopBackend, group_by_size
 from elementgrad.errors import FrameworkError
 
 Array = jax.Array
@@ -55,9 +53,15 @@ class JaxTop(TopBackend):
             for name in group:
                 give(name, gradients.pop(0))  # popped, so that each is dropped once it is ranked
 
-    def topk_abs(self, x: Array, count: int, floor: float, minus: Array | None) -> tuple[np.ndarray, np.ndarray]:
+    def pieces(self, x: Array) -> Iterator[np.ndarray]:
+        """Yield the elements; no process need hold all of a sharded array at once."""
         _require_values(x, "the tensor")
-        return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
+        is_spread = len(x.sharding.device_set) > 1
+        flat = None if is_spread else np.asarray(x).reshape(-1)
+        for start in range(0, x.size, TopBackend.PIECE):
+            end = min(start + TopBackend.PIECE, x.size)
+            piece = sharding.read(x, np.arange(start, end)) if flat is None else flat[start:end]
+            yield piece.astype(np.float64)
 
 
 implementation = JaxTop()
@@ -77,17 +81,6 @@ def _sum_of_squares(sweep: Callable[[Array], Sequence[Array]], output: Array) ->
 @jax.jit
 def _add_squares(totals: list[Array], gradients: list[Array]) -> list[Array]:
     return [total + jnp.square(each.astype(jnp.float64)) for total, each in zip(totals, gradients, strict=True)]
-
-
-def _pieces(x: Array) -> Iterator[np.ndarray]:
-    """Yield the elements in order, as float64, a piece at a time."""
-    if len(x.sharding.device_set) > 1:  # no process need hold all of it at once
-        for start in range(0, x.size, topk.PIECE):
-            yield sharding.read(x, np.arange(start, min(start + topk.PIECE, x.size))).astype(np.float64)
-        return
-    flat = np.asarray(x).reshape(-1)
-    for start in range(0, flat.size, topk.PIECE):
-        yield flat[start : start + topk.PIECE].astype(np.float64)
 
 
 def _require_values(array: Array, name: str) -> None:

@@ -12,14 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends import topk
 from elementgrad._backends.tensorflow._compat import context, op_callbacks, should_record_backprop
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
-from elementgrad._backends.topk import group_by_size
 from elementgrad._cleanup import defer, enter, scope
-from elementgrad._train.backend import TopBackend
+from elementgrad._train.trainer import TopBackend, group_by_size
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = Any
@@ -74,8 +72,8 @@ class TensorflowTop(TopBackend):
                 )
         _require_reached(first_values, reached)
 
-    def topk_abs(self, x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-        return topk.topk_abs(_pieces(x), None if minus is None else _pieces(minus), count, floor)
+    def pieces(self, x: Tensor) -> Iterator[np.ndarray]:
+        return _pieces(x)
 
 
 implementation = TensorflowTop()
@@ -306,8 +304,8 @@ def _give_sums(group: Mapping[str, Tensor], samples: Iterable[Sample], squared: 
 def _pieces(x: Tensor) -> Iterator[np.ndarray]:
     """Yield the elements in order, in float64, a piece at a time: no copy of the whole."""
     flat = tf.reshape(_read(x) if isinstance(x, tf.Variable) else x, [-1])
-    for start in range(0, flat.shape[0], topk.PIECE):
-        yield _to_float64(flat[start : start + topk.PIECE])
+    for start in range(0, flat.shape[0], TopBackend.PIECE):
+        yield _to_float64(flat[start : start + TopBackend.PIECE])
 
 
 def _to_float64(x: Tensor) -> np.ndarray:

@@ -170,6 +170,11 @@ def in_function_transform() -> bool:
     return functorch.peek_interpreter_stack() is not None or dual_level() >= 0
 
 
+def in_torch_mode() -> bool:
+    """Return True under a function or dispatch mode, which is to see every operation of a forward."""
+    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())
+
+
 def active_ddp_module() -> Any:
     """Return the `DistributedDataParallel` wrapper whose forward is running, or None."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module

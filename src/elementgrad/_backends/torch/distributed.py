@@ -384,7 +384,7 @@ def _is_instance(module: Module, library: str, kind: str) -> bool:
     return loaded is not None and isinstance(module, getattr(loaded, kind))
 
 
-def check_not_static_graph(loss: Tensor, place: str) -> None:
+def check_not_static_graph(loss: Tensor, place: object) -> None:
     """Raise if a loss is of a model in `DistributedDataParallel(static_graph=True)`, which reduces too early here."""
     if is_distributed() and any(_is_static_ddp(node) for node in _graph_nodes(loss)):
         raise FrameworkError(

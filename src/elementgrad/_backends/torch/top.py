@@ -8,21 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from elementgrad._backends.topk import group_by_size
 from elementgrad._backends.torch._compat import backward_threads_enabled, is_freed_graph_error, set_backward_threads
 from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
 from elementgrad._names.backend import Replacement
-from elementgrad._train.backend import TopBackend
+from elementgrad._train.trainer import TopBackend, group_by_size
 from elementgrad.errors import FrameworkError, UnconnectedError
 
 Tensor = torch.Tensor
 Give = Callable[[str, Tensor], None]
 """Called with the name of a parameter and its gradient."""
-PIECE = 2**18
-"""The number of elements that are ranked or added at once, so that temporary tensors stay small."""
 
 
 class _Sweep(NamedTuple):
@@ -40,7 +37,7 @@ def parameter_gradients(
     squared: bool,
     give: Give,
 ) -> None:
-    """Call `give` with the gradient of the sum of the losses for each parameter; see `Backend.parameter_gradients`.
+    """Call `give` with the gradient of the sum of the losses for each parameter; see `TopBackend`.
 
     Leaves that share the memory of the parameters are put in their place, so that `.grad`, `requires_grad` and hooks of
     the parameters are left alone. A list of losses has all its graphs at once. A generator has one graph at a time; it
@@ -77,44 +74,12 @@ def parameter_gradients(
                     )
 
 
-def topk_abs(x: Tensor, count: int, floor: float, minus: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return size and position of the elements with the largest size; see `Backend.topk_abs`."""
-    dtype, start = _sum_dtype(x), 0
-    sizes = [torch.zeros(0, dtype=dtype, device=x.device)]
-    places = [torch.zeros(0, dtype=torch.int64, device=x.device)]
-    others = None if minus is None else _pieces(minus.detach().to(x.device))
-    for piece in _pieces(x.detach()):
-        size = (piece.to(dtype) if others is None else piece.to(dtype) - next(others).to(dtype)).abs()
-        bad = (~size.isfinite()).nonzero().view(-1)[:1]
-        if len(bad):
-            return size[bad].double().numpy(force=True), (start + bad).numpy(force=True)
-        place = (size >= floor).nonzero().view(-1)
-        sizes.append(size[place])
-        places.append(start + place)
-        start += len(piece)
-        if sum(map(len, sizes)) > 2 * max(count, PIECE):
-            size, place = _largest(torch.cat(sizes), torch.cat(places), count)
-            sizes, places, floor = [size], [place], max(floor, float(size.min()))
-    size, place = _largest(torch.cat(sizes), torch.cat(places), count)
-    return size.double().numpy(force=True), place.numpy(force=True)
-
-
-def _largest(sizes: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if len(sizes) <= count:
-        return sizes, places
-    # Of equal sizes those that come first count, on which `topk` promises nothing.
-    least = sizes.topk(count, sorted=False).values.min()
-    mask = sizes > least
-    mask[(sizes == least).nonzero().view(-1)[: count - int(mask.sum())]] = True
-    return sizes[mask], places[mask]
-
-
 def _pieces(x: Tensor) -> Iterator[Tensor]:
     """Iterate over the elements in C order in pieces, without a copy of the whole for any strides."""
     if x.numel():
         rows = x if x.dim() else x.view(1)
-        for chunk in rows.split(max(1, PIECE * len(rows) // rows.numel())):
-            yield from chunk.reshape(-1).split(PIECE)
+        for chunk in rows.split(max(1, TopBackend.PIECE * len(rows) // rows.numel())):
+            yield from chunk.reshape(-1).split(TopBackend.PIECE)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -267,7 +232,10 @@ def _set_training_flags(modules: Iterable[tuple[torch.nn.Module, bool]]) -> None
 
 class TorchTop(TopBackend):
     parameter_gradients = staticmethod(parameter_gradients)
-    topk_abs = staticmethod(topk_abs)
+
+    def pieces(self, x: Tensor) -> Iterator[np.ndarray]:
+        for piece in _pieces(x.detach()):
+            yield piece.to(_sum_dtype(x)).numpy(force=True).astype(np.float64, copy=False)
 
 
 implementation = TorchTop()

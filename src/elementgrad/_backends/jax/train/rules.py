@@ -24,8 +24,9 @@ The derivative by the values is not part of this: it reads the rows or columns t
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,19 +37,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elementgrad._backends.jax.program import bind
 from elementgrad._backends.jax.sharding import (
     IN_BOUNDS,
+    add_at,
+    explicit_sharding,
+    is_on_host,
     make_varying,
     put,
+    put_at,
     take,
     varying_axes,
     with_auto_axes,
-    write_along,
 )
+from elementgrad._train.numbers import unique_indices
 
 Array = jax.Array
 DENSE = 2
 """A block of rows and columns is small if it is at most one part in so many of its array."""
-FEW = 64
-"""Up to so many indices of an axis are written to one by one."""
+CHEAP = 8
+"""Rows and columns that are at most one part in so many of the array are both few."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -91,6 +96,9 @@ class PatchedArray:
     def whole(self) -> Array:
         """Return the array with the values in it: a dense copy, whose gradient is dense as well."""
         return put(self.array, self.positions, self.values)
+
+    def with_values(self, values: Array) -> "PatchedArray":
+        return PatchedArray(self.array, values, self.positions, self.name, self.largest)
 
     def move(self, array: Array, positions: np.ndarray, chosen: np.ndarray | None = None) -> "PatchedArray":
         """Return a patched array with the same values, or some of them, at other positions of another array."""
@@ -256,7 +264,7 @@ class _Block:
             flat = jnp.where(hit[..., None], new, flat)
         else:
             old = flat[..., self.columns]
-            flat = write_along(flat, flat.ndim - 1, self.columns, jnp.where(hit[..., None], new, old))
+            flat = put_at(flat, (..., self.columns), jnp.where(hit[..., None], new, old), flat.ndim - 1)
         return flat.reshape(plain.shape)
 
     def values(self) -> Array:
@@ -284,37 +292,12 @@ def multiply(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
     side = next(number for number, operand in enumerate(operands) if isinstance(operand, PatchedArray))
     w, x = operands[side], operands[1 - side]
     x = x.whole() if isinstance(x, PatchedArray) else jnp.asarray(x)
-    params = equation.params
-    contracted, batched = params["dimension_numbers"]
+    contracted, batched = equation.params["dimension_numbers"]
     if batched[0]:
         return None
-    summed, x_summed = tuple(contracted[side]), tuple(contracted[1 - side])
-    free = tuple(axis for axis in range(len(w.shape)) if axis not in summed)
-    x_free = [axis for axis in range(x.ndim) if axis not in x_summed]
-    outer, summed_sizes = [x.shape[axis] for axis in x_free], [w.shape[axis] for axis in summed]
-
-    def dot(x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
-        arrays, axes = [(w, x), (x, w)][side], [(w_axes, x_axes), (x_axes, w_axes)][side]
-        options = {name: params[name] for name in ("precision", "preferred_element_type")}
-        return jax.lax.dot_general(*arrays, (axes, ((), ())), **options)
-
-    def columns(cut: _PatchedSlice, x: Array, part: Array) -> Array:
-        new = dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed])
-        return new.reshape((*outer, -1) if side == 1 else (-1, *outer))
-
-    def rows(cut: _PatchedSlice, x: Array, part: Array) -> Array:
-        matrix = jnp.transpose(x, (*x_free, *x_summed)).reshape(*outer, cut.total)
-        factor = jnp.take(matrix, cut.chosen, axis=len(outer), mode="clip")
-        return dot(factor, [len(outer)], part, [cut.axis])
-
-    def row_mask(cut: _PatchedSlice) -> np.ndarray:
-        inside = np.isin(np.arange(cut.total), cut.chosen).reshape(summed_sizes)
-        return np.expand_dims(np.transpose(inside, np.argsort(x_summed)), x_free)
-
-    cuts = _PatchedSlice(w, free), _PatchedSlice(w, summed)
-    shape = (*outer, cuts[0].total) if side == 1 else (cuts[0].total, *outer)
-    plain = partial(_bind_pair, equation, side)
-    return _PatchedProduct(cuts, plain, columns, rows, row_mask, shape, len(outer) * side).of(w, x)
+    left, right = map(tuple, contracted)
+    free = len(w.shape) - len(contracted[side])
+    return _patched_product(equation, _DotProduct(side, left, right, free, _options(equation)), x, w)
 
 
 def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
@@ -325,189 +308,351 @@ def convolve(equation: Any, operands: Sequence[Any]) -> list[Array] | None:
         return None
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None
-    numbers = params["dimension_numbers"]
-    (x_axis, axis), (out_axis, in_axis) = (numbers.lhs_spec[1], numbers.out_spec[1]), numbers.rhs_spec[:2]
-
-    def columns(cut: _PatchedSlice, x: Array, part: Array) -> Array:
-        return bind(equation, [x, part])[0]
-
-    def rows(cut: _PatchedSlice, x: Array, part: Array) -> Array:
-        return bind(equation, [jnp.take(x, cut.chosen, axis=x_axis, mode="clip"), part])[0]
-
-    def row_mask(cut: _PatchedSlice) -> np.ndarray:
-        inside = np.isin(np.arange(cut.total), cut.chosen)
-        return np.expand_dims(inside, [number for number in range(len(numbers.lhs_spec)) if number != x_axis])
-
-    cuts = _PatchedSlice(w, [out_axis]), _PatchedSlice(w, [in_axis])
-    shape = equation.outvars[0].aval.shape
-    return _PatchedProduct(cuts, partial(_bind_pair, equation, 1), columns, rows, row_mask, shape, axis).of(w, x)
+    return _patched_product(equation, _ConvolutionProduct(equation.primitive, _options(equation)), x, w)
 
 
-class _PatchedProduct:
-    """A product with a patched array.
+def _options(equation: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(equation.params.items())
 
-    Args:
-        cuts: The columns and the rows of the array that have patched elements.
-        plain: Computes the product of two plain arrays.
-        columns: Computes the columns of the product that lead from some columns of the array.
-        rows: Computes the product with some rows of the array alone.
-        row_mask: Tells which elements of x are multiplied with rows that have patched elements.
-        shape: A shape of the product in which the columns are one axis.
-        axis: That axis.
-    """
 
-    def __init__(
-        self,
-        cuts: "tuple[_PatchedSlice, _PatchedSlice]",
-        plain: Callable[[Array, Array], Array],
-        columns: Callable[["_PatchedSlice", Array, Array], Array],
-        rows: Callable[["_PatchedSlice", Array, Array], Array],
-        row_mask: Callable[["_PatchedSlice"], np.ndarray],
-        shape: Sequence[int],
-        axis: int,
-    ):
-        self._by_columns, self._by_rows = cuts
-        self._plain, self._columns, self._rows, self._row_mask = plain, columns, rows, row_mask
-        self._shape, self._axis = shape, axis
+@dataclass(frozen=True)
+class _DotProduct:
+    """A product of x and w. The axes of w that are summed over number its rows, the others its columns."""
 
-    def of(self, w: PatchedArray, x: Array) -> list[Array] | None:
-        """Return the product in a list; None if elements are no small part of the array."""
-        cut = min(self._by_columns, self._by_rows, key=lambda cut: cut.size)
-        if not len(w.positions) or not cut.is_small:
+    side: int
+    """The number of the operand that w is."""
+    left_summed: tuple[int, ...]
+    right_summed: tuple[int, ...]
+    free: int
+    """The number of axes of w that are not summed over."""
+    options: tuple[tuple[str, Any], ...]
+
+    def axes(self, w: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the axes of w that make its rows, and those that make its columns."""
+        summed = self._summed[0]
+        return summed, tuple(axis for axis in range(len(w.shape)) if axis not in summed)
+
+    def plain(self, x: Array, w: Array) -> Array:
+        summed, x_summed = self._summed
+        return self._dot(x, x_summed, w, summed)
+
+    def columns(self, base: Array, x: Array, part: Array, cut: "_Axes") -> tuple[Array, tuple[int, ...], int]:
+        """Return the products with some columns, the shape of all of them, and the axis of the columns in it."""
+        summed, x_summed = self._summed
+        outer = [size for axis, size in enumerate(x.shape) if axis not in x_summed]
+        shape = (*outer, cut.total) if self.side == 1 else (cut.total, *outer)
+        axis = len(outer) if self.side == 1 else 0
+        if part.shape[cut.axis] == 1 and self._is_simple(x, part):
+            factor = part.reshape(-1, *(1,) * (x.ndim - x_summed[0] - 1))
+            return jnp.expand_dims((x * factor).sum(x_summed[0]), axis), shape, axis
+        return self._dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed]), shape, axis
+
+    def rows(self, x: Array, part: Array, chosen: Array, cut: "_Axes") -> Array:
+        """Return the product of some of x with some rows of w."""
+        summed, x_summed = self._summed
+        free = [axis for axis in range(x.ndim) if axis not in x_summed]
+        matrix = jnp.transpose(x, (*free, *[x_summed[summed.index(axis)] for axis in cut.axes]))
+        factor = jnp.take(matrix.reshape(*matrix.shape[: len(free)], cut.total), chosen, axis=len(free), mode="clip")
+        if part.shape[cut.axis] == 1 and self._is_simple(x, part):
+            return factor * part.reshape(-1) if self.side == 1 else part.reshape(-1, *(1,) * len(free)) * factor[..., 0]
+        return self._dot(factor, [len(free)], part, [cut.axis])
+
+    def change(self, base: Array, x: Array, values: Array, at: "_SliceArrays", cut: "_Axes") -> Array | None:
+        """Return how the result changes with the values, if they are few in their columns."""
+        if not self._is_simple(x, values) or CHEAP * values.size > at.number.size:
             return None
-        if w.is_finite:
-            way = slope = self._product_by_columns if cut is self._by_columns else self._product_by_rows
-        else:
-            way = self._product_by_columns if self._by_columns.is_small else self._whole_product
-            slope = self._product_by_rows if self._by_rows.is_small else self._whole_product
+        (summed,), (x_summed,) = self._summed
+        coords = cut.coords(at)
+        factor = jnp.moveaxis(jnp.take(x, coords[summed], axis=x_summed, mode="clip"), x_summed, -1) * values
+        column = coords[1 - summed]
+        if self.side == 1:
+            return add_at(jnp.zeros_like(base), (..., column), factor, base.ndim - 1)
+        return add_at(jnp.zeros_like(base), (column,), jnp.moveaxis(factor, -1, 0))
 
-        # Nothing in here may hold `w` or another array that is traced: the function and its rule know each other, so
-        # that they live until Python collects cycles.
-        self._positions = positions = w.positions
+    def _is_simple(self, x: Array, other: Array) -> bool:
+        """Return True for a product of one axis with a matrix, in a dtype in which sums need no wider one.
 
-        @jax.custom_jvp
-        def product(x: Array, array: Array, values: Array) -> Array:
-            return way(x, array, values, values != take(array, positions))
+        There a compiler is much faster at products with single columns and rows if they are written as sums.
+        """
+        dtypes = {x.dtype, other.dtype, jnp.dtype(dict(self.options)["preferred_element_type"] or x.dtype)}
+        return len(self.left_summed) == 1 and self.free == 1 and len(dtypes) == 1 and x.dtype.itemsize >= 4
 
-        @partial(product.defjvp, symbolic_zeros=True)
-        def product_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-            (x, array, values), (dx, _, dvalues) = primals, tangents
-            result = product(*primals)
-            tangent = jnp.zeros_like(result)
-            if not isinstance(dx, SymbolicZero):
-                tangent = slope(dx, array, values, None)
-            if not isinstance(dvalues, SymbolicZero):
-                # Inside of a `shard_map` devices add up the gradients of what is made varying: the values alone here.
-                dvalues = make_varying(dvalues, varying_axes(result))
-                tangent = with_auto_axes(partial(self._add_part, cut), tangent, x, dvalues)
-            return result, tangent
+    def row_mask(self, inside: Any, cut: "_Axes", ndim: int) -> Any:
+        """Return which elements of x are multiplied with some rows; its axes go with those of x."""
+        summed, x_summed = self._summed
+        order = [x_summed[summed.index(axis)] for axis in cut.axes]
+        mask = inside.reshape(cut.sizes).transpose(np.argsort(order).tolist())
+        return jnp.expand_dims(mask, [axis for axis in range(ndim) if axis not in x_summed])
 
-        return [product(x, w.array, w.values)]
+    @property
+    def _summed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes that are summed over: those of w, and those of x."""
+        axes = self.left_summed, self.right_summed
+        return axes[self.side], axes[1 - self.side]
 
-    # Each way takes a mask of the values that have changed. With none changed the result has the bits of the plain
-    # product. Without a mask a way is linear in x.
-
-    def _whole_product(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
-        return self._plain(x, put(array, self._positions, values))
-
-    def _product_by_columns(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
-        cut = self._by_columns
-
-        def replace(base: Array, x: Array, array: Array, values: Array, *changed: Array) -> Array:
-            new = self._columns(cut, x, cut.part(array, values))
-            touched = cut.touched_mask(*changed) if changed else None
-            return _replace_at(base.reshape(self._shape), new, touched, cut.chosen, self._axis).reshape(base.shape)
-
-        masks = () if changed is None else (changed,)
-        return with_auto_axes(replace, self._plain(x, array), x, array, values, *masks)
-
-    def _product_by_rows(self, x: Array, array: Array, values: Array, changed: Array | None) -> Array:
-        cut, mask = self._by_rows, self._row_mask(self._by_rows)
-
-        def zero(x: Array, *changed: Array) -> Array:
-            return jnp.where(changed[0].any() & mask if changed else mask, 0, x)
-
-        def add(base: Array, x: Array, array: Array, values: Array, *changed: Array) -> Array:
-            added = self._rows(cut, x, cut.part(array, values)).reshape(base.shape)
-            if changed:  # minus zero is the only number that leaves all others as they are
-                added = jnp.where(changed[0].any(), added, jnp.asarray(-0.0, added.dtype))
-            return base + added
-
-        masks = () if changed is None else (changed,)
-        rest = with_auto_axes(zero, x, *masks)
-        return with_auto_axes(add, self._plain(rest, array), x, array, values, *masks)
-
-    def _add_part(self, cut: "_PatchedSlice", base: Array, x: Array, values: Array) -> Array:
-        """Add the product with an array that is zero but for the values."""
-        part = cut.zeros_but(values)
-        if cut is self._by_rows:
-            return base + self._rows(cut, x, part).reshape(base.shape)
-        added = self._columns(cut, x, part)
-        return write_along(base.reshape(self._shape), self._axis, cut.chosen, added, add=True).reshape(base.shape)
+    def _dot(self, x: Array, x_axes: Sequence[int], w: Array, w_axes: Sequence[int]) -> Array:
+        arrays, axes = [(w, x), (x, w)][self.side], [(w_axes, x_axes), (x_axes, w_axes)][self.side]
+        options = {name: value for name, value in self.options if name in ("precision", "preferred_element_type")}
+        return jax.lax.dot_general(*arrays, (axes, ((), ())), **options)
 
 
-def _bind_pair(equation: Any, side: int, x: Array, w: Array) -> Array:
-    return bind(equation, [(w, x), (x, w)][side])[0]
+@dataclass(frozen=True)
+class _ConvolutionProduct:
+    """A convolution of x with a kernel w, whose input channels number its rows, and output channels its columns."""
+
+    primitive: Any
+    options: tuple[tuple[str, Any], ...]
+    side: ClassVar[int] = 1
+
+    @property
+    def _numbers(self) -> Any:
+        return dict(self.options)["dimension_numbers"]
+
+    def axes(self, w: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        out_axis, in_axis = self._numbers.rhs_spec[:2]
+        return (in_axis,), (out_axis,)
+
+    def plain(self, x: Array, w: Array) -> Array:
+        return self.primitive.bind(x, w, **dict(self.options))
+
+    def columns(self, base: Array, x: Array, part: Array, cut: "_Axes") -> tuple[Array, tuple[int, ...], int]:
+        return self.plain(x, part), base.shape, self._numbers.out_spec[1]
+
+    def rows(self, x: Array, part: Array, chosen: Array, cut: "_Axes") -> Array:
+        return self.plain(jnp.take(x, chosen, axis=self._numbers.lhs_spec[1], mode="clip"), part)
+
+    def change(self, *_: Any) -> None:
+        return None
+
+    def row_mask(self, inside: Any, cut: "_Axes", ndim: int) -> Any:
+        return jnp.expand_dims(inside, [axis for axis in range(ndim) if axis != self._numbers.lhs_spec[1]])
+
+
+def _patched_product(
+    equation: Any, op: "_DotProduct | _ConvolutionProduct", x: Array, w: PatchedArray
+) -> list[Array] | None:
+    """Compute a product without a whole array where that is exact; None if elements are no small part of it."""
+    rows, columns = [_PatchedSlice(w, along) for along in op.axes(w)]
+    smaller = min(columns, rows, key=lambda cut: cut.size)
+    if not len(w.positions) or not smaller.is_small:
+        return None
+    if w.is_finite:
+        both = CHEAP * (rows.size + columns.size) <= w.array.size
+        way = "columns" if both or smaller is columns else "rows"
+        slope = "rows" if both else way
+    else:
+        way = "columns" if columns.is_small else "whole"
+        slope = "rows" if rows.is_small else "whole"
+    # The product has a derivative of its own. What it is computed from here is to have none.
+    constant, array = jax.lax.stop_gradient(x), w.array
+    if isinstance(array, jax.core.Tracer):
+        array = jax.lax.stop_gradient(array)
+    if way == "rows":
+        changed = w.values != take(array, w.positions)
+
+        def leave_out(x: Array, changed: Array) -> Array:
+            return jnp.where(changed.any() & op.row_mask(rows.arrays.inside, rows.axes, x.ndim), 0, x)
+
+        constant = with_auto_axes(leave_out, constant, jax.lax.stop_gradient(changed))
+    elif way == "whole":
+        array = jax.lax.stop_gradient(w.whole())
+    base = bind(equation, [(array, constant), (constant, array)][op.side])[0]
+    specs = op, columns.axes, rows.axes, way, slope
+    at = columns.arrays if way == "columns" else None
+    operands: Any = (
+        *(x, w.values, w.array, columns.read(w.array) if way == "columns" else None, at),
+        rows.arrays if slope == "rows" else None,
+    )
+    if explicit_sharding(base) is None:
+        return [_product(specs, base, *operands)]
+    uncompiled: Any = _product.__wrapped__  # type: ignore[attr-defined]
+    return [with_auto_axes(lambda base, *others: uncompiled(specs, base, *others), base, *operands)]
+
+
+# Layers with as many elements in arrays of one shape share one program, which is traced and differentiated once:
+# the positions of the elements are operands of it.
+@partial(jax.jit, static_argnums=0)
+def _product(specs: tuple[Any, "_Axes", "_Axes", str, str], *operands: Any) -> Array:
+    """Put what patched elements lead to into a plain product, with a derivative that reads no whole array.
+
+    Without a change the result has the bits of the plain product; the derivative takes all elements for changed.
+    """
+    op, cut, row_cut, way, slope = specs
+
+    @jax.custom_jvp
+    def product(base: Array, x: Array, values: Array, array: Array, slices: Any, at: Any, rows: Any) -> Array:
+        if way == "whole":
+            return base
+        if way == "rows":
+            slices = row_cut.take(array, rows)
+            part = _insert(slices, values, rows.coords, rows.number)
+            added = op.rows(x, part, rows.chosen, row_cut).reshape(base.shape)
+            # Minus zero is the only number that leaves all others as they are.
+            return base + jnp.where((part != slices).any(), added, jnp.asarray(-0.0, added.dtype))
+        slices = cut.take(array, at) if slices is None else slices
+        part = _insert(slices, values, at.coords, at.number)
+        touched = (part != slices).any(tuple([axis for axis in range(part.ndim) if axis != cut.axis]))
+        new, shape, axis = op.columns(base, x, part, cut)
+        here = _along(at.inside & jnp.take(touched, at.spread, mode="clip"), axis, len(shape))
+        spread = jnp.take(new, at.spread, axis=axis, mode="clip")
+        return jnp.where(here, spread, base.reshape(shape)).reshape(base.shape)
+
+    @partial(product.defjvp, symbolic_zeros=True)
+    def product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Any]:
+        base, x, values, array, slices, at, rows = primals
+        _, of_x, of_values, of_array, *_ = tangents
+        total = jnp.zeros_like(base)
+        coords = cut.coords(at) if way == "columns" else row_cut.coords(rows)
+
+        def put_columns(total: Array, x: Array, part: Array) -> Array:
+            """Put the product with some columns in their place; the transpose of this only reads."""
+            new, shape, axis = op.columns(base, x, part, cut)
+            kept = jnp.where(_along(at.inside, axis, len(shape)), 0, total.reshape(shape))
+            return put_at(kept, (*(slice(None),) * axis, at.chosen), new, axis).reshape(base.shape)
+
+        if not isinstance(of_x, SymbolicZero):
+            if slope == "whole":
+                total = op.plain(of_x, put_at(array, coords, values))
+            elif slope == "columns":
+                slices = cut.take(array, at) if slices is None else slices
+                total = put_columns(op.plain(of_x, array), of_x, _insert(slices, values, at.coords, at.number))
+            else:
+                part = _insert(row_cut.take(array, rows), values, rows.coords, rows.number)
+                others = op.plain(jnp.where(op.row_mask(rows.inside, row_cut, x.ndim), 0, of_x), array)
+                total = others + op.rows(of_x, part, rows.chosen, row_cut).reshape(base.shape)
+        if not isinstance(of_values, SymbolicZero):
+            # Inside of a `shard_map` devices add up the gradients of what is made varying: the values alone here.
+            of_values = make_varying(of_values, varying_axes(base))
+            change = op.change(base, x, of_values, at, cut) if way == "columns" else None
+            if change is None:
+                mine = at if way == "columns" else rows
+                part = put_at(jnp.zeros(mine.number.shape, of_values.dtype), mine.coords, of_values)
+                by_rows = partial(op.rows, x, part)
+                change = (
+                    put_columns(jnp.zeros_like(base), x, part)
+                    if way == "columns"
+                    else by_rows(rows.chosen, row_cut).reshape(base.shape)
+                )
+            total = total + change
+        if not isinstance(of_array, SymbolicZero):
+            total = total + op.plain(x, put_at(of_array, coords, jnp.zeros_like(values)))
+        return product(*primals), total
+
+    return product(*operands)
+
+
+def _along(row: Array, axis: int, ndim: int) -> Array:
+    return row.reshape(*(1,) * axis, -1, *(1,) * (ndim - axis - 1))
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Some axes of an array, taken together: the slices along them are numbered in C order."""
+
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.shape[axis] for axis in self.axes]
+
+    @property
+    def total(self) -> int:
+        """The number of slices."""
+        return math.prod(self.sizes)
+
+    @property
+    def others(self) -> list[int]:
+        return [axis for axis in range(len(self.shape)) if axis not in self.axes]
+
+    @property
+    def axis(self) -> int:
+        """The axis of the slices in `take`: in place of adjacent axes, or the first one, as in NumPy."""
+        adjacent = bool(self.axes) and self.axes == tuple(range(self.axes[0], self.axes[0] + len(self.axes)))
+        return self.axes[0] if adjacent else 0
+
+    def axis_of(self, axis: int) -> int:
+        """Return where another axis of the array is in `take`."""
+        number = self.others.index(axis)
+        return number + (number >= self.axis)
+
+    def coords(self, at: "_SliceArrays") -> tuple[Array, ...]:
+        """Return the coordinates of the elements in the array."""
+        along = dict(zip(self.axes, [each[at.coords[self.axis]] for each in at.slices], strict=True))
+        along |= {axis: at.coords[self.axis_of(axis)] for axis in self.others}
+        return tuple([along[axis] for axis in range(len(self.shape))])
+
+    def take(self, array: Array, at: "_SliceArrays") -> Array:
+        """Return some slices."""
+        if not self.axes:
+            return array[None]
+        index = dict(zip(self.axes, at.slices, strict=True))
+        every = tuple([index.get(axis, slice(None)) for axis in range(len(self.shape))])
+        return array.at[every].get(mode=IN_BOUNDS, unique_indices=True)
+
+
+class _SliceArrays(NamedTuple):
+    """The slices of an array that have patched elements. Indices are unsigned, as JAX looks at the sign of others."""
+
+    slices: tuple[Any, ...]
+    """The coordinates of the slices, for each of their axes."""
+    chosen: Any
+    """The numbers of the slices, ascending."""
+    spread: Any
+    """For each slice of the array its number among these, or 0."""
+    inside: Any
+    """For each slice of the array True if it is one of these."""
+    coords: tuple[Any, ...]
+    """The coordinates of the elements in these slices."""
+    number: Any
+    """For each element of these slices the number of its value, or -1."""
 
 
 class _PatchedSlice:
     """The slices of a patched array, along some axes taken together, that have patched elements."""
 
     def __init__(self, w: PatchedArray, axes: Sequence[int]):
-        axes, coords, shape = sorted(axes), w.coords, w.shape
-        sizes = [shape[axis] for axis in axes]
-        self.total = math.prod(sizes)
-        along = np.ravel_multi_index([coords[axis] for axis in axes], sizes) if axes else np.zeros_like(w.positions)
-        self.chosen, self._at = np.unique(along, return_inverse=True)
-        """The indices of the slices, and for each element the number of its slice."""
-        self._whole_axes = [axis for axis in range(len(shape)) if axis not in axes]
-        adjacent = axes == list(range(axes[0], axes[0] + len(axes))) if axes else True
-        self.axis = axes[0] if axes and adjacent else 0
-        """The axis of the slices in `part`: in place of adjacent axes, or the first one, as in NumPy."""
-        index = dict(zip(axes, np.unravel_index(self.chosen, sizes), strict=True)) if axes else {}
-        self._index = tuple([index.get(axis, slice(None)) for axis in range(len(shape))])
-        self._new_axis = not axes
-        self._shape = [shape[axis] for axis in self._whole_axes]
-        self._shape.insert(self.axis, len(self.chosen))
+        self.axes = spec = _Axes(tuple(sorted(axes)), w.shape)
+        coords = w.coords
+        along = np.ravel_multi_index([coords[axis] for axis in spec.axes], spec.sizes) if axes else 0 * w.positions
+        self.chosen, self._at = unique_indices(along, spec.total)
+        self._within = [coords[axis] for axis in spec.others]
+        self._within.insert(spec.axis, self._at)
+        self._shape = [w.shape[axis] for axis in spec.others]
+        self._shape.insert(spec.axis, len(self.chosen))
         self.size = math.prod(self._shape)
         self.is_small = DENSE * self.size <= w.array.size
-        within = [coords[axis] for axis in self._whole_axes]
-        within.insert(self.axis, self._at)
-        self._positions = np.ravel_multi_index(within, self._shape)
 
-    def axis_of(self, axis: int) -> int:
-        """Return where an axis of the array is in `part`."""
-        number = self._whole_axes.index(axis)
-        return number + (number >= self.axis)
+    @cached_property
+    def arrays(self) -> _SliceArrays:
+        spread, inside = np.zeros(self.axes.total, np.int32), np.zeros(self.axes.total, bool)
+        spread[self.chosen], inside[self.chosen] = np.arange(len(self.chosen)), True
+        number = np.full(self._shape, -1, np.int32)
+        number[tuple(self._within)] = np.arange(len(self._at))
+        index = np.unravel_index(self.chosen, self.axes.sizes) if self.axes.axes else ()
+        unsigned = [each.astype(np.uint32) for each in (*index, self.chosen, *self._within)]
+        count = len(index)
+        return _SliceArrays(
+            tuple(unsigned[:count]), unsigned[count], spread, inside, tuple(unsigned[count + 1 :]), number
+        )
 
-    def part(self, array: Array, values: Array) -> Array:
-        """Return the slices of an array, with the values in them."""
-        slices = array[None] if self._new_axis else array.at[self._index].get(mode=IN_BOUNDS, unique_indices=True)
-        return put(slices, self._positions, values)
-
-    def zeros_but(self, values: Array) -> Array:
-        """Return slices that are zero, with the values in them."""
-        return put(jnp.zeros(self._shape, values.dtype), self._positions, values)
-
-    def touched_mask(self, changed: Array) -> Array:
-        """Return a mask of the slices in which an element has changed."""
-        return jnp.zeros(len(self.chosen), bool).at[self._at].max(changed, mode=IN_BOUNDS)
+    def read(self, array: Array) -> np.ndarray | None:
+        """Return the slices of an array whose numbers are known; a compiler would take long to compute them."""
+        if isinstance(array, jax.core.Tracer) or not is_on_host(array):
+            return None
+        index = dict(zip(self.axes.axes, self.arrays.slices, strict=True))
+        every = tuple([index.get(axis, slice(None)) for axis in range(len(self.axes.shape))])
+        return np.asarray(array)[every if index else None]
 
 
-def _replace_at(base: Array, new: Array, touched: Array | None, where: np.ndarray, axis: int) -> Array:
-    """Replace the slices of `base` at ascending indices `where` of an axis by `new` ones, or those that are touched."""
-    ones = (1,) * axis, (1,) * (base.ndim - axis - 1)
-    inside = np.isin(np.arange(base.shape[axis]), where).reshape(*ones[0], -1, *ones[1])
-    if touched is None:  # the derivative of this only reads
-        return write_along(jnp.where(inside, 0, base), axis, where, new, add=True)
-    touched = touched.reshape(*ones[0], -1, *ones[1])
-    if len(where) == base.shape[axis]:
-        return jnp.where(touched, new, base)
-    if len(where) <= FEW:
-        old = jnp.take(base, where, axis=axis, mode="clip")
-        return write_along(base, axis, where, jnp.where(touched, new, old))
-    # One pass that reads, as scattering goes from index to index on a CPU.
-    spread = np.zeros(base.shape[axis], np.int32)
-    spread[where] = np.arange(len(where))
-    here = jnp.take(touched, spread, axis=axis, mode="clip") & inside
-    return jnp.where(here, jnp.take(new, spread, axis=axis, mode="clip"), base)
+@jax.custom_jvp
+def _insert(slices: Array, values: Array, coords: tuple[Array, ...], number: Array) -> Array:
+    """Put values into slices; a compiler is faster at reading them than at scattering them."""
+    return jnp.where(number < 0, slices, jnp.take(values, number, mode="clip"))
+
+
+@_insert.defjvp
+def _insert_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    _, _, coords, number = primals
+    slices, values = tangents[:2]
+    return _insert(*primals), put_at(jnp.where(number < 0, slices, 0), coords, values)  # whose transpose only reads

@@ -6,7 +6,7 @@ have a class of their own until the elements are released. On each replica of a 
 kept current one by one.
 
 A read of the variable is an identity whose gradient goes on to the leaves. Keras's own layers that are linear in their
-kernel skip the dense gradient: they have a class of their own as well (layers.py), which computes the entries of the
+kernel skip the dense gradient: they have a class of their own as well (trainer.py), which computes the entries of the
 elements alone (kernels.py). The leaves are among the `trainable_variables` of the model, so `model.fit` moves them. All
 other variables are frozen.
 """

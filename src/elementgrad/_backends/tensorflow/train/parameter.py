@@ -19,9 +19,8 @@ from elementgrad._backends.tensorflow._compat import get_stateless_scope, in_sta
 from elementgrad._backends.tensorflow.distributed import copies, unwrap
 from elementgrad._backends.tensorflow.train.kernels import KerasLookup
 from elementgrad._cleanup import assign, close_scopes_after, scope
-from elementgrad._train.freeze import FreezeClaim, Freezer
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
-from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
+from elementgrad._train.trainer import ElementGroup, FreezeClaim, Freezer, PartialParameter, ResolvedPlace
 
 Tensor = Any
 """A tf.Tensor, a tf.Variable or a Keras variable."""
@@ -213,14 +212,13 @@ def partial_parameter_of(tensor: Variable) -> KerasPartialParameter | None:
     return owner if isinstance(owner, KerasPartialParameter) else None
 
 
-def attach(parameter: KerasPartialParameter) -> None:
+def attach(parameter: KerasPartialParameter, groups: Iterable[KerasElementGroup]) -> None:
     """Swap the classes of a variable and its leaves, on each replica: strategies write to the copies one by one."""
     parameter.tensor.__dict__[OWNER] = parameter
     for copy in copies(parameter.tensor):
         _set_class(copy, _class_with_write_hook(_plain_class(copy), _copy_parameter_to_leaves), parameter)
     _set_class(parameter.variable, _class_with_gradient(_plain_class(parameter.variable)), parameter)
-    for group in parameter.groups:
-        group.parameter = parameter
+    for group in groups:
         for copy in copies(group.leaf._value):
             _set_class(copy, _class_with_write_hook(_plain_class(copy), _copy_leaf_to_parameter), group)
 

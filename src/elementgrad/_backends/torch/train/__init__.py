@@ -9,8 +9,8 @@ values of its leaves: `TorchPartialParameter` copies them in both directions (`p
    removed with the last.
 2. In a forward, such a module first calls `sync`: if a leaf changed, its values are copied into the parameter; if the
    parameter was written to, for instance by `load_state_dict`, they are copied into the leaves.
-3. Layers with a kernel (`layers.py`) compute with the whole parameter and send a gradient to the leaves alone
-   (`functions.py`), of which a kernel computes only the entries that train (`kernels.py`). All other modules get an
+3. Layers with a kernel compute with the whole parameter and send a gradient to the leaves alone, which are one vector
+   for autograd, and of which a kernel computes only the entries that train (`kernels.py`). All other modules get an
    alias of the parameter: its dense gradient exists for a moment, and the leaves take their entries from it.
 4. The hook before an optimizer's step copies what was written to the parameter into the leaves; the hook after it
    copies the leaves into the parameter.

@@ -9,13 +9,18 @@ writes elements of a parameter that this process has all of; `distributed.Sharde
 import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from inspect import getfile
+from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 import torch
 
-from elementgrad._backends.torch._compat import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from elementgrad._backends.torch._compat import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    in_torch_mode,
+)
 from elementgrad._cleanup import Lock
 from elementgrad._train.numbers import LAYOUTS, common_width, nan_bits
 from elementgrad._train.trainer import ElementGroup, PartialParameter, ResolvedPlace
@@ -115,12 +120,17 @@ class ParameterStorage:
 class TorchPartialParameter(PartialParameter):
     """A parameter of which some elements train: its storage and its element groups."""
 
+    _joined: Tensor | None = None
+
     def __init__(self, storage: ParameterStorage):
         self.storage = storage
         self.tensor = storage.tensor
         self.groups: list[TorchElementGroup] = []
         self._compare_values = False
         self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_joined": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)  # a deep copy or an unpickled model, whose elements train as well
@@ -133,6 +143,7 @@ class TorchPartialParameter(PartialParameter):
         self.sizes = [len(group.positions) for group in self.groups]
         self.positions = np.concatenate([np.zeros(0, dtype=np.int64), *[group.positions for group in self.groups]])
         self.index = index_tensor(self.positions, self.tensor.device)
+        self._joined = None
         for group in self.groups:
             group.parameter = self
             group.originals = group.originals.to(self.tensor.device)
@@ -141,6 +152,24 @@ class TorchPartialParameter(PartialParameter):
 
     def _update_hooks(self) -> None:
         (install_hooks if self.groups else remove_hooks)(self)
+
+    @property
+    def leaf(self) -> Tensor:
+        """All leaves in one vector, from which gradients go on to each of them.
+
+        It is joined once and used by every forward, as autograd would take long over many leaves in each of them. Only
+        its place in the graph counts: no forward reads its values, which the leaves may have left behind.
+        """
+        if len(self.leaves) == 1:
+            return self.leaves[0]
+        if torch.compiler.is_compiling() or in_torch_mode() or torch.is_inference_mode_enabled():
+            return torch.cat(self.leaves)
+        joined = self._joined
+        if joined is None:
+            joined = torch.cat(self.leaves)
+            if all(map(attrgetter("requires_grad"), self.leaves)):
+                self._joined = joined
+        return joined
 
     def sync(self) -> None:
         """Copy the leaves into the parameter if they changed, or the parameter into the leaves if it was written to."""
@@ -198,15 +227,19 @@ class TorchPartialParameter(PartialParameter):
         return tensor.reshape(-1).index_put((self.index,), values).view(tensor.shape)
 
     def _leaf_values(self) -> Tensor:
-        return self.leaves[0].detach() if len(self.leaves) == 1 else torch.cat([leaf.detach() for leaf in self.leaves])
+        return (self.leaves[0] if len(self.leaves) == 1 else _cat_values(self.leaves)).detach()
 
     def _versions(self) -> list[int]:
-        return [self.tensor._version, *[leaf._version for leaf in self.leaves]]
+        return [self.tensor._version, *map(_version, self.leaves)]
 
     def _mark_synced(self) -> None:
         self._synced_versions = self._versions()
         self._synced_values = self._leaf_values().clone() if self.leaves else self.index
         self._compare_values = False
+
+
+_version = attrgetter("_version")
+_cat_values = torch.no_grad()(torch.cat)
 
 
 @torch.compiler.disable
@@ -296,7 +329,7 @@ def _trained_by(optimizer: torch.optim.Optimizer) -> list[TorchPartialParameter]
     for param_group in optimizer.param_groups:
         for leaf in param_group["params"]:
             group = group_of(leaf)
-            if group is not None and group.parameter is not None and group in group.parameter.groups:
+            if group is not None and group.parameter is not None:
                 parameters[id(group.parameter)] = group.parameter
     return list(parameters.values())
 

@@ -33,9 +33,16 @@ from elementgrad._backends.torch.train.parameter import (
     tensor_bits,
 )
 from elementgrad._cleanup import defer, scope
-from elementgrad._train.backend import TrainBackend
-from elementgrad._train.freeze import FreezeClaim, Freezer, TrainingState
-from elementgrad._train.trainer import ResolvedPlace, Trainer
+from elementgrad._train.trainer import (
+    FreezeClaim,
+    Freezer,
+    ResolvedPlace,
+    TrainBackend,
+    Trainer,
+    TrainingState,
+    groups_by_tensor,
+    parameters_of,
+)
 from elementgrad.errors import DtypeError, FrameworkError, OptionError, UnconnectedError
 
 Tensor = torch.Tensor
@@ -57,7 +64,8 @@ class TorchTrainer(Trainer):
         self._names = TorchModel(model)
         reshard(model)
         self._shards = {id(storage.tensor): storage for storage in sharded_storages(model)}
-        self._checked_memory: set[int] = set()
+        self._checked: set[int] = set()
+        """The ids of parameters that are known to share no memory with others."""
         self._frozen: list[tuple[torch.nn.Parameter, bool, bool]] = []
         self._owner = object()
 
@@ -174,7 +182,7 @@ class TorchTrainer(Trainer):
 
     def _check_memory(self, tensor: Tensor) -> None:
         """Raise if another parameter shares memory with this one."""
-        if id(tensor) in self._checked_memory:
+        if id(tensor) in self._checked:
             return
         parameters = list(self.named_parameters())
         for other, parameter in parameters:
@@ -184,17 +192,19 @@ class TorchTrainer(Trainer):
                     f"{name} and {other} are two parameters that share memory, so that one number would be two "
                     "elements; make them one parameter, or give each its own copy"
                 )
-        self._checked_memory.add(id(tensor))
+        self._checked.add(id(tensor))
 
     def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
         parameters = self._partial_parameters()
-        for group in groups:
-            parameter = parameters.setdefault(id(group.tensor), TorchPartialParameter(self._storage(group.tensor)))
-            group.leaf_name = self._free_leaf_name(parameter)
-            group.parameter = parameter
-            parameter.groups.append(group)
+        changed = []
+        for own in groups_by_tensor(groups):
+            tensor = own[0].tensor
+            parameter = parameters.get(id(tensor)) or TorchPartialParameter(self._storage(tensor))
+            for group, leaf_name in zip(own, self._free_leaf_names(parameter)):  # noqa: B905  # there are more names
+                group.leaf_name, group.parameter = leaf_name, parameter
+            parameter.groups += own
             parameter.refresh()
-        changed = [parameters[key] for key in dict.fromkeys(id(group.tensor) for group in groups)]
+            changed.append(parameter)
         attach(self._model, changed)
         frozen = _whole_parameters(self._model)
         _freezer.claim(frozen, self._owner, keep)
@@ -207,8 +217,7 @@ class TorchTrainer(Trainer):
 
     def stop(self, groups: Sequence[Any]) -> None:
         reshard(self._model)
-        for group in groups:
-            self.sync(group)
+        self.sync(groups)
         self._remove(groups)
 
     def cancel(self, groups: Sequence[Any]) -> None:
@@ -220,34 +229,29 @@ class TorchTrainer(Trainer):
         """Let groups train no longer. Idempotent, so that it can be run again after an interrupt."""
         for group in groups:
             unregister_allreduce(group)
-            parameter = group.parameter
-            if parameter is not None:
-                parameter.groups[:] = [other for other in parameter.groups if other is not group]
-                parameter.refresh()
+        for parameter in parameters_of(groups):
+            parameter.remove(groups)
+            parameter.refresh()
         detach(self._model)
         _freezer.leave(_whole_parameters(self._model), self._owner)
         self._frozen = []
         for group in groups:
             group.parameter = None
 
-    def sync(self, group: Any) -> None:
-        if group.parameter is not None and any(other is group for other in group.parameter.groups):
-            group.parameter.sync()
-            group.parameter.check_not_overwritten()
+    def sync(self, groups: Sequence[Any]) -> None:
+        for parameter in parameters_of(groups):
+            parameter.sync()
+            parameter.check_not_overwritten()
 
     def write_to_parameter(self, group: Any) -> None:
         self._write(group, group.leaf)
-        if group.parameter is not None:
-            group.parameter.write_to_parameter()
 
     def restore(self, group: Any) -> None:
         with torch.no_grad():
             group.leaf.copy_(cast(group.originals, group.leaf.dtype))
         self._write(group, group.originals)
-        if group.parameter is not None:
-            group.parameter.write_to_parameter()
 
-    def check_loss(self, loss: Tensor, of: str) -> None:
+    def check_loss(self, loss: Tensor, of: object) -> None:
         if not isinstance(loss, Tensor):
             raise FrameworkError(f"the loss for {of} is {type(loss).__name__}; give a torch.Tensor of one number")
         if loss.numel() != 1:
@@ -318,8 +322,8 @@ class TorchTrainer(Trainer):
         parameters = [parameter for module in modules for parameter in module._trained.values()]
         return {id(parameter.tensor): parameter for parameter in parameters}
 
-    def _free_leaf_name(self, parameter: TorchPartialParameter) -> str:
-        """Return a name for another leaf that is free in all modules that own the parameter."""
+    def _free_leaf_names(self, parameter: TorchPartialParameter) -> Iterator[str]:
+        """Yield names for more leaves, which are free in all modules that own the parameter."""
         owners = [
             (module, name)
             for module in self._model.modules()
@@ -328,7 +332,7 @@ class TorchTrainer(Trainer):
         ]
         taken = {name for module, _ in owners for name in dir(module)} | set(parameter.leaf_names)
         names = (f"{owners[0][1]}_elements_{suffix}" for suffix in count())
-        return next(name for name in names if name not in taken)
+        return (name for name in names if name not in taken)
 
 
 class TorchTrain(TrainBackend):
