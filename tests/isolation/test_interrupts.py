@@ -128,6 +128,23 @@ def test_interrupted_patches_are_applied_and_taken_back_whole_or_not_at_all(fw, 
         assert fw.described(model) == before, spelled(stop)
 
 
+def test_the_next_forward_has_the_values_that_an_interrupted_one_did_not_take():
+    fw = user_torch
+    model = fw.model().eval()
+    leaves = list(eg.trainable(model, fw.PLACES).parameters())
+    weight, bias = model[0]._parameters["weight"], model[5]._parameters["bias"]
+
+    def step():
+        with torch.no_grad():
+            torch._foreach_add_(leaves, 1.0)
+        model(fw.X)
+
+    for stop in some(points(step), 1 if LONG else 2):
+        interrupted(step, stop)
+        model(fw.X)
+        assert torch.equal(torch.cat([weight[0, 1:2], weight[2], bias]), torch.cat(leaves)), spelled(stop)
+
+
 def test_hooks_of_leaves_are_there_after_an_interrupted_backward():
     fw = user_torch
     model = fw.model().eval()

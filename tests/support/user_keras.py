@@ -17,7 +17,7 @@ from tests.support.user import JACOBIAN_READS, Failing, at_once, of_jacobian
 
 NAME = "keras"
 X = tf.constant([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
-PLACES = ["first/kernel[0, 1]", "last/bias"]
+PLACES = ["first/kernel[0, 1]", "first/kernel[2]", "last/bias"]
 
 
 class Fragile(keras.layers.Layer):

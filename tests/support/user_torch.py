@@ -21,7 +21,7 @@ from tests.support.user import JACOBIAN_READS, Failing, at_once, of_jacobian
 
 NAME = "torch"
 X = torch.tensor([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
-PLACES = ["0.weight[0, 1]", "5.bias"]
+PLACES = ["0.weight[0, 1]", "0.weight[2]", "5.bias"]
 
 
 class Recomputed(nn.Module):

@@ -193,9 +193,12 @@ class TorchPartialParameter(PartialParameter):
 
     def write_to_parameter(self) -> None:
         """Copy the values of the leaves into the parameter."""
-        self._mark_synced()
-        self.storage.write(self.index, self._synced_values)
-        self._synced_versions[0] = self.tensor._version
+        _, *versions = self._versions()
+        values = self._leaf_values().clone()
+        self.storage.write(self.index, values)
+        # Only now, so that what an interrupt stops is done again.
+        self._synced_versions, self._synced_values = [self.tensor._version, *versions], values
+        self._compare_values = False
 
     def read_from_parameter(self) -> None:
         """Copy the parameter into the leaves, where it holds other values than theirs."""

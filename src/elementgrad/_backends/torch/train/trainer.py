@@ -239,9 +239,13 @@ class TorchTrainer(Trainer):
             group.parameter = None
 
     def sync(self, groups: Sequence[Any]) -> None:
+        own = set(map(id, groups))
         for parameter in parameters_of(groups):
-            parameter.sync()
-            parameter.check_not_overwritten()
+            # An interrupted release begins again when its groups are removed already. The parameter has no values of
+            # theirs then, and what it knows of others may be half changed.
+            if not own.isdisjoint(map(id, parameter.groups)):
+                parameter.sync()
+                parameter.check_not_overwritten()
 
     def write_to_parameter(self, group: Any) -> None:
         self._write(group, group.leaf)
