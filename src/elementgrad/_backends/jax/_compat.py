@@ -1,6 +1,6 @@
 """Every private name of JAX that this backend relies on, so that an upgrade is one file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,9 @@ if jax.__version_info__ < (0, 5):
 
 # The trace that a thread is in, which verbs restore after an interrupt, and traces of our own for explanations.
 from jax._src import core as core
+
+# Functions that JAX wraps for its transformations, as in the parameters of an operation with a rule of its own.
+from jax._src import linear_util
 
 # The named axes of `vmap`, `pmap` and `shard_map` around a function, and whether two lines run in the same trace.
 from jax._src.core import get_axis_env as get_axis_env
@@ -27,6 +30,38 @@ from jax._src.source_info_util import user_context as user_context
 # A recorder has tracers of its own. `get_aval` became `typeof`, and tracers compute what they once stored in a slot.
 typeof = getattr(core, "typeof" if hasattr(core, "typeof") else "get_aval")
 TRACERS_STORE_AVAL = "aval" in core.Tracer.__slots__
+
+
+def is_wrapped_function(value: Any) -> bool:
+    """Return True for a Python function in the parameters of an equation."""
+    return isinstance(value, linear_util.WrappedFun)
+
+
+def linear_jaxpr(program: Any, inputs: Sequence[Any], outputs: int) -> Any:
+    """Return the jaxpr of what `jax.linearize` returned: it is in there, unless some of its outputs are constants."""
+    jaxpr = next(iter(getattr(program.func, "args", ())), None)
+    if isinstance(jaxpr, core.Jaxpr) and (len(jaxpr.invars), len(jaxpr.outvars)) == (len(inputs), outputs):
+        return jaxpr
+    return jax.make_jaxpr(program)(*inputs).jaxpr
+
+
+def has_jvp_rule(equation: Any) -> bool:
+    """Return True for a function with `jax.custom_jvp` whose rule does not ask which of its tangents are zero."""
+    params = equation.params
+    return is_wrapped_function(params.get("jvp_jaxpr_fun")) and params.get("symbolic_zeros") is False
+
+
+def trace_jvp_rule(equation: Any) -> tuple[Any, Sequence[Any], Sequence[bool]]:
+    """Return the rule of such a function as a jaxpr, its arrays, and which of the tangents it returns are zero."""
+    count = len(equation.invars) - equation.params["num_consts"]
+    return equation.params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
+
+
+def with_jvp_rule(params: Mapping[str, Any], call: Any, rule: Any) -> dict[str, Any]:
+    """Return the parameters of such an equation with a rule that was traced, in place of a function of the user."""
+    former = params["jvp_jaxpr_fun"]
+    function = linear_util.wrap_init(lambda *zeros: rule, debug_info=former.debug_info)
+    return {**params, "call_jaxpr": call, "jvp_jaxpr_fun": function}
 
 
 def is_missing_rule(error: BaseException) -> bool:

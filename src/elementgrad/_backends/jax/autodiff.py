@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from elementgrad._backends.autodiff import (
     Function,
@@ -17,7 +18,8 @@ from elementgrad._backends.autodiff import (
     UnsupportedError,
     reason,
 )
-from elementgrad._backends.jax._compat import dce_jaxpr, is_missing_rule, jaxprs_in_params
+from elementgrad._backends.jax._compat import dce_jaxpr, is_missing_rule, jaxprs_in_params, linear_jaxpr
+from elementgrad._backends.jax.compile_cache import Program, can_compile, find_or_make
 from elementgrad._backends.jax.program import communicating_axes, is_reverse_only, shift
 from elementgrad._backends.jax.sharding import make_varying, mapped_axes, varying_axes
 from elementgrad._sparsity.pattern import Pattern
@@ -29,10 +31,58 @@ Sweep = Callable[[Any, Array], list[Array]]
 REVERSE_ONLY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
 
 
+EAGER_RUNS = 8
+"""A program that is linearized so often, or for which several sweeps at a time are wanted, is compiled.
+
+Compiling takes about as long as so many runs operation by operation, whatever the size of the program.
+"""
+
+
+class CompiledLinearization:
+    """What the linearizations of equal programs share: compiled code, and what is known of the linear program."""
+
+    def __init__(self, run: Program):
+        def linearize(operands: Sequence[Array], *inputs: Array) -> Any:
+            outputs, program = jax.linearize(lambda *xs: tuple(run(operands, *xs)), *inputs)
+            # Residuals that are arguments, as weights are, would be copied on their way out.
+            arguments = {id(x): number for number, x in enumerate((*operands, *inputs))}
+            residuals, structure = jax.tree.flatten(program)
+            sources = tuple([arguments.get(id(x)) for x in residuals])
+            new = [x for x, source in zip(residuals, sources, strict=True) if source is None]
+            return outputs, new, jax.tree_util.Partial(partial(_restore, structure, sources))
+
+        self._linearize = jax.jit(linearize)
+        self.runs = 0
+        self.sweeps: dict[Any, Sweep] = {}
+        self.linear: LinearProgram | None = None
+        """What is known of the linear program, once there is compiled code."""
+
+    @property
+    def pays(self) -> bool:
+        """True if there is compiled code, or it is time that there were."""
+        return self.linear is not None or self.runs > EAGER_RUNS
+
+    def linearize(self, operands: list[Array], inputs: Sequence[Array]) -> tuple[Any, Any]:
+        """Return the outputs and the linear program, as `jax.linearize` does."""
+        outputs, new, restore = self._linearize(operands, *inputs)
+        program = restore((*operands, *inputs), new)
+        if self.linear is None:
+            self.linear = LinearProgram(linear_jaxpr(program, inputs, len(outputs)))
+        return outputs, program
+
+
+def _restore(structure: Any, sources: Sequence[int | None], arguments: Sequence[Array], new: Sequence[Array]) -> Any:
+    """Return a linear program from its structure and its residuals, some of which were arguments."""
+    rest = iter(new)
+    return jax.tree.unflatten(structure, [next(rest) if source is None else arguments[source] for source in sources])
+
+
 class JaxLinearization(Linearization):
     """`jax.linearize` at the inputs: its residuals are shared by all sweeps, and nothing runs the function again.
 
-    Programs are compiled for this object alone. A cache by function would give stale answers once a closure changes.
+    The function is traced, and the program runs operation by operation until it pays to compile it. From then on, every
+    linearization of an equal program uses what was compiled. A function that cannot be traced, as it branches on
+    values, is linearized as it is, and so is one inside of another transformation.
     """
 
     jvp_transposes_vjp = True
@@ -40,17 +90,46 @@ class JaxLinearization(Linearization):
     def __init__(self, run: Function, inputs: Sequence[Array]):
         self.inputs = inputs
         self._run = run
+        self._compiled: tuple[CompiledLinearization, list[Array]] | None = None
+        self._is_compiled = False
+        self._sweeps: dict[Any, Sweep] = {}
+        self._ran_once: set[Any] = set()
         try:
             with plain_errors():
-                self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *inputs)
+                self._linearize(lambda *xs: tuple(run(*xs)))
         except ElementgradError:
             raise
         except (NotImplementedError, TypeError, ValueError) as error:
             if not is_missing_rule(error):
                 raise
             raise FrameworkError(f"jax can differentiate this in no direction: {reason(error)}") from error
-        self._sweeps: dict[Any, tuple[Sweep, Sweep]] = {}
-        self._ran_once: set[Any] = set()
+        # A sweep that held an input would keep it alive, for as long as what is compiled.
+        self._like = [x if isinstance(x, jax.core.Tracer) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+
+    def _linearize(self, run: Function) -> None:
+        if can_compile(self.inputs):
+            try:
+                program = jax.make_jaxpr(run)(*self.inputs)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it branches in Python on values
+                program = None
+            if program is not None:
+                self._compiled = find_or_make(program, CompiledLinearization)
+                run = jaxpr_as_fun(program)
+        if self._compiled is not None:
+            self._compiled[0].runs += 1
+        if self._compiled is not None and self._compiled[0].pays:
+            self._compile()
+        else:
+            self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *self.inputs)
+
+    def _compile(self) -> None:
+        """Linearize by compiled code, where programs can be compared."""
+        if self._compiled is None:
+            return
+        (shared, operands), self._compiled = self._compiled, None
+        self.outputs, self._program = shared.linearize(operands, self.inputs)
+        assert shared.linear is not None
+        self._linear, self._sweeps, self._is_compiled = shared.linear, shared.sweeps, True
 
     @classmethod
     def of(cls, run: TensorFunction, inputs: Sequence[Array | None]) -> "JaxLinearization":
@@ -84,7 +163,7 @@ class JaxLinearization(Linearization):
         return partial(jax.jit(self._make_vjp(output, inputs)), self._program)
 
     def _make_vjp(self, output: int, inputs: Sequence[int]) -> Sweep:
-        xs, axes = self.inputs, varying_axes(self.outputs[output])  # a sweep that held the object would keep it alive
+        xs, axes = self._like, varying_axes(self.outputs[output])
 
         def sweep(program: Any, seed: Array) -> list[Array]:
             transposed = jax.linear_transpose(lambda *ts: program(*ts)[output], *xs)(make_varying(seed, axes))
@@ -95,11 +174,12 @@ class JaxLinearization(Linearization):
     def jvp(self, input: int, outputs: Sequence[int], seeds: Array) -> list[Array | None]:
         if self.reverse_only:  # compiled, it would be found out too late
             raise UnsupportedError(self.reverse_only)
-        xs = self.inputs
+        xs = list(zip(self._like, map(varying_axes, self.inputs), strict=True))
 
         def sweep(program: Any, seed: Array) -> list[Array]:
             tangents = [
-                make_varying(seed if i == input else jnp.zeros_like(x), varying_axes(x)) for i, x in enumerate(xs)
+                make_varying(seed if i == input else jnp.zeros(x.shape, x.dtype), axes)
+                for i, (x, axes) in enumerate(xs)
             ]
             derivatives = program(*tangents)
             return [derivatives[o] for o in outputs]
@@ -108,21 +188,27 @@ class JaxLinearization(Linearization):
         return [y if input in self.paths[o] else None for o, y in zip(outputs, derivatives, strict=True)]
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
-        if key not in self._sweeps:
-            self._sweeps[key] = jax.jit(sweep), jax.jit(jax.vmap(sweep, (None, 0)))
-        single, batched = self._sweeps[key]
         if len(seeds) > 1:
             try:
+                self._compile()
+                batched = self._jitted((*key, "batch"), lambda: jax.vmap(sweep, (None, 0)))
                 return batched(self._program, seeds)
             except Exception as error:
                 raise NotBatchableError(reason(error)) from error
-        if key not in self._ran_once:  # compiling pays from the second time on
+        if self._is_compiled or key in self._ran_once:  # else compiling pays from the second time on
+            one = self._jitted(key, lambda: _sweep_one(sweep))
+        else:
             self._ran_once.add(key)
-            single = sweep
+            one = _sweep_one(sweep)
         try:
-            return [derivative[None] for derivative in single(self._program, seeds[0])]
+            return one(self._program, seeds)
         except Exception as error:
             raise UnsupportedError(reason(error)) from error
+
+    def _jitted(self, key: Any, make: Callable[[], Sweep]) -> Sweep:
+        if key not in self._sweeps:
+            self._sweeps[key] = jax.jit(make())
+        return self._sweeps[key]
 
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
         from elementgrad._backends.jax import sparsity
@@ -146,15 +232,37 @@ class JaxLinearization(Linearization):
         return self._run(*[x if i == input else other for i, other in enumerate(self.inputs)])[output]
 
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
-        return max(map(_bytes, _iter_results(self._jaxpr.jaxpr)), default=0)
+        return self._linear.peak_bytes
 
     @cached_property
-    def _jaxpr(self) -> Any:
-        return jax.make_jaxpr(self._program)(*self.inputs)
+    def _linear(self) -> "LinearProgram":
+        return LinearProgram(linear_jaxpr(self._program, self.inputs, len(self.outputs)))
 
     @property
     def missing_rules(self) -> Mapping[str, str]:  # type: ignore[override]
         return {"forward": self.reverse_only} if self.reverse_only else {}
+
+    @property
+    def reverse_only(self) -> str:
+        """The reason for reverse sweeps alone; empty if there are others too."""
+        return self._linear.reverse_only
+
+    @property
+    def paths(self) -> list[set[int]]:
+        """For each output, the inputs that its derivative is computed from."""
+        return self._linear.paths
+
+
+class LinearProgram:
+    """What the equations of a linear program tell."""
+
+    def __init__(self, jaxpr: Any):
+        self._jaxpr = jaxpr
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The bytes of the largest intermediate result."""
+        return max(map(_bytes, _iter_results(self._jaxpr)), default=0)
 
     @cached_property
     def reverse_only(self) -> str:
@@ -164,19 +272,22 @@ class JaxLinearization(Linearization):
         element is what `jax.grad` gives to each member, while a forward sweep would move the same element of all of
         them at once, which is another number.
         """
-        if is_reverse_only(self._jaxpr.jaxpr):
+        if is_reverse_only(self._jaxpr):
             return REVERSE_ONLY
-        axes = communicating_axes(self._jaxpr.jaxpr, mapped_axes())
+        axes = communicating_axes(self._jaxpr, mapped_axes())
         return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
     def paths(self) -> list[set[int]]:
         """For each output, the inputs that its derivative is computed from."""
-        jaxpr = self._jaxpr.jaxpr
-        return [
-            {i for i, used in enumerate(dce_jaxpr(jaxpr, [o == output for o in range(len(self.outputs))])[1]) if used}
-            for output in range(len(self.outputs))
-        ]
+        count = len(self._jaxpr.outvars)
+        used = [dce_jaxpr(self._jaxpr, [o == output for o in range(count)])[1] for output in range(count)]
+        return [{i for i, is_used in enumerate(inputs) if is_used} for inputs in used]
+
+
+def _sweep_one(sweep: Sweep) -> Sweep:
+    """Return a sweep from a batch of one seed to batches of one derivative."""
+    return lambda program, seeds: [derivative[None] for derivative in sweep(program, seeds[0])]
 
 
 @contextmanager
