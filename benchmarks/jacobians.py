@@ -17,6 +17,7 @@ UNITS, UNITS_GAIN = 384, 30
 DIAGONAL_BOUND = 1.2
 LONG, LONG_MB = 100_000, 300
 GRID, SWEEPS, BUDGET_MB = 1024, 64, 200
+ANEW, SMALL_BOUND = 256, 1.7
 ROWS, ROWS_BOUND, FIRST_GAIN, REPEAT_GAIN = 256, 1.2, 5, 50
 
 
@@ -279,6 +280,57 @@ def jax_rows() -> Iterator[Row]:
             ROWS_BOUND,
         )
     )
+    yield from jax_anew()
+    yield from jax_small()
+
+
+def jax_anew() -> Iterator[Row]:
+    """A Jacobian that is made for one read, again and again; the function is traced each time."""
+    import jax
+    import jax.numpy as jnp
+
+    for layers in (1, 4):
+        kernels, x = [jnp.asarray(each) for each in weights(*[ANEW] * (layers + 1))], jnp.asarray(values(ANEW))
+
+        def f(x: Any, kernels: Any = kernels) -> Any:
+            for kernel in kernels:
+                x = jnp.tanh(x @ kernel)
+            return x
+
+        whole = jax.jit(jax.jacrev(f))
+
+        def twice_and_a_trace(f: Any = f, x: Any = x, whole: Any = whole) -> Any:
+            jax.make_jaxpr(lambda x: f(x))(x)  # another function each time, or JAX would not trace it anew
+            jax.block_until_ready(whole(x))
+            return jax.block_until_ready(whole(x))
+
+        yield agree(
+            Row(
+                f"jax dense {ANEW} x {ANEW}, {layers} layers, made anew",
+                lambda f=f, x=x: jax.block_until_ready(eg.jacobian(f, x).dense()),  # type: ignore[misc]
+                twice_and_a_trace,
+                "two jacrev in jax.jit, one trace",
+                1.0,
+            )
+        )
+
+
+def jax_small() -> Iterator[Row]:
+    import jax
+    import jax.numpy as jnp
+
+    x, (kernel,) = jnp.asarray(values(64)), map(jnp.asarray, weights(64, 64))
+    functions = {"sum of squares": lambda x: (x * x).sum(), "small layer": lambda x: jnp.tanh(x @ kernel).sum()}
+    for name, f in functions.items():
+        yield agree(
+            Row(
+                f"jax eager grad, {name}",
+                lambda f=f: jax.block_until_ready(eg.grad(f, x)),  # type: ignore[misc]
+                lambda f=f: jax.block_until_ready(jax.grad(f)(x)),  # type: ignore[misc]
+                "jax.grad",
+                SMALL_BOUND,
+            )
+        )
 
 
 SUITES = {"jacobian-torch": torch_rows, "jacobian-tensorflow": tensorflow_rows, "jacobian-jax": jax_rows}

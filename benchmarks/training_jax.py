@@ -10,6 +10,7 @@ from benchmarks.harness import Row
 
 FASTER, SMALLER = 1 / 50, 1 / 100
 """What rows of a large table must be, in time and in temporary memory."""
+LAYERS, TRACE_BOUND, COMPILE_BOUND = (10, 80), 3, 1.5
 
 
 def rows() -> Iterator[Row]:
@@ -58,6 +59,45 @@ def rows() -> Iterator[Row]:
 
         ours, _ = compiled(sparse, kernel, some.values)
         yield Row(f"jax dense 768x3072, k={count}", ours, whole, "dense gradient", 1.0)
+
+    yield from many_layers()
+
+
+def many_layers() -> Iterator[Row]:
+    """Small layers with a place in each: the time to trace a step, and to compile it."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.random.normal(jax.random.key(0), (8, 16), "float32")
+    for count in LAYERS:
+        keys = jax.random.split(jax.random.key(1), count)
+        params = {f"w{n}": jax.random.normal(key, (16, 16), "float32") / 4 for n, key in enumerate(keys)}
+        elements = eg.trainable(params, [f"w{n}[{n % 16}, 3]" for n in range(count)])
+
+        def loss(params: Any, count: int = count) -> Any:
+            h = x
+            for n in range(count):
+                h = jnp.tanh(h @ params[f"w{n}"])
+            return (h * h).sum()
+
+        # Another function each time, or JAX would trace nothing anew.
+        def ours(params: Any = params, elements: Any = elements, loss: Any = loss) -> Any:
+            return jax.jit(lambda params, values: elements.grad(loss, values, params=params)).trace(
+                params, elements.values
+            )
+
+        def theirs(params: Any = params, loss: Any = loss) -> Any:
+            return jax.jit(lambda params: jax.grad(loss)(params)).trace(params)
+
+        yield Row(f"jax {count} layers, trace", ours, theirs, "jax.grad", TRACE_BOUND, repeats=7)
+        yield Row(
+            f"jax {count} layers, compile",
+            ours().lower().compile,
+            theirs().lower().compile,
+            "jax.grad",
+            COMPILE_BOUND,
+            repeats=3,
+        )
 
 
 SUITES = {"training-jax": rows}
