@@ -198,7 +198,7 @@ def _draw_field(field: Place, options: ArrayOptions, theme: "Theme") -> "Drawing
     last = len(shape) > 2 and has_channels_last(shape, options.channels, _framework_of(options.image))
     planes = Planes.of(inside.reshape(shape), np.zeros((0, len(shape)), np.int64), last)
     background = _to_background(values.reshape(shape), planes, "last" if last else "first")
-    picture, notes = pictures.draw_field(planes.stack.any(axis=0), background, theme)
+    picture, notes = pictures.draw_field(planes.stack.max(axis=0) > 0, background, theme)
     return picture, notes, f"{field} in a tensor of shape {values.shape}: {notes[0]}"
 
 
