@@ -444,9 +444,9 @@ def _patched_product(
         way = "columns" if columns.is_small else "whole"
         slope = "rows" if rows.is_small else "whole"
     # The product has a derivative of its own. What it is computed from here is to have none.
-    constant, array = jax.lax.stop_gradient(x), w.array
+    constant, array = _stop_gradient(x), w.array
     if isinstance(array, jax.core.Tracer):
-        array = jax.lax.stop_gradient(array)
+        array = _stop_gradient(array)
     if way == "rows":
         changed = w.values != take(array, w.positions)
 
@@ -467,6 +467,9 @@ def _patched_product(
         return [_product(specs, base, *operands)]
     uncompiled: Any = _product.__wrapped__  # type: ignore[attr-defined]
     return [with_auto_axes(lambda base, *others: uncompiled(specs, base, *others), base, *operands)]
+
+
+_stop_gradient = jax.jit(jax.lax.stop_gradient, inline=True)  # differentiated once for each shape
 
 
 # Layers with as many elements in arrays of one shape share one program, which is traced and differentiated once:
