@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from elementgrad._backends.autodiff import (
     Function,
@@ -20,7 +19,7 @@ from elementgrad._backends.autodiff import (
 )
 from elementgrad._backends.jax._compat import dce_jaxpr, is_missing_rule, jaxprs_in_params, linear_jaxpr
 from elementgrad._backends.jax.compile_cache import Program, can_compile, find_or_make
-from elementgrad._backends.jax.program import communicating_axes, is_reverse_only, shift
+from elementgrad._backends.jax.program import bind_cached, communicating_axes, evaluate, is_reverse_only, shift
 from elementgrad._backends.jax.sharding import make_varying, mapped_axes, varying_axes
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
@@ -39,7 +38,7 @@ Compiling takes about as long as so many runs operation by operation, whatever t
 
 
 class CompiledLinearization:
-    """What the linearizations of equal programs share: compiled code, and what is known of the linear program."""
+    """The part that linearizations of equal programs share: compiled code, and the linear program without residuals."""
 
     def __init__(self, run: Program):
         def linearize(operands: Sequence[Array], *inputs: Array) -> Any:
@@ -55,7 +54,7 @@ class CompiledLinearization:
         self.runs = 0
         self.sweeps: dict[Any, Sweep] = {}
         self.linear: LinearProgram | None = None
-        """What is known of the linear program, once there is compiled code."""
+        """The linear program, once there is compiled code."""
 
     @property
     def pays(self) -> bool:
@@ -69,6 +68,10 @@ class CompiledLinearization:
         if self.linear is None:
             self.linear = LinearProgram(linear_jaxpr(program, inputs, len(outputs)))
         return outputs, program
+
+
+def _run_eagerly(program: Any, *inputs: Array) -> list[Array]:
+    return evaluate(program.jaxpr, program.consts, inputs, bind_cached)
 
 
 def _restore(structure: Any, sources: Sequence[int | None], arguments: Sequence[Array], new: Sequence[Array]) -> Any:
@@ -114,7 +117,7 @@ class JaxLinearization(Linearization):
                 program = None
             if program is not None:
                 self._compiled = find_or_make(program, CompiledLinearization)
-                run = jaxpr_as_fun(program)
+                run = partial(_run_eagerly, program)
         if self._compiled is not None:
             self._compiled[0].runs += 1
         if self._compiled is not None and self._compiled[0].pays:
@@ -254,7 +257,7 @@ class JaxLinearization(Linearization):
 
 
 class LinearProgram:
-    """What the equations of a linear program tell."""
+    """The equations of a linear program, and what follows from them for every sweep."""
 
     def __init__(self, jaxpr: Any):
         self._jaxpr = jaxpr

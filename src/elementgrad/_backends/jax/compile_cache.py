@@ -1,7 +1,7 @@
-"""What was compiled for a program, found again when an equal program is traced.
+"""A cache of compiled programs, in which a program is found by its equations.
 
 A function is traced anew on every call, as its closure, a global or an attribute may have changed. The jaxpr of that
-trace tells what it computes, and `find_or_make` finds by it what was made for an equal one. Arrays are no part of it:
+trace tells what it computes, and `find_or_make` returns what was compiled for an equal one. Arrays are no part of it:
 they become operands, so that new weights need no new program, and none of them is kept alive here.
 """
 
@@ -89,7 +89,7 @@ class _Opened(NamedTuple):
 
 
 class _IncomparableError(Exception):
-    """Two programs cannot be told apart, or to be the same, by what is known of one of them."""
+    """A program has something in it by which it cannot be compared with others."""
 
 
 class _Spelling:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -86,6 +87,34 @@ def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     with user_context(equation.source_info.traceback, name_stack=stack), equation.ctx.manager:
         results = equation.primitive.bind(*functions, *operands, **parameters)
     return results if equation.primitive.multiple_results else [results]
+
+
+def bind_cached(equation: Any, operands: list[Any]) -> Sequence[Any]:
+    """Evaluate an equation by compiled code that JAX differentiates once for all equations that are the same.
+
+    The functions of `jax.numpy` are compiled too: differentiating their operations one by one takes several times as
+    long to trace.
+    """
+    has_functions = any(callable(value) and not isinstance(value, type) for value in equation.params.values())
+    if (
+        equation.primitive.multiple_results
+        or equation.effects
+        or has_functions  # which may do something else the next time
+        or any(jaxprs_in_params(equation.params))
+    ):
+        return bind(equation, operands)
+    try:
+        call = _jitted(equation.primitive, tuple(equation.params.items()))
+    except TypeError:  # a parameter that has no hash
+        return bind(equation, operands)
+    stack = current_name_stack() + equation.source_info.name_stack
+    with user_context(equation.source_info.traceback, name_stack=stack), equation.ctx.manager:
+        return [call(*operands)]
+
+
+@lru_cache(maxsize=1024)
+def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(partial(primitive.bind, **dict(params)), inline=True)
 
 
 @jax.custom_jvp

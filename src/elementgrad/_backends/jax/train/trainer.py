@@ -7,7 +7,7 @@ parameters.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,15 +16,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from elementgrad._backends.jax import sharding
-from elementgrad._backends.jax._compat import (
-    current_name_stack,
-    dce_jaxpr,
-    jaxprs_in_params,
-    scan_sizes,
-    user_context,
-)
+from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params, scan_sizes
 from elementgrad._backends.jax.names import JaxModel, copy_with
-from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow, is_array
+from elementgrad._backends.jax.program import FOLLOWED, bind, bind_cached, evaluate, follow, is_array
 from elementgrad._backends.jax.sharding import constrain_like, put
 from elementgrad._backends.jax.train.rules import (
     MOVES,
@@ -193,28 +187,6 @@ def run(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], on_use: OnUs
     return [_make_whole(result, "return", on_use) for result in results]
 
 
-def _bind_cached(equation: Any, operands: list[Any]) -> Sequence[Any]:
-    """Evaluate an equation by compiled code that JAX differentiates once for all equations that are the same.
-
-    The functions of `jax.numpy` are compiled too: differentiating their operations one by one takes several times as
-    long to trace.
-    """
-    if equation.primitive.multiple_results or equation.effects or any(jaxprs_in_params(equation.params)):
-        return bind(equation, operands)
-    try:
-        call = _jitted(equation.primitive, tuple(equation.params.items()))
-    except TypeError:  # a parameter that has no hash
-        return bind(equation, operands)
-    stack = current_name_stack() + equation.source_info.name_stack
-    with user_context(equation.source_info.traceback, name_stack=stack), equation.ctx.manager:
-        return [call(*operands)]
-
-
-@lru_cache(maxsize=1024)
-def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(partial(primitive.bind, **dict(params)), inline=True)
-
-
 class _PatchedInterpreter:
     """Evaluates one equation: as it stands, unless a patched array is among its operands."""
 
@@ -224,7 +196,7 @@ class _PatchedInterpreter:
     def __call__(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         patched = [operand for operand in operands if isinstance(operand, PatchedArray)]
         if not patched:
-            return _bind_cached(equation, operands)
+            return bind_cached(equation, operands)
         with equation.ctx.manager:  # the mesh among others, whose axes may be typed in another way in here
             return self._evaluate(equation, operands, patched)
 
