@@ -30,13 +30,6 @@ Sweep = Callable[[Any, Array], list[Array]]
 REVERSE_ONLY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
 
 
-EAGER_RUNS = 8
-"""A program that is linearized so often, or for which several sweeps at a time are wanted, is compiled.
-
-Compiling takes about as long as so many runs operation by operation, whatever the size of the program.
-"""
-
-
 class CompiledLinearization:
     """The part that linearizations of equal programs share: compiled code, and the linear program without residuals."""
 
@@ -51,15 +44,9 @@ class CompiledLinearization:
             return outputs, new, jax.tree_util.Partial(partial(_restore, structure, sources))
 
         self._linearize = jax.jit(linearize)
-        self.runs = 0
         self.sweeps: dict[Any, Sweep] = {}
         self.linear: LinearProgram | None = None
         """The linear program, once there is compiled code."""
-
-    @property
-    def pays(self) -> bool:
-        """True if there is compiled code, or it is time that there were."""
-        return self.linear is not None or self.runs > EAGER_RUNS
 
     def linearize(self, operands: list[Array], inputs: Sequence[Array]) -> tuple[Any, Any]:
         """Return the outputs and the linear program, as `jax.linearize` does."""
@@ -83,9 +70,9 @@ def _restore(structure: Any, sources: Sequence[int | None], arguments: Sequence[
 class JaxLinearization(Linearization):
     """`jax.linearize` at the inputs: its residuals are shared by all sweeps, and nothing runs the function again.
 
-    The function is traced, and the program runs operation by operation until it pays to compile it. From then on, every
-    linearization of an equal program uses what was compiled. A function that cannot be traced, as it branches on
-    values, is linearized as it is, and so is one inside of another transformation.
+    The function is traced, and the program runs operation by operation until several sweeps at a time are wanted: then
+    it is compiled. From then on, every linearization of an equal program uses what was compiled. A function that cannot
+    be traced, as it branches on values, is linearized as it is, and so is one inside of another transformation.
     """
 
     jvp_transposes_vjp = True
@@ -118,9 +105,7 @@ class JaxLinearization(Linearization):
             if program is not None:
                 self._compiled = find_or_make(program, CompiledLinearization)
                 run = partial(_run_eagerly, program)
-        if self._compiled is not None:
-            self._compiled[0].runs += 1
-        if self._compiled is not None and self._compiled[0].pays:
+        if self._compiled is not None and self._compiled[0].linear is not None:
             self._compile()
         else:
             self.outputs, self._program = jax.linearize(lambda *xs: tuple(run(*xs)), *self.inputs)

@@ -195,10 +195,11 @@ class _Spelling:
         elif isinstance(value, jax.sharding.Mesh):  # which is a function too, as decorators are
             return value
         elif _is_framework(kind.__module__) and not callable(value) and not is_wrapped_function(value):
-            if kind.__hash__ not in (None, object.__hash__):
+            by_identity: Any = object.__hash__
+            if kind.__hash__ is not None and kind.__hash__ is not by_identity:
                 return kind, value
             if not getattr(value, "__dict__", True):
-                return kind  # a mark without any state
+                return kind.__name__  # a mark without any state
         raise _IncomparableError
 
 
