@@ -139,7 +139,7 @@ class SharedRun:
             return None
 
     def _record(self, sources: Sequence[TensorRef], targets: Sequence[TensorRef]) -> Record:
-        run = PartialCall(self._call, sources, targets)
+        run = PartialCall(self._call, sources, targets, stops=False)
         return self._call.backend.load("explain").record(run, [source.tensor for source in sources], self._probe)
 
     def trace(self, source: TensorRef, target: TensorRef) -> Trace:

@@ -260,7 +260,7 @@ def value(
             values = [linear.read_value(n, selection) for n, selection in zip(numbers, selections, strict=True)]
             return pytree.unflatten_like(of, values)
     with backend.isolated(call.function):
-        tensors = [backend.stop(x) for x in call.run((), (), outputs)]
+        tensors = [backend.stop(x) for x in call.run((), (), outputs, stops=True)]
     values = [
         backend.copy(backend.take(tensors[n], select(place, n, tensors[n])))
         for place, n in zip(places, numbers, strict=True)

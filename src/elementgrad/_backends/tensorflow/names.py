@@ -7,7 +7,7 @@ The results of layers are captured by replacing `__call__` and `call` of their c
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,6 +22,7 @@ from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, 
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
 from elementgrad._names.capture import Capture
+from elementgrad._names.stopping import plain_attributes
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -69,6 +70,17 @@ class KerasModel(Model):
 
     def modules(self) -> Iterator[tuple[str, Layer]]:
         return self._layers()
+
+    def structure(self) -> Hashable:
+        return tuple(
+            [
+                (path, id(layer), () if _is_of_keras(layer) else plain_attributes(vars(layer)))
+                for path, layer in self._layers()
+            ]
+        )
+
+    def may_stop(self) -> bool:
+        return bool(tf.executing_eagerly())  # a graph is made to its end, with what it writes
 
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
         root = self.roots.get("")
@@ -274,6 +286,10 @@ def _is_automatic(owner: Any) -> bool:
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(owner).__name__)
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
     return re.fullmatch(rf"({re.escape(words)}|variable)(_\d+)?", owner.name) is not None
+
+
+def _is_of_keras(layer: Layer) -> bool:
+    return type(layer).__module__.startswith("keras.")
 
 
 def _is_input(layer: Layer) -> bool:
