@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,8 @@ class TorchLinearization(Linearization):
     """
 
     graph_errors: GraphErrors = GRAPH_ERRORS
+    uses: Mapping[int, Any] = MappingProxyType({})
+    """The `TrackedUses` of inputs that are parameters of a model, by their numbers."""
     _sweep_state: State | None = None
     """The state for sweeps, where no code of the user's can run in them."""
 
@@ -123,8 +126,6 @@ class TorchLinearization(Linearization):
         self._plain_attention = False
         self._unbatchable: dict[int, str | None] = {}
         self._versions = [_version(x) for x in inputs]
-        self.uses: dict[int, Any] = {}
-        """The `TrackedUses` of inputs that are parameters of a model, by their numbers."""
         self.leaves, self.outputs = evaluate(False)
 
     @property
