@@ -12,7 +12,9 @@ from benchmarks import (
     distributed,
     edits,
     explaining,
+    growth,
     jacobians,
+    named,
     names,
     sparse,
     training,
@@ -26,6 +28,7 @@ SUITES = {
     **edits.SUITES,
     **jacobians.SUITES,
     **names.SUITES,
+    **named.SUITES,
     **cones.SUITES,
     **explaining.SUITES,
     **sparse.SUITES,
@@ -35,6 +38,7 @@ SUITES = {
     **training_jax.SUITES,
     **training_sharded.SUITES,
     **command_line.SUITES,
+    **growth.SUITES,
 }
 
 

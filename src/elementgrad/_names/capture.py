@@ -178,6 +178,8 @@ class Capture:
         self.values: list[CapturedValue] = []
         self.matches: dict[CaptureKey, list[CapturedValue]] = {key: [] for key in (*transforms, *kept)}
         self.tensors: dict[CaptureKey, Tensor] = {}
+        self._latest: list[CaptureKey] = []
+        """The kept names whose tensors are the run's own, and no snapshots yet."""
         self.described: dict[CapturedValue, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype of everything, as the tensors themselves would keep a whole graph alive."""
         self._backend = backend
@@ -211,7 +213,14 @@ class Capture:
         if kind != "output" and self._is_complete():
             self.stopped = True
             raise RunStopped
+        self._take_snapshots()
         return value
+
+    def _take_snapshots(self) -> None:
+        """Keep what was captured as it is now, since the run goes on and may write to it."""
+        for key in self._latest:
+            self.tensors[key] = self._backend.names.snapshot(self.tensors[key])
+        self._latest.clear()
 
     def _is_complete(self) -> bool:
         """Return True if each name has its value, no other value can bear it, and the run can be left here."""
@@ -252,7 +261,8 @@ class Capture:
             tensor = self._transforms[wanted](tensor) if wanted in self._transforms else tensor
         for wanted in matching:
             if wanted in self._kept:
-                self.tensors[wanted] = self._backend.names.snapshot(tensor)
+                self.tensors[wanted] = tensor
+                self._latest.append(wanted)
         if self.everything:
             self.described[value] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor
