@@ -53,6 +53,7 @@ class KerasModel(Model):
     @contextmanager
     def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         with scope():
+            defer(self._forget_layers)  # the run may make some
             for _, variable, value in replacements:
                 defer(variable.assign, variable + 0)
                 variable.assign(value)
@@ -100,6 +101,8 @@ class KerasModel(Model):
     def canonical_name(self, name: str) -> str:
         """Return the path of names for a path of attributes: `dense_12/kernel` for `d.kernel` in `model.d.kernel`."""
         path, mark, rest = re.match(r"([^#:]*)(.?)(.*)", name).groups()  # type: ignore[union-attr]
+        if any(other in (path, path.removesuffix(GIVEN)) for other, _ in self._layers() if other):
+            return name  # to look at all attributes of a large model takes longer than to run it
         for ending in ("", GIVEN):
             known = None if "." not in path and ending else self._attribute_paths().get(path.removesuffix(ending))
             if known is not None and path.endswith(ending):
@@ -168,8 +171,18 @@ class KerasModel(Model):
                         join = add_prefix if path in self.roots else _join
                         yield join(path, variable.name), kind, variable
 
+    _known_layers: Sequence[tuple[str, Layer]] | None = None
+
+    def _forget_layers(self) -> None:
+        self._known_layers = None
+
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        """Yield every layer by its first path, a root by its prefix."""
+        """Yield every layer by its first path, a root by its prefix, as they were before the function ran."""
+        if self._known_layers is None:
+            self._known_layers = list(self._walk_layers())
+        return iter(self._known_layers)
+
+    def _walk_layers(self) -> Iterator[tuple[str, Layer]]:
         seen: set[int] = set()
 
         def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
@@ -191,7 +204,7 @@ class KerasModel(Model):
         def path_of(layer: Layer) -> str | None:
             if id(layer) not in paths and id(layer) not in others:
                 others[id(layer)] = layer
-                paths.update({id(new): path for path, new in self._layers()})  # it may have been made in this run
+                paths.update({id(new): path for path, new in self._walk_layers()})  # it may be of this run
             return paths.get(id(layer))
 
         def watch(layer: Layer, result: Any) -> Any:
@@ -206,7 +219,11 @@ class KerasModel(Model):
             args, kwargs = pytree.map_tree((args, kwargs), partial(_convert_array, layer))
             return capture.capture_given(path, args, kwargs)
 
-        return watch_layers([layer for _, layer in self._layers()], watch, watch_given)
+        # Where all names are those of known layers, no other layer has to be watched.
+        wanted = {name.removesuffix(GIVEN) for name in capture.bases}
+        named = [(path, layer) for path, layer in self._layers() if path in wanted]
+        known = not (capture.everything or capture.given) and {path for path, _ in named} >= wanted
+        return watch_layers([layer for _, layer in (named if known else self._layers())], watch, watch_given)
 
 
 class TensorflowNames(NamesBackend):
@@ -265,6 +282,9 @@ def _convert_array(layer: Layer, value: Any) -> Any:
 
 def _attributes_of(layer: Layer) -> Iterator[tuple[str, Layer]]:
     """Yield the layers inside of a layer by their attributes, as `d` or `blocks.0`; public attributes come first."""
+    inside = {id(inner) for inner in layer._layers}
+    if not inside:
+        return
     public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
     private = {name: value for name, value in vars(layer).items() if name.startswith("_")}
     for name, value in (*public.items(), ("layers", getattr(layer, "layers", ())), *private.items()):
@@ -272,7 +292,7 @@ def _attributes_of(layer: Layer) -> Iterator[tuple[str, Layer]]:
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
         )
         for key, each in ((name, value), *[(f"{name}.{key}", inner) for key, inner in values]):
-            if any(each is inner for inner in layer._layers):
+            if id(each) in inside:
                 yield key, each
 
 
