@@ -23,6 +23,7 @@ from benchmarks import (
     training_sharded,
 )
 from benchmarks.harness import report, run
+from benchmarks.stated import COSTS, contradictions
 
 SUITES = {
     **edits.SUITES,
@@ -50,7 +51,9 @@ def main() -> bool:
     parsed = parser.parse_args()
     results = [result for name in parsed.suites or SUITES for result in run(SUITES[name](), parsed.repeats)]
     report(results, parsed.json)
-    return any(result.steady and result.holds is False for result in results)
+    lines = contradictions(results, COSTS.read_text())
+    print(*lines, sep="\n")
+    return bool(lines) or any(result.steady and result.holds is False for result in results)
 
 
 sys.exit(main())

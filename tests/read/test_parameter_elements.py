@@ -1,5 +1,7 @@
 """Elements of a large parameter are read by the kernels of training, and are those of the dense derivative."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -257,3 +259,16 @@ def test_the_same_with_several_parameters_and_inputs():
     result = eg.grad(model, x.detach(), of="output[0, 1]", wrt=["0.weight[3, 4]", "2.weight[1]", "input"])
     expected = [dense[0][3, 4], dense[1][1], dense[2]]
     assert all(torch.allclose(left, right) for left, right in zip(result, expected, strict=True))
+
+
+def test_reads_leave_no_stand_in_behind():
+    model, x = KNOWN["tied"]
+    jacobian = eg.jacobian(lambda model: model(x).reshape(-1)[:4], model, wrt="model.weight")
+    for _ in range(20):
+        eg.grad(model, x, of="output[0, 0, 0]", wrt="weight[3, 4]")
+        assert type(model.weight) is torch.nn.Parameter
+        jacobian[1, (3, 4)]
+    del jacobian
+    gc.collect()
+    kinds = (uses.TrackedParameter, uses.TrackedUses, uses.LayerUse)
+    assert not [kept for kept in gc.get_objects() if type(kept) in kinds]

@@ -82,8 +82,13 @@ class _IsolationState(threading.local):
 _local = _IsolationState()
 
 
-class isolated(scope):  # noqa: N801
-    """Restore variables afterwards, and let operations draw the seeds that they would have drawn."""
+def isolated() -> "IsolatedRun":
+    """Return a `with` block that restores variables, and lets operations draw the seeds that they would have drawn."""
+    return IsolatedRun()
+
+
+class IsolatedRun(scope):
+    """A block that leaves no trace. It is no generator, as every sweep has one."""
 
     __slots__ = ()
 

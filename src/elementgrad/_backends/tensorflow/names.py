@@ -144,8 +144,8 @@ class KerasModel(Model):
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         name = self.canonical_name(name)
         variables = [(kind, variable) for other, kind, variable in self._variables() if other == name]
-        variables = variables or self._variables_by_path(name)
         layers = [path for path in self.layers() if path == name]
+        variables = variables or ([] if layers else self._variables_by_path(name))
         for what, count in (("variables", len(variables)), ("layers", len(layers))):
             if count > 1:
                 raise PlaceError(f"{count} {what} are named {name!r}; make them with names of their own (name=...)")

@@ -284,7 +284,8 @@ EXACT = (tf.float32, tf.float64)
 
 
 def _is_one_element(selection: Selection) -> bool:
-    return selection.mask is None and all(type(part) is int for part in selection.parts)
+    known = selection.mask is None and all(type(part) is int for part in selection.parts)
+    return known and max(selection.of) < 2**31
 
 
 def _update_element(x: Tensor, at: Sequence[Any], value: Any) -> Tensor:
@@ -293,7 +294,8 @@ def _update_element(x: Tensor, at: Sequence[Any], value: Any) -> Tensor:
         update: Any = np.array([value], x.dtype.as_numpy_dtype)
     else:
         update = tf.reshape(tf.cast(value if tf.is_tensor(value) else np.asarray(value), x.dtype), (1,))
-    return tf.raw_ops.TensorScatterUpdate(tensor=x, indices=np.array([at], np.int64), updates=update)
+    # Its derivatives of higher order put the indices beside shapes, which are int32.
+    return tf.raw_ops.TensorScatterUpdate(tensor=x, indices=np.array([at], np.int32), updates=update)
 
 
 def _strided_update_works(selection: Selection) -> bool:
