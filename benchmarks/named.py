@@ -62,7 +62,7 @@ def torch_parameters() -> Iterator[Row]:
         return eg.grad(dense, x, of="output[0, 1]", wrt="0.weight[7, 3]")
 
     def whole_weight() -> Any:
-        return torch.autograd.grad(dense(x)[0, 1], dense[0].weight)[0][7, 3]
+        return torch.autograd.grad(dense(x)[0, 1], dense.get_parameter("0.weight"))[0][7, 3]
 
     rows, columns = TABLE
     name = f"torch one entry of a {rows} x {columns} embedding"

@@ -172,7 +172,7 @@ def _linear_kernel(func: Any, given: Any, x: Tensor, weight: Tensor) -> Any:
         from elementgrad._backends.torch.train.kernels import TorchProduct
 
         row, column = np.divmod(positions, shape[1])
-        product = TorchProduct(row, column, *shape, weight.device)
+        product = TorchProduct(row, column, shape[0], shape[1], weight.device)
         rows = x.reshape(-1, x.shape[-1])
         if transposed:
             return lambda gradient: product(rows, gradient.reshape(-1, shape[1]))
@@ -260,8 +260,8 @@ def narrow(
     for number, wanted in zip(inputs, positions, strict=True):
         record = linear.uses.get(number)
         x = linear.inputs[number]
-        narrows = wanted is not None and record is not None and len(wanted) * SHARE <= x.numel()
-        if narrows and y.requires_grad and _are_all(record, y):
+        few = wanted is not None and len(wanted) * SHARE <= x.numel()
+        if wanted is not None and few and record is not None and y.requires_grad and _are_all(record, y):
             ends.append(_NarrowEnd.of(record, wanted, tuple(x.shape)))
         else:
             ends.append(linear.leaves[number])
