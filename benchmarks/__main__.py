@@ -12,7 +12,9 @@ from benchmarks import (
     distributed,
     edits,
     explaining,
+    growth,
     jacobians,
+    named,
     names,
     sparse,
     training,
@@ -21,11 +23,13 @@ from benchmarks import (
     training_sharded,
 )
 from benchmarks.harness import report, run
+from benchmarks.stated import COSTS, contradictions
 
 SUITES = {
     **edits.SUITES,
     **jacobians.SUITES,
     **names.SUITES,
+    **named.SUITES,
     **cones.SUITES,
     **explaining.SUITES,
     **sparse.SUITES,
@@ -35,6 +39,7 @@ SUITES = {
     **training_jax.SUITES,
     **training_sharded.SUITES,
     **command_line.SUITES,
+    **growth.SUITES,
 }
 
 
@@ -46,7 +51,9 @@ def main() -> bool:
     parsed = parser.parse_args()
     results = [result for name in parsed.suites or SUITES for result in run(SUITES[name](), parsed.repeats)]
     report(results, parsed.json)
-    return any(result.steady and result.holds is False for result in results)
+    lines = contradictions(results, COSTS.read_text())
+    print(*lines, sep="\n")
+    return bool(lines) or any(result.steady and result.holds is False for result in results)
 
 
 sys.exit(main())

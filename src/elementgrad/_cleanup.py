@@ -378,7 +378,7 @@ def with_rollback(function: Function) -> Function:
 
     @wraps(function)
     def verb(*args: Any, **kwargs: Any) -> Any:
-        block = _Verb()
+        block = _Verb(ends=False)
         scopes = _thread.scopes
         height = len(scopes)
         try:
@@ -424,7 +424,11 @@ _verbs: set[CodeType] = set()
 
 
 class _Verb(scope):
-    __slots__ = ("_ambient",)
+    __slots__ = ("_ambient", "ends")
+
+    def __init__(self, ends: bool = True):
+        self.ends = ends
+        """False if what is registered may outlast the verb."""
 
     def __enter__(self) -> Any:
         _undo_leftovers()
@@ -479,6 +483,23 @@ class AttributePatch:
         """Replace the attributes until the innermost open scope is left."""
         user = object()
         defer(self._leave, of, user)
+        self._add(user, of)
+
+    def enter_for_verb(self, *of: Hashable) -> None:
+        """Replace the attributes until the verb ends that is running, so that they are replaced once for all of it.
+
+        A verb whose changes may outlast it has no such end, and its innermost scope is as good then.
+        """
+        verb = _thread.scopes[0]
+        if not isinstance(verb, _Verb) or not verb.ends:
+            self.enter(*of)
+            return
+        patch = self._patches.get(of)
+        if patch is None or verb not in patch.users:
+            verb.undos.append(partial(self._leave, of, verb))
+            self._add(verb, of)
+
+    def _add(self, user: object, of: tuple[Hashable, ...]) -> None:
         with self._lock.hold():
             patch = self._patches.setdefault(of, _InstalledPatch())
             patch.users.add(user)

@@ -193,3 +193,31 @@ def test_the_contents_have_one_entry_for_each_question(tmp_path):
     ]
     assert "[3, 1]" in text  # the element as it is named in the weight, and not in the part that was asked for
     assert re.search(r"<code>tanh</code> in 1, test_report\.py:\d+", text)
+
+
+@pytest.mark.parametrize("sides", [{"of": 4}, {"wrt": 4}, {"of": 2, "wrt": 2}], ids=str)
+def test_several_places_take_as_many_runs_as_one(sides, tmp_path):
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return torch.tanh(x) * x.sum()
+
+    def ask(**sides):
+        calls.clear()
+        places = {side: [f"{'output' if side == 'of' else 'x'}[{i}]" for i in range(n)] for side, n in sides.items()}
+        eg.report(tmp_path / "report.html", f, torch.ones(5), **({"of": "output[1]", "wrt": "x"} | places))
+        return len(calls)
+
+    assert ask(**sides) == ask(of=1)
+
+
+def test_a_place_without_a_path_beside_others_is_reported(tmp_path):
+    path = tmp_path / "report.html"
+    eg.report(path, lambda x, y: x * 2, torch.ones(2), torch.ones(2), of="output[0]", wrt=["x[0]", "y[0]", "x[1]"])
+    html = path.read_text()
+    assert [heading for heading in headings(html) if "numbers" in heading] == [
+        "output[0] by x[0]: The numbers",
+        "output[0] by x[1]: The numbers",
+    ]
+    assert "output[0] has no gradient with respect to y[0]" in html

@@ -10,10 +10,10 @@ from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
 
 if TYPE_CHECKING:
-    from elementgrad._place.selection import Selection
+    import numpy as np
 
-if TYPE_CHECKING:
     from elementgrad._names.backend import Model
+    from elementgrad._place.selection import Selection
 
 Tensor = Any
 Function = Callable[..., Sequence[Tensor]]
@@ -102,6 +102,18 @@ class Linearization(ABC):
         """Return the derivatives of all rows by all columns, if no sweep through whole tensors is needed for them.
 
         There is a matrix for each input, None without a path. None in place of the list leaves them to sweeps.
+        """
+        return None
+
+    narrows = False
+    """True if `narrow` may find a shorter way."""
+
+    def narrow(
+        self, output: int, inputs: Sequence[int], positions: "Sequence[np.ndarray | None]"
+    ) -> "Linearization | None":
+        """Return the same function with some elements of these inputs in their place, if sweeps to them are shorter.
+
+        It has reverse sweeps from `output`. The elements are given by their flat positions; None leaves an input whole.
         """
         return None
 

@@ -121,17 +121,19 @@ class SharedRun:
         self._probe = probe
         self._sources: list[TensorRef] = []
         self._targets: list[TensorRef] = []
+        self._questions = 0
 
     def add(self, question: "Explanation") -> None:
         """Have the run serve a question too."""
         source, target = question.source, question.target
+        self._questions += 1
         if source.tensor is None or self._call.backend.kind(source.tensor) in "fc":
             self._sources += [source] if source not in self._sources else []
         self._targets += [target] if target not in self._targets else []
 
     @cached_property
     def _shared(self) -> Record | None:
-        if len(self._sources) * len(self._targets) < 2:
+        if self._questions < 2 or not self._sources:
             return None
         try:
             return self._record(self._sources, self._targets)
@@ -139,7 +141,7 @@ class SharedRun:
             return None
 
     def _record(self, sources: Sequence[TensorRef], targets: Sequence[TensorRef]) -> Record:
-        run = PartialCall(self._call, sources, targets)
+        run = PartialCall(self._call, sources, targets, stops=False)
         return self._call.backend.load("explain").record(run, [source.tensor for source in sources], self._probe)
 
     def trace(self, source: TensorRef, target: TensorRef) -> Trace:

@@ -284,7 +284,7 @@ class _SingleTensorCall(PartialCall):
 
     def __call__(self, *tensors: Any) -> list[Tensor]:
         sources, values = self.rest
-        return self.call.run([*self.sources, *sources], [*tensors, *values], self.targets, self.cuts)
+        return self.call.run([*self.sources, *sources], [*tensors, *values], self.targets, self.cuts, self.stops)
 
 
 def _other_floats(call: BoundCall, source: TensorRef) -> list[TensorRef]:

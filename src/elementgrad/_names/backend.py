@@ -1,6 +1,6 @@
 """The interface that a backend implements for names: `NamesBackend`, and the `Model` that it returns."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,6 +68,14 @@ class Model:
     def canonical_name(self, name: str) -> str:
         """Return the name under which a tensor is found, for a name that may be another spelling of it."""
         return name
+
+    def structure(self) -> Hashable:
+        """Return what decides which layers a call computes, beside its arguments; None if that is not known."""
+        return None
+
+    def may_stop(self) -> bool:
+        """Return True if the code that is running now can be left by an exception, with nothing left undone."""
+        return False
 
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         """Return kind and tensor of everything with a name; the result of a layer is an activation without a tensor."""

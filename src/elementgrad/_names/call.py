@@ -6,7 +6,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from elementgrad._names.arguments import BoundArguments, NamedFunction, backend_
 from elementgrad._names.backend import GIVEN, Model, Replacement
 from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
 from elementgrad._names.patterns import is_pattern
+from elementgrad._names.stopping import RunStopped, SingleCalls, StopRule, remember, signature, single_calls
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.index import normalize
 from elementgrad._place.place import Place
@@ -271,11 +272,13 @@ class BoundCall:
         tensors: Sequence[Any],
         targets: Sequence[TensorRef],
         cuts: Mapping[CaptureKey, Transform] = MappingProxyType({}),
+        stops: bool = False,
     ) -> list[Tensor]:
         """Call the function with the sources replaced by `tensors`, and return the targets.
 
         For a source that the run computes, `tensors` has a function of it, a tensor to add to it, or None to leave it
-        as it is. A computed value that `cuts` names is transformed in any case.
+        as it is. A computed value that `cuts` names is transformed in any case. With `stops` the function is left as
+        soon as nothing that it may still compute can matter.
         """
         inputs, replacements, transforms = {}, [], dict(cuts)
         for source, x in zip(sources, tensors, strict=True):
@@ -286,7 +289,11 @@ class BoundCall:
             elif x is not None:
                 replacements.append(Replacement(source.name, source.tensor, x))
         kept = [target.key for target in targets if target.computed and target is not ONLY_OUTPUT]
-        capture = Capture(self.backend, transforms, kept) if transforms or kept else None
+        capture = None
+        if transforms or kept:
+            inner = stops and not any(target.computed and target.kind == "output" for target in targets)
+            stop = self._stop_rule((*transforms, *kept)) if inner else None
+            capture = Capture(self.backend, transforms, kept, stop=stop)
         outputs = self._run(inputs, replacements, capture)
         if capture is not None:
             self._require_captured(capture)
@@ -318,12 +325,46 @@ class BoundCall:
             with without_capture():
                 returned = self.backend.names.traceable(self.function)(*args, **kwargs)
         else:
-            with without_capture(), self.model.prepare(replacements, inside) as function:
-                returned = self.backend.names.traceable(function)(*args, **kwargs)
+            try:
+                with without_capture(), self.model.prepare(replacements, inside) as function:
+                    returned = self.backend.names.traceable(function)(*args, **kwargs)
+            except (RunStopped, Exception) as error:
+                if inside is None or not inside.stopped:
+                    raise
+                if isinstance(error, RunStopped):
+                    return []
+            if inside is not None and inside.stopped:  # the user's code caught what was to leave it
+                if self._single_calls is not None:
+                    self._single_calls.stops = False
+                return []
+            if inside is not None and self._single_calls is not None:
+                remember(self._single_calls, self._signature, inside.names_of_one())
         outputs = self._named_outputs(returned)
         if not outputs and not (capture and capture.values):
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
         return outputs if capture is None else self._named_outputs(capture.capture("output", "output", returned))
+
+    @cached_property
+    def _single_calls(self) -> SingleCalls | None:
+        """What complete runs of the model have shown; None for a function that is no model or method of one."""
+        structure = self.model.structure() if "" in self.model.roots else None
+        return None if structure is None else single_calls(self.model.roots[""], structure)
+
+    @cached_property
+    def _signature(self) -> Hashable:
+        return getattr(self.function, "__name__", ""), signature(pytree.named_leaves(self._bound.arguments, ""))
+
+    def _stop_rule(self, keys: Sequence[CaptureKey]) -> StopRule | None:
+        """Return where a run for these names may be left; None if it must not be."""
+        known = self._single_calls
+        if known is not None and not known.stops:
+            return None
+        single = set() if known is None else known.names.get(self._signature, set())
+        # What a module is given may have the name of a layer inside of it, which is called later.
+        numbered = [
+            key for key in keys if key.numbered and not (key.base.endswith(GIVEN) and self.model.lookup(key.base))
+        ]
+        return StopRule(single.union([key.name for key in numbered]), self.model.may_stop)
 
     def _named_outputs(self, returned: Any) -> list[tuple[str, Tensor]]:
         outputs = []
@@ -431,6 +472,8 @@ class PartialCall:
     sources: Sequence[TensorRef]
     targets: Sequence[TensorRef]
     cuts: Mapping[CaptureKey, Transform] = field(default_factory=dict)
+    stops: bool = True
+    """True to leave the function once all targets are there; False to see all of it run."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -453,7 +496,7 @@ class PartialCall:
         return bool(self.cuts) or not all(ref.at_boundary for ref in (*self.sources, *self.targets))
 
     def __call__(self, *tensors: Any) -> list[Tensor]:
-        return self.call.run(self.sources, tensors, self.targets, self.cuts)
+        return self.call.run(self.sources, tensors, self.targets, self.cuts, self.stops)
 
 
 def _as_transform(new: Any) -> Transform:

@@ -16,6 +16,7 @@ from elementgrad._backends.base import Backend
 from elementgrad._cleanup import Lock, defer, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, NamesBackend
+from elementgrad._names.stopping import RunStopped, StopRule
 from elementgrad.errors import PlaceError
 
 Tensor = Any
@@ -140,6 +141,11 @@ class CaptureKey:
         """True if the name says which call or part."""
         return self.base != self.name
 
+    @property
+    def numbered(self) -> bool:
+        """True if the name says which call, so that no later value can bear it."""
+        return self.marked and "#" in self.name
+
     def matches(self, value: CapturedValue) -> bool:
         head, colon, key = self.name.partition(":")
         text = head + colon + key.replace(":", ".")
@@ -156,7 +162,11 @@ class Capture:
         kept: Sequence[CaptureKey],
         everything: bool = False,
         given: bool = False,
+        stop: StopRule | None = None,
     ):
+        self.stopped = False
+        """True once the run was left, because all that is captured was there."""
+        self._stop = stop
         self.everything = everything
         """True if all that has a name is captured, but for what modules are given."""
         self.given = given
@@ -168,6 +178,8 @@ class Capture:
         self.values: list[CapturedValue] = []
         self.matches: dict[CaptureKey, list[CapturedValue]] = {key: [] for key in (*transforms, *kept)}
         self.tensors: dict[CaptureKey, Tensor] = {}
+        self._latest: list[CaptureKey] = []
+        """The kept names whose tensors are the run's own, and no snapshots yet."""
         self.described: dict[CapturedValue, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype of everything, as the tensors themselves would keep a whole graph alive."""
         self._backend = backend
@@ -187,11 +199,44 @@ class Capture:
             yield
 
     def capture(self, kind: str, base: str, value: Value) -> Value:
-        """Capture a value that has a name, and return what the run goes on with."""
+        """Capture a value that has a name, and return what the run goes on with.
+
+        Raises:
+            RunStopped: nothing that the run may still compute is asked for.
+        """
+        if self.stopped:  # the user's code caught the exception, and its results do not matter any more
+            return value
         leaves = list(pytree.named_leaves(value, ""))
         alone = sum([registry.backend_of(leaf) is self._backend for _, leaf in leaves]) == 1
         keys = iter([key[1:] for key, _ in leaves])
-        return pytree.map_tree(value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone))
+        value = pytree.map_tree(value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone))
+        if kind != "output" and self._is_complete():
+            self.stopped = True
+            raise RunStopped
+        self._take_snapshots()
+        return value
+
+    def _take_snapshots(self) -> None:
+        """Keep what was captured as it is now, since the run goes on and may write to it."""
+        for key in self._latest:
+            self.tensors[key] = self._backend.names.snapshot(self.tensors[key])
+        self._latest.clear()
+
+    def _is_complete(self) -> bool:
+        """Return True if each name has its value, no other value can bear it, and the run can be left here."""
+        stop = self._stop
+        return (
+            stop is not None
+            and all(values and key.name in stop.single for key, values in self.matches.items())
+            and stop.allowed()
+        )
+
+    def names_of_one(self) -> list[str]:
+        """Return the names of which a complete run has shown that they are those of one tensor."""
+        if not self.everything:
+            return [key.name for key, values in self.matches.items() if len(values) == 1]
+        counts = Counter(spelling for value in self.values for spelling in value.spellings(False))
+        return [spelling for spelling, count in counts.items() if count == 1]
 
     def capture_given(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Capture what a module is given, by position or by name, and return what it goes on with."""
@@ -216,7 +261,8 @@ class Capture:
             tensor = self._transforms[wanted](tensor) if wanted in self._transforms else tensor
         for wanted in matching:
             if wanted in self._kept:
-                self.tensors[wanted] = self._backend.names.snapshot(tensor)
+                self.tensors[wanted] = tensor
+                self._latest.append(wanted)
         if self.everything:
             self.described[value] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor

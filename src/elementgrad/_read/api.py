@@ -202,7 +202,7 @@ def grad(
     """
     f, args, kwargs = gather_arguments(grad, f, args, kwargs, arguments, names_from)
     cone = parse_cone(cone)
-    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=cone)
+    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=cone, kept=False)
     return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
 
@@ -260,7 +260,7 @@ def value(
             values = [linear.read_value(n, selection) for n, selection in zip(numbers, selections, strict=True)]
             return pytree.unflatten_like(of, values)
     with backend.isolated(call.function):
-        tensors = [backend.stop(x) for x in call.run((), (), outputs)]
+        tensors = [backend.stop(x) for x in call.run((), (), outputs, stops=True)]
     values = [
         backend.copy(backend.take(tensors[n], select(place, n, tensors[n])))
         for place, n in zip(places, numbers, strict=True)
@@ -328,8 +328,12 @@ def _evaluate(
     batch: bool,
     order: int = 1,
     cone: bool | None = False,
+    kept: bool = True,
 ) -> _NamedEvaluation:
-    """Check all arguments, find the tensors that are named, and run the function once."""
+    """Check all arguments, find the tensors that are named, and run the function once.
+
+    With `kept` the values of the outputs are copied, for a user who may ask for them later.
+    """
     zero = parse_unconnected(unconnected)
     for name, flag in (("batch", batch), ("create_graph", create_graph)):
         if not isinstance(flag, bool):
@@ -374,7 +378,8 @@ def _evaluate(
         linear = linearize(tensors)
     if not all(map(is_, linear.inputs, tensors)):
         ins = make_operands(wrt_places, sources, inputs, linear.inputs)
-    outs = make_operands(of_places, targets, outputs, [linear.value(number) for number in range(len(outputs))])
+    values = [linear.value(number) for number in range(len(outputs))] if kept else linear.outputs
+    outs = make_operands(of_places, targets, outputs, values)
     examples = _count_examples(call, [*outs, *ins]) if batch else None
     options = ReadOptions(zero, limit, examples, reverse_only(call.backend, [*outs, *ins]))
     trees = pytree.unflatten_like(of, outs), pytree.unflatten_like(wrt, ins)

@@ -6,6 +6,7 @@ inputs whose examples are known not to mix. Every forward sweep is compared with
 returned.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -141,7 +142,10 @@ class SweepRunner:
                 return self.backend.take(stack, Selection(of, parts, block=0, broadcast=(len(parts[0]),)))
 
             if plan.mode == "reverse":
-                (parts,) = self._sweep_rows(plan, positions, [pick])
+                narrow = self._narrow([Selection.at_flat(ins, (self.wrt_sizes[0],))]) if self.linear.narrows else None
+                runner, of_pair = (self, targets) if narrow is None else (narrow[0], narrow[1][0].flat().reshape(-1))
+                targets = of_pair
+                (parts,) = runner._sweep_rows(plan, positions, [pick])
             else:
                 parts = self._sweep_columns(plan, self.inputs[0], positions, pick)
             inverse = np.empty_like(order)
@@ -391,7 +395,30 @@ class SweepRunner:
             raise FrameworkError(f"{self.backend.name} can differentiate this in no direction: {error}") from error
         self.missing_rules[mode] = str(error)
 
+    def _narrow(self, columns: Sequence[Selection]) -> tuple["SweepRunner", Sequence[Selection]] | None:
+        """Return the same reverse reads from inputs that are the selected elements alone, where these are shorter."""
+        if self.batch > 1:
+            return None
+        parts = [
+            (None, None) if selection.size * 2 > math.prod(selection.of) else _distinct(selection)
+            for selection in columns
+        ]
+        linear = self.linear.narrow(self.output, self.inputs, [positions for positions, _ in parts])
+        if linear is None:
+            return None
+        sizes = [math.prod(self.backend.shape(x)) for x in linear.inputs]
+        selections = [
+            selection
+            if positions is None or size != len(positions)
+            else Selection.at_flat(np.arange(size) if inverse is None else inverse, (size,))
+            for selection, (positions, inverse), size in zip(columns, parts, sizes, strict=True)
+        ]
+        return replace(self, linear=linear, inputs=range(len(sizes)), wrt_sizes=sizes), selections
+
     def _read_row(self, rows: Selection, columns: Sequence[Selection]) -> list[Tensor | None]:
+        narrow = self._narrow(columns) if self.linear.narrows else None
+        if narrow is not None:
+            return narrow[0]._read_row(rows, narrow[1])
         linear, backend = self.linear, self.backend
         y, derivatives = linear.outputs[self.output], None
         if not rows.shape and rows.basic and rows.of == tuple(backend.shape(y)):
@@ -406,6 +433,13 @@ class SweepRunner:
 
     def _read_block(self, rows: Selection, columns: Sequence[Selection], plan: Plan) -> list[Tensor | None]:
         if plan.mode == "reverse":
+            narrow = self._narrow(columns) if self.linear.narrows else None
+            if narrow is not None:
+                runner, columns = narrow
+                sizes = [_count_distinct(selection) for selection in columns]
+                return runner._read_block(
+                    rows, columns, runner.plan(_count_distinct(rows), sizes, plan.task.numbers, "reverse")
+                )
             positions, inverse = _distinct(rows)
             parts = self._sweep_rows(plan, positions, [self._make_pick(selection) for selection in columns])
             return [self._join(each, inverse, (1, 0, 2)) for each in parts]

@@ -106,10 +106,13 @@ def report(
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
     f, args, kwargs = gather_arguments(report, f, args, kwargs, arguments, names_from)
-    pairs = product(pytree.leaves_of(of), pytree.leaves_of(wrt))
-    items = [ReportQuery(f, args, kwargs, *pair).answer(budget) for pair in pairs]
-    if not items:
+    targets, places = pytree.leaves_of(of), pytree.leaves_of(wrt)
+    queries = [ReportQuery(f, args, kwargs, *pair) for pair in product(targets, places)]
+    if not queries:
         raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
+    shared = _answer_together(f, args, kwargs, targets, places, budget) if len(queries) > 1 else None
+    answers = [(None, None)] * len(queries) if shared is None else shared
+    items = [query.answer(budget, *answer) for query, answer in zip(queries, answers, strict=True)]
     sections = []
     for item in items:
         prefix = "" if len(items) == 1 else f"{' by '.join(item.names)}: "
@@ -121,6 +124,27 @@ def report(
     others = f", and {len(items) - 1} more" if len(items) > 1 else ""
     lead = f"How {first.names[0]} changes with {first.names[1]}{others}."
     return Page(title or f"The gradient of {first.query.name}", sections, lead).write(path)
+
+
+def _answer_together(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    targets: list[Any],
+    places: list[Any],
+    budget: int | str | None,
+) -> list[tuple[Jacobian, Diagnosis]] | None:
+    """Return Jacobian and diagnosis of all pairs from one evaluation and one record of the function.
+
+    None if one of them has neither, since each pair then has to say so for itself.
+    """
+    options: dict[str, Any] = {"kwargs": kwargs, "of": targets, "wrt": places}
+    try:
+        derivatives = jacobian(f, *args, budget=budget, **options)
+        diagnoses = explain(f, *args, **options)
+    except ElementgradError:
+        return None
+    return [pair for row in zip(derivatives, diagnoses, strict=True) for pair in zip(*row, strict=True)]
 
 
 def _patch_page(patch: Patch, title: str | None) -> Page:
@@ -163,20 +187,23 @@ class ReportQuery:
     of: Any
     wrt: Any
 
-    def answer(self, budget: int | str | None) -> "ReportItem":
-        """Compute the derivative and the diagnosis; raise the error of the one if there is neither."""
+    def answer(
+        self, budget: int | str | None, derivative: Jacobian | None = None, diagnosis: Diagnosis | None = None
+    ) -> "ReportItem":
+        """Compute what is not given, the derivative and the diagnosis; raise its error if there is neither."""
         options = {"kwargs": self.kwargs, "of": self.of, "wrt": self.wrt}
-        derivative: Jacobian | None = None
         values: np.ndarray | None = None
         refusal: ElementgradError | None = None
         try:
-            derivative = jacobian(self.f, *self.args, budget=budget, **options)
+            derivative = (
+                derivative if derivative is not None else jacobian(self.f, *self.args, budget=budget, **options)
+            )
             _require_small(derivative)
             values = to_floats(derivative.dense())
         except (UnconnectedError, DtypeError) as error:
             refusal = error
         try:
-            diagnosis = explain(self.f, *self.args, **options)
+            diagnosis = diagnosis if diagnosis is not None else explain(self.f, *self.args, **options)
         except ElementgradError as error:
             if refusal is not None:
                 raise refusal from None

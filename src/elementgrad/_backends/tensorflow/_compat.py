@@ -47,6 +47,24 @@ from tensorflow.python.framework.ops import uid as uid
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as BaseResourceVariable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
 
+# The functions of TensorFlow's modules by which variables are written to, beside their own methods.
+from tensorflow.python.ops import gen_array_ops as gen_array_ops
+from tensorflow.python.ops import gen_resource_variable_ops as gen_resource_variable_ops
+from tensorflow.python.ops import gen_state_ops as gen_state_ops
+from tensorflow.python.ops import gen_stateful_random_ops as gen_stateful_random_ops
+
+WRITES: list[tuple[Any, str]] = [
+    *[
+        (gen_resource_variable_ops, name)
+        for name in dir(gen_resource_variable_ops)
+        if name.startswith("resource_scatter_")
+    ],
+    *[(gen_state_ops, name) for name in dir(gen_state_ops) if name.startswith("resource_scatter_nd_")],
+    (gen_array_ops, "resource_strided_slice_assign"),
+    (gen_stateful_random_ops, "rng_read_and_skip"),
+]
+"""These functions, by module and name; each takes the handle of the variable first."""
+WRITES = [(owner, name) for owner, name in WRITES if not name.endswith("_eager_fallback")]
 TENSOR_TYPES = (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor)
 """The types of tensors; the last is the base of symbolic tensors and others that are no `tf.Tensor`."""
 

@@ -35,6 +35,8 @@ Tensor = Any
 Sweep = Callable[[Tensor], list[Tensor | None]]
 Relinearize = Callable[[int, Tensor], "TensorflowLinearization"]
 """The function evaluated again, with another tensor for one of its inputs, if that is an argument of it."""
+FEW = 16
+"""So many sweeps of one kind run one by one on the tape, which takes less time than to trace them."""
 FILLING = 8
 """A batch is filled with zeros to at most so many times its size."""
 
@@ -64,6 +66,8 @@ class TensorflowLinearization(Linearization):
         self._relinearize = relinearize
         self.seeds = seeds
         self._programs: dict[Any, list[_Program]] = {}
+        self._on_tape: dict[Any, int] = {}
+        """The sweeps of each kind that ran one by one."""
 
     @classmethod
     def of(
@@ -114,6 +118,18 @@ class TensorflowLinearization(Linearization):
     def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         return self._sweep(*self._make_vjp(output, inputs), seeds)
 
+    def vjp_of_element(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Tensor | None] | None:
+        y = self.outputs[output]
+        if not tf.executing_eagerly() or self._create_graph or could_possibly_record():
+            return None
+        seed = None
+        if index:
+            numbers = np.zeros(y.shape, y.dtype.as_numpy_dtype)
+            numbers[index] = 1
+            seed = tf.convert_to_tensor(numbers)
+        with isolated():
+            return self._run_one(self._make_vjp(output, inputs)[1], seed)
+
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         return self._sweep(*self._make_jvp(input, outputs), seeds)
 
@@ -138,15 +154,28 @@ class TensorflowLinearization(Linearization):
 
     def _trace_and_run(self, key: Any, sweep: Sweep, seeds: Tensor) -> list[Tensor | None]:
         if seeds.shape[0] == 1:
-            try:
-                return [None if derivative is None else derivative[None] for derivative in sweep(seeds[0])]
-            except (LookupError, NotImplementedError) as error:  # the errors about a missing rule
-                raise UnsupportedError(reason(error)) from error
+            return [None if derivative is None else derivative[None] for derivative in self._run_one(sweep, seeds[0])]
+        if self._runs_on_tape(key, seeds.shape[0]):
+            rows = [self._run_one(sweep, seed) for seed in tf.unstack(seeds)]
+            return [None if parts[0] is None else tf.stack(parts) for parts in zip(*rows, strict=True)]
         try:
             program = self._get_program(key, sweep, seeds.shape[1:], seeds.dtype, seeds.shape[0])
         except Exception as error:
             raise NotBatchableError(reason(error)) from error
         return program(seeds)
+
+    def _runs_on_tape(self, key: Any, count: int) -> bool:
+        """Return True for the first few sweeps of a kind, as long as there is no program for them."""
+        if not tf.executing_eagerly() or self._programs.get(key) or self._on_tape.get(key, 0) + count > FEW:
+            return False
+        self._on_tape[key] = self._on_tape.get(key, 0) + count
+        return True
+
+    def _run_one(self, sweep: Sweep, seed: Tensor | None) -> list[Tensor | None]:
+        try:
+            return sweep(seed)
+        except (LookupError, NotImplementedError) as error:  # the errors about a missing rule
+            raise UnsupportedError(reason(error)) from error
 
     def _find_program(self, key: Any, count: int) -> "_Program | None":
         """Return the program for a batch of `count` seeds, if it was traced before."""
@@ -193,6 +222,9 @@ class TensorflowLinearization(Linearization):
 
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         key, sweep = self._make_jvp(source, targets) if forward else self._make_vjp(source, targets)
+        if tf.executing_eagerly() and not self._programs.get(key) and self._on_tape.get(key, 0) + sweeps <= FEW:
+            ends = self.outputs if forward else self.inputs  # they run one by one, and their results are stacked
+            return max([math.prod(ends[i].shape) * ends[i].dtype.size for i in targets], default=0)
         like = (self.inputs if forward else self.outputs)[source]
         try:
             return self._get_program(key, sweep, like.shape, like.dtype, sweeps).peak_bytes
@@ -222,7 +254,7 @@ class _ActivationTap:
         return self.value
 
 
-def _vjp(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor) -> list[Tensor | None]:
+def _vjp(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor | None) -> list[Tensor | None]:
     gradients = tape.gradient(y, xs, output_gradients=seed)
     return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 

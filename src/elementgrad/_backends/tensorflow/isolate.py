@@ -8,13 +8,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property, partial
 from typing import Any
 
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import (
+    WRITES,
     BaseResourceVariable,
     Context,
     ResourceVariable,
@@ -35,8 +36,8 @@ def _restore_seed(seed: Any) -> None:
     context.context()._seed = seed
 
 
-WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
-"""The start of the names of a variable's methods that write to it."""
+ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+"""The methods of a variable that write to it and are its own. It makes its first value by their functions as well."""
 LOSSES = ("add_loss", "_clear_losses")
 """The methods of a Keras layer that change the losses of its last call."""
 Seeds = tuple[int, Any, Any]
@@ -61,7 +62,7 @@ class _SavedVariables:
         self.losses.setdefault(id(layer), (layer, list(layer._losses), set(layer._loss_ids)))
 
     def restore(self) -> None:
-        with self._outside():
+        with self._outside() if self.values else nullcontext():
             for handle, value in self.values.values():
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         for layer, losses, ids in self.losses.values():
@@ -81,16 +82,27 @@ class _IsolationState(threading.local):
 _local = _IsolationState()
 
 
-@contextmanager
-def isolated() -> Iterator[None]:
-    """Restore variables afterwards, and let operations draw the seeds that they would have drawn."""
-    with scope():
-        saved = _SavedVariables()
-        defer(snapshot())
-        defer(saved.restore)
-        _writes.enter()
-        push(_local, "saved", saved)
-        yield
+def isolated() -> "IsolatedRun":
+    """Return a `with` block that restores variables, and lets operations draw the seeds that they would have drawn."""
+    return IsolatedRun()
+
+
+class IsolatedRun(scope):
+    """A block that leaves no trace. It is no generator, as every sweep has one."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            saved = _SavedVariables()
+            defer(snapshot())
+            defer(saved.restore)
+            _writes.enter_for_verb()
+            push(_local, "saved", saved)
+        except BaseException:
+            self.close()
+            raise
 
 
 @contextmanager
@@ -123,39 +135,69 @@ def with_seeds(seeds: Seeds | None) -> Iterator[None]:
         yield
 
 
-def _derived_seeds(seeds: random.Random) -> random.Random:
-    """Return another sequence of seeds: the user's operations must not share seeds with those of an isolated run."""
-    ahead = random.Random()
-    ahead.setstate(seeds.getstate())
-    return random.Random(ahead.getrandbits(64) ^ 0x5EED)
+class _DerivedSeeds:
+    """Another sequence of seeds: the user's operations must not share seeds with those of an isolated run.
+
+    It is made when the first is drawn, as few functions draw any.
+    """
+
+    def __init__(self, seeds: random.Random):
+        self._seeds = seeds
+
+    @cached_property
+    def _derived(self) -> random.Random:
+        ahead = random.Random()
+        ahead.setstate(self._seeds.getstate())
+        return random.Random(ahead.getrandbits(64) ^ 0x5EED)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._derived, name)
 
 
 def _install(replace: Replace) -> None:
+    # Functions are replaced where that will do: to replace an attribute of a class takes far longer.
     for owner in (BaseResourceVariable, ResourceVariable):
-        for name in [name for name in vars(owner) if name.startswith(WRITES)]:
-            _wrap(replace, owner, name, lambda variable, *_, **__: _save(variable.handle, variable.dtype))
-    skip = "_skip_single_var"
-    _wrap(replace, tf.random.Generator, skip, lambda _, variable, *__: _save(variable.handle, variable.dtype))
+        for name in ASSIGNMENTS:
+            if name in vars(owner):
+                _wrap(replace, owner, name, _save_variable)
+    for module, name in WRITES:
+        _wrap(replace, module, name, _save_handle)
     _wrap(replace, Context, "call_function", _save_inputs)
     layer = getattr(sys.modules.get("keras"), "Layer", None)
     for name in LOSSES if hasattr(layer, LOSSES[-1]) else ():
-        _wrap(replace, layer, name, lambda layer, *_, **__: _save_losses(layer))
+        _wrap(replace, layer, name, _save_losses)
     seeds = getattr(context.context(), "_rng", None)
     if seeds is not None:
-        replace(context.context(), "_rng", _derived_seeds(seeds))
+        replace(context.context(), "_rng", _DerivedSeeds(seeds))
 
 
 def _wrap(replace: Replace, owner: Any, name: str, before: Callable[..., None]) -> None:
-    original = getattr(owner, name)
+    replace(owner, name, _call_before(before, getattr(owner, name)))
 
+
+@cache
+def _call_before(before: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
         return original(*args, **kwargs)
 
-    replace(owner, name, wrapper)
+    return wrapper
 
 
 _writes = AttributePatch(_install)
+
+
+def _save_variable(variable: Any, *_: Any, **__: Any) -> None:
+    if _local.saved:
+        _save(variable.handle, variable.dtype)
+
+
+def _save_handle(*arguments: Any, **options: Any) -> None:
+    if _local.saved:
+        handle = next(iter((*arguments, *options.values())))  # by whatever name, it comes first
+        dtype = variable_dtype(handle)
+        if dtype is not None:
+            _save(handle, dtype)
 
 
 def _save(handle: Any, dtype: Any) -> None:
@@ -163,7 +205,7 @@ def _save(handle: Any, dtype: Any) -> None:
         saved.save(handle, dtype)
 
 
-def _save_losses(layer: Any) -> None:
+def _save_losses(layer: Any, *_: Any, **__: Any) -> None:
     for saved in _local.saved:
         saved.save_losses(layer)
 

@@ -7,7 +7,7 @@ The results of layers are captured by replacing `__call__` and `call` of their c
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,6 +22,7 @@ from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, 
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
 from elementgrad._names.capture import Capture
+from elementgrad._names.stopping import plain_attributes
 from elementgrad.errors import PlaceError
 
 Layer = Any
@@ -52,6 +53,7 @@ class KerasModel(Model):
     @contextmanager
     def prepare(self, replacements: Sequence[Replacement], capture: Capture | None) -> Iterator[Callable[..., Any]]:
         with scope():
+            defer(self._forget_layers)  # the run may make some
             for _, variable, value in replacements:
                 defer(variable.assign, variable + 0)
                 variable.assign(value)
@@ -69,6 +71,17 @@ class KerasModel(Model):
 
     def modules(self) -> Iterator[tuple[str, Layer]]:
         return self._layers()
+
+    def structure(self) -> Hashable:
+        return tuple(
+            [
+                (path, id(layer), () if _is_of_keras(layer) else plain_attributes(vars(layer)))
+                for path, layer in self._layers()
+            ]
+        )
+
+    def may_stop(self) -> bool:
+        return bool(tf.executing_eagerly())  # a graph is made to its end, with what it writes
 
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
         root = self.roots.get("")
@@ -88,6 +101,8 @@ class KerasModel(Model):
     def canonical_name(self, name: str) -> str:
         """Return the path of names for a path of attributes: `dense_12/kernel` for `d.kernel` in `model.d.kernel`."""
         path, mark, rest = re.match(r"([^#:]*)(.?)(.*)", name).groups()  # type: ignore[union-attr]
+        if any(other in (path, path.removesuffix(GIVEN)) for other, _ in self._layers() if other):
+            return name  # to look at all attributes of a large model takes longer than to run it
         for ending in ("", GIVEN):
             known = None if "." not in path and ending else self._attribute_paths().get(path.removesuffix(ending))
             if known is not None and path.endswith(ending):
@@ -129,8 +144,8 @@ class KerasModel(Model):
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         name = self.canonical_name(name)
         variables = [(kind, variable) for other, kind, variable in self._variables() if other == name]
-        variables = variables or self._variables_by_path(name)
         layers = [path for path in self.layers() if path == name]
+        variables = variables or ([] if layers else self._variables_by_path(name))
         for what, count in (("variables", len(variables)), ("layers", len(layers))):
             if count > 1:
                 raise PlaceError(f"{count} {what} are named {name!r}; make them with names of their own (name=...)")
@@ -156,8 +171,18 @@ class KerasModel(Model):
                         join = add_prefix if path in self.roots else _join
                         yield join(path, variable.name), kind, variable
 
+    _known_layers: Sequence[tuple[str, Layer]] | None = None
+
+    def _forget_layers(self) -> None:
+        self._known_layers = None
+
     def _layers(self) -> Iterator[tuple[str, Layer]]:
-        """Yield every layer by its first path, a root by its prefix."""
+        """Yield every layer by its first path, a root by its prefix, as they were before the function ran."""
+        if self._known_layers is None:
+            self._known_layers = list(self._walk_layers())
+        return iter(self._known_layers)
+
+    def _walk_layers(self) -> Iterator[tuple[str, Layer]]:
         seen: set[int] = set()
 
         def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
@@ -179,7 +204,7 @@ class KerasModel(Model):
         def path_of(layer: Layer) -> str | None:
             if id(layer) not in paths and id(layer) not in others:
                 others[id(layer)] = layer
-                paths.update({id(new): path for path, new in self._layers()})  # it may have been made in this run
+                paths.update({id(new): path for path, new in self._walk_layers()})  # it may be of this run
             return paths.get(id(layer))
 
         def watch(layer: Layer, result: Any) -> Any:
@@ -194,7 +219,11 @@ class KerasModel(Model):
             args, kwargs = pytree.map_tree((args, kwargs), partial(_convert_array, layer))
             return capture.capture_given(path, args, kwargs)
 
-        return watch_layers([layer for _, layer in self._layers()], watch, watch_given)
+        # Where all names are those of known layers, no other layer has to be watched.
+        wanted = {name.removesuffix(GIVEN) for name in capture.bases}
+        named = [(path, layer) for path, layer in self._layers() if path in wanted]
+        known = not (capture.everything or capture.given) and {path for path, _ in named} >= wanted
+        return watch_layers([layer for _, layer in (named if known else self._layers())], watch, watch_given)
 
 
 class TensorflowNames(NamesBackend):
@@ -253,6 +282,9 @@ def _convert_array(layer: Layer, value: Any) -> Any:
 
 def _attributes_of(layer: Layer) -> Iterator[tuple[str, Layer]]:
     """Yield the layers inside of a layer by their attributes, as `d` or `blocks.0`; public attributes come first."""
+    inside = {id(inner) for inner in layer._layers}
+    if not inside:
+        return
     public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
     private = {name: value for name, value in vars(layer).items() if name.startswith("_")}
     for name, value in (*public.items(), ("layers", getattr(layer, "layers", ())), *private.items()):
@@ -260,7 +292,7 @@ def _attributes_of(layer: Layer) -> Iterator[tuple[str, Layer]]:
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
         )
         for key, each in ((name, value), *[(f"{name}.{key}", inner) for key, inner in values]):
-            if any(each is inner for inner in layer._layers):
+            if id(each) in inside:
                 yield key, each
 
 
@@ -274,6 +306,10 @@ def _is_automatic(owner: Any) -> bool:
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(owner).__name__)
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
     return re.fullmatch(rf"({re.escape(words)}|variable)(_\d+)?", owner.name) is not None
+
+
+def _is_of_keras(layer: Layer) -> bool:
+    return type(layer).__module__.startswith("keras.")
 
 
 def _is_input(layer: Layer) -> bool:

@@ -186,10 +186,7 @@ class TensorflowBackend(Backend):
         return tuple(x.shape)
 
     def kind(self, x: Tensor) -> Kind:
-        dtype = tf.as_dtype(x.dtype)
-        if dtype.is_floating:
-            return "f"
-        return "c" if dtype.is_complex else "b" if dtype.is_bool else "i" if dtype.is_integer else "o"
+        return _kind(x.dtype)
 
     def read(self, x: Tensor) -> np.ndarray | None:
         return tf.get_static_value(tf.convert_to_tensor(x))
@@ -214,6 +211,8 @@ class TensorflowBackend(Backend):
 
     def put(self, x: Tensor, selection: Selection, value: Any) -> Tensor:
         x = tf.convert_to_tensor(x)
+        if selection.parts and not selection.shape and tf.executing_eagerly() and _is_one_element(selection):
+            return _update_element(x, selection.parts, value)
         value = self.cast(value, x)
         if selection.basic and _strided_update_works(selection):
             return _strided_update(x, selection, value)
@@ -255,6 +254,14 @@ class TensorflowBackend(Backend):
 
 
 @cache
+def _kind(dtype: Any) -> Kind:
+    dtype = tf.as_dtype(dtype)
+    if dtype.is_floating:
+        return "f"
+    return "c" if dtype.is_complex else "b" if dtype.is_bool else "i" if dtype.is_integer else "o"
+
+
+@cache
 def _dtype_range(dtype: tf.DType) -> DtypeRange | None:
     if dtype.is_floating or dtype.is_complex:
         return DtypeRange.from_floats(ml_dtypes.finfo(dtype.as_numpy_dtype))
@@ -270,6 +277,25 @@ def _through(x: Tensor, keep: Callable[[Tensor], Tensor]) -> Tensor:
 @tf.custom_gradient
 def _straight_through(value: Tensor, surrogate: Tensor) -> Any:
     return tf.stop_gradient(value), lambda upstream: (None, upstream)
+
+
+EXACT = (tf.float32, tf.float64)
+"""The dtypes to which NumPy rounds as TensorFlow does."""
+
+
+def _is_one_element(selection: Selection) -> bool:
+    known = selection.mask is None and all(type(part) is int for part in selection.parts)
+    return known and max(selection.of) < 2**31
+
+
+def _update_element(x: Tensor, at: Sequence[Any], value: Any) -> Tensor:
+    """Write one element by one operation; every other one would take as long as the write."""
+    if type(value) in (int, float) and x.dtype in EXACT:
+        update: Any = np.array([value], x.dtype.as_numpy_dtype)
+    else:
+        update = tf.reshape(tf.cast(value if tf.is_tensor(value) else np.asarray(value), x.dtype), (1,))
+    # Its derivatives of higher order put the indices beside shapes, which are int32.
+    return tf.raw_ops.TensorScatterUpdate(tensor=x, indices=np.array([at], np.int32), updates=update)
 
 
 def _strided_update_works(selection: Selection) -> bool:

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge
@@ -102,6 +104,8 @@ class TorchLinearization(Linearization):
     """
 
     graph_errors: GraphErrors = GRAPH_ERRORS
+    uses: Mapping[int, Any] = MappingProxyType({})
+    """The `TrackedUses` of inputs that are parameters of a model, by their numbers."""
     _sweep_state: State | None = None
     """The state for sweeps, where no code of the user's can run in them."""
 
@@ -124,6 +128,10 @@ class TorchLinearization(Linearization):
         self._versions = [_version(x) for x in inputs]
         self.leaves, self.outputs = evaluate(False)
 
+    @property
+    def narrows(self) -> bool:  # type: ignore[override]
+        return bool(self.uses)
+
     @classmethod
     def of(cls, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinearization":
         """Evaluate a function at its inputs."""
@@ -133,21 +141,32 @@ class TorchLinearization(Linearization):
         before = state(run.function)
         values = list(inputs)
         freezes = False
+        uses: dict[int, Any] = {}
+        held = () if create_graph else [i for i, holds in enumerate(run.held) if holds and inputs[i].numel() > 1]
+        tracked: Any = {}
+        if held:
+            from elementgrad._backends.torch.uses import is_trackable, track
+
+            tracked = {i: track for i in held if is_trackable(inputs[i])}
 
         def evaluate(plain_attention: bool) -> Graph:
             again, now = (before, None) if plain_attention else (None, before)
             leaves: list[Any] = []
             arguments: list[Any] = []
+            uses.clear()
             with (
                 isolated(run.function, again, plain_attention, now) as runs_user_code,
                 checkpointing_disabled(run.inside) if runs_user_code else NOTHING,
                 in_mode(Freezable()) if freezes else NOTHING,
             ):
-                for x in inputs:
+                for i, x in enumerate(inputs):
                     leaf: Any = ActivationTap() if x is None else _make_leaf(x, create_graph)
                     leaves.append(leaf)
-                    # The user's code may write to its arguments, which a leaf does not allow.
-                    arguments.append(leaf.clone() if runs_user_code and x is not None else leaf)
+                    if i in tracked:
+                        arguments.append(tracked[i](leaf))
+                        uses[i] = arguments[-1].record
+                    else:  # the user's code may write to its arguments, which a leaf does not allow
+                        arguments.append(leaf.clone() if runs_user_code and x is not None else leaf)
                 outputs = run(*arguments)
                 if not runs_user_code:  # an argument that is returned as it is must be an output all the same
                     outputs = [y.clone() if y.is_leaf and y.requires_grad else y for y in outputs]
@@ -165,6 +184,7 @@ class TorchLinearization(Linearization):
                 raise
             freezes = True
             linear = cls(values, evaluate, run, before, create_graph)
+        linear.uses = uses
         if [_version(x) for x in others] != versions:
             linear.missing_rules = {"forward": WRITES}
         return linear
@@ -212,6 +232,13 @@ class TorchLinearization(Linearization):
                 if not self._needs_plain_attention(error):
                     raise
         return None
+
+    def narrow(
+        self, output: int, inputs: Sequence[int], positions: Sequence[np.ndarray | None]
+    ) -> Linearization | None:
+        from elementgrad._backends.torch.uses import narrow
+
+        return narrow(self, output, inputs, positions)
 
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if [_version(x) for x in self.inputs] != self._versions:

@@ -388,6 +388,11 @@ def add_hook(hooks: Any, hook: Any) -> None:
     hooks[id(hook)] = hook
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Return True if a hook is the library's, and not the user's."""
+    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("elementgrad.")
+
+
 def removed_later() -> list[Any]:
     """Return a list for the handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
 

@@ -1,9 +1,10 @@
 """Names in a PyTorch module: its submodules, parameters and buffers, without what wraps it (DDP, `torch.compile`)."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,12 +12,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, restore_attributes
+from elementgrad._backends.torch._compat import MODULE_CALL, _global_forward_hooks, _global_forward_pre_hooks
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_own_hook, restore_attributes
 from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
 from elementgrad._names.capture import Capture
+from elementgrad._names.stopping import plain_attributes
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
@@ -24,6 +27,10 @@ WRAPPED = ("module", "_orig_mod")
 """The attributes in which a wrapper of PyTorch keeps the wrapped module: `DataParallel`, `torch.compile`, ..."""
 WRAPPERS = ("torch.nn.parallel.", "torch.optim.", "torch._dynamo.")
 """The packages of these wrappers."""
+SHARDED = ("torch.nn.parallel.", "torch.distributed.")
+"""The packages of modules that talk to other processes."""
+RUNS = "elementgrad._names.call"
+"""The Python module whose frames call the user's function."""
 KERAS_PARAMETERS = "._torch_params"
 """The submodule in which a Keras layer on PyTorch keeps parameters, from where it does not read them."""
 _locks: WeakKeyDictionary[Module, Lock] = WeakKeyDictionary()
@@ -55,18 +62,50 @@ class TorchModel(Model):
     def modules(self) -> Iterator[tuple[str, Module]]:
         """Yield every module by its first path, a root by its prefix."""
         seen: set[int] = set()
-
-        def walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
+        ahead = list(self.roots.items())[::-1]
+        while ahead:
+            path, module = ahead.pop()
             module = unwrap(module)
             if id(module) not in seen:
                 seen.add(id(module))
                 yield path, module
-                for name, child in module._modules.items():
-                    if child is not None:
-                        yield from walk(child, add_prefix(path, name))
+                children = [
+                    (add_prefix(path, name), child) for name, child in module._modules.items() if child is not None
+                ]
+                ahead += children[::-1]
 
-        for prefix, root in self.roots.items():
-            yield from walk(root, prefix)
+    def structure(self) -> Hashable:
+        return tuple(
+            [
+                (path, id(module), module.training, () if _is_of_torch(module) else plain_attributes(module.__dict__))
+                for path, module in self.modules()
+            ]
+        )
+
+    def may_stop(self) -> bool:
+        """Return True unless a module that is being called has a hook, or a forward of its own, that ends something.
+
+        What begins in a hook before a call often ends in one behind it: sharded and offloaded models load and free
+        their parameters so. An exception would skip the second. Processes that train together must also all run the
+        same parts.
+        """
+        if not all(map(is_own_hook, (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values()))):
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        finished = False
+        while frame is not None and frame.f_globals.get("__name__") != RUNS:
+            if frame.f_code is _capture_result.__code__:
+                finished = True  # the module of the innermost call has returned, and its own hooks came before ours
+            elif frame.f_code is MODULE_CALL:
+                module = frame.f_locals["self"]
+                hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+                if not finished and ("forward" in module.__dict__ or not all(map(is_own_hook, hooks))):
+                    return False
+                if type(module).__module__.startswith(SHARDED):
+                    return False
+                finished = False
+            frame = frame.f_back
+        return True
 
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         matches: list[tuple[str, Tensor | None]] = []
@@ -221,6 +260,10 @@ def _tensors_of(module: Module) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         leaves = {name for parameter in trained.values() for name in parameter.leaf_names}
         parameters = {name: tensor for name, tensor in parameters.items() if name not in leaves}
     return ("parameter", parameters), ("buffer", module._buffers)
+
+
+def _is_of_torch(module: Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _original(tensor: Any) -> Any:

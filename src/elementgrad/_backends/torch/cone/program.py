@@ -23,7 +23,7 @@ from elementgrad._backends.torch.autodiff import materialize
 from elementgrad._backends.torch.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.torch.cone.calls import CustomCall, RecordedCall, flatten_call, unflatten_call
 from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, restore_attributes
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_own_hook, isolated, plainly, restore_attributes
 from elementgrad._cleanup import defer, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import Box, sizes, slices, whole
@@ -359,7 +359,7 @@ class _ModuleStates:
         if id(module) in self._seen:
             return
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if self._automatic and not all(map(_is_ours, hooks)):
+        if self._automatic and not all(map(is_own_hook, hooks)):
             # Such a hook often keeps what it is given, and would be left with tensors that have no numbers.
             raise NoConeError("a forward hook of a module is on the way")
         self._seen.add(id(module))
@@ -369,10 +369,6 @@ class _ModuleStates:
                 defer(value.__setitem__, slice(None), list(value))
             elif type(value) is dict and name not in MODULE_STATE:
                 defer(_restore_dict, value, dict(value))
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("elementgrad.")
 
 
 def _restore_dict(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
