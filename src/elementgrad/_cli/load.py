@@ -25,6 +25,7 @@ from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
 from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments
+from elementgrad._names.patterns import is_pattern
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._train.numbers import VIEWS
@@ -58,11 +59,11 @@ def user_code() -> Iterator[None]:
             sys.modules.pop(_loaded.pop(name), None)
 
 
-def require_places(*texts: str | None) -> None:
-    """Raise an error for a text that is not a place, before anything is loaded."""
+def require_places(*texts: str | None, single: bool = False) -> None:
+    """Raise an error for a text that is not a place, or not a single one, before anything is loaded."""
     for text in texts:
-        if text is not None:
-            Place.parse(text)
+        if text is not None and is_pattern(Place.parse(text).name) and single:
+            raise InputError(f"{text} is a pattern of several names, and one place is needed here; give one name")
 
 
 class CommandTarget:

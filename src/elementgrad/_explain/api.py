@@ -32,6 +32,7 @@ from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace,
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
+from elementgrad._names.names import expand_patterns
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SelectionError, quoted
 
@@ -66,7 +67,7 @@ def explain(
         *args: Its arguments.
         kwargs: Its keyword arguments.
         of: What is differentiated, by name or place; the only floating output if left out. A list, tuple or dict asks
-            about several, from one run of the function.
+            about several, from one run of the function, and so does a pattern such as `"h.*.attn"`.
         wrt: What it is differentiated by; the only floating input if left out. Likewise.
         probe: False to try nothing out by moving an element: the function then runs at most twice, and otherwise at
             most four times.
@@ -75,7 +76,8 @@ def explain(
 
     Returns:
         The diagnosis. `print` it; it is true if nothing is wrong. For a list, tuple or dict the same structure of
-        them, and for two such ones a structure like `of` of structures like `wrt`.
+        them, for a pattern a dict by the places that it matches, and where both sides are such a structure, one like
+        `of` of structures like `wrt`.
 
     Raises:
         PlaceError: If a name fits nothing, or a live tensor is needed and none is given.
@@ -101,7 +103,7 @@ def explain(
 
 def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
     """Answer one question, or the same structure of answers as `of` and `wrt` have, all from one run."""
-    targets, places = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
+    targets, places = expand_patterns(call, pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place))
     recording = SharedRun(call, probe)
 
     def ask(target: Place) -> Any:

@@ -22,7 +22,8 @@ from elementgrad._html import rows_of
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand
-from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._names.names import expand_patterns
+from elementgrad._place.place import ONLY, Place, parse_place, parse_target
 from elementgrad._read.api import jacobian
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.page import (
@@ -79,7 +80,7 @@ def report(
         *args: Positional arguments of `f`.
         kwargs: Keyword arguments of `f`.
         of: The place to differentiate, or several, as for `eg.jacobian`.
-        wrt: The place to differentiate with respect to, or several.
+        wrt: The place to differentiate with respect to, or several, also by a pattern such as `"h.*.weight[0]"`.
         title: The text at the head.
         budget: Memory for sweeps that run at once, in bytes or as a text such as `"200MB"`.
         tokens: One text for each position of a sequence, as for `eg.plot`.
@@ -106,7 +107,9 @@ def report(
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
     f, args, kwargs = gather_arguments(report, f, args, kwargs, arguments, names_from)
-    pairs = product(pytree.leaves_of(of), pytree.leaves_of(wrt))
+    parsed = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
+    sides = expand_patterns(BoundCall(f, args, kwargs, pytree.leaves_of(parsed[1])), *parsed)
+    pairs = product(*[[None if place is ONLY else place for place in pytree.leaves_of(side)] for side in sides])
     items = [ReportQuery(f, args, kwargs, *pair).answer(budget) for pair in pairs]
     if not items:
         raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
