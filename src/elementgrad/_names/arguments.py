@@ -122,9 +122,10 @@ class NamedFunction:
         for name, model in pytree.named_leaves(models, ""):
             root = registry.module_of(model)[1]
             if root is None:
+                given = quoted(models) if type(models) in pytree.SIMPLE else type(models).__name__
                 raise OptionError(
-                    f"names_from={quoted(model)} is no model of PyTorch or Keras; give one, or a dict of them by the "
-                    "names that they are to have. On JAX pass it to the function: what a function closes over is a "
+                    f"names_from={given} is no model of PyTorch or Keras; give one, or a dict of models by the names "
+                    "that they are to have. On JAX pass it to the function, since what a function closes over is "
                     "constant there"
                 )
             self.roots[name[1:]] = root

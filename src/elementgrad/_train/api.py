@@ -352,8 +352,10 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     history, read = trainer.history(tensor), trainer.byte_reader(tensor)
     # The bytes in the order of the source, as a checksum of them depends on it.
     in_source_order = mapped.to_model(source.indices)
-    if source.originals_match(read(in_source_order)) and _fits(mapped, dtype, read, None, None):
-        return target  # made for the tensor as it is now, whatever was changed before
+    now = read(in_source_order)
+    if source.originals_match(now) and _fits(mapped, dtype, read, None, None):
+        # Made for the tensor as it is now, whatever was changed before.
+        return target if mapped.is_transposed else replace(target, current=source.originals or BitArray(dtype, now))
     earlier = history.find_overlap(entry.indices)
     is_same_place = resume and earlier is not None and np.array_equal(earlier.positions, entry.indices)
     if earlier is not None and not (overwrite or is_same_place):

@@ -16,6 +16,7 @@ from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad._train.freeze import TrainingState
 from elementgrad._train.history import ElementChange, ReadBytes, TensorHistory
+from elementgrad._train.numbers import BitArray
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 
 Tensor = Any
@@ -31,6 +32,8 @@ class ResolvedPlace:
     shape: tuple[int, ...]
     positions: np.ndarray
     """Flat positions in the parameter, in the order of the place."""
+    current: BitArray | None = None
+    """The values there, in the same order, if they have been read."""
 
 
 class ElementGroup:

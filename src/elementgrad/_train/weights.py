@@ -193,7 +193,7 @@ class WeightsTrainer(Trainer):
         return dtype
 
     def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
-        initial = BitArray(target.tensor.dtype, target.tensor.read()[target.positions])
+        initial = target.current or BitArray(target.tensor.dtype, target.tensor.read()[target.positions])
         return ElementGroup(target, initial if values is None else values, originals or initial, initial)
 
     def groups_of(self, tensor: FileTensor) -> Sequence[ElementGroup]:

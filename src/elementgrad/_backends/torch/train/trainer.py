@@ -162,7 +162,8 @@ class TorchTrainer(Trainer):
             raise OptionError(
                 f"dtype={dtype} is complex, and the parameter is {tensor.dtype}; give a real one, or None"
             )
-        initial = self._read(tensor, target.positions)
+        read = target.current
+        initial = self._read(tensor, target.positions) if read is None else _from_bits(read, tensor)
         if values is None:
             new, leaf_dtype = initial, dtype or default_leaf_dtype(tensor.dtype)
         else:
