@@ -76,7 +76,7 @@ def scattered_rows() -> Iterator[Row]:
     def ours() -> None:
         elements = eg.trainable(model, place)
         with torch.no_grad():
-            elements.parameters()[0].add_(1.0)
+            next(iter(elements.parameters())).add_(1.0)
         elements.save(folder / "patch.safetensors")
         elements.undo()
         eg.apply(model, folder / "patch.safetensors").undo()
