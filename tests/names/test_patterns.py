@@ -72,7 +72,7 @@ def test_names_are_filtered_by_kind_and_pattern(net):
         eg.names(net, match="h.*.fcc.weight")
     with pytest.raises(eg.OptionError, match="kind='weight' is none of input, output"):
         eg.names(net, kind="weight")
-    with pytest.raises(eg.OptionError, match="is no pattern of names"):
+    with pytest.raises(eg.OptionError, match="is not a pattern of names"):
         eg.names(net, match="fc[0]")
 
 

@@ -46,7 +46,7 @@ ROWS = {
     "contributions, a branch": (
         lambda: eg.contributions(lambda x: x if x[0] > 0 else -x, X, of="output[0]"),
         eg.FrameworkError,
-        "uses are told in a function that jax can trace, and this one branches",
+        "contributions need a function that JAX can trace, and this one branches",
     ),
     "contributions, an unknown name": (
         lambda: eg.contributions(lambda x: x * 2, X, of="output[0]", wrt="y"),
@@ -81,7 +81,7 @@ ROWS = {
     "a loss behind stop_gradient": (
         loss_of(cut),
         eg.UnconnectedError,
-        "does not depend on w: .*stop_gradient cuts it off",
+        "does not depend on w: .*stop_gradient cuts the gradient",
     ),
     "a loss behind argmax": (
         loss_of(counted),

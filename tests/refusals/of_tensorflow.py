@@ -39,7 +39,7 @@ def names():
         (
             lambda: eg.grad(functional(), IMAGE, of="a#0[0, 0]", wrt="bn"),
             eg.UnconnectedError,
-            'ask the other way round, of="bn" and wrt="a#0"',
+            'swap the two, of="bn" and wrt="a#0"',
         ),
     )
     yield (
@@ -202,7 +202,7 @@ def ranking():
         (
             lambda: eg.top(MODEL, lambda model: (LOSS(model)[0] * next(rows) for _ in range(2)), 5),
             eg.FrameworkError,
-            "gives other losses when it is asked again",
+            "returns other losses when called again",
         ),
     )
     yield (

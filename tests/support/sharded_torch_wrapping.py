@@ -154,7 +154,7 @@ def refused(folder):
     with pytest.raises(eg.FrameworkError, match="leave out create_graph"):
         loss_of(model, words(0)[0]).backward(create_graph=True)
     hook = elements[ONE].register_post_accumulate_grad_hook(lambda leaf: None)
-    with pytest.raises(eg.FrameworkError, match="would see that of this process alone; use the gradient after"):
+    with pytest.raises(eg.FrameworkError, match="would get only that of this process; use the gradient after"):
         loss_of(model, words(0)[0]).backward()
     hook.remove()
     model, elements = prepared("fsdp")

@@ -106,7 +106,7 @@ def patch(tmp_path):
 
 GOOD = map_of(HOMES["torch"], HOMES["jax"])
 WRONG = {
-    "no map": (["fc.weight"], eg.OptionError, "is no map; give a dict from names in the patch"),
+    "no map": (["fc.weight"], eg.OptionError, "is not a dict; give a dict from names in the patch"),
     "an unknown key": ({"fc.wieght": "x"}, eg.OptionError, "the patch holds no 'fc.wieght'.*nearest: fc.weight"),
     "an unknown name": (
         {**GOOD, "fc.bias": "fc.bais"},
@@ -134,7 +134,7 @@ WRONG = {
     "turned, and it fits": (
         {**GOOD, "conv.weight": ("conv.kernel", (1, 0, 3, 2))},
         eg.PatchError,
-        "conv.kernel is not the tensor.*held other values there.*, and the right order of axes",
+        "conv.kernel is not the tensor.*has other values there.*, and the right order of axes",
     ),
 }
 

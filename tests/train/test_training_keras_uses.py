@@ -227,7 +227,7 @@ def test_other_things_that_are_refused(model):
     with pytest.raises(eg.FrameworkError, match="give the model"):
         eg.trainable(model.call, "head/bias[3]")
     normed = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(name="bn")])
-    with pytest.raises(eg.PlaceError, match="a variable that no optimizer moves"):
+    with pytest.raises(eg.PlaceError, match="a variable that no optimizer updates"):
         eg.trainable(normed, "bn/moving_mean[0]")
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), pytest.raises(eg.FrameworkError, match="made outside"):
         eg.trainable(model, "head/bias[3]")

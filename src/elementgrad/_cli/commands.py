@@ -317,7 +317,7 @@ def _require_writable(path: str | None, endings: tuple[str, ...]) -> None:
     if path is None:
         return
     if not path.endswith(endings):
-        raise InputError(f"{path} has no ending that tells its format; give one of {', '.join(endings)}")
+        raise InputError(f"{path} has no known ending; give one of {', '.join(endings)}")
     writable(path, f"result{endings[0]}")
 
 

@@ -42,7 +42,7 @@ SUSPECT_CAUSES = ("modified-through-data", "hook", "custom-rule")
 """With a hint of these, a gradient that flows is compared with differences; the likeliest first."""
 RUNS = {False: 2, True: 4}
 """How often the function runs at most, without and with a probe."""
-UNSEEN = "no step was seen on the way that the gradient takes, so that the path is not known"
+UNSEEN = "no operation on the path of the gradient was recorded, so the path is not known"
 
 
 @not_compiled
@@ -207,9 +207,7 @@ class Explanation(pytree.Leaf):
             return self._call.find_source(self._place)
         except DtypeError:  # no input is floating point
             if self._place.name is not None or self._place.tensor is not None or len(self._call.inputs) != 1:
-                raise SelectionError(
-                    "no input is floating point; name the one that is meant, as in wrt='ids'"
-                ) from None
+                raise SelectionError("no input is floating point; name one, as in wrt='ids'") from None
             return self._call.inputs[0]
 
     def _require_real(self, name: str, x: Tensor) -> None:
@@ -421,9 +419,7 @@ def _with_index(name: str, place: Place) -> str:
 def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
     tensor = None if wrt is None else parse_place(wrt).tensor
     if wrt is not None and tensor is None:
-        raise PlaceError(
-            f"wrt={quoted(wrt)} names no live tensor; a step without arguments is asked about a tensor itself"
-        )
+        raise PlaceError(f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself")
     backend = backend_for_step(f, tensor)
     return _from_report(backend.load("explain").report_step(f, tensor), backend.name)
 
@@ -461,7 +457,7 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
         if finding.cause in UNRELATED_CAUSES:  # a detach leaves no trace in a graph
             seen = f"in the graph other elements are taken, in {describe(finding.op)}" if finding.op else ""
             finding = CauseFinding(
-                None, None, [seen, "a cut leaves no trace in the graph; ask about the function instead"]
+                None, None, [seen, "the graph does not show where it was cut; explain the function instead"]
             )
     elif report.verdict == "nonfinite":
         finding = why_nonfinite(path, None, report.cotangents, finite=True)

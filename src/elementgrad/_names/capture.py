@@ -62,7 +62,7 @@ def tag(value: Value, name: str) -> Value:
     tensor([0., 4.])
     """
     if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
-        raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
+        raise PlaceError(f"{name!r} is not a name for a tag; give a str without brackets, parentheses, '#' and ':'")
     if not _open_count and type(value) in _never_staged:
         return value
     if _open_count:

@@ -261,12 +261,12 @@ def _pick(backend: Backend, stack: Tensor, side: Operand, shape: tuple[int, ...]
 def _require_single_places(**sides: Any) -> None:
     for argument, named in sides.items():
         if isinstance(named, (tuple, list, dict)):
-            raise PlaceError(f'{argument}={named!r} is no single place; give one, such as "x[2]"')
+            raise PlaceError(f'{argument}={named!r} is not a single place; give one, such as "x[2]"')
 
 
 def _parse_waypoints(names: Any) -> list[Place]:
     listed = list(names) if isinstance(names, (list, tuple)) else [names]
     for name in listed:
         if not isinstance(name, str) and not (isinstance(name, Place) and name.name):
-            raise PlaceError(f"{name!r} names nothing on the way; give a name or a list of them, such as 'block1'")
+            raise PlaceError(f"{name!r} names no activation or tag; give a name or a list of them, such as 'block1'")
     return [parse_place(name) for name in listed]

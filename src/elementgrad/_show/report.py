@@ -142,7 +142,7 @@ def _patch_page(patch: Patch, title: str | None) -> Page:
         ("places", str(len(patch.entries))),
         ("elements", str(patch.size)),
         ("moved", f"{patch.size - unchanged} of {patch.size}"),
-        ("largest move", f"{largest:.6g}"),
+        ("largest change", f"{largest:.6g}"),
     ]
     heads, *places = rows_of(patch)
     picture: list[Part] = [Image.of(patch, title="Before and after")] if patch.size else [Prose("Nothing is named.")]
@@ -152,7 +152,7 @@ def _patch_page(patch: Patch, title: str | None) -> Page:
         Section("Before and after", picture),
         Section("The elements", [elements]),
     ]
-    lead = "Every element that trained, what it was and what it is now; all others are as they were."
+    lead = "Every trained element, before and after; all others are unchanged."
     return Page(title or "What was trained", sections, lead)
 
 
@@ -291,7 +291,7 @@ class ReportItem:
     def _path_parts(self) -> list[Part]:
         if self.diagnosis is None:
             return [Prose(f"eg.explain does not answer here: {self.unexplained}.")]
-        parts: list[Part] = [Prose(f"Seen: {fact}.") for fact in self.diagnosis.evidence]
+        parts: list[Part] = [Prose(f"Evidence: {fact}.") for fact in self.diagnosis.evidence]
         steps = [
             (number, step, step.endswith("(broken here)"), getattr(step, "site", ""))
             for number, step in enumerate(self.diagnosis.path, 1)

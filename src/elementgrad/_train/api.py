@@ -366,7 +366,7 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     if not same or not _fits(mapped, dtype, read, *history.originals()):
         raise PatchError(
             f"{entry.name} is not the tensor that the patch was made for: "
-            + ("other elements of it differ" if same else f"{entry.label} held other values there")
+            + ("other elements of it differ" if same else f"{entry.label} has other values there")
             + "; give the model as it was before training"
             + (", and the right order of axes" if mapped.is_transposed else "")
         )
@@ -403,7 +403,7 @@ def _require_tied(trainer: Trainer, tensor: Any, name: str, tied_in_patch: Seque
     if apart:
         raise PatchError(
             f"the patch was made where {name} and {listed(apart)} are one tensor, and here they are not: it would "
-            "change one of them alone; tie them first, or leave all but one out of a file"
+            "change only one of them; tie them first, or leave all but one out of a file"
         )
     surplus = [other for other in tied_here if known.isdisjoint((other, trainer.stable_name(other)))]
     if surplus:
@@ -434,7 +434,7 @@ def _kept_parameters(trainer: Trainer, keep: Keep, groups: Sequence[ElementGroup
         if keep is not None:
             raise OptionError(
                 "keep= names parameters that stay trainable while all others are frozen, and here nothing is frozen; "
-                "leave it out, and optimise other arrays beside elements.values"
+                "leave it out, and optimise other arrays together with elements.values"
             )
         return []
     every = list(trainer.named_parameters())
@@ -498,8 +498,8 @@ def _warn_of_frozen(trainer: Trainer, every: NamedParameters, partly_trained: Co
     if frozen and not all(states[key].trained for key in new):
         warn(
             f"{listed(frozen)} trained before, while others of the model did not, and eg.trainable freezes "
-            f"{'it' if len(frozen) == 1 else 'them'}; name what is to go on training by keep={frozen[0]!r}, a wildcard "
-            "or a list"
+            f"{'it' if len(frozen) == 1 else 'them'}; name what should stay trainable by keep={frozen[0]!r}, a "
+            "wildcard or a list"
         )
 
 

@@ -439,7 +439,7 @@ class Elements(Tabular):
         groups = [group for group in self._groups if group.change.undone and group.change.values is not None]
         for group in groups:
             if not np.array_equal(self._trainer.read_bits(group.tensor, group.positions)[1], group.change.bits):
-                raise PatchError(f"{group.change.place} was written to meanwhile; apply the patch anew")
+                raise PatchError(f"{group.change.place} was written to in the meantime; apply the patch again")
         for group in groups:
             target = ResolvedPlace(group.place, group.name, group.tensor, group.shape, group.positions)
             again = self._trainer.make_group(target, None, group.change.values)
@@ -452,7 +452,7 @@ class Elements(Tabular):
 
     def __enter__(self) -> "Elements":
         if self._training:
-            raise PlaceError("these elements train; `with` takes back what eg.apply changed, and release ends training")
+            raise PlaceError("these elements train; `with` is for patches of eg.apply, and release ends training")
         return self
 
     def __exit__(self, *error: object) -> None:

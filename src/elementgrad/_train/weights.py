@@ -225,7 +225,7 @@ def _unpack(path: str, packed: memoryview) -> Iterator[tuple[str, FileTensor]]:
         described = [(name, *_describe(of)) for name, of in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         twice = f", since it names {error} twice" if isinstance(error, RepeatedNameError) else ""
-        raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
+        raise PatchError(f"{path} is not a safetensors file{twice}; give one that weights were saved to") from None
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
         known = DTYPES.get(dtype, dtype)
