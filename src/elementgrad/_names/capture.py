@@ -49,8 +49,8 @@ def tag(value: Value, name: str) -> Value:
         name: the name, a str without brackets, parentheses, `#` and `:`.
 
     Returns:
-        The value. Go on with what is returned: the tensor before the tag and the one behind it are two tensors to a
-        read that asks for the name.
+        The value, to be used from there on: for a read of that name, the tensors before and after the tag are two
+        different ones.
 
     >>> import torch, elementgrad as eg
     >>> def f(x):

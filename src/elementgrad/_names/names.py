@@ -75,7 +75,7 @@ def names(
         args: its arguments.
         kwargs: its arguments by name.
         kind: only names of this kind: "input", "output", "activation", "given", "parameter" or "buffer". What modules
-            are given is listed only if it is asked for.
+            are given is listed only for `kind="given"`.
         match: only names that match this pattern, in which `*` stands for any part of one component of a name, and
             `**` for any number of components.
         names_from: a model that the function calls and does not take as an argument; or a dict of models.

@@ -56,12 +56,12 @@ ENDING = ".safetensors"
 def trainable(
     model: Model, places: Any, *, dtype: Any = None, names: Names | None = None, keep: Keep = None
 ) -> Elements:
-    """Let only the named elements of a model train; every other element of its parameters stays as it is, to the bit.
+    """Train only the named elements of a model; every other element of its parameters stays the same, to the bit.
 
-    Give `elements.parameters()` to any optimizer that takes vectors, with any options. A Keras model is compiled and
-    fitted as ever, and has `elements.variables`. All parameters are frozen (`requires_grad`) until
-    `elements.release()`. Of a model that processes share, wrap in `DistributedDataParallel` afterwards, or call
-    `fully_shard` before: then all of them make this call.
+    Give `elements.parameters()` to any optimizer that takes vectors, with any options. For a Keras model, call
+    `compile` and `fit` as usual, or use `elements.variables`. All parameters are frozen (`requires_grad`) until
+    `elements.release()`. In distributed training, wrap the model in `DistributedDataParallel` afterwards, or call
+    `fully_shard` before; with `fully_shard`, all processes must make this call.
 
     Args:
         model: A `torch.nn.Module`, a Keras model or layer, or a pytree of `jax.Array`.
@@ -118,11 +118,11 @@ def apply(
     names: Names | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
+    """Write the values of a patch into a model, which stays a plain model; `undo` restores the originals, to the bit.
 
-    The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
-    other elements may be applied before. In a `with` statement the patch is taken back at the end of the block. Weights
-    in a file or folder are changed there, as a whole or not at all; a state dict is not changed.
+    The patch is refused, and the model left unchanged, unless the tensors are those that it was made for. Patches of
+    other elements may be applied before. In a `with` statement the patch is undone at the end of the block. Weights in
+    a file or folder are changed in place, atomically; a state dict is not changed.
 
     Args:
         model: The model, or a pytree of `jax.Array`; or weights: a state dict, a .safetensors or .npz file, or the
@@ -132,7 +132,7 @@ def apply(
         names: A dict from names in the patch to names in the model, or to a name and the order of axes as
             `numpy.transpose` takes it: the same network may have other names for its tensors, and their axes in
             another order, as in another framework.
-        out: For a file or folder, where the new weights go instead; a folder is copied with all that is in it.
+        out: For a file or folder, the path of the new weights; a folder is copied with all of its files.
 
     Returns:
         The elements that were changed; of a state dict a new one, and of a file or folder its path.
@@ -191,7 +191,7 @@ def _apply(
 def patches(model: Model) -> list[Elements]:
     """Return the patches that are applied to a model, in the order in which they were applied.
 
-    `undo` takes one of them back, and `redo` puts it in again. One that a later one overlaps is taken back after it.
+    `undo` switches one of them off, and `redo` on again. A patch that a later one overlaps is undone after that one.
 
     Args:
         model: The model, or a pytree of `jax.Array` that `elements.merge` returned.
