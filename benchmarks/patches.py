@@ -78,10 +78,10 @@ def scattered_rows() -> Iterator[Row]:
         with torch.no_grad():
             next(iter(elements.parameters())).add_(1.0)
         elements.save(folder / "patch.safetensors")
-        elements.undo()
+        elements.release(keep=False)
         eg.apply(model, folder / "patch.safetensors").undo()
 
-    name = f"torch {SCATTERED} scattered elements: trainable, save, undo, apply, undo"
+    name = f"torch {SCATTERED} scattered elements: trainable, save, release, apply, undo"
     yield Row(name, ours, lambda: None, "nothing", most_over=SECOND, repeats=5)
 
 
