@@ -42,7 +42,7 @@ USAGE = {
     "a damaged array in it": ("grad of_jax.py:loss flipped.npz", "flipped.npz cannot be read: bad CRC-32 for file"),
     "deep JSON": (f"grad of_jax.py:loss {'[' * 5000}", "has too many brackets inside one another"),
     "a deep file": ("grad of_jax.py:loss deep.json", "deep.json has too many brackets inside one another"),
-    "a long input": (f"grad of_jax.py:loss {LONG}", "wwww' is no input; give a .npy, .npz,"),
+    "a long input": (f"grad of_jax.py:loss {LONG}", "wwww' is not an input; give a .npy, .npz,"),
     "a long name": (f"grad of_jax.py:{LONG} [1.0]", "of_jax.py has no 'wwww"),
     "a long place": (f"grad of_jax.py:loss [1.0] --wrt {LONG}[0]", "no tensor is named 'www"),
     "a deep place": (f"grad of_jax.py:loss [1.0] --wrt x{'[' * 5000}", "expected fewer brackets inside one another"),

@@ -118,7 +118,7 @@ def training():
             eg.OptionError,
             "persistent=True",
         ),
-        "no tape": (lambda e, tape, first, second: e.gradients(None, first), eg.OptionError, "no tape"),
+        "no tape": (lambda e, tape, first, second: e.gradients(None, first), eg.OptionError, "not a tape"),
         "a vector": (
             lambda e, tape, first, second: e.gradients(tape, {"head/bias[0]": tf.stack([first, second])}),
             eg.OptionError,

@@ -44,7 +44,7 @@ def explanations():
                     torch.compile(torch.sin, backend="eager") if compiled else torch.sin, torch.ones(2), kwargs=None
                 ),
                 eg.OptionError,
-                "kwargs=None is not a dict; give arguments by name",
+                "kwargs=None is not a dict; give one of arguments",
             ),
         )
 
@@ -200,7 +200,7 @@ RANKING = {
     "loss_fn is left out": ({"loss_fn": None}, eg.OptionError, "loss_fn=None cannot be called"),
     "loss_fn is none for magnitude": ({"loss_fn": 3, "by": "magnitude"}, eg.OptionError, "cannot be called"),
     "since without magnitude": ({"since": {}}, eg.OptionError, 'use by="magnitude"'),
-    "no model": ({"model": print}, eg.FrameworkError, "builtin_function_or_method is no model"),
+    "no model": ({"model": print}, eg.FrameworkError, "builtin_function_or_method is not a model"),
     "no floating parameter": ({"model": nn.Tanh()}, eg.DtypeError, "no floating-point parameter"),
     "among an unknown": ({"among": "0.wieght"}, eg.PlaceError, "no parameter is named '0.wieght'; nearest: 0.weight"),
     "among a layer": ({"among": "0"}, eg.PlaceError, "no parameter is named '0'; nearest: 0.weight, 0.bias"),

@@ -30,12 +30,12 @@ def a_volume():
     return lambda x: tf.reduce_sum(tf.nn.max_pool3d(x[:, None], [1, 2, 2], [1, 2, 2], "VALID")), IMAGE  # <- here
 
 
-@BROKEN.says("zero", "out-of-range", fix="check the ids before", wrt="x[1]")
+@BROKEN.says("zero", "out-of-range", fix="check the ids first", wrt="x[1]")
 def a_segment_that_is_not_there():
     return lambda x: tf.reduce_sum(tf.math.unsorted_segment_sum(x, tf.constant([0, -1]), 2)), X  # <- here
 
 
-@BROKEN.says("zero", "out-of-range", fix="check the ids before", wrt="x[1]")
+@BROKEN.says("zero", "out-of-range", fix="check the ids first", wrt="x[1]")
 def the_largest_of_a_segment_that_is_not_there():
     return lambda x: tf.reduce_sum(tf.math.unsorted_segment_max(x, tf.constant([0, -1]), 1)), X  # <- here
 

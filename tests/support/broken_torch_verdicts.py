@@ -286,7 +286,7 @@ def an_element_that_a_mask_of_its_own_leaves_out():
     return lambda x: x[x > 1].sum(), X  # <- here
 
 
-@BROKEN.says("zero", "cancelled", fix="over several numbers", of="output[0, 0]", wrt="x[0, 0]")
+@BROKEN.says("zero", "cancelled", fix="over several values", of="output[0, 0]", wrt="x[0, 0]")
 def a_norm_over_one_number():
     return lambda x: F.layer_norm(x, (1,)), torch.ones(2, 1)  # <- here
 

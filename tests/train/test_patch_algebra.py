@@ -117,7 +117,7 @@ def test_a_function_decides_about_conflicts():
         eg.merge([eg.diff(a, b), eg.diff(a, c)], on_conflict=lambda one, other: 1.0)
     with pytest.raises(eg.OptionError, match="on_conflict='best' is none of"):
         eg.merge([], on_conflict="best")
-    with pytest.raises(eg.OptionError, match="str is no patch"):
+    with pytest.raises(eg.OptionError, match="str is not a patch"):
         eg.merge(["p.safetensors"])
     assert eg.merge([]).size == 0
 

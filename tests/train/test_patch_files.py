@@ -304,7 +304,7 @@ def test_what_fits_no_model_is_refused_by_inspect_and_apply_alike(tmp_path):
     whole, wide = BitArray.of(np.zeros(1, np.int32)), BitArray.of(np.zeros(1, np.int64))
     for bad, says in (
         (entry(mark="md5:1"), "'md5:1' is not a fingerprint, which is sample: or full:"),
-        (entry(mark=MARK.upper()), "is no fingerprint"),
+        (entry(mark=MARK.upper()), "is not a fingerprint"),
         (entry("fc.weight[1, ::2](output)"), "is of kind 'output', and only parameters are patched"),
         (entry("fc.weight[:0]"), "the place names no element of a tensor of shape"),
         (entry(wide="complex64"), "values of complex64 do not fit a tensor of float32"),

@@ -106,7 +106,7 @@ def patch(tmp_path):
 
 GOOD = map_of(HOMES["torch"], HOMES["jax"])
 WRONG = {
-    "no map": (["fc.weight"], eg.OptionError, "is not a dict; give a dict from names in the patch"),
+    "no map": (["fc.weight"], eg.OptionError, "is not a dict; give one from names in the patch"),
     "an unknown key": ({"fc.wieght": "x"}, eg.OptionError, "the patch holds no 'fc.wieght'.*nearest: fc.weight"),
     "an unknown name": (
         {**GOOD, "fc.bias": "fc.bais"},

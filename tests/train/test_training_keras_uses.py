@@ -217,7 +217,7 @@ def test_other_things_that_are_refused(model):
     eg.trainable(model, "head/bias[1]")
     with pytest.raises(eg.DuplicateError, match="trains already"):
         eg.trainable(model, "head/bias")
-    with pytest.raises(eg.OptionError, match="no floating dtype"):
+    with pytest.raises(eg.OptionError, match="not a floating dtype"):
         eg.trainable(model, "head/bias[2]", dtype=tf.int32)
     with pytest.raises(eg.FrameworkError, match="no variables yet"):
         eg.trainable(keras.Sequential([layers.Dense(2, name="fc")]), "fc/kernel")
