@@ -59,6 +59,11 @@ USAGE = {
         "grad both.py:f [1.0]",
         "both.py:f uses torch and jax, so the framework of its inputs is not known",
     ),
+    "a pattern to explain": (
+        "explain of_jax.py:loss [1.0] --wrt x*",
+        "x* is a pattern of several names, and one place",
+    ),
+    "a pattern to draw": ("grad of_jax.py:loss [1.0] --wrt x* --plot g.png", "hold one gradient; give --wrt once"),
     "a step with inputs": ("explain of_jax.py:loss [1.0] --step", "--step runs a function as it is; leave inputs"),
     "a broken model": ("names broken.py:net x.npy", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     "no patch": ("patch inspect x.npy", "x.npy is a NumPy array, and no safetensors file"),
