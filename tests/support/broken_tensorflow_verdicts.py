@@ -100,7 +100,7 @@ def a_mean_of_numpy_in_a_step():
     return _step(lambda weight: tf.constant(np.mean(weight * 2)))  # <- here
 
 
-@BROKEN.says("unconnected", "resliced", fix="inside of the tape")
+@BROKEN.says("unconnected", "resliced", fix="inside the tape")
 def a_slice_from_before():
     whole = tf.Variable([1.5, 2.5])
     part = whole[0]
