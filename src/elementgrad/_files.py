@@ -42,7 +42,7 @@ def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path
     try:
         path = Path(path)
     except TypeError:
-        raise OptionError(f"{quoted(path)} is no path; give the name of a file, such as {such_as!r}") from None
+        raise OptionError(f"{quoted(path)} is not a path; give the name of a file, such as {such_as!r}") from None
     if path.is_dir():
         raise OptionError(f"{path} is a directory; give the name of a file, such as '{path / such_as}'")
     if not path.resolve().parent.is_dir():

@@ -143,7 +143,7 @@ class PatternError(ElementgradError, ValueError):
 
 
 class UnconnectedError(ElementgradError, ValueError):
-    """The framework's derivative program has no path between two tensors: there is no gradient, not a gradient of zero.
+    """The framework's graph has no path between two tensors: there is no gradient, which is not a gradient of zero.
 
     >>> import torch, elementgrad as eg
     >>> eg.grad(lambda x: x.detach().sum(), torch.ones(2))

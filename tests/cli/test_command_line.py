@@ -58,6 +58,17 @@ def test_several_gradients_go_into_files(user, fw, capsys):
         assert json.load(file)["gradients"][0]["values"] == [64.0, 128.0, 192.0]
 
 
+def test_a_pattern_prints_each_place_that_it_matches(user, fw, capsys):
+    pattern = {"torch": "fc.*[0]", "tensorflow": "fc/*[0]", "jax": "*[0]"}[fw.name]
+    found, code = told(capsys, "grad", f"{user}:Net", "x32.npy", "--of", "output[0, 1]", "--wrt", pattern)
+    places = [gradient["wrt"] for gradient in found["gradients"]]
+    assert len(places) > 1
+    for place, gradient in zip(places, found["gradients"], strict=True):
+        alone, _ = told(capsys, "grad", f"{user}:Net", "x32.npy", "--of", "output[0, 1]", "--wrt", place)
+        assert alone["gradients"] == [gradient]
+    assert code in (0, 1)
+
+
 def test_findings_are_told_by_text_object_and_exit_code(user, fw, capsys):
     assert main(["grad", f"{user}:cut", "[1.0]"]) == 1
     printed = capsys.readouterr()

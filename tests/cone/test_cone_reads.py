@@ -178,7 +178,7 @@ def _hooked(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("f", "options", "text"),
     [
-        (lambda x: torch.from_numpy(x.detach().numpy()) * x, {}, "numbers leave PyTorch"),
+        (lambda x: torch.from_numpy(x.detach().numpy()) * x, {}, "values leave PyTorch"),
         (_hooked, {}, "gradient hook"),
         (torch.sin, {"create_graph": True}, "create_graph"),
         (torch.sin, {"batch": True}, "batch"),
@@ -209,7 +209,7 @@ def test_writes_to_the_data_of_a_tensor_go_the_plain_way(f):
     x = torch.full((400, 300), 0.7)
     found, plain = (eg.grad(f, x, of="output[3, 4]", wrt="x[3, 4]", cone=cone) for cone in (None, False))
     torch.testing.assert_close(found, plain)
-    with pytest.raises(eg.FrameworkError, match="the data of a tensor"):
+    with pytest.raises(eg.FrameworkError, match=r"the \.data of a tensor"):
         eg.grad(f, x, of="output[3, 4]", cone=True)
 
 
@@ -254,7 +254,7 @@ def test_other_frameworks_say_that_they_have_no_cones(fw):
 
 
 def test_a_field_is_asked_about_one_side():
-    with pytest.raises(eg.OptionError, match="give an index to one"):
+    with pytest.raises(eg.OptionError, match="give an index to exactly one"):
         eg.field(torch.sin, torch.ones(3), of="output", wrt="input")
-    with pytest.raises(eg.OptionError, match="give an index to one"):
+    with pytest.raises(eg.OptionError, match="give an index to exactly one"):
         eg.field(torch.sin, torch.ones(3), of="output[0]", wrt="args.0[1]")

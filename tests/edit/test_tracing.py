@@ -159,7 +159,7 @@ def test_a_mask_known_only_at_run_time_takes_one_number():
         jax.jit(lambda x: eg.at(x)[x > 1].set(jnp.ones(2)))(jnp.arange(4.0))
     with pytest.raises(eg.TracedError, match="the mask is traced, so how many elements it names is not known"):
         jax.jit(lambda x: eg.at(x)[x > 1].get())(jnp.arange(4.0))
-    with pytest.raises(eg.TracedError, match="a traced mask must cover the whole tensor and stand alone"):
+    with pytest.raises(eg.TracedError, match="a traced mask must cover the whole tensor, as the only index"):
         jax.jit(lambda x: eg.at(x)[x[:, 0] > 1].set(1.0))(jnp.ones((2, 2)))
 
 

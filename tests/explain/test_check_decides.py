@@ -53,7 +53,7 @@ def test_other_numbers_each_time_decide_nothing(fw):
     rule = wrong(fw)
     found = eg.check(lambda x: fw.sum(rule(x)) + float(generator.normal()), fw.tensor([1.0, 2.0]))
     assert (found.verdict, bool(found), found.mismatches) == ("undecided", False, [])
-    assert {entry.why for entry in found.undecided} == {"the function gives other numbers each time"}
+    assert {entry.why for entry in found.undecided} == {"the function returns different values each time"}
     assert str(found).startswith("2 of 2 entries are undecided by differences in float64.\noutput by x[0]: gradient 2,")
 
 

@@ -15,11 +15,11 @@ from tests.support.operations import OPS
 INF, NAN = math.inf, math.nan
 MODULES = {"torch": torch, "tensorflow": tf.math, "jax": jax.numpy}
 FLOOR = {"torch": torch.floor, "tensorflow": tf.floor, "jax": jax.numpy.floor}
-NOT_FINITE = "the number is not finite, and cannot be moved"
-NO_VALUES = "the function has no finite values near by"
-STEPS = "the values go in steps there, by which no slope is told"
-STEEPER = "the slope grows as differences get narrower, without an end"
-UNSETTLED = "differences of neighbouring widths do not agree"
+NOT_FINITE = "the value is not finite, and cannot be varied"
+NO_VALUES = "the function has no finite values nearby"
+STEPS = "the function changes in steps there, so differences say nothing"
+STEEPER = "the slope grows without bound as the step size gets smaller"
+UNSETTLED = "differences with neighbouring step sizes do not agree"
 
 
 def part(share, y, o):

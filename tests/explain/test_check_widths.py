@@ -8,7 +8,7 @@ import elementgrad as eg
 from tests.support.frameworks import JAX
 from tests.support.operations import OPS
 
-TWO = "narrow differences agree with the gradient and wide ones with another slope"
+TWO = "small step sizes agree with the gradient and large ones with another slope"
 
 
 @pytest.mark.parametrize("f", [lambda x: x**3 / (x**2 + 1e-16), lambda x: x * abs(x) / (abs(x) + 1e-8)])
@@ -62,4 +62,4 @@ def test_noise_that_is_nothing_at_the_point_itself_decides_nothing():
     wheel = lambda x: (x * float(generator.normal())).sum()  # noqa: E731
     for x in (torch.zeros(1), JAX.tensor([0.0])):
         found = eg.check(wheel, x)
-        assert (found.verdict, found.entries[0].why) == ("undecided", "the function gives other numbers each time")
+        assert (found.verdict, found.entries[0].why) == ("undecided", "the function returns different values each time")

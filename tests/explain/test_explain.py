@@ -46,36 +46,33 @@ def test_the_text_is_one_verdict_one_line_and_one_fix():
     found = eg.explain(f, X, wrt="x[1]")
     where = f"test_explain.py:{line_of('cut')}"
     assert str(found) == (
-        "output has no gradient with respect to x[1]: detach cuts it off.\n"
+        "output has no gradient with respect to x[1]: detach cuts the gradient.\n"
         f"where: {where}, at detach\n"
         "fix: leave detach out, or apply it only where no gradient is wanted"
     )
     assert found.path == ("mul", "detach (broken here)", "sum")
     assert not found
     html = found._repr_html_()
-    assert "detach cuts it off" in html
+    assert "detach cuts the gradient" in html
     assert where in html
     assert "#cf222e" in html
 
 
 TEXTS = {
-    "the gradient of output with respect to x[1] is zero: relu is flat at its input, which is not above zero.": (
-        lambda x: torch.relu(x).sum()
-    ),
-    "the gradient of output with respect to x[1] is zero: clamp is flat beyond its bounds.": (
-        lambda x: x.clamp(0, 1).sum()
-    ),
-    "the gradient of output with respect to x[1] is zero: max takes other elements than x[1].": lambda x: x.max(),
+    "the gradient of output with respect to x[1] is zero: the input of relu is not above zero, where its gradient is "
+    "zero.": (lambda x: torch.relu(x).sum()),
+    "the gradient of outhe input of tput with respect to x[1] is zero: clamp is beyond its bounds, where its "
+    "gradient is zero.": (lambda x: x.clamp(0, 1).sum()),
+    "the gradient of output with respect to x[1] is zero: max selects other elements than x[1].": lambda x: x.max(),
     "the gradient of output with respect to x[1] is zero: it is not computed from x[1].": lambda x: x[0] * 2,
-    "the gradient of output with respect to x[1] is not finite: sqrt has no finite slope at this input.": (
+    "the gradient of output with respect to x[1] is not finite: sqrt has no finite gradient at this input.": (
         lambda x: (x + 2).sqrt().sum()
     ),
-    "output has no gradient with respect to x[1]: its numbers leave the framework in item.": (
+    "output has no gradient with respect to x[1]: its values leave the framework in item.": (
         lambda x: torch.ones(()) * x.sum().item()
     ),
-    "output has no gradient with respect to x[1]: argmax gives whole numbers, truths or draws, which have no slope.": (
-        lambda x: x.argmax()
-    ),
+    "output has no gradient with respect to x[1]: argmax returns integers, booleans or random draws, which have no "
+    "gradient.": (lambda x: x.argmax()),
     "output has a gradient with respect to x[1].": lambda x: x.sum(),
 }
 
@@ -117,10 +114,10 @@ def test_what_does_not_decide_is_said_to():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     found = eg.explain(of=(y * 2).sum(), wrt=x)
     assert (found.verdict, found.cause) == ("unconnected", None)
-    assert "seen: it is tracked, and the graph of the result does not lead to it" in str(found)
+    assert "evidence: it is tracked, and the graph of the result does not lead to it" in str(found)
     found = eg.explain(lambda x: torch.ones(()) * x.sum().item(), X, probe=False)
     assert found.cause is None
-    assert "whether they came back was not tried" in found.evidence[0]
+    assert "it was not tried whether they are used again" in found.evidence[0]
 
 
 def test_the_error_of_grad_names_the_line_and_the_fix():
@@ -132,9 +129,9 @@ def test_the_error_of_grad_names_the_line_and_the_fix():
     with pytest.raises(eg.UnconnectedError) as caught:
         eg.grad(f, X)
     assert str(caught.value) == (
-        f"output does not depend on x in torch's derivative program: detach cuts it off ({where}), so there is no "
+        f"output does not depend on x in torch's graph: detach cuts the gradient ({where}), so there is no "
         "gradient, not even a zero one; leave detach out, or apply it only where no gradient is wanted, or pass "
-        'unconnected="zero" if zeros will do'
+        'unconnected="zero" to get zeros instead'
     )
 
 

@@ -120,7 +120,7 @@ def test_a_function_that_refuses_other_numbers_is_explained_all_the_same(fw):
 
     found = eg.explain(refusing(lambda x: o.array([3.0])), fw.tensor(POINT), of="output[0]")
     assert (found.verdict, found.cause) == ("unconnected", None)
-    assert "it only decides which way the code takes" in found.evidence[0]
+    assert "it only decides which branch the code takes" in found.evidence[0]
     found = eg.explain(refusing(lambda x: o.sum(twice(x))), fw.tensor(POINT))
     assert (found.verdict, found.cause) == ("mismatch", "custom-rule")  # the recorded operations take other numbers
 

@@ -21,12 +21,12 @@ def test_the_text_names_the_line_and_the_fix():
 
     found = eg.explain(f, X, wrt="x[1]")
     assert str(found) == (
-        "output has no gradient with respect to x[1]: stop_gradient cuts it off.\n"
+        "output has no gradient with respect to x[1]: stop_gradient cuts the gradient.\n"
         f"where: test_explain_jax.py:{line_of('cut')}, at stop_gradient\n"
         "fix: leave stop_gradient out, or apply it only where no gradient is wanted"
     )
     assert found.path == ("multiply", "stop_gradient (broken here)", "sum")
-    with pytest.raises(eg.UnconnectedError, match=rf"stop_gradient cuts it off .*:{line_of('cut')}"):
+    with pytest.raises(eg.UnconnectedError, match=rf"stop_gradient cuts the gradient .*:{line_of('cut')}"):
         eg.grad(f, X)
 
 
@@ -144,7 +144,7 @@ def test_training_and_ranking_name_the_line_that_cuts():
         return (jax.lax.stop_gradient(params["v"]) ** 2).sum() + params["w"].sum()  # loss cut
 
     elements = eg.trainable(params, "v[1]")
-    where = f"stop_gradient cuts it off .test_explain_jax.py:{line_of('loss cut')}.; leave stop_gradient out"
+    where = f"stop_gradient cuts the gradient .test_explain_jax.py:{line_of('loss cut')}.; leave stop_gradient out"
     told = f"the loss for v.1. does not depend on v: {where}"
     with pytest.raises(eg.UnconnectedError, match=told):
         elements.grad(loss)

@@ -40,7 +40,7 @@ def test_the_text_is_a_sentence_a_line_and_a_fix():
         return tf.reduce_sum(tf.stop_gradient(x) * 2.0)
 
     sentence, where, fix = str(eg.explain(f, tf.ones(3), wrt="x[1]")).split("\n")
-    assert sentence == "output has no gradient with respect to x[1]: stop_gradient cuts it off."
+    assert sentence == "output has no gradient with respect to x[1]: stop_gradient cuts the gradient."
     assert where == f"where: test_explain_tensorflow.py:{f.__code__.co_firstlineno + 1}, at stop_gradient"
     assert fix == "fix: leave tf.stop_gradient out, or apply it only where no gradient is wanted"
 

@@ -112,9 +112,7 @@ def test_from_one_tag_to_another():
     assert_near(eg.jacobian(f, X, of="b", wrt="a").dense(), expected)
     assert_near(eg.grad(f, X, of="b[1]", wrt="a[1]"), expected[1, 1])
     assert_near(eg.jacobian(f, X, of="a", wrt="a").dense(), np.eye(3))
-    with pytest.raises(
-        eg.UnconnectedError, match=r'b is computed after a, so ask the other way round, of="b" and wrt='
-    ):
+    with pytest.raises(eg.UnconnectedError, match=r'b is computed after a, so swap the two, of="b" and wrt='):
         eg.grad(f, X, of="a[0]", wrt="b")
 
 

@@ -43,7 +43,7 @@ def test_two_layers_of_one_name():
 
     model = Twins()
     model(X)
-    with pytest.raises(eg.PlaceError, match="2 layers are named 'd'; make them with names of their own"):
+    with pytest.raises(eg.PlaceError, match="2 layers are named 'd'; give them different names"):
         eg.grad(model, X, of="output[0, 0]", wrt="d")
     with pytest.raises(eg.PlaceError, match="2 variables are named 'd/kernel'"):
         eg.grad(model, X, of="output[0, 0]", wrt="d/kernel")
@@ -187,6 +187,6 @@ def test_compiled_functions_get_their_arguments_as_tensorflow_gives_them(functio
 
 def test_what_the_first_run_builds_is_there_for_the_second():
     model = keras.Sequential([keras.layers.Dense(2, name="a")])
-    with pytest.raises(eg.PlaceError, match="'a/kernel' was not there before this first run, which has built it; ask"):
+    with pytest.raises(eg.PlaceError, match="'a/kernel' did not exist before this first run, which has built it; call"):
         eg.grad(model, tf.ones((1, 3)), of="output[0, 0]", wrt="a/kernel")
     assert eg.grad(model, tf.ones((1, 3)), of="output[0, 0]", wrt="a/kernel").shape == (3, 2)

@@ -41,7 +41,7 @@ def test_a_misspelt_option_is_refused_though_the_model_takes_any_keyword(verb):
     option = "kind" if verb is eg.names else option
     misspelt = {"kind": "kinds", "wrt": "wrtt", "unconnected": "unconected"}[option]
     with pytest.raises(
-        eg.OptionError, match=rf"{misspelt}= is no option of eg.{verb.__name__}; did you mean {option}="
+        eg.OptionError, match=rf"{misspelt}= is not an option of eg.{verb.__name__}; did you mean {option}="
     ):
         verb(Net(), torch.ones(2, 3), **{misspelt: "x"})
 
@@ -51,7 +51,7 @@ def test_an_argument_that_is_called_like_an_option_goes_into_kwargs():
     with pytest.raises(eg.OptionError, match=r"batch= of type Tensor is neither True nor False.*kwargs={'batch': ...}"):
         eg.grad(net, x, batch=torch.ones(2, 1), wrt="x")
     assert eg.grad(net, x, kwargs={"batch": torch.ones(2, 1)}, wrt="batch").shape == (2, 1)
-    with pytest.raises(eg.OptionError, match="mask is given by itself and in kwargs="):
+    with pytest.raises(eg.OptionError, match="mask is given both directly and in kwargs="):
         eg.grad(net, x, kwargs={"mask": x}, mask=x)
     with pytest.raises(TypeError, match="nonsense"):
         eg.grad(lambda x: x.sum(), torch.ones(2), nonsense=3)

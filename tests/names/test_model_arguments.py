@@ -155,7 +155,7 @@ def test_a_closed_over_model_lends_its_names(held):
     assert "norm" in [row.name for row in eg.names(f, held.x, names_from=held.net)]
     with pytest.raises(eg.OptionError, match=r"names_from= is for a function .* leave it out"):
         eg.grad(held.net, held.x, names_from=held.net)
-    with pytest.raises(eg.OptionError, match=r"names_from=3 is no model of PyTorch or Keras"):
+    with pytest.raises(eg.OptionError, match=r"names_from=3 is not a model of PyTorch or Keras"):
         eg.grad(f, held.x, names_from=3)
 
 
@@ -224,7 +224,7 @@ def test_a_parameter_that_is_not_used_is_unconnected():
 
 
 def test_a_model_without_a_name_says_which_to_give(held):
-    with pytest.raises(eg.PlaceError, match=rf"no input tensor; say which .* wrt='model.{held.weight}'"):
+    with pytest.raises(eg.PlaceError, match=rf"no input tensor; name a tensor.* wrt='model.{held.weight}'"):
         eg.grad(lambda model: held.loss(model(held.x)), held.net)
     with pytest.raises(eg.PlaceError, match=rf"nearest: model.{held.weight}"):
         eg.grad(lambda model: held.loss(model(held.x)), held.net, wrt=f"model.{held.weight}s")

@@ -72,7 +72,7 @@ def test_names_are_filtered_by_kind_and_pattern(net):
         eg.names(net, match="h.*.fcc.weight")
     with pytest.raises(eg.OptionError, match="kind='weight' is none of input, output"):
         eg.names(net, kind="weight")
-    with pytest.raises(eg.OptionError, match="is no pattern of names"):
+    with pytest.raises(eg.OptionError, match="is not a pattern of names"):
         eg.names(net, match="fc[0]")
 
 
@@ -89,9 +89,7 @@ def test_a_pattern_reads_all_that_it_matches(net):
     assert list(read) == [f"h.{i}.fc.weight[0]" for i in range(12)]
     for place, gradient in read.items():
         assert torch.equal(gradient, eg.grad(net, X, of="output[0, 0, 0]", wrt=place))
-    nested = eg.grad(
-        net, X, of=["h.?"[:2] + "0[0, 0, 0]"], wrt={"x": "x", "cells": "cell#3*[0, 0]"}, unconnected="zero"
-    )
+    nested = eg.grad(net, X, of=["h.0[0, 0, 0]"], wrt={"x": "x", "cells": "cell#3*[0, 0]"}, unconnected="zero")
     assert list(nested[0]["cells"]) == [f"cell#{i}[0, 0]" for i in (3, *range(30, 40))]
     J = eg.jacobian(net, X, of="cell#3*[0, 0]", wrt="x")
     assert J["cell#39[0, 0]"].shape == (3, 2, 4, 3)
@@ -99,11 +97,71 @@ def test_a_pattern_reads_all_that_it_matches(net):
     assert list(H["h.1.fc.bias[0]"]) == [f"h.{i}.fc.bias[0]" for i in (1, 10, 11)]
 
 
+PATTERN_CASES = {
+    "torch": lambda: (
+        torch.nn.Sequential(*[torch.nn.Linear(2, 2).double() for _ in range(3)]),
+        X[0, 0, :2],
+        "*.bias[0]",
+        [f"{i}.bias[0]" for i in range(3)],
+        "output[0]",
+    ),
+    "tensorflow": lambda: (
+        keras.Sequential([keras.Input((2,)), *[keras.layers.Dense(2, name=f"d{i}") for i in range(3)]]),
+        np.ones((1, 2), "float32"),
+        "d*/bias[0]",
+        [f"d{i}/bias[0]" for i in range(3)],
+        "output[0, 0]",
+    ),
+    "jax": lambda: (
+        lambda h: h[0] * h[1] + h[2],
+        [JAX.tensor([1.0, 2.0]) for _ in range(3)],
+        "h.*[0]",
+        [f"h.{i}[0]" for i in range(3)],
+        "output[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", PATTERN_CASES)
+def test_a_pattern_explains_checks_and_splits_all_that_it_matches(framework):
+    f, x, pattern, places, of = PATTERN_CASES[framework]()
+    gradients = eg.grad(f, x, of=of, wrt=pattern)
+    diagnoses = eg.explain(f, x, of=of, wrt=pattern)
+    checks = eg.check(f, x, of=of, wrt=pattern)
+    shares = eg.contributions(f, x, of=of, wrt=pattern)
+    for answers in (gradients, diagnoses, checks, shares):
+        assert list(answers) == places
+    for place in places:
+        assert diagnoses[place].verdict == "flows"
+        assert diagnoses[place].wrt == place
+        assert checks[place].verdict == "agrees"
+        assert checks[place].entries[0].wrt == place
+        np.testing.assert_allclose(np.asarray(shares[place].total), np.asarray(gradients[place]))
+        np.testing.assert_allclose(np.asarray(diagnoses[place].value), np.asarray(gradients[place]))
+
+
+def test_patterns_of_both_sides_nest(net):
+    diagnoses = eg.explain(net, X, of="h.1*[0, 0, 0]", wrt={"first": "h.0.fc.bias[0]", "x": "x"})
+    assert list(diagnoses) == ["h.1[0, 0, 0]", "h.10[0, 0, 0]", "h.11[0, 0, 0]"]
+    assert diagnoses["h.10[0, 0, 0]"]["x"].verdict == "flows"
+    checks = eg.check(net, X, of="h.1*[0, 0, 0]", wrt="h.0.fc.bi*[0]")
+    assert list(checks["h.11[0, 0, 0]"]) == ["h.0.fc.bias[0]"]
+
+
+def test_paths_avoid_all_that_a_pattern_matches(net):
+    listed = [f"h.{i}.fc" for i in range(12)]
+    question = {"of": "output[0, 0, 0]", "wrt": "x[0, 0, 0]", "unconnected": "zero"}
+    by_pattern = eg.contributions(net, X, without="h.*.fc", **question)
+    assert torch.equal(by_pattern.total, eg.contributions(net, X, without=listed, **question).total)
+
+
 def test_a_pattern_that_fits_nothing_or_one_place_is_refused(net):
     with pytest.raises(eg.PlaceError, match=r"no name matches 'layers.\*'"):
         eg.grad(net, X, of="output[0, 0, 0]", wrt="layers.*")
+    with pytest.raises(eg.PlaceError, match=r"no name matches 'layers.\*'"):
+        eg.explain(net, X, of="output[0, 0, 0]", wrt="layers.*")
     with pytest.raises(eg.PlaceError, match="pattern of several names"):
-        eg.explain(net, X, of="output[0, 0, 0]", wrt="h.*")
+        eg.field(net, X, of="output[0, 0, 0]", wrt="h.*")
     with pytest.raises(eg.PlaceError, match=r"'cell' is 40 tensors here; name one: cell#0, cell#1"):
         eg.grad(net, X, of="output[0, 0, 0]", wrt="cell")
 

@@ -147,7 +147,7 @@ def test_a_named_tuple_is_a_tuple_and_what_has_an_array_is_one():
         (([0, 100],), "[[0, 100]]: index 100 is out of range for axis 0 of size 100"),
         (([0, -101],), "[[0, -101]]: index -101 is out of range for axis 0 of size 100"),
         ((0, 0, 0), "[0, 0, 0]: 3 indices for a tensor of 2 axes and shape (100, 768)"),
-        ((..., 0, ...), "[..., 0, ...]: `...` stands twice; one is enough"),
+        ((..., 0, ...), "[..., 0, ...]: `...` occurs twice; one is enough"),
         ((slice(0, 9, 0),), "[0:9:0]: a slice step of 0 names nothing; use a step of at least 1, or a negative one"),
         (([0, 1], [0, 1, 2]), "[[0, 1], [0, 1, 2]]: index arrays of shapes (2,) and (3,) do not broadcast together"),
         (

@@ -123,7 +123,7 @@ def test_unconnected_sources_have_no_shares():
         rec.contributions(y, w)
     nothing = rec.contributions(y, w, unconnected="zero")
     assert (len(nothing), nothing.total.tolist()) == (0, [0, 0])
-    with pytest.raises(eg.PlaceError, match="contributions are of one tensor to one"):
+    with pytest.raises(eg.PlaceError, match="contributions are from one tensor to another"):
         rec.contributions([y], x)
 
 

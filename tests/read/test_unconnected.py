@@ -40,12 +40,10 @@ def test_unconnected_is_an_error_unless_zeros_will_do(fw, cut):
     }
     J, zeros = eg.jacobian(f, x), eg.jacobian(f, x, unconnected="zero")
     for name, read in reads.items():
-        with pytest.raises(
-            eg.UnconnectedError, match=rf"output does not depend on x in {fw.name}'s derivative program"
-        ):
+        with pytest.raises(eg.UnconnectedError, match=rf"output does not depend on x in {fw.name}'s graph"):
             read(J)
         assert not fw.numpy(read(zeros)).any(), name
-    with pytest.raises(eg.UnconnectedError, match='pass unconnected="zero" if zeros will do'):
+    with pytest.raises(eg.UnconnectedError, match='pass unconnected="zero" to get zeros instead'):
         eg.grad(f, x, of="output[0]")
     assert_same(fw, eg.grad(f, x, of="output[:2]", unconnected="zero"), np.zeros((2, 3)))
 

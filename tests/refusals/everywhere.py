@@ -180,7 +180,7 @@ def edits():
             (
                 lambda fw, name=name: eg.tag(fw.tensor(A), name),
                 eg.PlaceError,
-                "is no name for a tag; give a str without",
+                "is not a name for a tag; give a str without",
             ),
         )
     yield (
@@ -388,7 +388,7 @@ def reads():
             (
                 lambda fw, factor=factor: eg.jacobian(lambda x: x**2, fw.tensor([2.0])) @ factor,
                 eg.DtypeError,
-                "is no factor for x; give a tensor of its shape",
+                "is not a factor for x; give a tensor of its shape",
             ),
         )
     yield (

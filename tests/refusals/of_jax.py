@@ -46,7 +46,7 @@ ROWS = {
     "contributions, a branch": (
         lambda: eg.contributions(lambda x: x if x[0] > 0 else -x, X, of="output[0]"),
         eg.FrameworkError,
-        "uses are told in a function that jax can trace, and this one branches",
+        "contributions need a function that JAX can trace, and this one branches",
     ),
     "contributions, an unknown name": (
         lambda: eg.contributions(lambda x: x * 2, X, of="output[0]", wrt="y"),
@@ -81,12 +81,12 @@ ROWS = {
     "a loss behind stop_gradient": (
         loss_of(cut),
         eg.UnconnectedError,
-        "does not depend on w: .*stop_gradient cuts it off",
+        "does not depend on w: .*stop_gradient cuts the gradient",
     ),
     "a loss behind argmax": (
         loss_of(counted),
         eg.UnconnectedError,
-        "does not depend on w: .*argmax gives whole numbers",
+        "does not depend on w: argmax returns integers",
     ),
     "a loss behind a branch": (
         loss_of(branched),
@@ -103,7 +103,7 @@ ROWS = {
     "twice": (lambda: eg.trainable(small(), ["table[0]", "table[:, 1]"]), eg.DuplicateError, "is named by"),
     "integers": (lambda: eg.trainable({"n": jnp.arange(3)}, "n[0]"), eg.DtypeError, "n is int.*only floats train"),
     "an array": (lambda: eg.trainable(small()["table"], eg.at[0]), eg.FrameworkError, "give a dict"),
-    "a dtype": (lambda: eg.trainable(small(), SMALL, dtype=int), eg.OptionError, "no floating dtype"),
+    "a dtype": (lambda: eg.trainable(small(), SMALL, dtype=int), eg.OptionError, "not a floating dtype"),
     "two of a name": (lambda: eg.trainable({"a.b": X, "a": {"b": X}}, "a.b"), eg.PlaceError, "2 arrays"),
     "tracers": (
         lambda: jax.jit(lambda p: eg.trainable(p, SMALL).merge())(small()),

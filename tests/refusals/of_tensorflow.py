@@ -39,7 +39,7 @@ def names():
         (
             lambda: eg.grad(functional(), IMAGE, of="a#0[0, 0]", wrt="bn"),
             eg.UnconnectedError,
-            'ask the other way round, of="bn" and wrt="a#0"',
+            'swap the two, of="bn" and wrt="a#0"',
         ),
     )
     yield (
@@ -118,7 +118,7 @@ def training():
             eg.OptionError,
             "persistent=True",
         ),
-        "no tape": (lambda e, tape, first, second: e.gradients(None, first), eg.OptionError, "no tape"),
+        "no tape": (lambda e, tape, first, second: e.gradients(None, first), eg.OptionError, "not a tape"),
         "a vector": (
             lambda e, tape, first, second: e.gradients(tape, {"head/bias[0]": tf.stack([first, second])}),
             eg.OptionError,
@@ -202,7 +202,7 @@ def ranking():
         (
             lambda: eg.top(MODEL, lambda model: (LOSS(model)[0] * next(rows) for _ in range(2)), 5),
             eg.FrameworkError,
-            "gives other losses when it is asked again",
+            "returns other losses when called again",
         ),
     )
     yield (

@@ -44,7 +44,7 @@ def explanations():
                     torch.compile(torch.sin, backend="eager") if compiled else torch.sin, torch.ones(2), kwargs=None
                 ),
                 eg.OptionError,
-                "kwargs=None is no dict; give arguments by name",
+                "kwargs=None is not a dict; give one of arguments",
             ),
         )
 
@@ -57,7 +57,7 @@ def reads():
     options = {
         'unconnected=\'none\' is neither "error" nor "zero"': {"unconnected": "none"},
         "unconnected=None is neither": {"unconnected": None},
-        "budget 'plenty' is no amount of memory": {"budget": "plenty"},
+        "budget 'plenty' is not an amount of memory": {"budget": "plenty"},
         "batch=32": {"batch": 32},
         "batch='yes'": {"batch": "yes"},
     }
@@ -200,13 +200,13 @@ RANKING = {
     "loss_fn is left out": ({"loss_fn": None}, eg.OptionError, "loss_fn=None cannot be called"),
     "loss_fn is none for magnitude": ({"loss_fn": 3, "by": "magnitude"}, eg.OptionError, "cannot be called"),
     "since without magnitude": ({"since": {}}, eg.OptionError, 'use by="magnitude"'),
-    "no model": ({"model": print}, eg.FrameworkError, "builtin_function_or_method is no model"),
+    "no model": ({"model": print}, eg.FrameworkError, "builtin_function_or_method is not a model"),
     "no floating parameter": ({"model": nn.Tanh()}, eg.DtypeError, "no floating-point parameter"),
     "among an unknown": ({"among": "0.wieght"}, eg.PlaceError, "no parameter is named '0.wieght'; nearest: 0.weight"),
     "among a layer": ({"among": "0"}, eg.PlaceError, "no parameter is named '0'; nearest: 0.weight, 0.bias"),
     "among an activation": ({"among": "0.bias (activation)"}, eg.PlaceError, "no parameter is named '0.bias'"),
     "among nothing": ({"among": []}, eg.PlaceError, "among names no parameter"),
-    "among a stranger": ({"among": torch.ones(2)}, eg.PlaceError, "the tensor is no parameter of the model"),
+    "among a stranger": ({"among": torch.ones(2)}, eg.PlaceError, "the tensor is not a parameter of the model"),
     "among no place": ({"among": [3]}, eg.PlaceError, "3 names no tensor"),
     "among one without a name": ({"among": eg.at[0]}, eg.PlaceError, r"name it, as in 0.weight\[0\]"),
     "among too far": ({"among": "0.bias[7]"}, eg.SelectionError, r"0.bias\[7\]: index 7 is out of range"),
@@ -231,7 +231,7 @@ RANKING = {
     "since is now": (
         {"by": "magnitude", "since": MODEL.state_dict()},
         eg.OptionError,
-        "no element has moved since then",
+        "no element has changed since then",
     ),
 }
 LOSSES = {
@@ -324,7 +324,7 @@ def ranking():
             "loss_fn has written to 0.bias in place",
         ),
     )
-    again = r"gives other losses when it is asked again|no loss at all"
+    again = r"returns other losses when called again|no loss at all"
     rows, batches = iter(range(20)), iter([0, 1, 2])
     yield (
         "top, losses that change",

@@ -54,7 +54,7 @@ SHOWN = {
         lambda: eg.contributions(lambda x: x * x[0], torch.ones(2), of="output[0]", wrt="x[0]"),
         ["total"],
     ),
-    "a diagnosis": (lambda: eg.explain(lambda x: x.detach().sum(), torch.ones(2)), ["detach cuts it off"]),
+    "a diagnosis": (lambda: eg.explain(lambda x: x.detach().sum(), torch.ones(2)), ["detach cuts the gradient"]),
     "a patch": (lambda: eg.Patch(()), ["largest change"]),
 }
 

@@ -246,7 +246,7 @@ REFUSED = {
     "a theme": ((np.ones(2),), {"theme": "blue"}, eg.OptionError, "theme='blue'"),
     "a kind": ((np.ones(2),), {"kind": "pie"}, eg.OptionError, "kind='pie' is none of vector"),
     "tokens": ((np.ones(3),), {"tokens": ["a"]}, eg.OptionError, "1 tokens for a gradient of shape"),
-    "a text of tokens": ((np.ones(3),), {"tokens": "abc"}, eg.OptionError, "is no list"),
+    "a text of tokens": ((np.ones(3),), {"tokens": "abc"}, eg.OptionError, "is not a list"),
     "no tokens": ((np.ones(3),), {"kind": "tokens"}, eg.OptionError, "needs tokens"),
     "an image": ((np.ones((3, 4)),), {"image": np.ones((4, 4))}, eg.BroadcastError, "3 rows and 4 columns"),
     "a mark": ((np.ones(3),), {"mark": 3}, eg.SelectionError, "out of range"),

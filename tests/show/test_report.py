@@ -66,6 +66,9 @@ def test_several_places_are_reported_one_after_another(tmp_path):
     assert "output by 0.weight: The plan" in headings(html)
     assert ["[2]", "0.5", "3"] in cells(html)  # the element that is meant, as it is indexed in the input
     assert ["[0]", "0.5"] in cells(html)  # an activation is there only in a run
+    html = eg.report(tmp_path / "r.html", model, x, wrt=["*.weight[0]", "input"]).read_text()
+    assert [array.tolist() for array in numbers(html)] == [[0.5, 1.0, 1.5], [3.5, 3.5], [0.5] * 3]
+    assert "output by 2.weight[0]: The plan" in headings(html)
 
 
 def test_no_gradient_is_reported_with_the_line_that_cut_it(fw, tmp_path):

@@ -153,7 +153,7 @@ def test_a_function_whose_value_is_another_on_a_worker_is_refused(pool):
     x = torch.ones(3)
     J = eg.jacobian(lambda x: 2 * x, x)
     x[0] = 5.0
-    with pytest.raises(eg.FrameworkError, match="make the Jacobian anew"):
+    with pytest.raises(eg.FrameworkError, match="make a new Jacobian"):
         J.dense(executor=pool)
 
 

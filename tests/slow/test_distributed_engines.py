@@ -36,10 +36,10 @@ def test_options_that_cannot_be_are_refused_before_any_work(tmp_path):
         ({"executor": 4}, "executor is int; give a concurrent.futures.Executor"),
         ({"executor": shut}, "takes no tasks: .*; give one that is not shut down"),
         ({"executor": ProcessPoolExecutor(1, multiprocessing.get_context("fork"))}, "a pool that forks"),
-        ({"out": 3}, "out=3 is no path"),
-        ({"out": ""}, "out='' is no path"),
+        ({"out": 3}, "out=3 is not a path"),
+        ({"out": ""}, "out='' is not a path"),
         ({"out": "/proc/j.zarr"}, "/proc/j.zarr cannot be made"),
-        ({"out": "s3://bucket/j.zarr"}, "is no path"),
+        ({"out": "s3://bucket/j.zarr"}, "is not a path"),
         ({"out": tmp_path / "file"}, "is a file"),
         ({"out": tmp_path / "none" / "j.zarr"}, "there is no directory"),
         ({"out": tmp_path / "full"}, "holds something else"),
@@ -87,7 +87,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever():
     remedies = {
         lost: "give workers more memory, or a smaller budget",
         ModuleNotFoundError("No module named 'elementgrad'"): "install where workers run what is installed here",
-        CancelledError(): "leave the executor open",
+        CancelledError(): "keep the executor open",
     }
     for error, remedy in remedies.items():
         with Losing(driver.TRIES + 1, error) as pool, pytest.raises(eg.WorkerError, match=f"4 times.*; {remedy}"):
@@ -165,7 +165,7 @@ def test_a_pool_that_lost_a_worker_says_so_and_a_new_call_goes_on(tmp_path):
     deadly, out = tmp_path / "deadly", tmp_path / "j.zarr"
     J = eg.jacobian(watched(dies=str(deadly)), *arguments(), wrt="x", budget=5_000)
     deadly.touch()
-    lost = r"a worker died .* and the same call goes on from there"
+    lost = r"a worker died .* and the same call resumes from there"
     with ProcessPoolExecutor(1, SPAWN) as pool, pytest.raises(eg.WorkerError, match=lost):
         J.dense(executor=pool, out=out)
     np.testing.assert_array_equal(J.dense(out=out)[:], J.dense().numpy())

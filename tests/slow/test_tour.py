@@ -112,7 +112,7 @@ def assert_causes(framework, answers):
     answer = answers["message"][1]
     sentence, where, fix = answer.values.values()
     cut = "detach" if framework == "torch" else "stop_gradient"
-    assert f"{cut} cuts it off" in sentence
+    assert f"{cut} cuts the gradient" in sentence
     assert f"leave {'tf.' if framework == 'tensorflow' else ''}{cut} out" in fix
     file, line = where.split(":")
     assert file == "message.py"

@@ -229,7 +229,7 @@ def test_layers_of_keras_have_patterns():
 def test_a_variable_of_a_model_is_not_set_by_a_prepared_read():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="dense")])
     S = eg.jacobian(model, tf.ones((1, 4)), wrt="dense/kernel").prepare()
-    with pytest.raises(eg.OptionError, match="assign it, and make the Jacobian anew"):
+    with pytest.raises(eg.OptionError, match="assign it, and make a new Jacobian"):
         S(tf.ones((4, 3)))
 
 

@@ -95,7 +95,7 @@ def a_square_that_is_normalised():
     return lambda x: jax.nn.softmax((x * 300) ** 2)[0], X.astype(jnp.float16)  # <- here
 
 
-@BROKEN.says("nonfinite", "singular", "several numbers", wrt="x")
+@BROKEN.says("nonfinite", "singular", "several different values", wrt="x")
 def a_spread_of_equals():
     def f(x):
         return x.std()  # <- here

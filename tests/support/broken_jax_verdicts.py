@@ -23,7 +23,7 @@ def as_large_as_the_maximum_of_another_window():
     return _pool, IMAGE
 
 
-@BROKEN.says("zero", "tie", fix="may stand for each other", wrt="x[2, 1]")
+@BROKEN.says("zero", "tie", fix="equal elements are interchangeable", wrt="x[2, 1]")
 def a_tie_in_its_own_window():
     return _pool, IMAGE
 
@@ -121,7 +121,7 @@ def weights_that_are_all_zero():
     return lambda one, two, x: jnp.tanh(x @ one) @ two, jnp.zeros((2, 3)), jnp.zeros((3, 1)), X  # <- here
 
 
-@BROKEN.says("zero", "masked", fix="let the mask keep", wrt="x[1]")
+@BROKEN.says("zero", "masked", fix="change the mask to keep", wrt="x[1]")
 def a_mask_that_is_added():
     return lambda x: jax.nn.softmax(x + jnp.array([0.0, -jnp.inf]))[0], X  # <- here
 

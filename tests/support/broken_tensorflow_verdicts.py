@@ -30,12 +30,12 @@ def a_volume():
     return lambda x: tf.reduce_sum(tf.nn.max_pool3d(x[:, None], [1, 2, 2], [1, 2, 2], "VALID")), IMAGE  # <- here
 
 
-@BROKEN.says("zero", "out-of-range", fix="check the ids before", wrt="x[1]")
+@BROKEN.says("zero", "out-of-range", fix="check the ids first", wrt="x[1]")
 def a_segment_that_is_not_there():
     return lambda x: tf.reduce_sum(tf.math.unsorted_segment_sum(x, tf.constant([0, -1]), 2)), X  # <- here
 
 
-@BROKEN.says("zero", "out-of-range", fix="check the ids before", wrt="x[1]")
+@BROKEN.says("zero", "out-of-range", fix="check the ids first", wrt="x[1]")
 def the_largest_of_a_segment_that_is_not_there():
     return lambda x: tf.reduce_sum(tf.math.unsorted_segment_max(x, tf.constant([0, -1]), 1)), X  # <- here
 
@@ -51,7 +51,7 @@ def beside_a_segment_that_is_not_there():
     return lambda x: tf.math.unsorted_segment_max(x, tf.constant([0, 0, -1]), 1)[0], x  # <- here
 
 
-@BROKEN.says("zero", "tie", fix="may stand for each other", wrt="x[0, 2, 1, 0]")
+@BROKEN.says("zero", "tie", fix="equal elements are interchangeable", wrt="x[0, 2, 1, 0]")
 def a_tie_in_its_own_window():
     return lambda x: tf.reduce_sum(tf.nn.max_pool2d(x, 2, 2, "VALID")), IMAGE  # <- here
 
@@ -100,7 +100,7 @@ def a_mean_of_numpy_in_a_step():
     return _step(lambda weight: tf.constant(np.mean(weight * 2)))  # <- here
 
 
-@BROKEN.says("unconnected", "resliced", fix="inside of the tape")
+@BROKEN.says("unconnected", "resliced", fix="inside the tape")
 def a_slice_from_before():
     whole = tf.Variable([1.5, 2.5])
     part = whole[0]
@@ -126,7 +126,7 @@ def a_slice_of_a_tensor_from_before():
     return step
 
 
-@BROKEN.says("unconnected", "outside-tape", fix="inside of the with block")
+@BROKEN.says("unconnected", "outside-tape", fix="inside the with block")
 def a_slice_from_before_that_is_used():
     whole = tf.Variable([1.5, 2.5])
     part = whole[0]
@@ -139,7 +139,7 @@ def a_slice_from_before_that_is_used():
     return step
 
 
-@BROKEN.says("unconnected", "unused", fix="ask about what is used")
+@BROKEN.says("unconnected", "unused", fix="name a tensor that is used")
 def a_tensor_that_no_step_takes():
     def step():
         with tf.GradientTape() as tape:
@@ -189,7 +189,7 @@ def statistics():
 
 
 @BROKEN.says(
-    "unconnected", "unused", fix="add that one to the loss", of="output.first[0, 0]", wrt="second/kernel[0, 0]"
+    "unconnected", "unused", fix="add that result to the loss", of="output.first[0, 0]", wrt="second/kernel[0, 0]"
 )
 def a_weight_of_another_head():
     given = keras.Input((2,))
@@ -208,7 +208,7 @@ def an_array_of_keras_in_a_step():
     return _step(lambda weight: tf.constant(keras.ops.convert_to_numpy(weight * 2).sum()))  # <- here
 
 
-@BROKEN.says("zero", "masked", fix="let the mask keep", wrt="x[1]")
+@BROKEN.says("zero", "masked", fix="change the mask to keep", wrt="x[1]")
 def a_mask_that_is_added():
     return lambda x: tf.nn.softmax(x + tf.constant([0.0, -1e9]))[0], X  # <- here
 

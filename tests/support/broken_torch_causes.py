@@ -216,7 +216,7 @@ def a_margin_that_is_kept():
     return f, X
 
 
-@BROKEN.says("zero", "masked", "zero at the start", wrt="x")
+@BROKEN.says("zero", "masked", "initially zero", wrt="x")
 def an_adapter_that_starts_at_zero():
     down, up = torch.ones(3, 2), torch.zeros(2, 3)
 

@@ -25,7 +25,7 @@ def a_module_with_such_a_window():
     return nn.MaxPool2d(2), IMAGE
 
 
-@BROKEN.says("zero", "tie", fix="may stand for each other", wrt="x[0, 0, 2, 1]")
+@BROKEN.says("zero", "tie", fix="equal elements are interchangeable", wrt="x[0, 0, 2, 1]")
 def a_tie_in_its_own_window():
     return lambda x: F.max_pool2d(x, 2).sum(), IMAGE  # <- here
 
@@ -261,7 +261,7 @@ class _Heads(nn.Module):
 
 
 @BROKEN.says(
-    "unconnected", "unused", fix="add that one to the loss", of="output.first[0, 0]", wrt="second.weight[0, 0]"
+    "unconnected", "unused", fix="add that result to the loss", of="output.first[0, 0]", wrt="second.weight[0, 0]"
 )
 def a_weight_of_another_head():
     return _Heads(), ROWS
@@ -275,7 +275,7 @@ def weights_that_are_all_zero():
     return model, ROWS
 
 
-@BROKEN.says("zero", "masked", fix="let the mask keep", wrt="x[1]")
+@BROKEN.says("zero", "masked", fix="change the mask to keep", wrt="x[1]")
 def a_mask_that_is_added():
     mask = torch.tensor([0.0, -1e9])
     return lambda x: ((x + mask).softmax(-1) * C).sum(), X  # <- here
@@ -286,7 +286,7 @@ def an_element_that_a_mask_of_its_own_leaves_out():
     return lambda x: x[x > 1].sum(), X  # <- here
 
 
-@BROKEN.says("zero", "cancelled", fix="over several numbers", of="output[0, 0]", wrt="x[0, 0]")
+@BROKEN.says("zero", "cancelled", fix="over several values", of="output[0, 0]", wrt="x[0, 0]")
 def a_norm_over_one_number():
     return lambda x: F.layer_norm(x, (1,)), torch.ones(2, 1)  # <- here
 

@@ -206,7 +206,7 @@ def test_what_holds_no_weights_is_refused(tmp_path):
         eg.diff({}, 5)
     with pytest.raises(eg.OptionError, match=r"a\.step is int, and weights are tensors or arrays"):
         eg.diff({}, {"a": {"step": 5}})
-    with pytest.raises(eg.PatchError, match=r"weights\.bin is no weights; give a .safetensors or .npz file"):
+    with pytest.raises(eg.PatchError, match=r"weights\.bin is not a file of weights; give a .safetensors or .npz file"):
         eg.diff({}, tmp_path / "weights.bin")
     with pytest.raises(eg.OptionError, match="is a directory; give the name of a file"):
         eg.diff({}, {}, tmp_path)

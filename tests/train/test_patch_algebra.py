@@ -117,7 +117,7 @@ def test_a_function_decides_about_conflicts():
         eg.merge([eg.diff(a, b), eg.diff(a, c)], on_conflict=lambda one, other: 1.0)
     with pytest.raises(eg.OptionError, match="on_conflict='best' is none of"):
         eg.merge([], on_conflict="best")
-    with pytest.raises(eg.OptionError, match="str is no patch"):
+    with pytest.raises(eg.OptionError, match="str is not a patch"):
         eg.merge(["p.safetensors"])
     assert eg.merge([]).size == 0
 
@@ -134,7 +134,7 @@ def test_what_does_not_belong_together_is_refused():
             combine(eg.diff(a, b), other)
     without = eg.diff(a, b, originals=False)
     for use in (Patch.inverse, lambda patch: patch.then(patch), lambda patch: patch.restricted("w[1]")):
-        with pytest.raises(eg.PatchError, match=r"keeps a checksum of the originals alone, and .* needs them"):
+        with pytest.raises(eg.PatchError, match=r"has only a checksum of the originals, and .* needs them"):
             use(without)
     assert len(without.conflicts(eg.diff(a, c))) == 2
 
@@ -201,7 +201,7 @@ def test_patches_of_a_model_are_listed_switched_off_and_on():
     first.undo()
     assert eg.diff(model, two).size == 0
     assert [each.size for each in eg.patches(model)] == [2]
-    with pytest.raises(eg.PatchError, match="was written to meanwhile; apply the patch anew"):
+    with pytest.raises(eg.PatchError, match="was written to in the meantime; apply the patch again"):
         third.redo()
     first.redo()
     first.redo()
@@ -226,7 +226,7 @@ def test_with_takes_a_patch_back_also_after_an_error(error):
             raise error
     assert eg.diff(model, plain).size == 0
     trained = eg.trainable(model, "bias")
-    with pytest.raises(eg.PlaceError, match="these elements train; `with` takes back"), trained:
+    with pytest.raises(eg.PlaceError, match="these elements train; `with` is for patches"), trained:
         pass
     trained.release()
 

@@ -197,14 +197,14 @@ def test_every_truncation_is_refused_and_so_is_an_addition(tmp_path):
         with pytest.raises(eg.PatchError, match=r"p is (cut short|empty)"):
             Patch.read(path)
     path.write_bytes(content + b"\0")
-    with pytest.raises(eg.PatchError, match="p is damaged or was changed by other hands"):
+    with pytest.raises(eg.PatchError, match="p is damaged or was changed by another program"):
         Patch.read(path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"import torch\n", "p is no safetensors file; give one that a patch was saved to"),
+        (b"import torch\n", "p is not a safetensors file; give one that a patch was saved to"),
         (b"PK\3\4" + bytes(100), "p is a zip archive, such as torch.save, Keras and NumPy write, and no safetensors"),
         (b"\x80\2}q\0X\1\0\0\0aq", "p is a pickle, which is never opened here, and no safetensors file"),
         (b"\x89HDF\r\n\x1a\n0000", "p is an HDF5 file, such as Keras writes, and no safetensors file"),
@@ -283,7 +283,7 @@ def positions(*at):
         ({"tensors": positions(5, 7)}, "2 indices, 3 values and 3 originals; give one of each per element"),
         ({"tensors": positions(5, 7, 15)}, "position 15 is out of range for 15 elements"),
         ({"tensors": positions(5, 7, -1)}, "position -1 is out of range"),
-        ({"tensors": positions(5, 7, 5)}, "position 5 stands twice among the indices"),
+        ({"tensors": positions(5, 7, 5)}, "position 5 occurs twice among the indices"),
         ({"tensors": positions(5, 9, 7)}, "the 3 indices are not theirs"),
         ({"tensors": swap("0.indices", "F64", (3,), bytes(24))}, "indices are F64 of shape"),
         ({"tensors": swap("0.values", "F32", (), bytes(4))}, "float32 is not stored as F32 of shape"),
@@ -303,8 +303,8 @@ def test_what_fits_no_model_is_refused_by_inspect_and_apply_alike(tmp_path):
     )
     whole, wide = BitArray.of(np.zeros(1, np.int32)), BitArray.of(np.zeros(1, np.int64))
     for bad, says in (
-        (entry(mark="md5:1"), "'md5:1' is no fingerprint; one reads sample: or full:"),
-        (entry(mark=MARK.upper()), "is no fingerprint"),
+        (entry(mark="md5:1"), "'md5:1' is not a fingerprint, which is sample: or full:"),
+        (entry(mark=MARK.upper()), "is not a fingerprint"),
         (entry("fc.weight[1, ::2](output)"), "is of kind 'output', and only parameters are patched"),
         (entry("fc.weight[:0]"), "the place names no element of a tensor of shape"),
         (entry(wide="complex64"), "values of complex64 do not fit a tensor of float32"),

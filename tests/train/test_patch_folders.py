@@ -151,7 +151,7 @@ def test_the_command_compares_and_inspects_folders(base, state, tuned, tmp_path,
     assert main(["patch", "apply", str(base), str(path)]) == 0
     assert bits(loaded(base)) == bits(tuned)
     assert main(["patch", "undo", str(base), str(path)]) == 2
-    assert "keeps a checksum of the originals alone" in capsys.readouterr().err
+    assert "has only a checksum of the originals" in capsys.readouterr().err
 
 
 def write_index(base, **files):
@@ -164,12 +164,12 @@ def write_index(base, **files):
     ("spoil", "says"),
     [
         (lambda base: (base / "model-00003-of-00004.safetensors").unlink(), "names model-00003-of-00004.* not there"),
-        (lambda base: (base / INDEX).write_text("{"), "is no index of a checkpoint"),
-        (lambda base: (base / INDEX).write_text("[" * 100_000), "is no index of a checkpoint"),
-        (lambda base: (base / INDEX).write_text("{}"), "is no index of a checkpoint"),
+        (lambda base: (base / INDEX).write_text("{"), "is not an index of a checkpoint"),
+        (lambda base: (base / INDEX).write_text("[" * 100_000), "is not an index of a checkpoint"),
+        (lambda base: (base / INDEX).write_text("{}"), "is not an index of a checkpoint"),
         (lambda base: (base / INDEX).unlink(), "holds 4 .safetensors files and no safetensors.index.json"),
         (lambda base: (base / f"other.{INDEX}").write_text("{}"), "has several indices"),
-        (lambda base: write_index(base, x="../patch.safetensors"), "which is no .safetensors file of the folder"),
+        (lambda base: write_index(base, x="../patch.safetensors"), "which is not a .safetensors file of the folder"),
         (lambda base: write_index(base, x="model-00002-of-00004.safetensors"), "says that x is in model-00002"),
         (lambda base: write_index(base), "no tensor named 'layer2.weight'"),
     ],

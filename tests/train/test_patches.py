@@ -87,7 +87,7 @@ def test_what_is_no_number_is_refused(make, message):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"at": (0, 0)}, eg.DuplicateError, "position 0 stands twice among the indices"),
+        ({"at": (0, 0)}, eg.DuplicateError, "position 0 occurs twice among the indices"),
         ({"at": (0, 12)}, eg.PatchError, "position 12 is out of range for 12 elements"),
         ({"at": (1, 0)}, eg.PatchError, "the place names 2 of 12 elements, and the 2 indices are not theirs"),
         ({"at": ((0, 1),)}, eg.PatchError, r"indices are int64 of shape \(1, 2\); give positions in one row"),
@@ -212,7 +212,7 @@ def test_made_disjoint_changes_leave_the_fingerprint_in_any_order(full):
 
 
 def test_what_is_no_fingerprint_is_refused():
-    with pytest.raises(eg.PatchError, match="'md5:1' is no fingerprint; one reads sample: or full:"):
+    with pytest.raises(eg.PatchError, match="'md5:1' is not a fingerprint, which is sample: or full:"):
         fits("md5:1", (1,), "float32", reads(np.zeros(1)))
     with pytest.raises(eg.PatchError, match="give one row of bits per position"):
         fingerprint((1,), "float32", reads(np.zeros(1)), positions=np.array([0]))

@@ -133,13 +133,13 @@ def test_a_model_that_was_loaded_anew_is_patched_anew(model, patch):
 
 
 WRONG = {
-    "another model": (lambda: nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 4)), "held other values there"),
+    "another model": (lambda: nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 4)), "has other values there"),
     "another shape": (lambda: nn.Sequential(nn.Embedding(100, 9), nn.Linear(9, 4)), r"as float32 of shape \(100, 8\)"),
     "another dtype": (lambda: nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 4)).double(), "here it is float64"),
     "no such parameter": (lambda: nn.Linear(8, 4), "no parameter named '0.weight'"),
     "a layer of that name": (
         lambda: nn.Sequential(nn.Embedding(100, 8), nn.ModuleDict({"weight": nn.Linear(8, 4), "bias": nn.ReLU()})),
-        "does not fit|held other values",
+        "does not fit|has other values",
     ),
 }
 

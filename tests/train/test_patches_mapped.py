@@ -1,5 +1,6 @@
 """A patch goes from any framework to any other through a map of names and axes, and back, to the bit."""
 
+import json
 from itertools import permutations
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad._train.entries import Entry, map_entries
+from elementgrad._train.folder import read_weights
 from elementgrad._train.numbers import BitArray
+from elementgrad._train.weights import FileTensor, Weights
 from tests.support.homes import HOMES, map_of, trained
 
 
@@ -55,6 +58,30 @@ def test_a_patch_goes_there_and_back(one, other, dtype, tmp_path):
     assert_same(other.tensors(away, resumed), before)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("one", "other"), [("torch", "keras"), ("keras", "jax"), ("jax", "torch")])
+def test_a_patch_goes_into_the_shards_of_another_framework(one, other, dtype, tmp_path):
+    one, other = HOMES[one], HOMES[other]
+    values = trained(one, tmp_path / "patch.safetensors", dtype, full=True)
+    held = other.held(other.make(dtype))
+    folder, shards = tmp_path / "checkpoint", {}
+    folder.mkdir()
+    for number, (key, name) in enumerate(other.names.items()):
+        shards[name] = f"model-{number + 1:05}-of-00004.safetensors"
+        bits = np.ascontiguousarray(held[key]).view(np.uint8).reshape(held[key].size, -1)
+        Weights({name: FileTensor(dtype, held[key].shape, bits)}).write(folder / shards[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+    eg.apply(folder, tmp_path / "patch.safetensors", names=map_of(one, other))
+    model = other.make(dtype)
+    in_memory = eg.apply(model, tmp_path / "patch.safetensors", names=map_of(one, other))
+    assert_same(other.tensors(model, in_memory), values)
+    memory = in_memory.merge() if isinstance(model, dict) else model
+    for key, name in other.names.items():
+        on_disk = read_weights(folder).tensors[name].read()
+        assert on_disk.tobytes() == np.ascontiguousarray(other.held(memory)[key]).tobytes()
+
+
 def test_the_same_elements_train_to_the_same_values_everywhere():
     ends = {}
     for name, home in HOMES.items():
@@ -79,7 +106,7 @@ def patch(tmp_path):
 
 GOOD = map_of(HOMES["torch"], HOMES["jax"])
 WRONG = {
-    "no map": (["fc.weight"], eg.OptionError, "is no map; give a dict from names in the patch"),
+    "no map": (["fc.weight"], eg.OptionError, "is not a dict; give one from names in the patch"),
     "an unknown key": ({"fc.wieght": "x"}, eg.OptionError, "the patch holds no 'fc.wieght'.*nearest: fc.weight"),
     "an unknown name": (
         {**GOOD, "fc.bias": "fc.bais"},
@@ -107,7 +134,7 @@ WRONG = {
     "turned, and it fits": (
         {**GOOD, "conv.weight": ("conv.kernel", (1, 0, 3, 2))},
         eg.PatchError,
-        "conv.kernel is not the tensor.*held other values there.*, and the right order of axes",
+        "conv.kernel is not the tensor.*has other values there.*, and the right order of axes",
     ),
 }
 

@@ -95,8 +95,8 @@ def test_without_keep_a_model_in_which_some_train_is_warned_of(model):
     assert one.filename == __file__
     assert str(one.message) == (
         "attn.lora_A.default.weight, attn.lora_B.default.weight trained before, while others of the model did not, and "
-        "eg.trainable freezes them; name what is to go on training by keep='attn.lora_A.default.weight', a wildcard or "
-        "a list"
+        "eg.trainable freezes them; name what should stay trainable by keep='attn.lora_A.default.weight', a wildcard "
+        "or a list"
     )
     assert issubclass(eg.ElementgradWarning, UserWarning)
     assert sorted(steps(model)) == ["table.weight"]

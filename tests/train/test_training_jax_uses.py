@@ -95,7 +95,7 @@ def test_patches_compose_and_are_taken_back(tmp_path):
     assert not applied.training
     applied.undo()
     assert_same(applied.merge(), params)
-    with pytest.raises(eg.PatchError, match="held other values there"):
+    with pytest.raises(eg.PatchError, match="has other values there"):
         eg.apply(small() | {"table": small()["table"] + 1}, first)
 
 

@@ -176,7 +176,7 @@ def test_tensors_that_overlap_in_a_file_are_refused(tmp_path):
             Weights.read(path)
     twice = '{"a": {"dtype": "U8", "shape": [1], "data_offsets": [%d, %d]}, "a": %s}'
     path.write_bytes(safetensors_of(twice % (0, 1, '{"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}'), 2))
-    with pytest.raises(eg.PatchError, match="is no safetensors file, since it names 'a' twice"):
+    with pytest.raises(eg.PatchError, match="is not a safetensors file, since it names 'a' twice"):
         Weights.read(path)
 
 

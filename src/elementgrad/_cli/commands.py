@@ -35,6 +35,7 @@ from elementgrad._cli.output import FINDING, InputError, is_stdout_unicode, say,
 from elementgrad._cli.parser import make_parser
 from elementgrad._files import replace_file, writable
 from elementgrad._names.call import BoundCall
+from elementgrad._names.patterns import is_pattern
 from elementgrad._read.budget import parse_budget
 from elementgrad._train.api import apply_to_path, patch_state, reverse_patch
 from elementgrad._train.diff import compare
@@ -83,11 +84,13 @@ def grad(
     **target_options: Any,
 ) -> int:
     """Print, write and draw derivatives."""
-    require_places(of, *(wrt or []))
+    require_places(of, single=True)
+    require_places(*(wrt or []))
     parse_budget(budget)
     _require_writable(out, ARRAY_FILES)
     _require_writable(plot, PICTURE_FILES)
-    if len(wrt or []) > 1 and ((out or "").endswith(".npy") or plot is not None):
+    several = len(wrt or []) > 1 or any(is_pattern(name) for name in wrt or [])
+    if several and ((out or "").endswith(".npy") or plot is not None):
         raise InputError("a .npy file and a picture hold one gradient; give --wrt once, or an .npz file")
     if plot is not None:
         require_packages("matplotlib", "--plot", "show")
@@ -98,7 +101,10 @@ def grad(
         gradients: list[GradientResult] = []
         try:
             tensors = target.call(eg.grad, of=of, wrt=names, unconnected=unconnected, budget=budget)
-            gradients = [GradientResult.of(*pair, target.backend) for pair in zip(names, tensors, strict=True)]
+            blocks = [
+                read if isinstance(read, dict) else {name: read} for name, read in zip(names, tensors, strict=True)
+            ]
+            gradients = [GradientResult.of(*pair, target.backend) for block in blocks for pair in block.items()]
             finding = _find_problem(gradients, unconnected)
             message = FINDINGS.get(finding or "")
         except eg.UnconnectedError as error:
@@ -131,7 +137,7 @@ def explain(
     *, of: str | None, wrt: str | None, no_probe: bool, step: bool, json: bool, model: str, **target_options: Any
 ) -> int:
     """Print a diagnosis."""
-    require_places(of, wrt)
+    require_places(of, wrt, single=True)
     with user_code():
         if not step:
             target = CommandTarget(model=model, **target_options)
@@ -147,7 +153,7 @@ def explain(
 
 def check(*, of: str | None, wrt: str | None, json: bool, **target_options: Any) -> int:
     """Print how derivatives compare with differences."""
-    require_places(of, wrt)
+    require_places(of, wrt, single=True)
     with user_code():
         report = CommandTarget(**target_options).call(eg.check, of=of, wrt=wrt)
     result = {
@@ -311,7 +317,7 @@ def _require_writable(path: str | None, endings: tuple[str, ...]) -> None:
     if path is None:
         return
     if not path.endswith(endings):
-        raise InputError(f"{path} has no ending that tells its format; give one of {', '.join(endings)}")
+        raise InputError(f"{path} has no known ending; give one of {', '.join(endings)}")
     writable(path, f"result{endings[0]}")
 
 

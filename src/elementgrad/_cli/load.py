@@ -25,6 +25,7 @@ from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
 from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments
+from elementgrad._names.patterns import is_pattern
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._train.numbers import VIEWS
@@ -58,11 +59,11 @@ def user_code() -> Iterator[None]:
             sys.modules.pop(_loaded.pop(name), None)
 
 
-def require_places(*texts: str | None) -> None:
-    """Raise an error for a text that is not a place, before anything is loaded."""
+def require_places(*texts: str | None, single: bool = False) -> None:
+    """Raise an error for a text that is not a place, or not a single one, before anything is loaded."""
     for text in texts:
-        if text is not None:
-            Place.parse(text)
+        if text is not None and is_pattern(Place.parse(text).name) and single:
+            raise InputError(f"{text} is a pattern of several names, and one place is needed here; give one name")
 
 
 class CommandTarget:
@@ -150,7 +151,7 @@ def _choose_backend(model: str, function: Any, module: ModuleType, arguments: An
     if len(used) == 1:
         return _load_backend(used[0])
     uses = f"uses {' and '.join(used)}" if used else "imports none of torch, tensorflow and jax"
-    raise InputError(f"{model} {uses}, so nothing tells whose tensors its inputs are; give --framework")
+    raise InputError(f"{model} {uses}, so the framework of its inputs is not known; give --framework")
 
 
 def _load_backend(framework: str) -> Backend:
@@ -261,7 +262,7 @@ def _load_file(path: str) -> ModuleType:
     file = os.path.realpath(path)
     key = os.path.normcase(file)
     if not os.path.isfile(file):
-        raise InputError(f"{path} is no file; {OBJECT_FITS}")
+        raise InputError(f"{path} is not a file; {OBJECT_FITS}")
     if key in _loaded:
         return sys.modules[_loaded[key]]
     sys.path.insert(0, os.path.dirname(file))
@@ -325,7 +326,7 @@ def read_inputs(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any],
             _add_keyword(kwargs, match[1], _read_input(match[2]))
             continue
         if NAMED_INPUT.fullmatch(text) and not os.path.exists(text):
-            raise InputError(f"{text!r} stands among the inputs in order; give it by its name, as in --input {text}")
+            raise InputError(f"{text!r} is among the inputs in order; give it by its name, as in --input {text}")
         value = _read_input(text)
         if not isinstance(value, NamedInputs):
             args.append(value)
@@ -337,7 +338,7 @@ def read_inputs(inputs: Sequence[str], named: Sequence[str]) -> tuple[list[Any],
                 _add_keyword(kwargs, name, part)
             else:
                 raise InputError(
-                    f"{text} holds {name!r}, which is no name of an argument; give all of it as one, as in "
+                    f"{text} holds {name!r}, which is not the name of an argument; give all of it as one, as in "
                     f"--input params={text}, or one of its arrays, as in '{text}:{name}'"
                 )
     return args, kwargs
@@ -366,7 +367,7 @@ def _read_input(text: str) -> Any:
     except InputError:
         raise
     except ValueError:
-        subject = f"{text} is a file of another kind" if os.path.isfile(text) else f"{text!r} is no input"
+        subject = f"{text} is a file of another kind" if os.path.isfile(text) else f"{text!r} is not an input"
         raise InputError(f"{subject}; {INPUT_FITS}") from None
 
 
@@ -387,7 +388,7 @@ def _read_file(path: str) -> Any:
             except InputError:
                 raise
             except ValueError as error:
-                raise InputError(f"{path} is no JSON: {error}") from None
+                raise InputError(f"{path} is not valid JSON: {error}") from None
     if path.endswith(".safetensors"):
         return _read_safetensors(path)
     with open(path, "rb") as file:
@@ -410,7 +411,7 @@ def _read_safetensors(path: str) -> NamedInputs:
     try:
         tensors = deserialize(content)
     except SafetensorError as error:
-        raise InputError(f"{path} is no safetensors file: {error}") from None
+        raise InputError(f"{path} is not a safetensors file: {error}") from None
     inputs = NamedInputs()
     for name, tensor in tensors:
         dtype = DTYPES.get(tensor["dtype"])

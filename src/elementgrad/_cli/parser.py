@@ -178,13 +178,13 @@ def _add_report(commands: Any) -> None:
   elementgrad report net.py:net x.npy --of 'head[0, 3]' --wrt x --out report.html
   elementgrad report patch.safetensors --out patch.html
 
-In place of MODEL stands the file of a patch for a page about what was trained.""",
+Give the file of a patch instead of MODEL for a page about what was trained.""",
     )
     _add_target(report)
     _add_places(report, several=True)
     report.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
-    report.add_argument("--title", help="what stands at its head")
+    report.add_argument("--title", help="the title of the page")
     _add_output_options(report)
 
 
@@ -221,7 +221,7 @@ Weights are compared by bits, one tensor at a time.""",
     diff.add_argument("before", metavar="BEFORE", help="a .safetensors or .npz file, or a folder with shards")
     diff.add_argument("after", metavar="AFTER", help="the same tensors, as a file or folder")
     diff.add_argument("--out", metavar="FILE", required=True, help="the file of the patch")
-    diff.add_argument("--only-common", action="store_true", help="leave out tensors that one of them has alone")
+    diff.add_argument("--only-common", action="store_true", help="leave out tensors that only one of them has")
     diff.add_argument(
         "--no-originals", action="store_true", help="keep a checksum of the values before, not the values"
     )
@@ -300,7 +300,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--input", metavar="NAME=INPUT", action="append", default=[], dest="named", help="an argument by its name"
     )
-    command.add_argument("--framework", choices=FRAMEWORKS, help="whose tensors arrays become, where nothing tells")
+    command.add_argument("--framework", choices=FRAMEWORKS, help="the framework of the inputs, if it is not known")
     command.add_argument("--dtype", choices=DTYPES, help="the dtype of floating inputs; that of the model by default")
 
 

@@ -32,6 +32,7 @@ from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace,
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
+from elementgrad._names.names import expand_patterns
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SelectionError, quoted
 
@@ -41,7 +42,7 @@ SUSPECT_CAUSES = ("modified-through-data", "hook", "custom-rule")
 """With a hint of these, a gradient that flows is compared with differences; the likeliest first."""
 RUNS = {False: 2, True: 4}
 """How often the function runs at most, without and with a probe."""
-UNSEEN = "no step was seen on the way that the gradient takes, so that the path is not known"
+UNSEEN = "no operation on the path of the gradient was recorded, so the path is not known"
 
 
 @not_compiled
@@ -66,7 +67,7 @@ def explain(
         *args: Its arguments.
         kwargs: Its keyword arguments.
         of: What is differentiated, by name or place; the only floating output if left out. A list, tuple or dict asks
-            about several, from one run of the function.
+            about several, from one run of the function, and so does a pattern such as `"h.*.attn"`.
         wrt: What it is differentiated by; the only floating input if left out. Likewise.
         probe: False to try nothing out by moving an element: the function then runs at most twice, and otherwise at
             most four times.
@@ -75,7 +76,8 @@ def explain(
 
     Returns:
         The diagnosis. `print` it; it is true if nothing is wrong. For a list, tuple or dict the same structure of
-        them, and for two such ones a structure like `of` of structures like `wrt`.
+        them, for a pattern a dict by the places that it matches, and where both sides are such a structure, one like
+        `of` of structures like `wrt`.
 
     Raises:
         PlaceError: If a name fits nothing, or a live tensor is needed and none is given.
@@ -101,7 +103,7 @@ def explain(
 
 def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
     """Answer one question, or the same structure of answers as `of` and `wrt` have, all from one run."""
-    targets, places = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
+    targets, places = expand_patterns(call, pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place))
     recording = SharedRun(call, probe)
 
     def ask(target: Place) -> Any:
@@ -207,9 +209,7 @@ class Explanation(pytree.Leaf):
             return self._call.find_source(self._place)
         except DtypeError:  # no input is floating point
             if self._place.name is not None or self._place.tensor is not None or len(self._call.inputs) != 1:
-                raise SelectionError(
-                    "no input is floating point; name the one that is meant, as in wrt='ids'"
-                ) from None
+                raise SelectionError("no input is floating point; name one, as in wrt='ids'") from None
             return self._call.inputs[0]
 
     def _require_real(self, name: str, x: Tensor) -> None:
@@ -421,9 +421,7 @@ def _with_index(name: str, place: Place) -> str:
 def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
     tensor = None if wrt is None else parse_place(wrt).tensor
     if wrt is not None and tensor is None:
-        raise PlaceError(
-            f"wrt={quoted(wrt)} names no live tensor; a step without arguments is asked about a tensor itself"
-        )
+        raise PlaceError(f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself")
     backend = backend_for_step(f, tensor)
     return _from_report(backend.load("explain").report_step(f, tensor), backend.name)
 
@@ -461,7 +459,7 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
         if finding.cause in UNRELATED_CAUSES:  # a detach leaves no trace in a graph
             seen = f"in the graph other elements are taken, in {describe(finding.op)}" if finding.op else ""
             finding = CauseFinding(
-                None, None, [seen, "a cut leaves no trace in the graph; ask about the function instead"]
+                None, None, [seen, "the graph does not show where it was cut; explain the function instead"]
             )
     elif report.verdict == "nonfinite":
         finding = why_nonfinite(path, None, report.cotangents, finite=True)

@@ -68,29 +68,29 @@ def why_unconnected(path: DataPath, moves: bool | None) -> CauseFinding:
     if cuts:
         return cut_by(cuts, exits if moves else [])
     if path.reaches_target:
-        return _custom_rule(path) or CauseFinding(None, None, ["every step that was seen passes derivatives on"])
+        return _custom_rule(path) or CauseFinding(None, None, ["every recorded operation passes gradients on"])
     branch = _only_branch(path, exits)
     if branch is not None:
         if moves:
-            return CauseFinding("discrete", branch, ["it only decides which way the code takes"])
-        evidence = [f"it only decides which way the code takes, in {describe(branch)}"]
+            return CauseFinding("discrete", branch, ["it only decides which branch the code takes"])
+        evidence = [f"it only decides which branch the code takes, in {describe(branch)}"]
         if moves is None:
-            return CauseFinding(None, branch, [*evidence, "whether the value moves with it was not tried"])
-        return CauseFinding("unused", None, [*evidence, "the value did not move with it"])
+            return CauseFinding(None, branch, [*evidence, "it was not tried whether the output changes with it"])
+        return CauseFinding("unused", None, [*evidence, "the output did not change with it"])
     if exits and moves is not False:
         if moves is None and not path.comes_back(exits[0]):
             return CauseFinding(
-                None, exits[0], ["its values left the framework, and whether they came back was not tried"]
+                None, exits[0], ["its values left the framework, and it was not tried whether they are used again"]
             )
         return _left_framework([op for op in exits if not op.branches])
     if moves:
-        return CauseFinding(None, None, ["the value moves with it, though no step was seen that takes it there"])
+        return CauseFinding(None, None, ["the output changes with it, but no recorded operation leads there"])
     opaque = path.opaque_finding()
     if opaque is not None:
         return opaque
     if not readers:
-        return CauseFinding("unused", None, ["no step takes it"])
-    evidence = [f"what it goes into, {describe(readers[0])}, is not used for it"]
+        return CauseFinding("unused", None, ["no operation uses it"])
+    evidence = [f"{describe(readers[0])} uses it, but the result is not used for this output"]
     return CauseFinding("unused", None, evidence, variant=ELSEWHERE)
 
 
@@ -168,7 +168,7 @@ def why_nonfinite(
         moving = {id(op) for op, sizes in pairs if sizes is not None and sizes.at_inputs != 0}
         suspects = [pair for pair in suspects if id(pair[0]) in moving] or suspects
     if not suspects:
-        return CauseFinding(None, None, ["no step was seen at which it stops being finite"])
+        return CauseFinding(None, None, ["no recorded operation is the first that is not finite"])
     suspects.sort(key=lambda pair: pair[0].operation in SINGULAR)  # zero times infinity comes from what made infinity
     op, sizes = suspects[-1]
     if id(op) in flag_of and not flag_of[id(op)].inputs:
@@ -179,7 +179,7 @@ def why_nonfinite(
         return CauseFinding(cause, op, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
     singular = op.operation in SINGULAR and not overflows()
     known = op.operation in SINGULAR or op.operation in CAUSE_BY_OPERATION
-    evidence = f"a gradient of {sizes.at_outputs:.3g} arrives, and what leaves is {sizes.at_inputs}"
+    evidence = f"the gradient is {sizes.at_outputs:.3g} at its output and {sizes.at_inputs} at its input"
     return CauseFinding("singular" if singular else "overflow" if known else None, op, [evidence])
 
 
@@ -199,9 +199,9 @@ def _first_nonfinite(path: DataPath, flag_of: Mapping[int, FiniteFlags], values:
 def _nonfinite_input(op: Op, maker: Op | None) -> CauseFinding:
     """Blame a value that is not finite, which a mask takes out of the target and not out of the gradient."""
     if maker is None:
-        return CauseFinding("masked-branch", op, ["numbers that were given are not finite"])
+        return CauseFinding("masked-branch", op, ["the arguments contain values that are not finite"])
     return CauseFinding(
-        "masked-branch", maker, [f"what it gives is not finite, and the gradient meets it in {describe(op)}"]
+        "masked-branch", maker, [f"its result is not finite, and {describe(op)} uses it in the gradient"]
     )
 
 
@@ -272,7 +272,7 @@ def why_zero(
     tiny = reaches is not None and reaches <= ROUNDING * epsilon * largest
     if reaches is not None and reaches > 0 and not tiny:
         finding = _search_backwards(path, further)
-        finding.evidence.append("forwards the derivative is not zero")
+        finding.evidence.append("in forward mode the derivative is not zero")
         if finding.cause == "row-not-used" and finding.op is not None:  # it is looked up, and gets no gradient
             finding.op = replace(finding.op, operation="padding_idx")
         return finding
@@ -313,16 +313,16 @@ class _VanishedTangent:
         used = [op for op, size in self._sizes if size.at_outputs > 0]
         masking = [op for op in used if op.operation in OWN_MASK]
         if masking:
-            return CauseFinding("masked", masking[-1], ["other elements of what it gives depend on it"])
+            return CauseFinding("masked", masking[-1], ["other elements of its result depend on it"])
         if self._elsewhere:
             finding = CauseFinding(
-                "unused", None, ["other elements of the output depend on it, those asked for do not"]
+                "unused", None, ["other elements of the output depend on it, but not those that were named"]
             )
             return _verify_unrelated(self._path, finding, self._further, self._overlap)
         if used:
-            finding = CauseFinding("unused", used[-1], ["that part of what it gives is not used"])
+            finding = CauseFinding("unused", used[-1], ["that part of its result is not used"])
             return _verify_unrelated(self._path, finding, self._further, self._overlap)
-        return self._path.opaque_finding() or CauseFinding(None, None, ["no step was seen at which it ends"])
+        return self._path.opaque_finding() or CauseFinding(None, None, ["no recorded operation stops it"])
 
     def _ops_losing_gradient(self) -> list[Op]:
         """Return the operations with a gradient at outputs that can move, and with none at their inputs."""
@@ -496,16 +496,16 @@ def _verify_unrelated(
     if not moved:
         return finding
     if op is not None and cuts and all(_is_boolean_index(cut, op) for cut in cuts):
-        return CauseFinding("masked", op, ["a mask takes other elements"])
+        return CauseFinding("masked", op, ["a mask selects other elements"])
     if cuts:
         return cut_by(cuts, exits)
     branch = _only_branch(path, exits)
     if branch is not None:
-        return CauseFinding("discrete", branch, ["it only decides which way the code takes"])
+        return CauseFinding("discrete", branch, ["it only decides which branch the code takes"])
     if exits:
         return _left_framework([exit for exit in exits if not exit.branches])
     return CauseFinding(
-        None, None, [*finding.evidence, "the value moves with it, though no step was seen that takes it there"]
+        None, None, [*finding.evidence, "the output changes with it, but no recorded operation leads there"]
     )
 
 

@@ -48,32 +48,32 @@ CAUSES: Mapping[str, Cause] = {
     "integer": Cause(
         "{wrt} holds integers, which have no gradients",
         {
-            "torch": "ask about the weight that it looks up, or make it floating point before, as in x.float()",
-            "tensorflow": "ask about the weight that it looks up, or make it floating point: tf.cast(x, tf.float32)",
-            "jax": "ask about the table that it looks up, or make it floating point before, as in x.astype(float)",
+            "torch": "take the gradient of the weight that it indexes, or convert it first, as in x.float()",
+            "tensorflow": "take the gradient of the weight that it indexes, or convert it: tf.cast(x, tf.float32)",
+            "jax": "take the gradient of the table that it indexes, or convert it first, as in x.astype(float)",
         },
     ),
     "non-leaf": Cause(
-        "{wrt} is computed from other tensors, and those do not keep their .grad",
+        "{wrt} is not a leaf: it is computed from other tensors, so its .grad is not kept",
         "call retain_grad() on it before backward(), or use eg.grad",
     ),
-    "unused": Cause("it is not computed from {wrt}", "use {wrt} in the computation, or ask about what is used"),
+    "unused": Cause("it is not computed from {wrt}", "use {wrt} in the computation, or name a tensor that is used"),
     "not-selected": Cause(
-        "{operation} takes other elements than {wrt}",
-        "ask about an element that is taken, or take a weighted mean such as softmax instead",
+        "{operation} selects other elements than {wrt}",
+        "name an element that is selected, or use a weighted mean such as softmax instead",
     ),
     "resliced": Cause(
-        "{wrt} is another slice of the tensor than the one that was used",
+        "{wrt} is not the slice that was used, but a new one of the same tensor",
         {
-            "torch": "keep the slice in a variable, use that one and ask about it, or ask about the elements of the "
+            "torch": "keep the slice in a variable and use that variable everywhere, or name elements of the "
             "whole tensor",
-            "tensorflow": "take the slice once, inside of the tape, use that one and ask about it, or ask for the "
+            "tensorflow": "take the slice once, inside the tape, and use it everywhere, or take the "
             "gradient of the whole tensor and slice that",
-            "jax": "ask about the elements of the whole array, as in wrt='x[0]'",
+            "jax": "name elements of the whole array, as in wrt='x[0]'",
         },
     ),
     "detached": Cause(
-        "{operation} cuts it off",
+        "{operation} cuts the gradient",
         {
             "torch": "leave {operation} out, or apply it only where no gradient is wanted",
             "tensorflow": "leave tf.stop_gradient out, or apply it only where no gradient is wanted",
@@ -81,15 +81,15 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "left-framework": Cause(
-        "its numbers leave the framework in {operation}",
+        "its values leave the framework in {operation}",
         {
-            "torch": "stay with tensors: operations of torch instead of {operation}, torch.stack to put them together",
-            "tensorflow": "stay with tensors: operations of tf instead of {operation}",
-            "jax": "stay with arrays: functions of jnp instead of {operation}",
+            "torch": "use operations of torch instead of {operation}, and torch.stack to combine tensors",
+            "tensorflow": "use operations of tf instead of {operation}",
+            "jax": "use functions of jnp instead of {operation}",
         },
     ),
     "no-grad": Cause(
-        "{operation} runs where gradients are switched off",
+        "{operation} runs where gradients are disabled",
         {
             "torch": "move it out of torch.no_grad() or inference_mode()",
             "tensorflow": "move it out of tape.stop_recording()",
@@ -97,31 +97,31 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "outside-tape": Cause(
-        "{operation} is computed outside of what is recorded",
+        "{operation} is computed outside of the recorded code",
         {
-            "torch": "compute it inside of the function",
-            "tensorflow": "compute it inside of the with block of the tape",
-            "jax": "use the argument of the function, and compute inside of it what depends on it",
+            "torch": "compute it inside the function",
+            "tensorflow": "compute it inside the with block of the tape",
+            "jax": "use the argument of the function, and compute everything that depends on it inside the function",
         },
     ),
     "discrete": Cause(
-        "{operation} gives whole numbers, truths or draws, which have no slope",
-        "use a smooth stand-in: softmax for argmax, sigmoid for a comparison, eg.choose(..., hard=True) to choose",
+        "{operation} returns integers, booleans or random draws, which have no gradient",
+        "use a smooth substitute: softmax for argmax, sigmoid for a comparison, eg.choose(..., hard=True) to choose",
     ),
     "step-function": Cause(
-        "{operation} is flat between its steps",
+        "{operation} is a step function, whose gradient is zero",
         {
-            "torch": "use a smooth stand-in, or pass it straight through: x + (x.round() - x).detach()",
-            "tensorflow": "use a smooth stand-in, or pass it straight through: x + tf.stop_gradient(tf.round(x) - x)",
-            "jax": "use a smooth stand-in, or pass it straight through: x + stop_gradient(jnp.round(x) - x)",
+            "torch": "use a smooth substitute, or straight-through: x + (x.round() - x).detach()",
+            "tensorflow": "use a smooth substitute, or straight-through: x + tf.stop_gradient(tf.round(x) - x)",
+            "jax": "use a smooth substitute, or straight-through: x + stop_gradient(jnp.round(x) - x)",
         },
     ),
     "assigned-state": Cause(
-        "{operation} keeps the value and not where it came from",
+        "{operation} stores the value, and not how it was computed",
         {
-            "torch": "use the new value itself, and write it to the state afterwards",
+            "torch": "use the new value itself, and store it in the state afterwards",
             "tensorflow": "use the tensor itself instead of reading the variable that it was assigned to",
-            "jax": "use the new value itself instead of the state that holds it",
+            "jax": "use the new value itself instead of the state that stores it",
         },
     ),
     "no-rule": Cause(
@@ -133,99 +133,102 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "inner-gradient": Cause(
-        "the inner gradient, {operation}, is computed without a graph of its own",
+        "the inner gradient, {operation}, is computed without a graph",
         {
             "torch": "call it with create_graph=True",
-            "tensorflow": "compute it inside of the outer tape",
-            "jax": "use the argument of the function, and compute inside of it what depends on it",
+            "tensorflow": "compute it inside the outer tape",
+            "jax": "use the argument of the function, and compute everything that depends on it inside the function",
         },
     ),
     "custom-rule": Cause(
-        "the derivative that was written for {operation} does not pass it on as it is",
+        "the custom derivative of {operation} does not return the right gradient",
         {
-            "torch": "correct the backward of {operation}; torch.autograd.gradcheck tries it out",
+            "torch": "correct the backward of {operation}; test it with torch.autograd.gradcheck",
             "tensorflow": "correct the gradient function of {operation}",
-            "jax": "correct the custom rule of {operation}; jax.test_util.check_grads tries it out",
+            "jax": "correct the custom rule of {operation}; test it with jax.test_util.check_grads",
         },
     ),
-    "hook": Cause("a hook changes the gradient on its way", "remove the hook, or have it return the gradient as it is"),
+    "hook": Cause("a hook changes the gradient", "remove the hook, or let it return the gradient unchanged"),
     "freed-graph": Cause(
-        "the graph was used by an earlier backward and is gone",
+        "the graph was freed by an earlier backward",
         {
-            "torch": "compute the loss anew in each step, with h = h.detach() between steps for a state that is "
+            "torch": "compute the loss again in each step, with h = h.detach() between steps for a state that is "
             "carried over, or call the first backward with retain_graph=True",
-            "tensorflow": "use tf.GradientTape(persistent=True) to ask a tape twice",
-            "jax": "compute it anew",
+            "tensorflow": "use tf.GradientTape(persistent=True) to call gradient twice",
+            "jax": "compute it again",
         },
     ),
     "dead-relu": Cause(
-        "{operation} is flat at its input, which is not above zero",
-        "check the input of {operation} and its bias, lower the learning rate, or use leaky_relu or gelu; weights that "
-        "are all zero need random numbers at the start",
+        "the input of {operation} is not above zero, where its gradient is zero",
+        "check the input of {operation} and its bias, lower the learning rate, or use leaky_relu or gelu; if all "
+        "weights are zero, initialise them randomly",
     ),
     "saturated": Cause(
-        "{operation} is so far out that its slope is zero in this precision",
+        "{operation} is saturated: its gradient is zero in this precision",
         "scale its input down, normalise before it, or use a loss that takes logits",
     ),
     "clamped": Cause(
-        "{operation} is flat beyond its bounds", "widen the bounds, or use a smooth bound such as tanh or softplus"
+        "the input of {operation} is beyond its bounds, where its gradient is zero",
+        "widen the bounds, or use a smooth bound such as tanh or softplus",
     ),
     "masked": Cause(
-        "{operation} puts something else in its place", "let the mask keep {wrt}, or ask about an element that it keeps"
+        "{operation} replaces it by another value", "change the mask to keep {wrt}, or name an element that it keeps"
     ),
     "dropped": Cause(
         "{operation} dropped it in this run",
         {
-            "torch": "call model.eval(), or look at the mean over several runs",
-            "tensorflow": "call the model with training=False, or look at the mean over several runs",
-            "jax": "pass deterministic=True, or look at the mean over several keys",
+            "torch": "call model.eval(), or average over several runs",
+            "tensorflow": "call the model with training=False, or average over several runs",
+            "jax": "pass deterministic=True, or average over several keys",
         },
     ),
     "row-not-used": Cause(
         "{operation} does not look up its row: the input does not contain that index, or it is the padding row",
-        "feed an input that contains the index, or ask about a row that occurs",
+        "use an input that contains the index, or name a row that occurs",
     ),
     "out-of-range": Cause(
-        "{operation} is given an index out of range, which reads the nearest element or NaN and drops its gradient",
-        "check the indices before, as in assert (ids < len(table)).all()",
+        "{operation} gets an index out of range, for which JAX reads the nearest element or NaN and drops the gradient",
+        "check the indices first, as in assert (ids < len(table)).all()",
     ),
     "overwritten": Cause(
-        "{operation} writes over it before it is used",
+        "{operation} overwrites it before it is used",
         {
-            "torch": "write to a copy, as in x.clone(), or use eg.at(x)[...].set(value), which mutates nothing",
+            "torch": "write to a copy, as in x.clone(), or use eg.at(x)[...].set(value), which returns a new tensor",
             "tensorflow": "use what was there before, or write to other elements; eg.at(x)[...].set(value) is a copy",
             "jax": "use what was there before: x.at[...].set(value) gives a new array and keeps x",
         },
     ),
     "modified-in-place": Cause(
-        "{operation} changes in place what the gradient still needs",
-        "use the function that gives a new tensor instead of {operation}, or work on a clone()",
+        "{operation} changes a tensor in place that the gradient still needs",
+        "use the function that returns a new tensor instead of {operation}, or work on a clone()",
     ),
     "modified-through-data": Cause(
-        "{operation} writes behind autograd's back, so that the gradient is one for other numbers",
+        "{operation} writes without autograd, so the gradient is that of other values",
         "compute a new tensor where autograd sees it, as in h = h * 2; writing through .data or detach(), or inside of "
         "torch.no_grad(), is for leaves between two steps",
     ),
     "cancelled": Cause(
         "its contributions cancel in {operation}",
-        "ask about one term, or change what is added up: a sum over a softmax is always 1",
+        "look at one term, or change the sum: a sum over a softmax is always 1",
     ),
     "underflow": Cause(
-        "the numbers are too small for the precision in {operation}",
+        "values in {operation} are too small for the precision",
         {
-            "torch": "compute it in a wider dtype (float32 for halves, float64 for float32), or scale the loss with "
+            "torch": "compute it in a wider dtype (float32 for half precision, float64 for float32), or scale the "
+            "loss with "
             "torch.amp.GradScaler",
-            "tensorflow": "compute it in a wider dtype (float32 for halves, float64 for float32), or use a "
+            "tensorflow": "compute it in a wider dtype (float32 for half precision, float64 for float32), or use a "
             "LossScaleOptimizer",
-            "jax": "compute it in a wider dtype (float32 for halves, float64 for float32), or scale the loss up",
+            "jax": "compute it in a wider dtype (float32 for half precision, float64 for float32), or scale the "
+            "loss up",
         },
     ),
     "overflow": Cause(
-        "the numbers become too large for the precision in {operation}",
+        "values in {operation} become too large for the precision",
         "compute it in a wider dtype, or scale or clamp its input",
     ),
     "masked-branch": Cause(
-        "{operation} has no finite value or slope there, and that it is masked afterwards does not help",
+        "{operation} has no finite value or gradient there, and masking its result does not help",
         {
             "torch": "make the input safe: {operation}(torch.where(ok, x, 1.0)), and mask the result too",
             "tensorflow": "make the input safe: {operation}(tf.where(ok, x, 1.0)), and mask the result too",
@@ -233,32 +236,30 @@ CAUSES: Mapping[str, Cause] = {
         },
     ),
     "singular": Cause(
-        "{operation} has no finite slope at this input", "keep the input away from there, or clamp it before"
+        "{operation} has no finite gradient at this input", "keep the input away from there, or clamp it first"
     ),
     "accumulated": Cause(
-        "its .grad holds the sum of several calls of backward()",
+        "its .grad is the sum of several calls of backward()",
         "call optimizer.zero_grad() before backward(), or use eg.grad, which never accumulates",
     ),
     "tie": Cause(
-        "it ties with another element in {operation}, which takes only one of them",
+        "it is equal to another element in {operation}, which selects only one of them",
         {
-            "torch": "use amax, which shares the gradient among those that tie",
-            "tensorflow": "break the tie, or use reduce_max, which shares the gradient",
-            "jax": "break the tie, or use jnp.max, which shares the gradient",
+            "torch": "use amax, which distributes the gradient over equal elements",
+            "tensorflow": "break the tie, or use reduce_max, which distributes the gradient",
+            "jax": "break the tie, or use jnp.max, which distributes the gradient",
         },
     ),
     "stationary": Cause(
-        "{operation} has a slope of zero at this input, as at a minimum",
-        "nothing, if the input is meant to be there; otherwise move it off that point",
+        "{operation} has a gradient of zero at this input, as at a minimum",
+        "nothing, if the input should be there; otherwise change the input",
     ),
     "kink": Cause(
-        "{operation} has a kink exactly there, and its slope at it is taken to be zero",
-        "move the input off the kink, or use a smooth stand-in",
+        "{operation} has a kink exactly there, at which its gradient is defined as zero",
+        "move the input away from the kink, or use a smooth substitute",
     ),
 }
-UNDECIDED = Cause(
-    "what was seen does not decide why", "look at .evidence, and try eg.explain on a part of the computation"
-)
+UNDECIDED = Cause("the cause could not be determined", "see .evidence, and try eg.explain on a part of the computation")
 
 
 _OPERATIONS_BY_CAUSE = {
@@ -364,8 +365,8 @@ CONSTANT = "a constant"
 """Stands for the operation where the result is computed from plain numbers alone."""
 
 _ZERO_FACTOR = (
-    "look at what {operation} multiplies it by: a mask, or weights that are zero at the start; behind such weights "
-    "nothing learns, so that others need random numbers"
+    "check the other factor of {operation}: a mask, or weights that are initially zero, which block all gradients "
+    "and must be initialised randomly"
 )
 _COPY_FIRST = "write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where"
 
@@ -398,21 +399,19 @@ VARIANTS: Mapping[Variant, Cause] = {
     **_variants(
         "singular",
         _ROOTS,
-        "keep what is under the root above zero, as in sqrt(x + 1e-12); of a square take the sum of squares itself",
+        "keep the argument of the root above zero, as in sqrt(x + 1e-12); or use the sum of squares without a root",
     ),
     **_variants(
         "singular",
         "std var",
-        "give it several numbers that differ, or keep the variance above zero, as in sqrt(var + 1e-12)",
+        "give it several different values, or keep the variance above zero, as in sqrt(var + 1e-12)",
     ),
-    **_variants("singular", _LOGS, "keep its input above zero, as in log(x + 1e-12), or clamp it before"),
-    **_variants("singular", "log1p", "keep its input above -1, or clamp it before"),
-    **_variants("singular", DIVISIONS, "keep what it divides by away from zero, as in x / (y + 1e-12)"),
-    **_variants("singular", _ARCS, _clamped("keep its input inside of its interval, as in {{operation}}({})")),
+    **_variants("singular", _LOGS, "keep its input above zero, as in log(x + 1e-12), or clamp it first"),
+    **_variants("singular", "log1p", "keep its input above -1, or clamp it first"),
+    **_variants("singular", DIVISIONS, "keep the denominator away from zero, as in x / (y + 1e-12)"),
+    **_variants("singular", _ARCS, _clamped("keep its input inside its domain, as in {{operation}}({})")),
     **_variants("singular", _POWERS, "keep its base above zero, as in pow(x + 1e-12, p)"),
-    **_variants(
-        "singular", "atan2 arctan2", "keep its two inputs from being zero at once, as in {operation}(y, x + 1e-12)"
-    ),
+    **_variants("singular", "atan2 arctan2", "avoid that both inputs are zero, as in {operation}(y, x + 1e-12)"),
     **_variants("masked-branch", DIVISIONS, _safe("x / {}", x="y")),
     **_variants("masked-branch", _ARCS, _safe("{{operation}}({})", "0.0")),
     **_variants("masked-branch", _POWERS, _safe("pow({}, p)")),
@@ -425,7 +424,7 @@ VARIANTS: Mapping[Variant, Cause] = {
             "the result too",
             "jax": "replace it before {operation}, as in jnp.nan_to_num(x), and mask the result too",
         },
-        "{operation} takes a number that is not finite, and masking the result does not help",
+        "an input of {operation} is not finite, and masking the result does not help",
     ),
     **_variants(
         "masked",
@@ -437,23 +436,23 @@ VARIANTS: Mapping[Variant, Cause] = {
         },
         "{operation} multiplies it by zero",
     ),
-    **_variants("masked", OWN_MASK, CAUSES["masked"].fix, "{operation} leaves it out by its mask"),
+    **_variants("masked", OWN_MASK, CAUSES["masked"].fix, "the mask of {operation} removes it"),
     **_variants(
         "masked",
         ADDITIONS,
         CAUSES["masked"].fix,
-        "{operation} adds a number to it that is so low that it counts for nothing",
+        "{operation} adds a large negative number, so that it has no weight",
     ),
-    **_variants("masked", SOFTMAXES, CAUSES["masked"].fix, "{operation} gives it no weight, as its number is so low"),
+    **_variants("masked", SOFTMAXES, CAUSES["masked"].fix, "{operation} gives it no weight, since its value is so low"),
     **_variants(
         "cancelled",
         "layer_norm group_norm instance_norm batch_norm",
-        "normalise over several numbers: of one nothing is left once the mean is taken away",
+        "normalise over several values: a single value minus its mean is always zero",
     ),
     **_variants(
         "dead-relu",
         "maximum fmax clamp clamp_min clip max",
-        "nothing, if it is a hinge or a bound that is meant; otherwise check what goes in, or use softplus",
+        "nothing, if a hinge or a bound is intended; otherwise check the input, or use softplus",
     ),
     **_variants("modified-in-place", ["setitem", "item assignment"], _COPY_FIRST),
     **_variants(
@@ -464,7 +463,7 @@ VARIANTS: Mapping[Variant, Cause] = {
     **_variants(
         "modified-in-place",
         [LEAF_WRITE],
-        "update it inside of torch.no_grad(), or write to a clone(), as in y = x.clone()",
+        "update it inside torch.no_grad(), or write to a clone(), as in y = x.clone()",
         "a tensor that requires gradients is written to in place",
     ),
     **_variants(
@@ -476,70 +475,69 @@ VARIANTS: Mapping[Variant, Cause] = {
         "no-grad",
         "checkpoint",
         "call checkpoint with use_reentrant=False",
-        "it runs in a reentrant checkpoint, of which no input is tracked",
+        "it runs in a reentrant checkpoint, none of whose inputs requires gradients",
     ),
     **_variants(
         "discrete",
         "sample",
-        "use rsample() instead of sample(), or a loss of log_prob() where there is none",
-        "it is a draw, and {operation} passes nothing on",
+        "use rsample() instead of sample(), or a loss with log_prob() if there is no rsample()",
+        "it is a random draw, and {operation} has no gradient",
     ),
     **_variants(
         "left-framework",
         _COPIES,
-        "put the tensors together with torch.stack or torch.cat instead",
-        "torch.{operation} copies its numbers and not where they came from",
+        "combine the tensors with torch.stack or torch.cat instead",
+        "torch.{operation} copies the values without their graph",
     ),
     **_variants(
         "detached",
         "Parameter",
         "use the tensor itself, as with torch.nn.functional or torch.func.functional_call, and not a new Parameter",
-        "a new {operation} takes its numbers and not where they came from",
+        "a new {operation} copies the values without their graph",
     ),
     **_variants(
         "not-tracked",
         [MOVING_STATISTIC],
         {
-            "torch": "train the weight and the bias of the layer, or ask about those; its statistics follow the data "
-            "while model.train() is on",
-            "tensorflow": "train gamma and beta of the layer, or ask about those; its statistics follow the data where "
+            "torch": "train the weight and the bias of the layer; its statistics are updated from the data "
+            "in model.train() mode",
+            "tensorflow": "train gamma and beta of the layer; its statistics are updated from the data when "
             "it is called with training=True",
-            "jax": "train the scale and the bias of the layer, or ask about those; its statistics follow the data",
+            "jax": "train the scale and the bias of the layer; its statistics are updated from the data",
         },
-        "{wrt} is a statistic that its layer moves by itself, and no gradient trains it",
+        "{wrt} is a running statistic, which is not trained by gradients",
     ),
     **_variants(
         "cancelled",
         _CROSS_ENTROPIES,
-        "it takes differences between classes alone: give it two or more, and what moves them apart",
+        "it depends only on differences between classes: use two or more, and an input that changes them differently",
     ),
     **_variants(
         "tie",
         f"{_POOLS} {_ORDERS}",
-        "nothing, if those that tie may stand for each other, as zeros behind a rectifier do; ask about the one taken",
+        "nothing, if equal elements are interchangeable, such as zeros after a ReLU; otherwise name the selected one",
     ),
     **_variants(
         "unused",
         [ELSEWHERE],
-        "ask about the result that {wrt} leads to, or add that one to the loss; leave {wrt} out of what is trained "
-        "if neither is meant",
+        "name the result that {wrt} is used for, or add that result to the loss; otherwise do not train {wrt}",
     ),
     **_variants(
         "unused",
         [CONSTANT],
-        "compute {of} from {wrt}, or ask about another result: this one is made of plain numbers alone",
-        "it is a constant, and nothing that is given goes into it",
+        "compute {of} from {wrt}, or name another result: this one is a constant",
+        "it is a constant, which does not depend on any argument",
     ),
     **_variants(
         "out-of-range",
         _SEGMENTS,
-        "check the ids before, as in assert ((ids >= 0) & (ids < num_segments)).all()",
-        "{operation} is given an id that is of no segment, and drops what bears it",
+        "check the ids first, as in assert ((ids >= 0) & (ids < num_segments)).all()",
+        "{operation} gets an id outside of the segments, and drops its elements",
     ),
     **_variants(
         "row-not-used",
         "padding_idx",
-        "leave padding_idx out if the row is to learn, or ask about another one",
+        "leave padding_idx out if the row should be trained, or name another row",
         "it is the padding row, which gets no gradient, by {operation}",
     ),
 }

@@ -17,9 +17,11 @@ from elementgrad._explain.differences import EPSILON, STEP_SIZES, UNSTEADY, Line
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import SampledCall, part_positions, precision_of, real_parts, slope_unit
 from elementgrad._explain.trace import uneven_weights
+from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
-from elementgrad._place.place import Named, parse_place, parse_target
+from elementgrad._names.names import expand_patterns
+from elementgrad._place.place import Named, Place, parse_place, parse_target
 from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = Any
@@ -117,7 +119,7 @@ def check(
     wrt: Named = None,
     names_from: Any = None,
     **arguments: Any,
-) -> Check:
+) -> Any:
     """Check that entries of a derivative are the slopes of the function's values, by central differences.
 
     Values are computed in float64 where the function accepts it, with its arguments and parameters converted, and in
@@ -136,7 +138,8 @@ def check(
 
     Returns:
         The check. Its verdict is `agrees`, `differs`, or `undecided` where differences do not tell, as for a function
-        that gives other numbers each time. `bool()` is true for the first alone.
+        that gives other numbers each time. `bool()` is true for the first alone. For a pattern such as `"h.*.bias"` a
+        dict of checks by the places that it matches.
 
     Raises:
         OptionError: If more than 1024 entries are named.
@@ -149,6 +152,11 @@ def check(
     """
     place, target_place = parse_place(wrt), parse_target(of)
     call = BoundCall(*gather_arguments(check, f, args, kwargs, arguments, names_from), [place])
+    targets, places = expand_patterns(call, target_place, place)
+    return pytree.map_tree(targets, lambda of: pytree.map_tree(places, lambda wrt: _check_pair(call, of, wrt)))
+
+
+def _check_pair(call: BoundCall, target_place: Place, place: Place) -> Check:
     source, target = call.find_source(place), call.find_target(target_place)
     sampled, dtype, linear = _linearize(call, source, target)
     with call.backend.precision(sampled.dtype):

@@ -143,7 +143,7 @@ class Diagnosis:
         if self.fix is not None and self.place is not None:
             lines.append(f"where: {self.place}")
         if self.cause is None:
-            lines += [f"seen: {fact}" for fact in self.evidence]
+            lines += [f"evidence: {fact}" for fact in self.evidence]
         if self.fix is not None:
             lines.append(f"fix: {self.fix}")
         return "\n".join(lines)

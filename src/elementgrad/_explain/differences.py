@@ -37,14 +37,14 @@ HAIR = 0.75
 """Stairs are looked for within this power of the precision, which is some units of rounding."""
 BLURRED = 256.0
 """A gradient may be off by so many units of rounding of its summands without being wrong."""
-STEPS = "the values go in steps there, by which no slope is told"
-NOT_FINITE = "the number is not finite, and cannot be moved"
-NO_VALUES = "the function has no finite values near by"
-ROUNDED = "the two differ by no more than rounding of larger numbers makes of a gradient"
-STEEPER = "the slope grows as differences get narrower, without an end"
-UNSETTLED = "differences of neighbouring widths do not agree"
-TWO_SLOPES = "narrow differences agree with the gradient and wide ones with another slope"
-UNSTEADY = "the function gives other numbers each time"
+STEPS = "the function changes in steps there, so differences say nothing"
+NOT_FINITE = "the value is not finite, and cannot be varied"
+NO_VALUES = "the function has no finite values nearby"
+ROUNDED = "the two differ by no more than the rounding of larger terms"
+STEEPER = "the slope grows without bound as the step size gets smaller"
+UNSETTLED = "differences with neighbouring step sizes do not agree"
+TWO_SLOPES = "small step sizes agree with the gradient and large ones with another slope"
+UNSTEADY = "the function returns different values each time"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ def gather_arguments(
     """
     require_callable(function)
     if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow check comes last
-        raise OptionError(f"kwargs={quoted(kwargs)} is no dict; give arguments by name, as in kwargs={{'mask': mask}}")
+        raise OptionError(
+            f"kwargs={quoted(kwargs)} is not a dict; give one of arguments, as in kwargs={{'mask': mask}}"
+        )
     if keywords:
         _check_spelling(verb, function, kwargs, keywords)
         kwargs = {**kwargs, **keywords}
@@ -52,12 +54,12 @@ def _check_spelling(
     parameters = _parameters(function)
     for name in keywords:
         if name in kwargs:
-            raise OptionError(f"{name} is given by itself and in kwargs=; give it once")
+            raise OptionError(f"{name} is given both directly and in kwargs=; give it once")
         close = get_close_matches(name, _options(verb), n=1, cutoff=0.8)
         if close and name not in parameters:
             raise OptionError(
-                f"{name}= is no option of eg.{verb.__name__}; did you mean {close[0]}=? An argument of the function by "
-                f"that name goes into kwargs={{{name!r}: ...}}"
+                f"{name}= is not an option of eg.{verb.__name__}; did you mean {close[0]}=? An argument of the "
+                f"function by that name goes into kwargs={{{name!r}: ...}}"
             )
 
 
@@ -122,9 +124,10 @@ class NamedFunction:
         for name, model in pytree.named_leaves(models, ""):
             root = registry.module_of(model)[1]
             if root is None:
+                given = quoted(models) if type(models) in pytree.SIMPLE else type(models).__name__
                 raise OptionError(
-                    f"names_from={quoted(model)} is no model of PyTorch or Keras; give one, or a dict of them by the "
-                    "names that they are to have. On JAX pass it to the function: what a function closes over is a "
+                    f"names_from={given} is not a model of PyTorch or Keras; give one, or a dict of models by the "
+                    "names that they are to have. On JAX pass it to the function, since what a function closes over is "
                     "constant there"
                 )
             self.roots[name[1:]] = root

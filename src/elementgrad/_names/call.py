@@ -459,7 +459,7 @@ class BoundCall:
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in captured]
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
         if name in names:
-            return PlaceError(f"{name!r} was not there before this first run, which has built it; ask again")
+            return PlaceError(f"{name!r} did not exist before this first run, which has built it; call again")
         names += [other for other in self.model.other_names() if kind is None]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
@@ -534,7 +534,7 @@ def _not_one_error(
         )
     if not named:
         first = f", as in {argument}={parameters[0]!r}" if parameters else ""
-        return PlaceError(f"there is no {kind} tensor; say which tensor is meant{first}")
+        return PlaceError(f"there is no {kind} tensor; name a tensor{first}")
     dtypes = listed([f"{name}: {tensor.dtype}" for name, tensor in named])
     hint = f"; name a parameter, as in {argument}={parameters[0]!r}" if parameters else ""
     return DtypeError(f"no {kind} is floating point ({dtypes}), and no other dtype has gradients{hint}")

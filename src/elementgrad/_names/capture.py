@@ -50,8 +50,8 @@ def tag(value: Value, name: str) -> Value:
         name: the name, a str without brackets, parentheses, `#` and `:`.
 
     Returns:
-        The value. Go on with what is returned: the tensor before the tag and the one behind it are two tensors to a
-        read that asks for the name.
+        The value, to be used from there on: for a read of that name, the tensors before and after the tag are two
+        different ones.
 
     >>> import torch, elementgrad as eg
     >>> def f(x):
@@ -63,7 +63,7 @@ def tag(value: Value, name: str) -> Value:
     tensor([0., 4.])
     """
     if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
-        raise PlaceError(f"{name!r} is no name for a tag; give a str without brackets, parentheses, '#' and ':'")
+        raise PlaceError(f"{name!r} is not a name for a tag; give a str without brackets, parentheses, '#' and ':'")
     if not _open_count and type(value) in _never_staged:
         return value
     if _open_count:

@@ -75,7 +75,7 @@ def names(
         args: its arguments.
         kwargs: its arguments by name.
         kind: only names of this kind: "input", "output", "activation", "given", "parameter" or "buffer". What modules
-            are given is listed only if it is asked for.
+            are given is listed only for `kind="given"`.
         match: only names that match this pattern, in which `*` stands for any part of one component of a name, and
             `**` for any number of components.
         names_from: a model that the function calls and does not take as an argument; or a dict of models.
@@ -104,7 +104,7 @@ def names(
     if kind is not None and kind not in KINDS:
         raise option_error("kind", kind, f"is none of {', '.join(KINDS)}")
     if match is not None and (not isinstance(match, str) or "[" in match):
-        raise option_error("match", match, 'is no pattern of names; give one such as "encoder.*.weight"')
+        raise option_error("match", match, 'is not a pattern of names; give one such as "encoder.*.weight"')
     function, args, kwargs = gather_arguments(names, model, args, kwargs, arguments, names_from)
     backend = None if args or kwargs else registry.backend_of_model(function)
     if backend is None:

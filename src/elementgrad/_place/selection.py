@@ -333,7 +333,7 @@ def _resolve(index: Index, of: Shape) -> Selection:
     if used > len(of):
         raise SelectionError(f"{used} indices for a tensor of {len(of)} axes and shape {of}")
     if ellipses > 1:
-        raise SelectionError("`...` stands twice; one is enough")
+        raise SelectionError("`...` occurs twice; one is enough")
     if len(arrays) == 1 and used == len(of) == arrays[0].axes and arrays[0].boolean:
         _check_mask(arrays[0], of, 0)
         return Selection(of if arrays[0].traced else arrays[0].shape, (arrays[0],))
@@ -400,7 +400,7 @@ class _IndexWalk:
         axis = len(self.parts)
         if item.boolean:
             _check_mask(item, self.of, axis)
-            values = item.readable("a traced mask must cover the whole tensor and stand alone; use a concrete mask")
+            values = item.readable("a traced mask must cover the whole tensor, as the only index; use a concrete mask")
             self.lone |= not item.shape
             return list(values.nonzero()) if item.shape else []
         return [item.values]

@@ -428,7 +428,7 @@ def _count_examples(call: BoundCall, operands: Sequence[Operand]) -> int:
 
 
 def parse_unconnected(unconnected: str) -> bool:
-    """Return True if zeros will do where there is no path."""
+    """Return True to get zeros instead where there is no path."""
     if unconnected not in ("error", "zero"):
         raise OptionError(f'unconnected={quoted(unconnected)} is neither "error" nor "zero"; give one of them')
     return unconnected == "zero"

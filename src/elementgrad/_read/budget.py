@@ -30,10 +30,10 @@ def parse_budget(budget: int | str | None) -> int | None:
     if isinstance(budget, str):
         match = _TEXT.fullmatch(budget)
         if match is None or match[2].upper() not in UNITS:
-            raise OptionError(f"budget {quoted(budget)} is no amount of memory; {FITS}")
+            raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
         budget = int(float(match[1]) * UNITS[match[2].upper()])
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
-        raise OptionError(f"budget {quoted(budget)} is no amount of memory; {FITS}")
+        raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
     return budget
 
 

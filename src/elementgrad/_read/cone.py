@@ -55,7 +55,7 @@ def record(
         program = backend.load("cone").record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
     except NoConeError as error:
         if required:
-            raise FrameworkError(f"there is no cone here: {error}; leave cone=True out") from error
+            raise FrameworkError(f"a cone cannot be used here: {error}; leave cone=True out") from error
         return None
     return ConeLinearization(backend, program)
 

@@ -14,8 +14,10 @@ from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._html import grid, never_raise
+from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
+from elementgrad._names.names import expand_patterns
 from elementgrad._place.place import Named, Place, parse_place, parse_target
 from elementgrad._read.api import parse_unconnected
 from elementgrad._read.jacobian import unconnected_error
@@ -112,7 +114,7 @@ def contributions(
     unconnected: Literal["error", "zero"] = "error",
     names_from: Any = None,
     **arguments: Any,
-) -> Shares:
+) -> Any:
     """Return the derivative of one place with respect to another, as one share for each use of the source.
 
     A use is one argument slot of one operation; the shares add up to the derivative.
@@ -123,14 +125,15 @@ def contributions(
         kwargs: The keyword arguments of `f`.
         of: The output elements; by default the only output.
         wrt: The source, whose uses are split; by default the only input.
-        via: Activations or tags: only paths that pass all of them count.
+        via: Activations or tags: only paths that pass all of them count. A pattern stands for all that it matches.
         without: Activations or tags: only paths that pass none of them count.
         unconnected: `"zero"` to return zeros where there is no path, instead of an error.
         names_from: As for `jacobian`.
         arguments: More keyword arguments of `f`.
 
     Returns:
-        The shares, in the order of computation.
+        The shares, in the order of computation. For a pattern such as `"h.*.weight[0]"` a dict of shares by the places
+        that it matches.
 
     >>> import torch, elementgrad as eg
     >>> shares = eg.contributions(lambda x: 2 * x[2] + x.sum(), torch.tensor([1.0, 2.0, 3.0]), wrt="x[2]")
@@ -141,10 +144,27 @@ def contributions(
     _require_single_places(of=of, wrt=wrt)
     wrt_place, of_place = parse_place(wrt), parse_target(of)
     call = BoundCall(*gather_arguments(contributions, f, args, kwargs, arguments, names_from), [wrt_place])
+    targets, sources, via, without = expand_patterns(
+        call, of_place, wrt_place, _parse_waypoints(via), _parse_waypoints(without)
+    )
+    stops = {_resolve_waypoint(call, place): place for place in pytree.leaves_of(via)}
+    cuts = {_resolve_waypoint(call, place).key: _make_cut(call.backend, place) for place in pytree.leaves_of(without)}
+    return pytree.map_tree(
+        targets, lambda of: pytree.map_tree(sources, lambda wrt: _split(call, of, wrt, stops, cuts, zero))
+    )
+
+
+def _split(
+    call: BoundCall,
+    of_place: Place,
+    wrt_place: Place,
+    stops: Mapping[TensorRef, Place],
+    cuts: Mapping[Any, Any],
+    zero: bool,
+) -> Shares:
+    """Return the shares of one derivative."""
     backend = call.backend
     source, target = call.find_source(wrt_place), call.find_target(of_place)
-    stops = {_resolve_waypoint(call, place): place for place in _parse_waypoints(via)}
-    cuts = {_resolve_waypoint(call, place).key: _make_cut(backend, place) for place in _parse_waypoints(without)}
     passage = _sweep_through(call, of_place, target, stops, cuts) if stops else None
     end = passage.end if passage else target
     linear, uses = backend.load("read").uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
@@ -241,12 +261,12 @@ def _pick(backend: Backend, stack: Tensor, side: Operand, shape: tuple[int, ...]
 def _require_single_places(**sides: Any) -> None:
     for argument, named in sides.items():
         if isinstance(named, (tuple, list, dict)):
-            raise PlaceError(f'{argument}={named!r} is no single place; give one, such as "x[2]"')
+            raise PlaceError(f'{argument}={named!r} is not a single place; give one, such as "x[2]"')
 
 
 def _parse_waypoints(names: Any) -> list[Place]:
     listed = list(names) if isinstance(names, (list, tuple)) else [names]
     for name in listed:
         if not isinstance(name, str) and not (isinstance(name, Place) and name.name):
-            raise PlaceError(f"{name!r} names nothing on the way; give a name or a list of them, such as 'block1'")
+            raise PlaceError(f"{name!r} names no activation or tag; give a name or a list of them, such as 'block1'")
     return [parse_place(name) for name in listed]

@@ -57,8 +57,8 @@ def field(
     target, source = parse_target(of), parse_place(wrt)
     if bool(target.index) == bool(source.index):
         raise OptionError(
-            "a field is asked about the side that has an index, and is a place of the other; give an index to one of "
-            "of and wrt"
+            "a field is computed for the elements of one side, and is a place of the other; give an index to exactly "
+            "one of of and wrt"
         )
     call = BoundCall(f, args, kwargs)
     refs = call.find_target(target), call.find_source(source)

@@ -51,7 +51,7 @@ class ReadOptions:
     """The options of a read."""
 
     zero: bool = False
-    """True if zeros will do where there is no path."""
+    """True to get zeros instead where there is no path."""
     budget: int | None = None
     batch: int | None = None
     """The number of examples, with `batch=True`."""
@@ -277,7 +277,7 @@ class Jacobian:
     def pattern(self, local: bool = False) -> Pattern:
         """Return which entries can be nonzero: a row for each element of the output, a column for each of the input.
 
-        It is found from the derivative program and misses nothing; an operation that is not known counts as dense.
+        It is found from the framework's graph and misses nothing; an unknown operation counts as dense.
         From then on reads of this Jacobian go by it.
 
         Args:
@@ -382,7 +382,7 @@ class Jacobian:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise FrameworkError(
-            "a Jacobian is no array until it is read, and J.dense() is all of it; if this was a product u @ J, "
+            "a Jacobian is not an array; J.dense() computes all of it; if this was a product u @ J, "
             "J.__rmatmul__(u) did not fit: it says why"
         )
 
@@ -473,13 +473,13 @@ class Jacobian:
         is_complex = backend.kind(factor) == "c" if owner else np.iscomplexobj(factor)
         if is_complex and backend.kind(side.tensor) != "c":
             raise DtypeError(
-                f"a complex factor for {side.name}, which is real; take its real and imaginary parts apart"
+                f"a complex factor for {side.name}, which is real; take its real and imaginary parts separately"
             )
         try:
             return backend.cast(factor if factor is not None else "", side.tensor)  # old JAX makes a number of None
         except Exception:
             raise DtypeError(
-                f"{type(factor).__name__} is no factor for {side.name}; give a tensor of its shape"
+                f"{type(factor).__name__} is not a factor for {side.name}; give a tensor of its shape"
             ) from None
 
     def _embed(self, seeds: Tensor, side: Operand) -> Tensor:
@@ -618,7 +618,7 @@ def to_numpy(x: Tensor, backend: Backend) -> np.ndarray:
     values = backend.to_numpy(x)
     if values is None:
         raise TracedError(
-            "blocks are numbers, and these are traced, so nobody knows them; read blocks outside of what is compiled"
+            "blocks are numbers, and these are traced, so they are not known yet; read blocks outside of compiled code"
         )
     return values
 
@@ -634,15 +634,15 @@ def unconnected_error(of: Operand, wrt: Operand, backend: Backend, reason: Reaso
     """Return the error about two tensors without a path between them, with the reason and a remedy if known."""
     backwards = of.order is not None and wrt.order is not None and of.order < wrt.order
     hint = (
-        f'{wrt.name} is computed after {of.name}, so ask the other way round, of="{wrt.name}" and wrt="{of.name}"'
+        f'{wrt.name} is computed after {of.name}, so swap the two, of="{wrt.name}" and wrt="{of.name}"'
         if backwards
-        else 'pass unconnected="zero" if zeros will do'
+        else 'pass unconnected="zero" to get zeros instead'
     )
     why, fix = "no path leads from one to the other", ""
     if reason is not None and not backwards:
         why, fix = reason[0], f"{reason[1]}, or "
     return UnconnectedError(
-        f"{of.name} does not depend on {wrt.name} in {backend.name}'s derivative program: {why}, so there is no "
+        f"{of.name} does not depend on {wrt.name} in {backend.name}'s graph: {why}, so there is no "
         f"gradient, not even a zero one; {fix}{hint}"
     )
 

@@ -175,7 +175,7 @@ class Recording:
 
         Args:
             of: A tensor or place, recorded or made in the block.
-            wrt: The tensor or place whose uses are told apart.
+            wrt: The tensor or place whose uses are listed.
             unconnected: `"error"` or `"zero"` where no path leads from one to the other.
 
         Returns:
@@ -196,7 +196,7 @@ class Recording:
         """
         reading = _RecordedRead(self, of, wrt, unconnected, None)
         if not isinstance(reading.of, Operand) or not isinstance(reading.wrt, Operand):
-            raise PlaceError("contributions are of one tensor to one; ask for each in turn")
+            raise PlaceError("contributions are from one tensor to another; call it for each pair")
         return reading.shares(*reading.requests)
 
 
@@ -206,7 +206,7 @@ class _RecordedRead:
     def __init__(self, recording: Recording, of: Tree, wrt: Tree, unconnected: str, budget: int | str | None):
         self.zero = parse_unconnected(unconnected)
         if not recording._begun:
-            raise OptionError("nothing is recorded yet; ask inside of the block, with eg.record(x) as rec: ...")
+            raise OptionError("nothing is recorded yet; read inside the block, with eg.record(x) as rec: ...")
         limit = parse_budget(budget)
         self.backend = backend = recording._backend
         self.recorder = recording._recorder
@@ -273,7 +273,7 @@ class _RecordedRead:
 
 def _one_backend(tensors: Sequence[Tensor]) -> Backend:
     if not tensors:
-        raise PlaceError("eg.record() of no tensors; give those that you will ask about, as in eg.record(x)")
+        raise PlaceError("eg.record() needs at least one tensor, as in eg.record(x)")
     for x in tensors:
         if isinstance(x, Place):
             raise PlaceError(f"eg.record takes whole tensors and {x!r} is a place; record x, and name places later")
@@ -292,8 +292,7 @@ def _element_request(leaf: Any, backend: Backend) -> ElementRequest:
     place = leaf if isinstance(leaf, Place) else None
     if isinstance(leaf, str) or (place is not None and place.tensor is None):
         raise PlaceError(
-            f"{str(leaf)!r} names no tensor in a recording, which knows tensors alone; give the tensor, as in "
-            "eg.at(x)[0]"
+            f"{str(leaf)!r} names no tensor in a recording, which has no names; give the tensor, as in eg.at(x)[0]"
         )
     x = place.tensor if place is not None else leaf
     if registry.require_backend(x) is not backend:

@@ -301,11 +301,11 @@ class Prepared:
             )
         if self._is_local:
             raise PatternError(
-                "the pattern was found for one point alone, and may miss entries at another; leave out "
+                "the pattern was found at one point only, and may miss entries at another; leave out "
                 "J.pattern(local=True), or give a pattern that holds there, eg.jacobian(f, x, pattern=P)"
             )
         if jacobian._origin is None:
-            raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
+            raise OptionError(f"{side.name} is computed by the function, so it is not set; make a new Jacobian")
 
     def _read_at(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         while True:

@@ -231,7 +231,7 @@ class SweepRunner:
                 if leaked.any():
                     raise BatchError(
                         f"the examples mix: example {leaked.any((0, 2)).argmax()} and another depend on each other, so "
-                        "they have no Jacobians of their own; leave batch=True out"
+                        "there is no Jacobian per example; leave batch=True out"
                     )
         self.unmixed_inputs.add(inputs)
 

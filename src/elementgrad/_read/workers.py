@@ -163,7 +163,7 @@ class WorkerEvaluation:
             raise FrameworkError(
                 f"{of.name} has another value in a worker than where the Jacobian was made: the function is random in "
                 "a way that cannot be carried over, or something that it depends on was changed since, or was not "
-                "passed to it; seed it, pass it all as arguments, or make the Jacobian anew"
+                "passed to it; seed it, pass it all as arguments, or make a new Jacobian"
             )
 
 
@@ -374,7 +374,7 @@ class _Flight:
     def _raise_broken(self, error: BaseException) -> NoReturn:
         hint = 'with out="j.zarr" what is done would be kept'
         if self._store is not None:
-            hint = f"what was done is in {self._store.path}, and the same call goes on from there"
+            hint = f"what was done is in {self._store.path}, and the same call resumes from there"
         raise WorkerError(
             f"a worker died after {self._done} blocks, and its pool takes no more tasks; "
             f"{'' if self._done else f'if it never began, which it tells on stderr, {GUARD}; else '}"
@@ -387,7 +387,7 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, (ImportError, AttributeError, pickle.UnpicklingError)):
         return "install where workers run what is installed here: elementgrad[distributed], and the framework"
     if isinstance(error, CancelledError):
-        return "leave the executor open, and its tasks alone, until all is read"
+        return "keep the executor open, and do not cancel its tasks, until everything is read"
     return "give workers more memory, or a smaller budget"
 
 
@@ -403,7 +403,7 @@ def _make_payload(jacobian: Jacobian, plan: Plan, layout: BlockLayout) -> bytes:
         pickler(pickled).dump((JacobianSpec.of_jacobian(jacobian), jacobian._runner.budget, pattern))
     except Exception as error:
         raise OptionError(
-            f"the function or its arguments cannot be sent to another process: {error}; leave out what is no data, "
+            f"the function or its arguments cannot be sent to another process: {error}; leave out objects "
             "such as files, locks and handles"
         ) from error
     state = backend.load("read").ambient_state(jacobian._runner.linear)

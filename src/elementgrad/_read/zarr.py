@@ -201,7 +201,7 @@ def _are_close(mine: Sequence[float], theirs: Sequence[float], tolerance: float)
 def check_out(out: Any) -> Path:
     """Return the path if an array can be made or gone on with there; checked before anything is computed."""
     if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
-        raise OptionError(f'out={quoted(out)} is no path; give the name of a directory, such as "j.zarr"')
+        raise OptionError(f'out={quoted(out)} is not a path; give the name of a directory, such as "j.zarr"')
     require_packages("zarr", "out=", "distributed")
     path = Path(os.path.abspath(out))
     if path.is_file():
@@ -280,7 +280,7 @@ class Store:
             self.array[self._layout.region(index)] = values.reshape(self._layout.sizes(index))
         except OSError as error:
             raise WorkerError(
-                f"a block cannot be written to {self.path}: {error}; mend that, and the same call goes on"
+                f"a block cannot be written to {self.path}: {error}; fix that, and the same call resumes"
             ) from error
 
     def finish(self) -> Any:
@@ -290,8 +290,8 @@ class Store:
         missing = len(self.missing())
         if missing:
             raise WorkerError(
-                f"{missing} blocks were written and are not in {self.path}; see whether somebody else clears it, and "
-                "call again"
+                f"{missing} blocks were written and are not in {self.path}; check that no other program deletes "
+                "them, and call again"
             )
         if not self.array.attrs[KEY]["complete"]:
             for leftover in self.path.glob("c/**/*.partial"):

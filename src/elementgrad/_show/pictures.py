@@ -317,7 +317,7 @@ def _block_notes(block: tuple[int, int], what: str = "cell") -> list[str]:
 def reduce_per_token(values: np.ndarray, tokens: Any) -> tuple[np.ndarray, list[str]]:
     """Return one number for each token, its gradient or the norm of it, and the tokens as texts."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence | np.ndarray):
-        raise OptionError(f"tokens={tokens!r} is no list; give one text for each position, such as ['the', 'cat']")
+        raise OptionError(f"tokens={tokens!r} is not a list; give one string for each position, such as ['the', 'cat']")
     texts = [str(token) for token in tokens]
     for axes in (1, 2):
         if values.ndim >= axes and values.shape[-axes] == len(texts) and math.prod(values.shape[:-axes]) == 1:
@@ -482,7 +482,7 @@ def draw_trace(steps: Sequence[Mapping[Any, Any]], theme: Theme) -> tuple[Pictur
     add_legend(picture, axes.get_lines(), loc="outside right upper", ncols=1)
     notes = []
     if len(chosen) < len(values_of):
-        notes.append(f"{len(chosen)} of {len(values_of)} elements: those that moved furthest")
+        notes.append(f"{len(chosen)} of {len(values_of)} elements: those that changed most")
     broken = [name for name in chosen if not np.isfinite(values_of[name]).all()]
     if broken:
         notes.append(f"not finite at some step: {', '.join(map(_shorten, broken))}")
@@ -517,7 +517,7 @@ def draw_changes(patch: Patch, theme: Theme) -> tuple[Picture, list[str], str]:
     picture.label_axes(axes, "value")
     add_legend(picture, [*old, *new])
     left = len(names) - len(order)
-    notes = [f"{len(order)} of {len(names)} elements: those that moved furthest"] if left else []
+    notes = [f"{len(order)} of {len(names)} elements: those that changed most"] if left else []
     description = ", ".join([f"{names[index]} from {before[index]:.4g} to {after[index]:.4g}" for index in order])
     return picture, notes, f"Elements before and after: {description}"
 

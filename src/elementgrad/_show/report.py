@@ -22,7 +22,8 @@ from elementgrad._html import rows_of
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import BoundCall, Operand
-from elementgrad._place.place import Place, parse_place, parse_target
+from elementgrad._names.names import expand_patterns
+from elementgrad._place.place import ONLY, Place, parse_place, parse_target
 from elementgrad._read.api import jacobian
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.page import (
@@ -79,7 +80,7 @@ def report(
         *args: Positional arguments of `f`.
         kwargs: Keyword arguments of `f`.
         of: The place to differentiate, or several, as for `eg.jacobian`.
-        wrt: The place to differentiate with respect to, or several.
+        wrt: The place to differentiate with respect to, or several, also by a pattern such as `"h.*.weight[0]"`.
         title: The text at the head.
         budget: Memory for sweeps that run at once, in bytes or as a text such as `"200MB"`.
         tokens: One text for each position of a sequence, as for `eg.plot`.
@@ -106,7 +107,9 @@ def report(
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
     f, args, kwargs = gather_arguments(report, f, args, kwargs, arguments, names_from)
-    targets, places = pytree.leaves_of(of), pytree.leaves_of(wrt)
+    parsed = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
+    sides = expand_patterns(BoundCall(f, args, kwargs, pytree.leaves_of(parsed[1])), *parsed)
+    targets, places = ([None if place is ONLY else place for place in pytree.leaves_of(side)] for side in sides)
     queries = [ReportQuery(f, args, kwargs, *pair) for pair in product(targets, places)]
     if not queries:
         raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
@@ -163,7 +166,7 @@ def _patch_page(patch: Patch, title: str | None) -> Page:
         ("places", str(len(patch.entries))),
         ("elements", str(patch.size)),
         ("moved", f"{patch.size - unchanged} of {patch.size}"),
-        ("largest move", f"{largest:.6g}"),
+        ("largest change", f"{largest:.6g}"),
     ]
     heads, *places = rows_of(patch)
     picture: list[Part] = [Image.of(patch, title="Before and after")] if patch.size else [Prose("Nothing is named.")]
@@ -173,7 +176,7 @@ def _patch_page(patch: Patch, title: str | None) -> Page:
         Section("Before and after", picture),
         Section("The elements", [elements]),
     ]
-    lead = "Every element that trained, what it was and what it is now; all others are as they were."
+    lead = "Every trained element, before and after; all others are unchanged."
     return Page(title or "What was trained", sections, lead)
 
 
@@ -315,7 +318,7 @@ class ReportItem:
     def _path_parts(self) -> list[Part]:
         if self.diagnosis is None:
             return [Prose(f"eg.explain does not answer here: {self.unexplained}.")]
-        parts: list[Part] = [Prose(f"Seen: {fact}.") for fact in self.diagnosis.evidence]
+        parts: list[Part] = [Prose(f"Evidence: {fact}.") for fact in self.diagnosis.evidence]
         steps = [
             (number, step, step.endswith("(broken here)"), getattr(step, "site", ""))
             for number, step in enumerate(self.diagnosis.path, 1)

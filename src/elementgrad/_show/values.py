@@ -172,7 +172,7 @@ def _check_limit(limit: Any) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number < np.inf:
-        raise OptionError(f"limit={limit!r} is no end of a scale; give a number above zero, or leave it out")
+        raise OptionError(f"limit={limit!r} is not a limit of a scale; give a number above zero, or leave it out")
     return number
 
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 TITLE = "elementgrad: gradients, one element at a time"
 INTRODUCTION = (
-    "What people ask about single elements of tensors, what they are usually told, and what this library does. All "
-    "code runs as it is shown, and the numbers and errors are what just came out."
+    "Questions about single elements of tensors, the usual answers, and those of this library. All "
+    "code runs as it is shown, and the numbers and errors are its real output."
 )
 LEAD = (
-    "Read, explain, edit and train single elements of any tensor, in PyTorch, TensorFlow and JAX, at a cost set by the "
-    "elements you name and not by the tensors they live in."
+    "Read, explain, edit and train single elements of any tensor, in PyTorch, TensorFlow and JAX, at a cost that "
+    "depends on the elements that you name, not on the size of their tensors."
 )
 FIRST_QUESTION = (
     "Which pixels of this handwritten three does one element of one feature map see, and how does it change with each? "
@@ -45,9 +45,9 @@ FIRST_QUESTION = (
 FIRST_KEY = "pixel"
 """The question at the head of the page, with its picture and the first statement of its answer."""
 ABOUT_PAGE = (
-    "This page asks {count} such questions of two small models, and runs what people are usually told beside what "
-    "elementgrad does. All code ran just now, on {framework}, as it stands here; the numbers, errors and pictures are "
-    "what came out."
+    "This page answers {count} such questions about two small models, and runs the usual answer next to the one with "
+    "elementgrad. All code ran on {framework} as it is shown here; the numbers, errors and pictures are "
+    "its output."
 )
 ABOUT_MODELS = (
     "A small convolutional net learns 1500 real handwritten digits of 8 x 8 pixels (Optical Recognition of Handwritten "
@@ -101,7 +101,7 @@ CHAPTERS = (
                 "pixel",
                 "How does one feature-map element depend on one pixel?",
                 "field, image=image, mark=(3, 4)",
-                "The receptive field over the digit, 5 x 5 of 8 x 8 pixels, and in it the pixel that was asked about.",
+                "The receptive field over the digit, 5 x 5 of 8 x 8 pixels, and in it the pixel in question.",
             ),
             Question(
                 "score",

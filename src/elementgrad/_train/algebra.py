@@ -238,7 +238,7 @@ def merge(patches: Iterable[Patch], on_conflict: Rule = "error") -> Patch:
     every = list(patches)
     for patch in every:
         if not isinstance(patch, Patch):
-            raise OptionError(f"{type(patch).__name__} is no patch; eg.inspect reads one from a file")
+            raise OptionError(f"{type(patch).__name__} is not a patch; eg.inspect reads one from a file")
     return reduce(lambda left, right: _merge_two(left, right, on_conflict), every, Patch(()))
 
 

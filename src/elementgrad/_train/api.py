@@ -56,12 +56,12 @@ ENDING = ".safetensors"
 def trainable(
     model: Model, places: Any, *, dtype: Any = None, names: Names | None = None, keep: Keep = None
 ) -> Elements:
-    """Let only the named elements of a model train; every other element of its parameters stays as it is, to the bit.
+    """Train only the named elements of a model; every other element of its parameters stays the same, to the bit.
 
-    Give `elements.parameters()` to any optimizer that takes vectors, with any options. A Keras model is compiled and
-    fitted as ever, and has `elements.variables`. All parameters are frozen (`requires_grad`) until
-    `elements.release()`. Of a model that processes share, wrap in `DistributedDataParallel` afterwards, or call
-    `fully_shard` before: then all of them make this call.
+    Give `elements.parameters()` to any optimizer that takes vectors, with any options. For a Keras model, call
+    `compile` and `fit` as usual, or use `elements.variables`. All parameters are frozen (`requires_grad`) until
+    `elements.release()`. In distributed training, wrap the model in `DistributedDataParallel` afterwards, or call
+    `fully_shard` before; with `fully_shard`, all processes must make this call.
 
     Args:
         model: A `torch.nn.Module`, a Keras model or layer, or a pytree of `jax.Array`.
@@ -117,11 +117,11 @@ def apply(
     names: Names | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Put the values of a patch into a model, which stays a plain model; `undo` takes them back, to the bit.
+    """Write the values of a patch into a model, which stays a plain model; `undo` restores the originals, to the bit.
 
-    The patch is refused, and the model left as it is, unless the tensors are those that it was made for. Patches of
-    other elements may be applied before. In a `with` statement the patch is taken back at the end of the block. Weights
-    in a file or folder are changed there, as a whole or not at all; a state dict is not changed.
+    The patch is refused, and the model left unchanged, unless the tensors are those that it was made for. Patches of
+    other elements may be applied before. In a `with` statement the patch is undone at the end of the block. Weights in
+    a file or folder are changed in place, atomically; a state dict is not changed.
 
     Args:
         model: The model, or a pytree of `jax.Array`; or weights: a state dict, a .safetensors or .npz file, or the
@@ -131,7 +131,7 @@ def apply(
         names: A dict from names in the patch to names in the model, or to a name and the order of axes as
             `numpy.transpose` takes it: the same network may have other names for its tensors, and their axes in
             another order, as in another framework.
-        out: For a file or folder, where the new weights go instead; a folder is copied with all that is in it.
+        out: For a file or folder, the path of the new weights; a folder is copied with all of its files.
 
     Returns:
         The elements that were changed; of a state dict a new one, and of a file or folder its path.
@@ -190,7 +190,7 @@ def _apply(
 def patches(model: Model) -> list[Elements]:
     """Return the patches that are applied to a model, in the order in which they were applied.
 
-    `undo` takes one of them back, and `redo` puts it in again. One that a later one overlaps is taken back after it.
+    `undo` switches one of them off, and `redo` on again. A patch that a later one overlaps is undone after that one.
 
     Args:
         model: The model, or a pytree of `jax.Array` that `elements.merge` returned.
@@ -356,8 +356,10 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     history, read = trainer.history(tensor), trainer.byte_reader(tensor)
     # The bytes in the order of the source, as a checksum of them depends on it.
     in_source_order = mapped.to_model(source.indices)
-    if source.originals_match(read(in_source_order)) and _fits(mapped, dtype, read, None, None):
-        return target  # made for the tensor as it is now, whatever was changed before
+    now = read(in_source_order)
+    if source.originals_match(now) and _fits(mapped, dtype, read, None, None):
+        # Made for the tensor as it is now, whatever was changed before.
+        return target if mapped.is_transposed else replace(target, current=source.originals or BitArray(dtype, now))
     earlier = history.find_overlap(entry.indices)
     is_same_place = resume and earlier is not None and np.array_equal(earlier.positions, entry.indices)
     if earlier is not None and not (overwrite or is_same_place):
@@ -368,7 +370,7 @@ def _match_entry(trainer: Trainer, mapped: MappedEntry, overwrite: bool, resume:
     if not same or not _fits(mapped, dtype, read, *history.originals()):
         raise PatchError(
             f"{entry.name} is not the tensor that the patch was made for: "
-            + ("other elements of it differ" if same else f"{entry.label} held other values there")
+            + ("other elements of it differ" if same else f"{entry.label} has other values there")
             + "; give the model as it was before training"
             + (", and the right order of axes" if mapped.is_transposed else "")
         )
@@ -405,7 +407,7 @@ def _require_tied(trainer: Trainer, tensor: Any, name: str, tied_in_patch: Seque
     if apart:
         raise PatchError(
             f"the patch was made where {name} and {listed(apart)} are one tensor, and here they are not: it would "
-            "change one of them alone; tie them first, or leave all but one out of a file"
+            "change only one of them; tie them first, or leave all but one out of a file"
         )
     surplus = [other for other in tied_here if known.isdisjoint((other, trainer.stable_name(other)))]
     if surplus:
@@ -436,7 +438,7 @@ def _kept_parameters(trainer: Trainer, keep: Keep, groups: Sequence[ElementGroup
         if keep is not None:
             raise OptionError(
                 "keep= names parameters that stay trainable while all others are frozen, and here nothing is frozen; "
-                "leave it out, and optimise other arrays beside elements.values"
+                "leave it out, and optimise other arrays together with elements.values"
             )
         return []
     every = list(trainer.named_parameters())
@@ -500,8 +502,8 @@ def _warn_of_frozen(trainer: Trainer, every: NamedParameters, partly_trained: Co
     if frozen and not all(states[key].trained for key in new):
         warn(
             f"{listed(frozen)} trained before, while others of the model did not, and eg.trainable freezes "
-            f"{'it' if len(frozen) == 1 else 'them'}; name what is to go on training by keep={frozen[0]!r}, a wildcard "
-            "or a list"
+            f"{'it' if len(frozen) == 1 else 'them'}; name what should stay trainable by keep={frozen[0]!r}, a "
+            "wildcard or a list"
         )
 
 

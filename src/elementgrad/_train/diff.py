@@ -48,8 +48,8 @@ def diff(
         after: Weights with the same tensors, in any of these forms.
         out: A file to write the patch to.
         only_common: Leave out tensors that only one side has, or that have another shape or dtype, with a warning.
-        originals: Keep the values before, so that the patch can be taken back without the weights that it was made
-            for; otherwise keep a checksum of them, by which other weights are refused.
+        originals: Store the original values, so that the patch can be undone without the weights that it was made for;
+            otherwise store a checksum of them, by which other weights are refused.
 
     Returns:
         The patch, with one entry for each tensor that differs.

@@ -68,7 +68,7 @@ class Uses(Tabular):
 
 
 class Elements(Tabular):
-    """Named elements of a model, each place with a small tensor of its own that an optimizer can have.
+    """Named elements of a model, with a small tensor for each place that an optimizer can update.
 
     Made by `eg.trainable` and `eg.apply`. It maps places to these tensors, in the order in which the places were given.
 
@@ -156,7 +156,7 @@ class Elements(Tabular):
 
     @with_cleanup
     def backward(self, losses: Mapping[Any, Tensor] | Tensor, *, retain_graph: bool = False) -> None:
-        """Differentiate losses, each for its own places alone, and add the gradients to those of the tensors.
+        """Differentiate losses, each for its own places only, and add the gradients to those of the tensors.
 
         It is like `loss.backward()`, with one backward for each loss.
 
@@ -180,7 +180,7 @@ class Elements(Tabular):
 
     @not_compiled
     def gradients(self, tape: Any, losses: Mapping[Any, Tensor] | Tensor) -> list[Tensor | None]:
-        """Differentiate losses with a `tf.GradientTape`, each for its own places alone.
+        """Differentiate losses with a `tf.GradientTape`, each for its own places only.
 
         Args:
             tape: The tape that recorded the losses; several losses need a persistent one.
@@ -267,7 +267,7 @@ class Elements(Tabular):
         params: Any = None,
         has_aux: bool = False,
     ) -> Any:
-        """Compute the gradient of `loss_fn(params)` for the elements alone.
+        """Compute the gradient of `loss_fn(params)` for the elements only.
 
         Where the loss looks up rows of a parameter, multiplies by it or convolves with it, no dense gradient is formed,
         nor a copy of the parameter; `plan` tells. Use it inside `jax.jit`, and give large parameters as `params` there
@@ -305,7 +305,7 @@ class Elements(Tabular):
         params: Any = None,
         has_aux: bool = False,
     ) -> tuple[Any, Values]:
-        """Compute `loss_fn(params)` and its gradient for the elements alone.
+        """Compute `loss_fn(params)` and its gradient for the elements only.
 
         Args:
             loss_fn: A function of the parameters that returns one number.
@@ -349,7 +349,7 @@ class Elements(Tabular):
         return self._by_place(totals)
 
     def plan(self, loss_fn: LossFn) -> Uses:
-        """Tell how `grad` computes a loss, without computing anything.
+        """Show how `grad` computes a loss, without computing anything.
 
         Args:
             loss_fn: A function of the parameters that returns one number.
@@ -391,7 +391,7 @@ class Elements(Tabular):
 
     @with_cleanup
     def undo(self) -> None:
-        """Give the elements back the values that they had before, to the bit; once that is done, not again.
+        """Restore the original values of the elements, to the bit; a second call does nothing.
 
         >>> import torch, elementgrad as eg
         >>> model = torch.nn.Linear(3, 2)
@@ -427,10 +427,10 @@ class Elements(Tabular):
 
     @with_rollback
     def redo(self) -> None:
-        """Put the values of a patch that was taken back into the model again; nothing happens if they are there.
+        """Write the values of a patch that was undone into the model again; does nothing if they are there.
 
         Raises:
-            PatchError: Other values are there than when it was taken back.
+            PatchError: The elements have other values than when it was undone.
 
         >>> import torch, elementgrad as eg
         >>> model = torch.nn.Linear(3, 2)
@@ -444,7 +444,7 @@ class Elements(Tabular):
         groups = [group for group in self._groups if group.change.undone and group.change.values is not None]
         for group in groups:
             if not np.array_equal(self._trainer.read_bits(group.tensor, group.positions)[1], group.change.bits):
-                raise PatchError(f"{group.change.place} was written to meanwhile; apply the patch anew")
+                raise PatchError(f"{group.change.place} was written to in the meantime; apply the patch again")
         for group in groups:
             target = ResolvedPlace(group.place, group.name, group.tensor, group.shape, group.positions)
             again = self._trainer.make_group(target, None, group.change.values)
@@ -457,7 +457,7 @@ class Elements(Tabular):
 
     def __enter__(self) -> "Elements":
         if self._training:
-            raise PlaceError("these elements train; `with` takes back what eg.apply changed, and release ends training")
+            raise PlaceError("these elements train; `with` is for patches of eg.apply, and release ends training")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -465,7 +465,7 @@ class Elements(Tabular):
 
     @with_cleanup
     def release(self, *, keep: bool = True) -> None:
-        """Stop training and give the plain model back.
+        """Stop training; the model is a plain model again.
 
         Args:
             keep: Keep the values that the elements have now; otherwise put those back that they had before.

@@ -1,7 +1,7 @@
 """Entries of a patch: the elements of one place, their values and their originals, apart from any model.
 
 Scattered elements have no text of their own: that of a million takes seconds to write and to read. Their place is made
-from their positions where somebody asks for it. An entry can be mapped to a model in which the tensor has another name,
+from their positions when it is asked for. An entry can be mapped to a model in which the tensor has another name,
 or its axes another order.
 """
 
@@ -149,7 +149,7 @@ class Entry:
             raise PatchError(f"{self.label}: position {position} is out of range for {size} elements")
         indices = freeze(np.asarray(indices, np.int64))
         if (twice := _first_repeated(indices)) is not None:
-            raise DuplicateError(f"{self.label}: position {twice} stands twice among the indices")
+            raise DuplicateError(f"{self.label}: position {twice} occurs twice among the indices")
         object.__setattr__(self, "indices", indices)
         if self.__dict__["_place"] is not None:
             self._check_place(indices)
@@ -208,7 +208,7 @@ class Entry:
         """Return the originals, or raise an error that says what needs them."""
         if self.originals is None:
             raise PatchError(
-                f"{self.label}: the patch keeps a checksum of the originals alone, and {what} needs them; "
+                f"{self.label}: the patch has only a checksum of the originals, and {what} needs them; "
                 "make it with originals=True"
             )
         return self.originals
@@ -328,7 +328,7 @@ def check_no_overlap(name: str, shape: tuple[int, ...], places: Sequence[tuple[s
 
 
 def freeze(array: np.ndarray) -> np.ndarray:
-    """Return a read-only array that nobody else can write to: a copy, unless it is one already."""
+    """Return a read-only array that no other code can write to: a copy, unless it is one already."""
     if array.flags.writeable or not array.flags.owndata:
         array = np.array(array, order="C")
         array.setflags(write=False)
@@ -387,7 +387,9 @@ def map_entries(entries: Sequence[Entry], names: Names | None) -> list[MappedEnt
     """
     mapping = {} if names is None else names
     if not isinstance(mapping, Mapping):
-        raise OptionError(f"names={quoted(names)} is no map; give a dict from names in the patch to names in the model")
+        raise OptionError(
+            f"names={quoted(names)} is not a dict; give one from names in the patch to names in the model"
+        )
     known = {name: entry for entry in entries for name in (entry.name, _name_in_place(entry))}
     for name in mapping:
         if name not in known:

@@ -82,7 +82,7 @@ def fits(
 def require_fingerprint(text: str) -> None:
     """Raise a `PatchError` for a text that cannot be the fingerprint of any tensor."""
     if not re.fullmatch("(sample|full):[0-9a-f]{64}", text):
-        raise PatchError(f"{text!r} is no fingerprint; one reads sample: or full: and 64 hexadecimal digits")
+        raise PatchError(f"{text!r} is not a fingerprint, which is sample: or full: and 64 hexadecimal digits")
 
 
 def sample_positions(shape: Sequence[int]) -> np.ndarray:

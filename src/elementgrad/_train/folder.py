@@ -53,10 +53,10 @@ class Folder(Weights):
             shards = json.loads(indices[0].read_bytes())["weight_map"]
             pairs = {str(name): str(shard) for name, shard in shards.items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise PatchError(f"{indices[0]} is no index of a checkpoint; it has a weight_map") from None
+            raise PatchError(f"{indices[0]} is not an index of a checkpoint, which has a weight_map") from None
         for shard in dict.fromkeys(pairs.values()):
             if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise PatchError(f"{indices[0]} names {shard!r}, which is no .safetensors file of the folder")
+                raise PatchError(f"{indices[0]} names {shard!r}, which is not a .safetensors file of the folder")
         return indices[0], pairs
 
     def _read_shard(self, shard: str) -> Weights:
@@ -177,7 +177,7 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
         return Folder(path)
     if not os.fspath(path).endswith(ENDINGS):
         raise PatchError(
-            f"{path} is no weights; give a .safetensors or .npz file, or a folder with shards and an index"
+            f"{path} is not a file of weights; give a .safetensors or .npz file, or a folder with shards and an index"
         )
     return Weights.read(path)
 

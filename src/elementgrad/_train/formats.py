@@ -137,7 +137,7 @@ def _read_adapter(folder: Path, weights: Weights) -> Iterator[Elements]:
             old = BitArray(base.dtype, take_rows(base.read(), positions))
             yield f"{module}.weight", np.asarray(positions, np.int64), _add(old, _numbers(tensor))
         elif part != "shira_indices":
-            raise PatchError(f"{folder} holds {name}, which is no part of a {kind} adapter that only changes elements")
+            raise PatchError(f"{folder} holds {name}, which is not part of a {kind} adapter that only changes elements")
 
 
 def _add(old: BitArray, difference: BitArray) -> BitArray:
@@ -160,7 +160,7 @@ def _numbers(tensor: FileTensor) -> BitArray:
 
 def _module_of(name: str) -> str:
     if not name.endswith(".weight"):
-        raise PatchError(f"{name} is no weight of a module, and adapters of PEFT are for those; write format='flat'")
+        raise PatchError(f"{name} is not a weight of a module, as adapters of PEFT need; write format='flat'")
     return name.removesuffix(".weight")
 
 

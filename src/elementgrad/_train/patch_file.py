@@ -409,7 +409,7 @@ def _cut_text(header: dict[str, Any], size: int) -> str | None:
 
 
 def _damage_text(how: object) -> str:
-    return f"damaged or was changed by other hands ({how}); save the patch again"
+    return f"damaged or was changed by another program ({how}); save the patch again"
 
 
 def _checksum(meta: Mapping[str, str], tensors: Mapping[str, StoredTensor], whole: Mapping[str, StoredTensor]) -> str:

@@ -21,7 +21,7 @@ from elementgrad.errors import DuplicateError, FrameworkError, PlaceError, Uncon
 Tensor = Any
 Route = tuple[ResolvedPlace, ElementGroup, np.ndarray]
 """A place that a loss is given for, a group that has elements of it, and the indices of these in the group."""
-EXPLAIN_STEP = ", or put the step into a function and ask eg.explain(step), which names the line where it is cut"
+EXPLAIN_STEP = ", or put the step into a function and call eg.explain(step), which names the line where it is cut"
 
 
 def trainer_of(model: Any) -> Trainer:

@@ -79,7 +79,7 @@ def top(
     backend = registry.backend_of_model(model)
     if backend is None:
         raise FrameworkError(
-            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
+            f"{type(model).__name__} is not a model with parameters; give a torch.nn.Module, a Keras model "
             "or a pytree of jax.Array, such as a dict of parameters"
         )
     named_model = backend.names.model(model)
@@ -104,7 +104,7 @@ def top(
         ranking.require_reached(partial(explain_unconnected, loss_fn, model))
     if since is not None and not ranking.best.highest:
         raise OptionError(
-            "no element has moved since then; give a copy made before, as a state dict shares the memory of its model"
+            "no element has changed since then; give a copy made before, as a state dict shares the memory of its model"
         )
     return ranking.places()
 
@@ -234,7 +234,7 @@ def _check_measure(by: Any, loss_fn: Any, since: Any) -> None:
     if not isinstance(by, str) or by not in MEASURES:
         raise OptionError(f'by={by!r} is none of "gradient", "fisher", "magnitude" and "random"; give one of them')
     if since is not None and by != "magnitude":
-        raise OptionError(f'since= says from where elements have moved, and by={by!r} does not ask; use by="magnitude"')
+        raise OptionError(f'since= is the state before training, and by={by!r} does not use it; use by="magnitude"')
     if not callable(loss_fn) and not (loss_fn is None and by in ("magnitude", "random")):
         raise OptionError(
             f"loss_fn={loss_fn!r} cannot be called; give a function of the model, as in lambda model: loss(model(x), y)"
@@ -247,7 +247,7 @@ def _check_seed(seed: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise OptionError(f"seed={seed!r} is no seed; give an int of at least 0")
+        raise OptionError(f"seed={seed!r} is not a seed; give an int of at least 0")
     return number
 
 
@@ -299,7 +299,7 @@ def _parameter_number(place: Place, params: list[tuple[str, Tensor]], model: Mod
         if other is tensor and place.kind in (None, "parameter"):
             return number
     if place.name is None:
-        raise PlaceError(f"the tensor is no parameter of the model; name one, {nearest('', names)}")
+        raise PlaceError(f"the tensor is not a parameter of the model; name one, {nearest('', names)}")
     raise PlaceError(f"no parameter is named {place.name!r}; {nearest(place.name, names)}")
 
 
@@ -374,7 +374,7 @@ def _check_each(losses: Iterable[Any], backend: Backend) -> Iterator[Tensor]:
     checked = map(check, losses)
     first = list(islice(checked, 1))
     if not first:
-        raise OptionError("loss_fn gave no loss at all; return at least one, each time that it is asked")
+        raise OptionError("loss_fn gave no loss at all; return at least one, each time that it is called")
     return chain(iter(first), checked)
 
 

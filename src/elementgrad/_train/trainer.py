@@ -20,6 +20,7 @@ from elementgrad._cleanup import defer
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad._train.history import ElementChange, ReadBytes, TensorHistory
+from elementgrad._train.numbers import BitArray
 from elementgrad.errors import FrameworkError, PatchError, PlaceError
 
 Tensor = Any
@@ -36,6 +37,8 @@ class ResolvedPlace:
     shape: tuple[int, ...]
     positions: np.ndarray
     """Flat positions in the parameter, in the order of the place."""
+    current: BitArray | None = None
+    """The values there, in the same order, if they have been read."""
 
 
 class ElementGroup:

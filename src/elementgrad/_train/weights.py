@@ -193,7 +193,7 @@ class WeightsTrainer(Trainer):
         return dtype
 
     def make_group(self, target: ResolvedPlace, dtype: Any, values: Any = None, originals: Any = None) -> ElementGroup:
-        initial = BitArray(target.tensor.dtype, target.tensor.read()[target.positions])
+        initial = target.current or BitArray(target.tensor.dtype, target.tensor.read()[target.positions])
         return ElementGroup(target, initial if values is None else values, originals or initial, initial)
 
     def groups_of(self, tensor: FileTensor) -> Sequence[ElementGroup]:
@@ -225,7 +225,7 @@ def _unpack(path: str, packed: memoryview) -> Iterator[tuple[str, FileTensor]]:
         described = [(name, *_describe(of)) for name, of in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         twice = f", since it names {error} twice" if isinstance(error, RepeatedNameError) else ""
-        raise PatchError(f"{path} is no safetensors file{twice}; give one that weights were saved to") from None
+        raise PatchError(f"{path} is not a safetensors file{twice}; give one that weights were saved to") from None
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
         known = DTYPES.get(dtype, dtype)

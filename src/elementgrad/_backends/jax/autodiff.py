@@ -27,7 +27,7 @@ from elementgrad.errors import DtypeError, ElementgradError, FrameworkError
 Array = jax.Array
 Sweep = Callable[[Any, Array], list[Array]]
 """From the linear program and one seed to derivatives."""
-REVERSE_ONLY = "a function has a rule of its own for reverse sweeps alone (jax.custom_vjp)"
+REVERSE_ONLY = "a function has a custom rule for reverse sweeps only (jax.custom_vjp)"
 
 
 class CompiledLinearization:
@@ -263,7 +263,7 @@ class LinearProgram:
         if is_reverse_only(self._jaxpr):
             return REVERSE_ONLY
         axes = communicating_axes(self._jaxpr, mapped_axes())
-        return f"a forward sweep moves all members of the axis {min(map(str, axes))!r} at once" if axes else ""
+        return f"a forward sweep varies all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
     def paths(self) -> list[set[int]]:

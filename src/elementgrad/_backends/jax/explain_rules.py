@@ -318,7 +318,7 @@ def cause_of_cut(op: JaxOp) -> tuple[str | None, str]:
     inner = op.inner | {op.op_type}
     for callback, cause in CALLBACKS.items():
         if callback in inner:
-            return cause, "it hands the numbers to Python code, of which jax knows no derivative"
+            return cause, "it passes values to Python code, which JAX cannot differentiate"
     if op.op_type == "stop_gradient":
         return "detached", ""
     if op.custom_gradient:

@@ -74,7 +74,7 @@ class _WatchedProgram:
                 )()
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise FrameworkError(
-                f"uses are told in a function that jax can trace, and this one branches on values: {reason(error)}"
+                f"contributions need a function that JAX can trace, and this one branches on values: {reason(error)}"
             ) from error
 
     def find_uses(self) -> list[Use]:

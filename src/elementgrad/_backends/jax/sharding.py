@@ -190,7 +190,7 @@ def read(array: Array, positions: np.ndarray) -> np.ndarray:
             missing[chosen] = False
     if missing.any():
         raise FrameworkError(
-            f"an array of shape {array.shape} is on devices of another process alone; put it on a mesh of all processes"
+            f"an array of shape {array.shape} is only on devices of another process; put it on a mesh of all processes"
         )
     return values
 

@@ -76,9 +76,7 @@ class TensorflowLinearization(Linearization):
         """Evaluate a function at its inputs, on as many tapes as derivatives will be taken one of another."""
         tapes = [tf.GradientTape(persistent=True, watch_accessed_variables=False) for _ in range(order)]
         if any(held and not isinstance(x, tf.Variable) for x, held in zip(inputs, run.held, strict=True)):
-            raise OptionError(
-                "a variable that the model holds is not set to a tensor; assign it, and make the Jacobian anew"
-            )
+            raise OptionError("a variable of the model cannot be set to a tensor; assign it, and make a new Jacobian")
         # One tensor given twice is two inputs; a variable that the function holds is read by it itself.
         sources = [
             _ActivationTap(tapes) if x is None else x if held else copy_tensor(x)
@@ -273,7 +271,7 @@ def _jvp(tape: Any, x: Tensor, y: Tensor, seed: Tensor) -> Tensor | None:
     except (LookupError, NotImplementedError, TypeError, ValueError, tf.errors.OpError) as error:
         raise UnsupportedError(reason(error)) from error
     if tangent is None:
-        raise UnsupportedError("a reverse rule on the way cannot be transposed")
+        raise UnsupportedError("a reverse rule cannot be transposed")
     return tf.convert_to_tensor(tangent)
 
 

@@ -241,7 +241,7 @@ class TensorflowExplain(ExplainBackend):
         if recorder.error is not None:
             return _report_unfollowed("unconnected" if missing else "flows", recorder.error)
         if wrt is not None and not requests:
-            return LiveReport("unconnected", None, Hint("unused", "no tape was asked for it"), wrt="the tensor")
+            return LiveReport("unconnected", None, Hint("unused", "no tape computed its gradient"), wrt="the tensor")
         if missing:
             return _report_request(missing[0])
         return LiveReport("flows") if wrt is None else _report_request(requests[-1])
@@ -346,7 +346,7 @@ def _source_hint(request: TapeRequest) -> Hint | None:
         return Hint("not-tracked", "the tape does not watch it")
     if request.is_slice:
         return Hint("resliced", "it was cut out of what the tape watches before, and is not used itself")
-    return Hint("unused", "no step takes it")
+    return Hint("unused", "no operation uses it")
 
 
 def _tracked_values(request: TapeRequest) -> set[int]:

@@ -148,7 +148,7 @@ class KerasModel(Model):
         variables = variables or ([] if layers else self._variables_by_path(name))
         for what, count in (("variables", len(variables)), ("layers", len(layers))):
             if count > 1:
-                raise PlaceError(f"{count} {what} are named {name!r}; make them with names of their own (name=...)")
+                raise PlaceError(f"{count} {what} are named {name!r}; give them different names (name=...)")
         return [(kind, variable._value) for kind, variable in variables] + [("activation", None) for _ in layers]
 
     def _variables_by_path(self, name: str) -> list[tuple[str, Any]]:

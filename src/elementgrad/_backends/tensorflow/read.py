@@ -70,7 +70,9 @@ class TensorflowRecorder(Recorder):
 
     def __init__(self, tensors: Sequence[Tensor]):
         if not tf.executing_eagerly():
-            raise FrameworkError("a recording inside tf.function; there eg.jacobian and eg.grad of a function will do")
+            raise FrameworkError(
+                "eg.record does not work inside tf.function; use eg.jacobian or eg.grad with a function"
+            )
         self._tensors = [_unwrap_variable(x) for x in tensors]
         self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self._window = (0, sys.maxsize)
@@ -265,7 +267,7 @@ class _UseTrace:
         for operation in users:
             if operation.type not in ("ReadVariableOp", *GATHERS, *NOT_READING):
                 raise FrameworkError(
-                    f"the variable is read inside {_describe(operation.type)}, where its uses cannot be told apart; "
+                    f"the variable is read inside {_describe(operation.type)}, where its uses cannot be distinguished; "
                     "read it before"
                 )
         return users

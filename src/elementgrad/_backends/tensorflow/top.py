@@ -67,7 +67,7 @@ class TensorflowTop(TopBackend):
             same_count = len(values) == len(first_values)
             if not same_count or not np.allclose(values, first_values, 1e-3, 1e-6, equal_nan=True):
                 raise FrameworkError(
-                    "loss_fn gives other losses when it is asked again, as it is for each group of parameters; start "
+                    "loss_fn returns other losses when called again, as it is for each group of parameters; start "
                     "it from the same data each time, or return a list of losses"
                 )
         _require_reached(first_values, reached)
@@ -82,7 +82,7 @@ implementation = TensorflowTop()
 def _require_reached(losses: Sequence[Any], reached: set[int]) -> None:
     if len(reached) < len(losses):
         raise UnconnectedError(
-            "a loss has no gradient, as behind .numpy() and tf.stop_gradient; return what is computed from the model "
+            "a loss has no gradient, as after .numpy() or tf.stop_gradient; return what is computed from the model "
             "that loss_fn is given"
         )
 

@@ -83,7 +83,7 @@ GRAPH_ERRORS: GraphErrors = {
     "by the function itself or afterwards, as an optimizer does; write to a clone of it, use eg.record, or make the "
     "Jacobian anew",
     is_freed_graph_error: "backward() freed the graph that this derivative needs; call it with "
-    "retain_graph=True, or make the Jacobian anew",
+    "retain_graph=True, or make a new Jacobian",
 }
 TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
 """Options of the autograd engine: return the gradients, None where no path leads, and add to no `.grad`."""
@@ -273,7 +273,7 @@ class TorchLinearization(Linearization):
         except Exception as error:  # a reverse rule without a derivative of its own, or one that cannot be stacked
             raise UnsupportedError(reason(error)) from error
         if tangents is None:
-            raise UnsupportedError("a reverse rule on the way cannot be transposed")
+            raise UnsupportedError("a reverse rule cannot be transposed")
         tangents = tangents.unsqueeze(0) if len(seeds) == 1 else tangents
         return unshare([tangents], self._create_graph)[0]
 
@@ -362,7 +362,7 @@ class TorchLinearization(Linearization):
         if not _is_close(before, self.outputs[output]):
             raise FrameworkError(
                 "attention must be evaluated again for this derivative, and the function gives another value by now; "
-                "make the Jacobian anew"
+                "make a new Jacobian"
             )
 
     # Forward sweeps

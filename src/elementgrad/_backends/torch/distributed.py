@@ -229,7 +229,7 @@ def _queue_allreduce(leaf: Tensor) -> None:
     group: Any = group_of(leaf)
     if len(leaf._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
         raise FrameworkError(
-            f"a hook that runs when {group.leaf_name} has its gradient would see that of this process alone; use the "
+            f"a hook that runs when {group.leaf_name} has its gradient would get only that of this process; use the "
             "gradient after backward"
         )
     model, backward = group.parameter.storage.model_key, current_backward_id()
@@ -388,8 +388,8 @@ def check_not_static_graph(loss: Tensor, place: object) -> None:
     """Raise if a loss is of a model in `DistributedDataParallel(static_graph=True)`, which reduces too early here."""
     if is_distributed() and any(_is_static_ddp(node) for node in _graph_nodes(loss)):
         raise FrameworkError(
-            f"the loss for {place} is of a model in DistributedDataParallel(static_graph=True), which reduces before "
-            "all losses are heard; leave static_graph out"
+            f"the loss for {place} is of a model in DistributedDataParallel(static_graph=True), which reduces "
+            "gradients before all losses are done; leave static_graph out"
         )
 
 
@@ -409,7 +409,7 @@ def accumulate(gradients: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tens
     torch.autograd.backward([leaf for leaf, _ in gradients] + unused, grads)
     if any(leaf.grad is not None and leaf.grad.any() for leaf in empty):
         raise FrameworkError(
-            "another process has a loss for a place that this one has none for, and they would train apart; give "
+            "another process has a loss for a place without one in this process, so their values would diverge; give "
             "losses for the same places in each"
         )
     for leaf in empty:

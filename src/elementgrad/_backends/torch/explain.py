@@ -203,7 +203,7 @@ def _hints_of_source(source: Tensor | None, held: bool) -> list[Hint]:
     if held and isinstance(source, torch.nn.Parameter) and not source.requires_grad:
         hints.append(Hint("not-tracked", "its requires_grad is False"))
     if getattr(source, "_backward_hooks", None):
-        hints.append(Hint("hook", "the tensor has a hook of its own", Op("register_hook")))
+        hints.append(Hint("hook", "the tensor has a hook", Op("register_hook")))
     return hints
 
 
@@ -251,7 +251,7 @@ class RefusedRun:
 
     def _freed_graph_hint(self) -> Hint:
         if self.stale is not None:
-            evidence = f"{self.stale.operation} takes a tensor that was computed before, in a graph that is gone"
+            evidence = f"{self.stale.operation} uses a tensor that was computed before, whose graph was freed"
             return Hint("freed-graph", evidence, self.stale)
         earlier = [op.where for op in self.backwards[:-1] if op.where]
         evidence = f"backward() was called before, at {earlier[-1]}" if earlier else ""
@@ -584,7 +584,7 @@ def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -
     requests = recorder.requests
     if requests.target is None:
         raise PlaceError(
-            "the step ran and did not call backward(), so there is nothing to explain; to ask about a function give "
+            "the step ran and did not call backward(), so there is nothing to explain; to explain a function give "
             "its arguments, as in eg.explain(f, x)"
         )
     if wrt is None:
@@ -593,7 +593,7 @@ def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -
     if requests.gradient is not None:
         hint = None
         if requests.accumulated is not None:
-            hint = Hint("accumulated", "its .grad held a gradient before", requests.accumulated)
+            hint = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
         return LiveReport("mismatch" if hint else "flows", None, hint, value=requests.gradient, **names)
     hint = None
     if not wrt.requires_grad:

@@ -32,7 +32,7 @@ from elementgrad._read.backend import Layout, ReadBackend, Recorder
 from elementgrad._sparsity.pattern import Pattern
 
 Tensor = torch.Tensor
-REVERSE_ONLY = "shares flow back alone"
+REVERSE_ONLY = "shares are computed by reverse sweeps only"
 OURS = "elementgrad.ours"
 """Key in the metadata of a node of the graph that the user's code did not make."""
 
@@ -126,7 +126,7 @@ class UsesLinearization(Linearization):
 
     def gradient(self, output: int, seed: Tensor) -> Linearization:
         """Raise `UnsupportedError`: there is no second derivative by uses."""
-        raise UnsupportedError("shares of second derivatives are not told")
+        raise UnsupportedError("second derivatives cannot be split into shares")
 
     def value(self, output: int) -> Tensor:
         """Return a copy of an output, apart from the graph."""

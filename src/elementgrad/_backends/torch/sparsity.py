@@ -137,7 +137,7 @@ class SparsityMode(TorchDispatchMode):
             table.compact()
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.layout is not torch.strided for x in tensors):
-            raise UnsupportedError("sparse tensors on the way are not looked into")
+            raise UnsupportedError("sparse tensors inside the function are not supported")
         name = func._schema.name.removeprefix("aten::")
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             masks = [x for x in tensors if x.dtype is torch.bool]

@@ -69,7 +69,7 @@ def parameter_gradients(
                 same = len(values) == len(first_values)
                 if not (same and np.allclose(values, first_values, 1e-3, 1e-6, equal_nan=True)):
                     raise FrameworkError(
-                        "loss_fn gives other losses when it is asked again, as it is for each group of parameters; "
+                        "loss_fn returns other losses when called again, as it is for each group of parameters; "
                         "start it from the same data each time, or return a list of losses"
                     )
 
@@ -181,7 +181,7 @@ def _check_connected(losses: Iterable[Tensor], parameters: Mapping[str, Tensor])
     def check(loss: Tensor) -> Tensor:
         if not loss.requires_grad:
             raise UnconnectedError(
-                "a loss has no gradient, as under torch.no_grad() or behind .item() and .detach(); return what is "
+                "a loss has no gradient, as under torch.no_grad() or after .item() or .detach(); return what is "
                 "computed from the model that loss_fn is given, or put loss_fn(model).backward() into a function and "
                 "ask eg.explain(step), which names the line"
             )

@@ -198,7 +198,7 @@ J[(0, 0), :], J[(0, 0), (0, 1)]
 
 # %% pixel: usual
 # Cut the model open: write the first half again, to get at its inside. It
-# is right for as long as nobody changes the model.
+# is right as long as the model does not change.
 def half(image):
     tanh1 = jnp.tanh(jax.lax.conv(image, params["conv1"], (1, 1), "VALID"))
     return jax.lax.conv(tanh1, params["conv2"], (1, 1), "VALID")[0, 5, 1, 2]
@@ -466,8 +466,8 @@ state = optimizer.init(words)
 state
 
 # %% token
-# Of all that the model has learned, number 12 of "the" alone goes on
-# learning: "cat" is to come next.
+# Of the whole model, only number 12 of "the" is trained further:
+# "cat" is to come next.
 elements = eg.trainable(words, "embedding[0, 12]")
 optimizer, values = optax.adam(0.1), elements.values
 state, steps, chances = optimizer.init(values), [], []
@@ -501,8 +501,8 @@ diagnosis.value, diagnosis.sentence, diagnosis.fix
 @jax.jit
 @jax.grad
 def both(words):
-    heard = losses(words, 1, 43, 2, 18, 0)
-    return heard[2] + heard[5]
+    each = losses(words, 1, 43, 2, 18, 0)
+    return each[2] + each[5]
 
 
 slope = both(words)["embedding"]
@@ -517,20 +517,20 @@ except Exception as error:
 the, a, ten_targets
 
 # %% routed
-# Each place is given its own loss: "the" hears of "cat", and "a" of "fish".
+# Each place is given its own loss: "cat" for "the", "fish" for "a".
 places = "embedding[0, 12]", "embedding[1, 25]"
 elements = eg.trainable(words, places)
 each = {
     places[0]: lambda words: losses(words, 1, 43, 2, 18, 0)[2],
     places[1]: lambda words: losses(words, 1, 43, 2, 18, 0)[5],
 }
-heard = jax.jit(lambda values: elements.grad(each, values))(elements.values)
-the, a = (heard[place] for place in places)
+slope = jax.jit(lambda values: elements.grad(each, values))(elements.values)
+the, a = (slope[place] for place in places)
 the, a
 
 # %% shipped
 # Teach the net a digit that it misreads, by one row of the head. A patch is
-# as large as what was trained, and is taken back to the bit.
+# as large as what was trained, and can be undone to the bit.
 guessed = np.array(net(params, x[1500:])).argmax(1)
 wrong = 1500 + int((guessed != y[1500:]).argmax())
 digit, truth = x[wrong : wrong + 1], y[wrong : wrong + 1]

@@ -121,7 +121,7 @@ v
 
 # %% itself: usual
 # Take the element, and then open the tape; or forget to watch. Both give
-# None, without a word.
+# None silently.
 X = tf.Variable([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
 element = X[1, 2]
 with tf.GradientTape() as tape:
@@ -160,7 +160,7 @@ J[(0, 0), :], J[(0, 0), (0, 1)]
 
 # %% pixel: usual
 # Build a model of the first layers and ask the tape. It sums over the whole
-# feature map without a word: this is no single element's number.
+# feature map silently: this is not the number of one element.
 first = keras.Model(net.inputs[0], net.get_layer("conv2").output)
 with tf.GradientTape() as tape:
     tape.watch(image)
@@ -438,8 +438,8 @@ slope = tape.gradient(cost, table[0, 12])
 slope
 
 # %% token
-# Of all that the model has learned, number 12 of "the" alone goes on
-# learning: "cat" is to come next.
+# Of the whole model, only number 12 of "the" is trained further:
+# "cat" is to come next.
 elements = eg.trainable(reader, "embedding/embeddings[0, 12]")
 optimizer, steps, chances = keras.optimizers.Adam(0.1), [], []
 for _ in range(12):
@@ -466,8 +466,8 @@ diagnosis.value, diagnosis.sentence, diagnosis.fix
 # targets against one row, and raises.)
 table = reader.get_layer("embedding").embeddings
 with tf.GradientTape() as tape:
-    heard = losses(1, 43, 2, 18, 0)
-    both = heard[2] + heard[5]
+    each = losses(1, 43, 2, 18, 0)
+    both = each[2] + each[5]
 slope = tf.convert_to_tensor(tape.gradient(both, table))
 the, a = slope[0, 12], slope[1, 25]
 try:
@@ -478,20 +478,20 @@ except ValueError as error:
 the, a, ten_targets
 
 # %% routed
-# Each place is given its own loss: "the" hears of "cat", and "a" of "fish".
+# Each place is given its own loss: "cat" for "the", "fish" for "a".
 places = "embedding/embeddings[0, 12]", "embedding/embeddings[1, 25]"
 elements = eg.trainable(reader, places)
 with tf.GradientTape(persistent=True) as tape:
-    heard = losses(1, 43, 2, 18, 0)
-    each = {places[0]: heard[2], places[1]: heard[5]}
-the, a = elements.gradients(tape, each)
+    each = losses(1, 43, 2, 18, 0)
+    routed = {places[0]: each[2], places[1]: each[5]}
+the, a = elements.gradients(tape, routed)
 elements.release()
 the, a
 
 
 # %% shipped
 # Teach the net a digit that it misreads, by one row of the head. A patch is
-# as large as what was trained, and is taken back to the bit.
+# as large as what was trained, and can be undone to the bit.
 def guessed(x):
     return tf.argmax(net(x), 1, output_type=y.dtype)
 

@@ -256,8 +256,8 @@ x.grad[2]
 
 
 # %% own_rule
-# An index is no tensor: it goes on the context. `eg.check` holds the rule
-# against differences.
+# An index is not a tensor: it goes on the context. `eg.check` compares
+# the rule with differences.
 class Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, i):
@@ -440,8 +440,8 @@ optimizer = torch.optim.Adam([entry], lr=0.1)
 optimizer
 
 # %% token
-# Of all that the model has learned, number 12 of "the" alone goes on
-# learning: "cat" is to come next.
+# Of the whole model, only number 12 of "the" is trained further:
+# "cat" is to come next.
 elements = eg.trainable(reader, "embedding.weight[0, 12]")
 optimizer = torch.optim.Adam(elements.parameters(), lr=0.1)
 steps, chances = [], []
@@ -469,8 +469,8 @@ diagnosis.value, diagnosis.sentence, diagnosis.fix
 # %% routed: usual
 # Add the losses up. Each entry hears both. (The same answer scores ten
 # targets against one row, and raises.)
-heard = losses(1, 43, 2, 18, 0)
-(slope,) = torch.autograd.grad(heard[2] + heard[5], reader.embedding.weight)
+each = losses(1, 43, 2, 18, 0)
+(slope,) = torch.autograd.grad(each[2] + each[5], reader.embedding.weight)
 the, a = slope[0, 12], slope[1, 25]
 try:
     scores = reader(torch.tensor([[1, 43, 2, 18, 0]]))[:, -1]
@@ -480,18 +480,18 @@ except ValueError as error:
 the, a, ten_targets
 
 # %% routed
-# Each place is given its own loss: "the" hears of "cat", and "a" of "fish".
+# Each place is given its own loss: "cat" for "the", "fish" for "a".
 places = "embedding.weight[0, 12]", "embedding.weight[1, 25]"
 elements = eg.trainable(reader, places)
-heard = losses(1, 43, 2, 18, 0)
-elements.backward({places[0]: heard[2], places[1]: heard[5]})
+each = losses(1, 43, 2, 18, 0)
+elements.backward({places[0]: each[2], places[1]: each[5]})
 the, a = (elements[place].grad for place in places)
 elements.release()
 the, a
 
 # %% shipped
 # Teach the net a digit that it misreads, by one row of the head. A patch is
-# as large as what was trained, and is taken back to the bit.
+# as large as what was trained, and can be undone to the bit.
 wrong = 1500 + int((net(x[1500:]).argmax(1) != y[1500:]).nonzero()[0])
 digit, truth = x[wrong : wrong + 1], y[wrong : wrong + 1]
 weights = [p.clone() for p in net.parameters()]

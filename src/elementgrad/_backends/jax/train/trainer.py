@@ -338,7 +338,7 @@ class JaxTrainer(FunctionalTrainer):
         if len(names) == 1:
             return names[0]
         if names:
-            raise PlaceError(f"the array is {grammar.listed(names)}; name the one that is meant")
+            raise PlaceError(f"the array is {grammar.listed(names)}; name one of them")
         raise self.not_a_parameter_error(tensor)
 
     def check_parameter(self, tensor: PytreeLeaf, name: str) -> None:
@@ -361,7 +361,7 @@ class JaxTrainer(FunctionalTrainer):
         except TypeError:
             parsed = jnp.dtype(bool)
         if not jnp.issubdtype(parsed, jnp.inexact):
-            raise OptionError(f"dtype={dtype!r} is no floating dtype; give jnp.float32 or jnp.float64, or None")
+            raise OptionError(f"dtype={dtype!r} is not a floating dtype; give jnp.float32 or jnp.float64, or None")
         if jax.dtypes.canonicalize_dtype(parsed) != parsed:
             raise OptionError(f'dtype={dtype!r} needs 64 bits; jax.config.update("jax_enable_x64", True) allows them')
         return parsed

@@ -239,7 +239,7 @@ class KerasTrainer(Trainer):
         "backward": "elements.gradients(tape, {place: loss})",
     }
     noun = "trainable variable"
-    other_nouns: Mapping[str, str] = {"activation": "a layer", "buffer": "a variable that no optimizer moves"}
+    other_nouns: Mapping[str, str] = {"activation": "a layer", "buffer": "a variable that no optimizer updates"}
     separator = "/"
 
     def __init__(self, model: Any):
@@ -301,7 +301,7 @@ class KerasTrainer(Trainer):
         except TypeError:
             parsed = tf.int32
         if parsed is not None and not (parsed.is_floating or parsed.is_complex):
-            raise OptionError(f"dtype={dtype!r} is no floating dtype; give tf.float32 or tf.float64, or None")
+            raise OptionError(f"dtype={dtype!r} is not a floating dtype; give tf.float32 or tf.float64, or None")
         return parsed
 
     def make_group(
@@ -389,7 +389,7 @@ class KerasTrainer(Trainer):
 
     def check_tape(self, tape: Any, losses: int) -> None:
         if not isinstance(tape, tf.GradientTape):
-            raise OptionError(f"{type(tape).__name__} is no tape; give the tf.GradientTape that recorded the losses")
+            raise OptionError(f"{type(tape).__name__} is not a tape; give the tf.GradientTape that recorded the losses")
         if losses > 1 and not tape._persistent:
             raise OptionError(
                 f"the tape gives one gradient, and there are {losses} losses; use tf.GradientTape(persistent=True)"
@@ -440,7 +440,7 @@ class KerasTrain(TrainBackend):
     def trainer(self, model: Any) -> Trainer:
         owner = layer_of(model)
         if owner is None or python_function_of(model) is not owner:
-            raise FrameworkError(f"{model!r} is no Keras model but a function or a method of one; give the model")
+            raise FrameworkError(f"{model!r} is a function or a method, and not a Keras model; give the model")
         return KerasTrainer(owner)
 
     def tensor_bits(self, tensor: Tensor) -> tuple[str, np.ndarray]:

@@ -111,11 +111,11 @@ class Refusal(TorchFunctionMode):
                 if traced and not self._recorder.value_of(x).differentiable:
                     raise NoConeError("a tensor is written to without its gradient")
         if func in LEAVING:
-            raise NoConeError("numbers leave PyTorch on the way")
+            raise NoConeError("values leave PyTorch")
         if func in DATA and (isinstance(args[0], LazyTensor) or _compat.is_functional_tensor(args[0])):
-            raise NoConeError("the data of a tensor is used apart from its gradient")
+            raise NoConeError("the .data of a tensor is used")
         if func in HOOKS:
-            raise NoConeError("a gradient hook is registered on the way")
+            raise NoConeError("a gradient hook is registered")
         return func(*args, **(kwargs or {}))
 
 
@@ -294,7 +294,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         if any(call.leaves[slot].constant is None for slot in call.slots[first:]):
             raise NoConeError(f"{name} draws random numbers that depend on computed values")
         if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
-            raise NoConeError(f"{name} draws random numbers from a generator of its own")
+            raise NoConeError(f"{name} draws random numbers from its own generator")
         draw(call)
 
     def _rename(self, target: Tensor, value: ProgramValue | None) -> None:
@@ -331,11 +331,11 @@ def _note_custom_rules(recorder: ProgramRecorder) -> Iterator[None]:
 
     def note(apply: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.functionalized:
-            raise NoConeError("an autograd.Function runs beside writes to views")
+            raise NoConeError("an autograd.Function is combined with writes to views")
         if not any(isinstance(x, LazyTensor) for x in args):
             return apply(*args, **kwargs)
         if cls.__name__ == "BackwardHookFunction":
-            raise NoConeError("a backward hook of a module is on the way")
+            raise NoConeError("a module has a backward hook")
         result = apply(*args, **kwargs)
         recorder.note_custom(apply, args, result)
         return result
@@ -361,7 +361,7 @@ class _ModuleStates:
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if self._automatic and not all(map(is_own_hook, hooks)):
             # Such a hook often keeps what it is given, and would be left with tensors that have no numbers.
-            raise NoConeError("a forward hook of a module is on the way")
+            raise NoConeError("a module has a forward hook")
         self._seen.add(id(module))
         defer(restore_attributes, module, dict(module.__dict__))
         for name, value in list(module.__dict__.items()):

@@ -89,7 +89,7 @@ class RecordedLinearization(TorchLinearization):
             return super().vjp(output, inputs, seeds)
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinearization":
-        raise FrameworkError("a recording has first derivatives alone; use eg.hessian with a function")
+        raise FrameworkError("a recording has only first derivatives; use eg.hessian with a function")
 
     def pattern(self, output: int, input: int, local: bool) -> NoReturn:
         raise FrameworkError(

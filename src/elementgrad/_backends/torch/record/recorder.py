@@ -116,7 +116,7 @@ class TorchRecorder(Recorder):
         if storage is not None and x in self._detached:
             raise PlaceError(
                 f"the tensor of shape {tuple(x.shape)} was cut off in the block from the one that was recorded, as by "
-                "detach(); name that one, or record this one in a block of its own"
+                "detach(); name that one, or record this one in its own block"
             )
         is_leaf = x.requires_grad and x.is_leaf
         if storage is not None and not (is_leaf and all(x is not original for original in storage.originals)):

@@ -625,6 +625,6 @@ class NoGradientFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         raise FrameworkError(
-            f"a loss uses {ctx.name} of a sharded model itself, and its elements hear what modules compute with it in "
-            "their forward; let a module compute that part of the loss"
+            f"a loss uses {ctx.name} of a sharded model directly, and its elements only get gradients of what "
+            "modules compute with it in their forward; let a module compute that part of the loss"
         )

@@ -130,8 +130,8 @@ class TorchTrainer(Trainer):
             )
         elif self._shards:
             raise FrameworkError(
-                f"{name} is not sharded as other parameters of the model are, so that nobody would reduce its "
-                "gradients; let fully_shard have it too"
+                f"{name} is not sharded as other parameters of the model are, so its gradients would not be "
+                "reduced; shard it with fully_shard too"
             )
         elif tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
             raise FrameworkError(
@@ -155,7 +155,7 @@ class TorchTrainer(Trainer):
         parsed: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         is_dtype = isinstance(parsed, torch.dtype)
         if dtype is not None and not (is_dtype and (parsed.is_floating_point or parsed.is_complex)):
-            raise OptionError(f"dtype={dtype!r} is no floating dtype; give torch.float32 or torch.float64, or None")
+            raise OptionError(f"dtype={dtype!r} is not a floating dtype; give torch.float32 or torch.float64, or None")
         return parsed
 
     @torch.inference_mode(False)
@@ -170,7 +170,8 @@ class TorchTrainer(Trainer):
             raise OptionError(
                 f"dtype={dtype} is complex, and the parameter is {tensor.dtype}; give a real one, or None"
             )
-        initial = self._read(tensor, target.positions)
+        read = target.current
+        initial = self._read(tensor, target.positions) if read is None else _from_bits(read, tensor)
         if values is None:
             new, leaf_dtype = initial, dtype or default_leaf_dtype(tensor.dtype)
         else:
@@ -265,7 +266,7 @@ class TorchTrainer(Trainer):
         if not loss.requires_grad:
             raise UnconnectedError(
                 f"the loss for {of} has no gradient; compute it with the model, outside of no_grad, or put the step "
-                "into a function and ask eg.explain(step), which names the line"
+                "into a function and call eg.explain(step), which names the line"
             ).about(loss)
         check_not_static_graph(loss, of)
 
