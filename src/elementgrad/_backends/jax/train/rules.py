@@ -343,7 +343,7 @@ class _DotProduct:
         shape = (*outer, cut.total) if self.side == 1 else (cut.total, *outer)
         axis = len(outer) if self.side == 1 else 0
         if part.shape[cut.axis] == 1 and self._is_simple(x, part):
-            factor = part.reshape(-1, *(1,) * (x.ndim - x_summed[0] - 1))
+            factor = part.reshape([-1 if axis == x_summed[0] else 1 for axis in range(x.ndim)])
             return jnp.expand_dims((x * factor).sum(x_summed[0]), axis), shape, axis
         return self._dot(x, x_summed, part, [cut.axis_of(axis) for axis in summed]), shape, axis
 
@@ -354,7 +354,8 @@ class _DotProduct:
         matrix = jnp.transpose(x, (*free, *[x_summed[summed.index(axis)] for axis in cut.axes]))
         factor = jnp.take(matrix.reshape(*matrix.shape[: len(free)], cut.total), chosen, axis=len(free), mode="clip")
         if part.shape[cut.axis] == 1 and self._is_simple(x, part):
-            return factor * part.reshape(-1) if self.side == 1 else part.reshape(-1, *(1,) * len(free)) * factor[..., 0]
+            row = part.reshape(*(1,) * len(free), -1) if self.side == 1 else part.reshape(-1, *(1,) * len(free))
+            return factor * row if self.side == 1 else row * jnp.moveaxis(factor, -1, 0)
         return self._dot(factor, [len(free)], part, [cut.axis])
 
     def change(self, base: Array, x: Array, values: Array, at: "_SliceArrays", cut: "_Axes") -> Array | None:
@@ -363,7 +364,8 @@ class _DotProduct:
             return None
         (summed,), (x_summed,) = self._summed
         coords = cut.coords(at)
-        factor = jnp.moveaxis(jnp.take(x, coords[summed], axis=x_summed, mode="clip"), x_summed, -1) * values
+        factor = jnp.moveaxis(jnp.take(x, coords[summed], axis=x_summed, mode="clip"), x_summed, -1)
+        factor = factor * values.reshape(*(1,) * (x.ndim - 1), -1)
         column = coords[1 - summed]
         if self.side == 1:
             return add_at(jnp.zeros_like(base), (..., column), factor, base.ndim - 1)
