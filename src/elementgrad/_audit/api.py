@@ -88,8 +88,7 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     findings, notes = [], survey.notes
     if not survey.is_fine:
         call = _bind(model, loss, audited, backend, is_step, trained)
-        investigation = Investigation(call, trained, summaries, survey)
-        findings, explained = investigation.results()
+        findings, explained = Investigation(call, trained, summaries, survey, loss if is_step else None).results()
         notes = [*explained, *notes]
     return Audit(
         tuple(findings),
@@ -178,5 +177,5 @@ def _bind(
     """Return the call that computes the loss, with the model's own names."""
     if registry.module_of(model)[1] is None:  # a pytree, which is an argument like any other
         return BoundCall(loss, (model,), {})
-    run = audited.loss_of_step(loss) if is_step else lambda: check_loss(loss(model), backend)
+    run = audited.loss_of_step(backend.names.model(model), loss) if is_step else lambda: check_loss(loss(model), backend)
     return BoundCall(NamedFunction(run, model), (), {}, [Place(trained[0].tensor)])

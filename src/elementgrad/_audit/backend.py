@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,9 +83,13 @@ class AuditBackend(ABC):
         """Run a training step as it is, and undo what it did; None if it asked for no gradient."""
         raise self._no_steps_error()
 
-    def loss_of_step(self, step: Callable[[], Any]) -> Callable[[], Tensor]:
+    def loss_of_step(self, model: Model, step: Callable[[], Any]) -> Callable[[], Tensor]:
         """Return a function that runs a step, and returns the loss that it computes gradients of."""
         raise self._no_steps_error()
+
+    def idle_optimizers(self) -> AbstractContextManager[Any]:
+        """Return a context in which a step runs as it is, and changes nothing."""
+        return nullcontext()
 
     def remarks(self, model: Model) -> list[str]:
         """Return what is to be said about how the model ran."""

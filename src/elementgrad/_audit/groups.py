@@ -17,7 +17,7 @@ from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
 from elementgrad._audit.result import Finding, Problem
 from elementgrad._audit.survey import Survey, ZeroSlices
 from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
-from elementgrad._explain.api import Explanation, SharedRun
+from elementgrad._explain.api import Explanation, SharedRun, explain
 from elementgrad._explain.blame import describe, why_unconnected
 from elementgrad._explain.causes import words_for
 from elementgrad._explain.diagnosis import Diagnosis
@@ -47,21 +47,36 @@ class Group:
 class Investigation:
     """One recorded run of a loss, and the parameters to explain by it."""
 
-    def __init__(self, call: BoundCall, parameters: Sequence[AuditedParameter], summaries: Summaries, survey: Survey):
+    def __init__(
+        self,
+        call: BoundCall,
+        parameters: Sequence[AuditedParameter],
+        summaries: Summaries,
+        survey: Survey,
+        step: Callable[[], Any] | None = None,
+    ):
         self._call = call
+        self._step = step
+        self._audited = call.backend.load("audit")
         self._survey = survey
         self._summaries = summaries
         self._parameters = list(parameters)
         self._run = SharedRun(call, probe=True)
         self._target = parse_target(None)
-        self._questions = {each.name: self._question(Place(each.tensor)) for each in self._parameters}
+        self._questions = {
+            each.name: Explanation(call, self._place(each), self._target, True, self._run) for each in self._parameters
+        }
         for question in self._questions.values():
             self._run.add(question)
         self._traces: dict[str, Trace] = {}
         self._paths: dict[str, DataPath] = {}
 
-    def _question(self, place: Place) -> Explanation:
-        return Explanation(self._call, place, self._target, True, self._run)
+    def _place(self, parameter: AuditedParameter) -> Place:
+        """Return the place of a parameter in the call; by name where one array is several leaves of a pytree."""
+        same = [ref.name for ref in self._call.inputs if ref.tensor is parameter.tensor]
+        if len(same) < 2:
+            return Place(parameter.tensor)
+        return Place(None, next((name for name in same if name.endswith(f".{parameter.name}")), same[0]), kind="input")
 
     def results(self) -> tuple[list[Finding], list[Finding]]:
         """Return the findings and the notes."""
@@ -179,6 +194,8 @@ class Investigation:
         member = group.members[-1]
         names = tuple([each.name for each in group.members])
         diagnosis = self._questions[member.name].diagnosis()
+        if group.problem == "no gradient" and diagnosis.verdict == "flows":
+            diagnosis = self._why_not_asked(member) or diagnosis
         finding = _from_diagnosis(group.problem, names, diagnosis)
         ends = [op for op in group.ends if (op.where, op.operation) == (diagnosis.where, diagnosis.operation)]
         if diagnosis.cause == BLOCKED and group.ends and group.ends[0].block:
@@ -192,6 +209,13 @@ class Investigation:
         if diagnosis.cause == "masked" and (ends or group.ends):
             return self._blame_factor(finding, member, ends or group.ends)
         return finding, True
+
+    def _why_not_asked(self, parameter: AuditedParameter) -> Diagnosis | None:
+        """Explain a parameter that the loss depends on, and that a step got no gradient for: look at the step itself."""
+        if self._step is None:
+            return None
+        with self._audited.idle_optimizers():
+            return explain(self._step, wrt=parameter.tensor)
 
     def _blame_factor(self, finding: Finding, member: AuditedParameter, ends: Sequence[Op]) -> tuple[Finding, bool]:
         """Look at what a parameter is multiplied by: zeros that another operation made, or weights that start at zero.

@@ -88,10 +88,13 @@ class Audit:
         >>> json.loads(audit.to_json())["ok"]
         True
         """
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the audit as plain values."""
         fields: dict[str, Any] = {"ok": self.ok}
         fields |= {name: [each.to_dict() for each in getattr(self, name)] for name in ("findings", "notes")}
-        fields |= {name: list(getattr(self, name)) for name in ("frozen", "excepted", "parameters")}
-        return json.dumps(fields, indent=1)
+        return fields | {name: list(getattr(self, name)) for name in ("frozen", "excepted", "parameters")}
 
     @property
     def sentence(self) -> str:

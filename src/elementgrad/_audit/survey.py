@@ -103,7 +103,8 @@ class Survey:
             weight = weights.get((parameter.module, math.prod(parameter.shape)))
             if len(parameter.shape) != 1 or weight is None or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
                 continue
-            unmoved = summary.slices[0] <= UNMOVED * EPSILON[parameter.dtype] * weight.max()
+            limit = UNMOVED * EPSILON[parameter.dtype] * weight.max()
+            unmoved = (summary.slices[0] <= limit) & (weight > limit)  # a dead unit has no gradient at its weight either
             if unmoved.mean() >= SHARE:
                 count = "" if unmoved.all() else f"{int(unmoved.sum())} of its {unmoved.size} elements: "
                 reason = (

@@ -79,16 +79,8 @@ class TorchAudit(AuditBackend):
         summaries: dict[str, GradientSummary] = {}
         calls = _BackwardCalls()
         with scope():
-            held = [x for _, kind, x in model.named_tensors() if kind == "parameter"]
-            held += [each.tensor for each in parameters if all(each.tensor is not x for x in held)]
-            for x in held:
-                defer(_restore, x, x.grad, x.detach().clone(), x._version)
-                x.grad = None
-            defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
+            _protect(model)
             with isolated(step):
-                idle = _IdleOptimizers()
-                add_hook(_compat._global_optimizer_pre_hooks, idle.before)
-                add_hook(_compat._global_optimizer_post_hooks, idle.after)
                 handles = removed_later()
                 for each in parameters:
                     hook = partial(_note, summaries, each.name, calls)
@@ -101,8 +93,8 @@ class TorchAudit(AuditBackend):
                         raise
         return summaries if calls.count else None
 
-    def loss_of_step(self, step: Callable[[], Any]) -> Callable[[], Tensor]:
-        return partial(_loss_of, step)
+    def loss_of_step(self, model: TorchModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
+        return partial(_loss_of, model, step)
 
     def remarks(self, model: TorchModel) -> list[str]:  # type: ignore[override]
         modules = [module for root in model.roots.values() for module in root.modules()]
@@ -173,10 +165,24 @@ def _note(summaries: dict[str, GradientSummary], name: str, calls: "_BackwardCal
         summaries[name] = summary if name not in summaries else summaries[name].union(summary)
 
 
-def _restore(x: Tensor, gradient: Tensor | None, before: Tensor, version: int) -> None:
-    if x._version != version or not torch.equal(x.detach(), before):
-        with torch.no_grad():
-            x.detach().copy_(before)
+def _protect(model: TorchModel) -> None:
+    """Take the gradients of a model away and idle all optimizers, until the innermost open scope is left.
+
+    Then gradients, parameters and modes are as they were.
+    """
+    leaves = [group.leaf for groups in _element_groups(model).values() for group in groups]
+    for x in [*[x for _, kind, x in model.named_tensors() if kind == "parameter"], *leaves]:
+        defer(_restore, x, x.grad, x.detach().clone())
+        x.grad = None
+    defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
+    idle = _IdleOptimizers()
+    add_hook(_compat._global_optimizer_pre_hooks, idle.before)
+    add_hook(_compat._global_optimizer_post_hooks, idle.after)
+
+
+def _restore(x: Tensor, gradient: Tensor | None, before: Tensor) -> None:
+    if not torch.equal(x.detach(), before):  # it would count as a write, though nothing has changed
+        x.detach().copy_(before)
     x.grad = gradient
 
 
@@ -248,13 +254,11 @@ def _roots(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor,
     return list(zip(tensors, seeds, strict=False))
 
 
-def _loss_of(step: Callable[[], Any]) -> Tensor:
+def _loss_of(model: TorchModel, step: Callable[[], Any]) -> Tensor:
     """Run a step up to its end, and return the sum of what it calls `backward()` on."""
     captured = _CapturedLoss()
     with scope():
-        idle = _IdleOptimizers()
-        add_hook(_compat._global_optimizer_pre_hooks, idle.before)
-        add_hook(_compat._global_optimizer_post_hooks, idle.after)
+        _protect(model)
         enter_mode(captured)
         try:
             step()
