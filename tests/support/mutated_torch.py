@@ -1,6 +1,7 @@
-"""The mutation study on PyTorch: five kinds of models with random weights, and causes at the outputs of their modules."""
+"""The mutation study on PyTorch: five kinds of models with random weights, and causes at outputs of modules."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ class ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(outside)
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outside)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = nn.ReLU()
         self.down = nn.Conv2d(inside, outside, 1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def resnet() -> Made:
 
 class DoubleConv(nn.Sequential):
     def __init__(self, inside: int, outside: int):
-        pair = [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+        pair = [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
         super().__init__(*pair, nn.Conv2d(outside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU())
 
 
@@ -224,6 +225,13 @@ def overwritten(x: Tensor) -> Tensor:
     return y
 
 
+def modified(x: Tensor) -> Tensor:
+    y = torch.sigmoid(x)
+    z = y * 2
+    y.add_(1)
+    return z + y
+
+
 def zero_rule(x: Tensor) -> Tensor:
     return ZeroRule.apply(x)
 
@@ -259,10 +267,11 @@ MUTATIONS = [
     Mutation("saturated tanh", saturated_tanh, ["saturated"]),
     Mutation("zero factor", zero_factor, ["masked"]),
     Mutation("NaN by sqrt", root, ["singular", "masked-branch"]),
-    Mutation("NaN by log", logarithm, ["singular"]),
-    Mutation("NaN by division", division, ["singular"]),
+    Mutation("NaN by log", logarithm, ["singular", "masked-branch"]),
+    Mutation("NaN by division", division, ["singular", "masked-branch"]),
     Mutation("unused", unused, ["unused"], has_line=False),
     Mutation("overwritten", overwritten, ["overwritten"]),
+    Mutation("modified in place", modified, ["modified-in-place"]),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
     Mutation("rule of None", no_rule, ["custom-rule"]),
     Mutation("hook", hooked, ["hook"]),
@@ -276,7 +285,8 @@ def broken_names(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> set[s
     value = loss(model)
     gradients: Any = [None] * len(trained)
     if value.requires_grad:
-        gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+        with suppress(RuntimeError):  # a write in place to what the gradient needs
+            gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
     return {name for name, g in pairs if g is None or not g.any() or not g.isfinite().all()}
 

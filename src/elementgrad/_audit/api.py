@@ -92,7 +92,7 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
         notes = [*explained, *notes]
     return Audit(
         tuple(findings),
-        tuple([*remarks, *notes]),
+        (*remarks, *notes),
         tuple([each.name for each in frozen]),
         tuple([each.name for each in excepted]),
         tuple([each.name for each in trained]),
@@ -177,5 +177,7 @@ def _bind(
     """Return the call that computes the loss, with the model's own names."""
     if registry.module_of(model)[1] is None:  # a pytree, which is an argument like any other
         return BoundCall(loss, (model,), {})
-    run = audited.loss_of_step(backend.names.model(model), loss) if is_step else lambda: check_loss(loss(model), backend)
+    run = (
+        audited.loss_of_step(backend.names.model(model), loss) if is_step else lambda: check_loss(loss(model), backend)
+    )
     return BoundCall(NamedFunction(run, model), (), {}, [Place(trained[0].tensor)])

@@ -206,21 +206,22 @@ class Investigation:
             return finding, True
         if diagnosis.cause == "cancelled" and all(len(each.shape) <= 1 for each in group.members):
             return replace(finding, problem="cannot move"), False
-        if diagnosis.cause == "masked" and (ends or group.ends):
+        if diagnosis.cause in ("masked", "dead-relu") and (ends or group.ends):
             return self._blame_factor(finding, member, ends or group.ends)
         return finding, True
 
     def _why_not_asked(self, parameter: AuditedParameter) -> Diagnosis | None:
-        """Explain a parameter that the loss depends on, and that a step got no gradient for: look at the step itself."""
+        """Explain by the step itself a parameter that the loss depends on, and that the step got no gradient for."""
         if self._step is None:
             return None
         with self._audited.idle_optimizers():
             return explain(self._step, wrt=parameter.tensor)
 
     def _blame_factor(self, finding: Finding, member: AuditedParameter, ends: Sequence[Op]) -> tuple[Finding, bool]:
-        """Look at what a parameter is multiplied by: zeros that another operation made, or weights that start at zero.
+        """Look for where zeros come from that a parameter is multiplied by, or that a rectifier is flat at.
 
-        The latter learn, as in a fresh adapter (LoRA), and what they multiply learns from the second step on: a note.
+        Another operation may have made them. Or they are weights that start at zero and learn, as in a fresh adapter
+        (LoRA): what these multiply learns from the second step on, so that it is a note.
         """
         factor = ZeroFactor.of(ends[-1], self._path(member), self._makers, self._trace(member).numbers)
         if factor is None:
@@ -232,13 +233,13 @@ class Investigation:
             and each.name in self._summaries
             and self._summaries[each.name].largest > 0
         ]
-        if waits:
+        if waits and finding.cause == "masked":
             reason = f"it is multiplied by {', '.join(waits)}, which is zero now and learns: this follows a step later"
             return replace(finding, problem="waits", reason=reason, fix=""), False
         if factor.maker is None:
             return finding, True
         blamed = _at_op(finding, factor.maker, usual_cause(factor.maker), self._call.backend.name)
-        return replace(blamed, evidence=(*finding.evidence, f"{finding.operation} multiplies it by these zeros")), True
+        return replace(blamed, evidence=(*finding.evidence, f"it makes the zeros in {finding.operation}")), True
 
     @cached_property
     def _makers(self) -> Mapping[int, Op]:

@@ -104,7 +104,9 @@ class Survey:
             if len(parameter.shape) != 1 or weight is None or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
                 continue
             limit = UNMOVED * EPSILON[parameter.dtype] * weight.max()
-            unmoved = (summary.slices[0] <= limit) & (weight > limit)  # a dead unit has no gradient at its weight either
+            unmoved = (summary.slices[0] <= limit) & (
+                weight > limit
+            )  # a dead unit has no gradient at its weight either
             if unmoved.mean() >= SHARE:
                 count = "" if unmoved.all() else f"{int(unmoved.sum())} of its {unmoved.size} elements: "
                 reason = (

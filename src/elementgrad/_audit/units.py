@@ -136,7 +136,7 @@ class ZeroFactor:
     """Zeros that a value is multiplied by, and where they come from."""
 
     maker: Op | None
-    """The operation that made them of numbers other than zero; None if they were given."""
+    """The operation that made them of other numbers, or read them first; None if that is the product itself."""
     sources: frozenset[int]
     """The sources that they are computed from by products and moves, where these are zero."""
 
@@ -149,22 +149,25 @@ class ZeroFactor:
         if not zeros:
             return None
         given: set[int] = set()
-        blamed: Op | None = None
-        ahead, seen = zeros[:1], set(zeros[:1])
+        made: list[Op] = []
+        readers: list[Op] = []
+        ahead, seen = [(zeros[0], op)], {zeros[0]}
         while ahead:
-            value = ahead.pop()
+            value, reader = ahead.pop()
             maker = makers.get(value)
             if maker is None or not maker.operands:
                 given.add(value)
+                readers += [reader] if reader is not op else []
                 continue
             operands = list(zip(maker.inputs, maker.operands, strict=False))
             through = [v for v, x in operands if _is_zero(x, numbers)]
-            if not through:
-                blamed = blamed or maker
+            made += [] if through else [maker]
             new = [v for v in (through[:1] if maker.kind in (PRODUCT, MATRIX_PRODUCT) else through) if v not in seen]
             seen.update(new)
-            ahead += new
-        return cls(blamed, frozenset(given))
+            ahead += [(v, maker) for v in new]
+        # Statistics and biases of a normalisation are often zero and make none: a product with a zero does.
+        readers.sort(key=lambda each: each.kind not in (PRODUCT, MATRIX_PRODUCT))
+        return cls(next(iter([*made, *readers]), None), frozenset(given))
 
 
 def _is_zero(x: Tensor, numbers: Numbers) -> bool:

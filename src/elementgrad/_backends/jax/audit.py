@@ -77,7 +77,11 @@ def _summarize(gradient: Array) -> GradientSummary:
 
 def _looked_up(jaxpr: Any) -> set[int]:
     """Return the positions of the inputs of a program of which all readers take some rows alone."""
-    return {n for n, variable in enumerate(jaxpr.invars) if (readers := set(_readers(jaxpr, variable))) <= LOOKUPS and readers}
+    return {
+        n
+        for n, variable in enumerate(jaxpr.invars)
+        if (readers := set(_readers(jaxpr, variable))) <= LOOKUPS and readers
+    }
 
 
 def _readers(jaxpr: Any, variable: Any) -> Iterator[str]:

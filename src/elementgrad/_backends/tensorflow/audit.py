@@ -116,9 +116,7 @@ def _summarize(gradient: Any) -> GradientSummary:
     sizes = sizes.reshape(sizes.shape or (1,))
     # A layer's units are along the last axis, and its inputs along the one before; rows of a table along the first.
     axes = (0,) if is_lookup else dict.fromkeys([sizes.ndim - 1, max(0, sizes.ndim - 2)])
-    slices = {
-        axis: sizes.max(tuple([n for n in range(sizes.ndim) if n != axis])).astype(np.float64) for axis in axes
-    }
+    slices = {axis: sizes.max(tuple([n for n in range(sizes.ndim) if n != axis])).astype(np.float64) for axis in axes}
     return GradientSummary(float(np.max(sizes)), slices, is_lookup)
 
 
@@ -141,7 +139,9 @@ class _TapeCalls(scope):
         assign(_local, "calls", self)
         return self
 
-    def gradient(self, original: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kw: Any) -> Any:
+    def gradient(
+        self, original: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kw: Any
+    ) -> Any:
         """Ask a tape for the user, or only note what it is asked for."""
         self.targets += [tf.convert_to_tensor(y) for y in tf.nest.flatten(target)]
         results = original(tape, target, sources, *args, **kw) if self.compute else None
@@ -149,8 +149,6 @@ class _TapeCalls(scope):
         results = tf.nest.map_structure(lambda _: None, sources) if results is None else results
         self.gradients += zip(flat, tf.nest.flatten(results), strict=True)
         return results
-
-
 
 
 class _CallState(threading.local):

@@ -60,9 +60,14 @@ class TorchAudit(AuditBackend):
                 if not value.requires_grad:
                     return {}
                 lookups = _looked_up(value)
-                with plainly():
-                    tensors = [each.tensor for each in parameters]
-                    gradients = list(torch.autograd.grad(value.reshape(()), tensors, allow_unused=True))
+                try:
+                    with plainly():
+                        tensors = [each.tensor for each in parameters]
+                        gradients = list(torch.autograd.grad(value.reshape(()), tensors, allow_unused=True))
+                except RuntimeError as error:
+                    if not _is_refusal(error):
+                        raise
+                    return {}  # nothing has a gradient, and the explanation says why
         summaries = {}
         for index, each in enumerate(parameters):
             gradient, gradients[index] = gradients[index], None
@@ -88,9 +93,11 @@ class TorchAudit(AuditBackend):
                 enter_mode(calls)
                 try:
                     step()
-                except Exception:
-                    if not calls.untracked:  # what comes after it may fail for want of gradients
+                except Exception as error:
+                    if not calls.untracked and not _is_refusal(error):
                         raise
+                    if not calls.untracked:  # otherwise what comes after it fails for want of gradients
+                        summaries.clear()
         return summaries if calls.count else None
 
     def loss_of_step(self, model: TorchModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
@@ -102,6 +109,12 @@ class TorchAudit(AuditBackend):
 
 
 implementation = TorchAudit()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return True if PyTorch refuses to compute gradients, for a reason that an explanation finds."""
+    text = str(error)
+    return _compat.is_inplace_error(text) or _compat.operation_without_derivative(text) is not None
 
 
 def _element_groups(model: TorchModel) -> dict[int, list[Any]]:
@@ -192,7 +205,7 @@ def _set_training_flags(modules: Sequence[tuple[torch.nn.Module, bool]]) -> None
 
 
 class _IdleOptimizers:
-    """Takes the gradients away from an optimizer while it steps, so that it changes neither parameters nor its state."""
+    """Takes the gradients away from an optimizer while it steps, so that it changes nothing."""
 
     def __init__(self) -> None:
         self._taken: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
