@@ -25,9 +25,11 @@ from elementgrad._explain.path import DataPath
 from elementgrad._explain.replay import pull_cotangents
 from elementgrad._explain.trace import Op, Trace
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall
-from elementgrad._place.place import Place, parse_target
+from elementgrad._place.place import Place, at, parse_target
 
 Tensor = Any
+PARAMETER = "the parameter"
+"""Stands for each parameter of a group in words about it."""
 BLOCKED = "no-grad"
 """The cause of a whole block of code, whichever of its operations reads a parameter."""
 FLATTENING = ("dead-relu", "clamped")
@@ -116,9 +118,25 @@ class Investigation:
                 key, ends = key_of(parameter)
             except Exception:  # the run cannot be followed, and its explanation says so
                 key, ends = None, ()
-            key = ("subtree", _largest_module(parameter, parameters, self._parameters)) if key is None else key
+            if key is None:
+                key = self._unused_key(parameter, groups) or _largest_module(parameter, parameters, self._parameters)
             groups.setdefault(key, Group(problem, [], ends)).members.append(parameter)
         return list(groups.values())
+
+    def _unused_key(self, parameter: AuditedParameter, groups: dict[Hashable, Group]) -> Hashable:
+        """Return the key of a group whose parameters are used for the same results as this one, if there is one."""
+        for key, group in groups.items():
+            shared = [self._results_of(each) & self._results_of(parameter) for each in group.members[-1:]]
+            if not group.ends and any(shared):
+                return key
+        return None
+
+    def _results_of(self, parameter: AuditedParameter) -> set[int]:
+        """Return the values that are computed from a parameter; none if the run cannot be followed."""
+        try:
+            return self._path(parameter).from_source - {self._trace(parameter).graph.source}
+        except Exception:  # its explanation says so
+            return set()
 
     def _cut_key(self, parameter: AuditedParameter) -> tuple[Hashable, Sequence[Op]]:
         finding = why_unconnected(self._path(parameter), None)
@@ -203,12 +221,20 @@ class Investigation:
             evidence = f"the first operation there is {describe(first)}"
             return replace(finding, where=first.block, evidence=(*finding.evidence, evidence)), True
         if group.problem != "zero":
-            return finding, True
+            return self._locate(finding, member), True
         if diagnosis.cause == "cancelled" and all(len(each.shape) <= 1 for each in group.members):
             return replace(finding, problem="cannot move"), False
         if diagnosis.cause in ("masked", "dead-relu") and (ends or group.ends):
             return self._blame_factor(finding, member, ends or group.ends)
         return finding, True
+
+    def _locate(self, finding: Finding, member: AuditedParameter) -> Finding:
+        """Return a finding about what is not used with the last line that uses it, if there is one."""
+        results = self._results_of(member) if finding.where is None and finding.cause == "unused" else set()
+        ops = [op for op in self._trace(member).graph.ops if not results.isdisjoint(op.outputs)] if results else []
+        if not ops:
+            return finding
+        return replace(finding, where=ops[-1].where, operation=ops[-1].operation, module=ops[-1].module)
 
     def _why_not_asked(self, parameter: AuditedParameter) -> Diagnosis | None:
         """Explain by the step itself a parameter that the loss depends on, and that the step got no gradient for."""
@@ -264,6 +290,8 @@ class Investigation:
             if lost is None or self._reads(lost.op, trace):
                 return []  # what it is multiplied by is zero, which is said about whatever made it so
             cause = lost.cause(trace.numbers)
+            if cause is None:
+                return [self._explain_place(slices)]
             apart = self._split(slices, lost, trace) if cause in FLATTENING else slices
         found: list[tuple[Finding, bool]] = []
         if apart is not None and cause not in HARMLESS_CAUSES:
@@ -272,6 +300,13 @@ class Investigation:
         if rest.size:
             found.append((self._unit_finding(replace(slices, indices=rest), lost.op, cause), False))
         return found
+
+    def _explain_place(self, slices: ZeroSlices) -> tuple[Finding, bool]:
+        """Ask for an explanation of the slices themselves."""
+        place = at(slices.parameter.tensor)[(slice(None),) * slices.axis + (slices.indices,)]
+        diagnosis = Explanation(self._call, place, self._target, True, self._run).diagnosis()
+        names = (slices.name(), *self._biases(slices))
+        return _from_diagnosis("dead units", names, diagnosis), diagnosis.cause not in HARMLESS_CAUSES
 
     def _reads(self, op: Op, trace: Trace) -> bool:
         """Return True if an operation takes the parameter itself, cast or moved to another shape at most."""
@@ -322,22 +357,24 @@ def _from_diagnosis(problem: Problem, names: tuple[str, ...], diagnosis: Diagnos
         diagnosis.where,
         diagnosis.operation,
         diagnosis.module,
-        _about(diagnosis.clause or "", diagnosis.wrt),
-        _about(diagnosis.fix or "", diagnosis.wrt),
+        _about(diagnosis.clause or "", diagnosis),
+        _about(diagnosis.fix or "", diagnosis),
         tuple(diagnosis.evidence),
         diagnosis,
     )
 
 
-def _about(text: str, wrt: str) -> str:
-    """Return words about one parameter as words about all of its group."""
-    return text.replace(wrt, "it") if wrt else text
+def _about(text: str, diagnosis: Diagnosis) -> str:
+    """Return words about one parameter and the output as words about all of a group and the loss."""
+    if text.startswith("it is not computed from "):  # the output
+        text = text.replace("it is", "the loss is", 1)
+    return text.replace(diagnosis.wrt, PARAMETER) if diagnosis.wrt else text
 
 
 def _at_op(finding: Finding, op: Op, cause: str | None, framework: str) -> Finding:
     """Return a finding that blames an operation."""
     words = words_for(cause, op.operation)
-    filled = {"operation": op.operation, "of": "the loss", "wrt": "it"}
+    filled = {"operation": op.operation, "of": "the loss", "wrt": PARAMETER}
     return replace(
         finding,
         cause=cause,

@@ -16,7 +16,7 @@ OUTLYING = 1e4
 """A gradient so many times larger or smaller than those of its neighbours is notable."""
 UNMOVED = 2.0**10
 """A bias counts as unmoved if its gradient is up to so many units of rounding of that of its weight."""
-SHARE = 0.1
+SHARE = 0.25
 """A bias is notable if at least this share of its elements is unmoved: a third of a fused one are keys."""
 
 

@@ -138,7 +138,7 @@ class ZeroFactor:
     maker: Op | None
     """The operation that made them of other numbers, or read them first; None if that is the product itself."""
     sources: frozenset[int]
-    """The sources that they are computed from by products and moves, where these are zero."""
+    """The sources that they are computed from, if nothing but zeros in these makes them."""
 
     @classmethod
     def of(cls, op: Op, path: DataPath, makers: Mapping[int, Op], numbers: Numbers) -> "ZeroFactor | None":
@@ -167,7 +167,7 @@ class ZeroFactor:
             ahead += [(v, maker) for v in new]
         # Statistics and biases of a normalisation are often zero and make none: a product with a zero does.
         readers.sort(key=lambda each: each.kind not in (PRODUCT, MATRIX_PRODUCT))
-        return cls(next(iter([*made, *readers]), None), frozenset(given))
+        return cls(next(iter([*made, *readers]), None), frozenset(() if made else given))
 
 
 def _is_zero(x: Tensor, numbers: Numbers) -> bool:
