@@ -20,11 +20,13 @@ from elementgrad._explain.trace import Numbers, Op, Trace, uneven_weights
 Tensor = Any
 HARMLESS_CAUSES = frozenset({"row-not-used", "unused", "not-selected", "dropped", "tie", "cancelled", None})
 """The batch, the numbers drawn or a choice take other elements: no fault of the model."""
-FAR = 6.0
-"""A unit lies apart if its largest input is so many spreads of the layer below the middle of it."""
+FAR, RATHER_FAR = 12.0, 4.0
+"""A unit lies apart if its largest input is so many spreads of the layer below the middle of it. In fresh networks with
+rectifiers it is up to 6."""
 STEADY = 12.0
-"""A unit lies apart if its mean is so many of its own spreads below zero, and others are far from that."""
-MORE_STEADY = 8.0
+"""A unit lies apart if its mean is so many of its own spreads below zero,"""
+MORE_STEADY, RATHER_STEADY = 40.0, 15.0
+"""and if that is so many times more than is usual in the layer. In fresh networks it is up to 12 times."""
 MOST = 0.75
 """If more than this share of at least `ENOUGH` units is dead, that is no chance."""
 ENOUGH = 8
@@ -113,12 +115,13 @@ def lies_apart(lost: LostGradient, numbers: Numbers) -> bool:
     usual = units[~silent] if (~silent).any() else units
     means, spreads = units.mean(1), units.std(1)
     layer = max(float(usual.std()), float(np.finfo(np.float64).tiny))
-    far = (float(np.median(usual)) - units[dead].max(1)) / layer > FAR
+    far = (float(np.median(usual)) - units[dead].max(1)) / layer
     with np.errstate(divide="ignore", invalid="ignore"):
         steadiness = np.abs(means) / spreads
-    typical = float(np.median(steadiness[~silent])) if (~silent).any() else np.inf
-    steady = steadiness[dead] > max(STEADY, MORE_STEADY * typical)
-    return bool((far | (steady & (means[dead] < 0))).all())
+    typical = max(float(np.median(steadiness[~silent])), 0.05) if (~silent).any() else np.inf
+    steady, ratio = steadiness[dead] > STEADY, steadiness[dead] / typical
+    either = (far > FAR) | (steady & (ratio > MORE_STEADY)) | ((far > RATHER_FAR) & (ratio > RATHER_STEADY))
+    return bool((either & (means[dead] < 0)).all())
 
 
 def _unit_axis(mask: np.ndarray) -> int | None:
