@@ -1,7 +1,7 @@
 """A mutation study: causes injected into models at random modules, and what `eg.audit` says about each."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,15 @@ def score(outcomes: Iterable[Outcome]) -> tuple[float, float, list[Outcome]]:
         sum(each.right_cause for each in every) / len(every),
         missed,
     )
+
+
+def study(framework: Any, seeds: Iterable[int], thin: bool) -> Iterator[Outcome]:
+    """Audit every model of a framework with every mutation; if `thin`, each mutation in one model only."""
+    for seed in seeds:
+        for number, mutation in enumerate(framework.MUTATIONS):
+            kinds = list(framework.MODELS)
+            for kind in kinds[number % len(kinds) :][:1] if thin else kinds:
+                yield framework.audited(kind, mutation, seed)
 
 
 def draw(seed: str, names: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The mutation study on PyTorch: five kinds of models with random weights, and causes at outputs of modules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -316,17 +316,21 @@ def mutate(model: nn.Module, name: str, mutation: Mutation) -> None:
     model.get_submodule(name).register_forward_hook(change)
 
 
-def outcomes(seeds: range) -> Iterator[Outcome]:
-    """Audit each model with each mutation at a module that the seed draws."""
-    for seed in seeds:
-        for kind, make in MODELS.items():
-            for mutation in MUTATIONS:
-                torch.manual_seed(seed)
-                model, loss = make()
-                model.eval()
-                name = draw(f"{seed} {kind} {mutation.name}", floating_modules(model, loss))
-                mutate(model, name, mutation)
-                torch.manual_seed(seed)
-                truth = broken_names(model, loss)
-                torch.manual_seed(seed)
-                yield judge(f"{kind}, {mutation.name} after {name}", mutation, eg.audit(model, loss), truth)
+def audited(kind: str, mutation: Mutation, seed: int) -> Outcome:
+    """Audit a model with a mutation at a module that the seed draws."""
+    torch.manual_seed(seed)
+    model, loss = MODELS[kind]()
+    model.eval()
+    name = draw(f"{seed} {kind} {mutation.name}", floating_modules(model, loss))
+    mutate(model, name, mutation)
+    torch.manual_seed(seed)
+    truth = broken_names(model, loss)
+    torch.manual_seed(seed)
+    return judge(f"{kind}, {mutation.name} after {name}", mutation, eg.audit(model, loss), truth)
+
+
+def audit_healthy(kind: str, seed: int) -> eg.Audit:
+    torch.manual_seed(seed)
+    model, loss = MODELS[kind]()
+    model.train(seed % 2 == 0)
+    return eg.audit(model, loss)

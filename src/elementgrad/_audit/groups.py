@@ -6,7 +6,7 @@ behind which none does: parameters in front of the same ones share the cause. Pa
 by the largest module that has no others.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -182,7 +182,9 @@ class Investigation:
     @cached_property
     def _sweep(self) -> tuple[Any, dict[int, np.ndarray] | None]:
         """One sweep back from the loss: sizes at each operation, and the elements of each value with a gradient."""
-        traces = [self._trace(each) for each in self._parameters]
+        survey = self._survey
+        asked = [*survey.zero, *survey.nonfinite, *[slices.parameter for slices in survey.units]]
+        traces = [self._trace(each) for each in asked]
         first = traces[0]
         connected = frozenset().union(*[trace.graph.connected for trace in traces])
         arrivals: dict[int, np.ndarray] = {}
@@ -192,12 +194,8 @@ class Investigation:
 
         seed = {first.graph.target: first.numbers.at(first.target, np.arange(1), np.ones(1))}
         with first.following():
-            sizes = pull_cotangents(self._ops, connected, seed, first.numbers, see=see)
+            sizes = pull_cotangents(first.graph.ops, connected, seed, first.numbers, see=see)
         return sizes, None if sizes is None else arrivals
-
-    @cached_property
-    def _ops(self) -> Sequence[Op]:
-        return list(self._trace(self._parameters[0]).graph.ops)
 
     @property
     def _sizes(self) -> Any:
@@ -249,27 +247,26 @@ class Investigation:
         Another operation may have made them. Or they are weights that start at zero and learn, as in a fresh adapter
         (LoRA): what these multiply learns from the second step on, so that it is a note.
         """
-        factor = ZeroFactor.of(ends[-1], self._path(member), self._makers, self._trace(member).numbers)
+        path = self._path(member)
+        makers = {value: op for op in path.graph.ops for value in op.outputs}
+        factor = ZeroFactor.of(ends[-1], path, makers, self._trace(member).numbers)
         if factor is None:
             return finding, True
         waits = [
             each.name
-            for each in self._parameters
+            for each in (self._parameters if factor.sources and finding.cause == "masked" else ())
             if self._trace(each).graph.source in factor.sources
             and each.name in self._summaries
             and self._summaries[each.name].largest > 0
         ]
-        if waits and finding.cause == "masked":
+        if waits:
             reason = f"it is multiplied by {', '.join(waits)}, which is zero now and learns: this follows a step later"
             return replace(finding, problem="waits", reason=reason, fix=""), False
-        if factor.maker is None:
+        cause = None if factor.maker is None else usual_cause(factor.maker)
+        if factor.maker is None or cause is None:
             return finding, True
-        blamed = _at_op(finding, factor.maker, usual_cause(factor.maker), self._call.backend.name)
+        blamed = _at_op(finding, factor.maker, cause, self._call.backend.name)
         return replace(blamed, evidence=(*finding.evidence, f"it makes the zeros in {finding.operation}")), True
-
-    @cached_property
-    def _makers(self) -> Mapping[int, Op]:
-        return {value: op for op in self._ops for value in op.outputs}
 
     def _explain_units(self, units: Sequence[ZeroSlices]) -> list[tuple[Finding, bool]]:
         if not units or self._arrivals is None:
