@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from elementgrad._names.backend import Model
+from elementgrad._place.place import Place
 from elementgrad.errors import FrameworkError
 
 Tensor = Any
@@ -26,6 +27,9 @@ class AuditedParameter:
     dtype: str
     frozen: str | None = None
     """Why it is meant not to train, as a few words; None if it trains."""
+    place: Place | None = None
+    """What to ask an explanation about, where that is not the tensor. Of elements that train by a leaf, a record sees
+    no step: what the layer returns then has the same fate."""
 
     @property
     def module(self) -> str:
@@ -36,6 +40,12 @@ class AuditedParameter:
 def separator_of(name: str) -> str:
     """Return what stands between the parts of a name: a slash in those of Keras, and a dot in others."""
     return "/" if "/" in name else "."
+
+
+def result_of(parameter: str) -> Place | None:
+    """Return the place of what the module of a parameter returns; None for a parameter of the model itself."""
+    module = parameter.rpartition(separator_of(parameter))[0]
+    return Place(None, module, kind="activation") if module else None
 
 
 @dataclass(frozen=True)

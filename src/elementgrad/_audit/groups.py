@@ -75,6 +75,8 @@ class Investigation:
 
     def _place(self, parameter: AuditedParameter) -> Place:
         """Return the place of a parameter in the call; by name where one array is several leaves of a pytree."""
+        if parameter.place is not None:
+            return parameter.place
         same = [ref.name for ref in self._call.inputs if ref.tensor is parameter.tensor]
         if len(same) < 2:
             return Place(parameter.tensor)
@@ -92,7 +94,12 @@ class Investigation:
         explained += self._explain_units(survey.units)
         merged = _merge(explained)
         order = {each.name: number for number, each in enumerate(self._parameters)}
-        merged.sort(key=lambda pair: order[pair[0].parameters[0].partition("[")[0]] if pair[0].parameters else -1)
+
+        def position(pair: tuple[Finding, bool]) -> int:
+            first = pair[0].parameters[0]
+            return order.get(first, order.get(first.rpartition("[")[0], 0))
+
+        merged.sort(key=position)
         return [each for each, found in merged if found], [each for each, found in merged if not found]
 
     def _trace(self, parameter: AuditedParameter) -> Trace:

@@ -38,6 +38,8 @@ class Finding:
     """What `eg.explain` says about one of the parameters."""
 
     def __str__(self) -> str:
+        if self.problem == "remark":
+            return f"{self.reason}."
         count = len(self.parameters)
         some = f"{count} parameter{'s' if count != 1 else ''}, " if count else ""
         place = ", ".join(

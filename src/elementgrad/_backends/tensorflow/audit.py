@@ -14,12 +14,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries, result_of
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.train.parameter import OWNER
 from elementgrad._cleanup import AttributePatch, Replace, assign, scope
+from elementgrad._place.place import Place
 from elementgrad._train.trainer import ElementGroup, PartialParameter
 from elementgrad.errors import FrameworkError, OptionError
 
@@ -36,7 +37,10 @@ class TensorflowAudit(AuditBackend):
             if kind != "parameter" or not tf.as_dtype(variable.dtype).is_floating or isinstance(owner, ElementGroup):
                 continue
             if isinstance(owner, PartialParameter):
-                found += [_audited(str(group.place), group.leaf, _frozen(group.leaf)) for group in owner.groups]
+                found += [
+                    _audited(str(group.place), group.leaf, _frozen(group.leaf), result_of(name))
+                    for group in owner.groups
+                ]
                 found.append(_audited(name, variable, "elements that do not train"))
             else:
                 found.append(_audited(name, variable, _frozen(variable)))
@@ -98,9 +102,9 @@ def _require_eager() -> None:
         raise FrameworkError("eg.audit inside tf.function, where there are no numbers yet; call it outside")
 
 
-def _audited(name: str, variable: Any, frozen: str | None) -> AuditedParameter:
+def _audited(name: str, variable: Any, frozen: str | None, place: Place | None = None) -> AuditedParameter:
     value = variable._value
-    return AuditedParameter(name, value, tuple(value.shape), tf.as_dtype(value.dtype).name, frozen)
+    return AuditedParameter(name, value, tuple(value.shape), tf.as_dtype(value.dtype).name, frozen, place)
 
 
 def _frozen(variable: Any) -> str | None:

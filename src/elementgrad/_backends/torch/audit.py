@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries, result_of
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, removed_later
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.intercept import name_of
 from elementgrad._cleanup import defer, scope
+from elementgrad._place.place import Place
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
@@ -41,7 +42,7 @@ class TorchAudit(AuditBackend):
             if kind != "parameter" or not x.is_floating_point():
                 continue
             trained = groups.get(id(x), ())
-            found += [_audited(str(group.place), group.leaf, _frozen(group.leaf)) for group in trained]
+            found += [_audited(str(group.place), group.leaf, _frozen(group.leaf), result_of(name)) for group in trained]
             frozen = "elements that do not train" if trained else _frozen(x)
             found.append(_audited(name, x, frozen))
         return found
@@ -126,8 +127,8 @@ def _element_groups(model: TorchModel) -> dict[int, list[Any]]:
     return groups
 
 
-def _audited(name: str, x: Tensor, frozen: str | None) -> AuditedParameter:
-    return AuditedParameter(name, x, tuple(x.shape), str(x.dtype).removeprefix("torch."), frozen)
+def _audited(name: str, x: Tensor, frozen: str | None, place: Place | None = None) -> AuditedParameter:
+    return AuditedParameter(name, x, tuple(x.shape), str(x.dtype).removeprefix("torch."), frozen, place)
 
 
 def _frozen(x: Tensor) -> str | None:
