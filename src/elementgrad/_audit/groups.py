@@ -37,7 +37,7 @@ FLATTENING = ("dead-relu", "clamped")
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with the same problem and the same end of their paths."""
 
     problem: Problem
@@ -118,8 +118,8 @@ class Investigation:
         problem: Problem,
         parameters: Sequence[AuditedParameter],
         key_of: Callable[[AuditedParameter], tuple[Hashable, Sequence[Op]]],
-    ) -> list[Group]:
-        groups: dict[Hashable, Group] = {}
+    ) -> list[ParameterGroup]:
+        groups: dict[Hashable, ParameterGroup] = {}
         for parameter in parameters:
             try:
                 key, ends = key_of(parameter)
@@ -127,10 +127,10 @@ class Investigation:
                 key, ends = None, ()
             if key is None:
                 key = self._unused_key(parameter, groups) or _largest_module(parameter, parameters, self._parameters)
-            groups.setdefault(key, Group(problem, [], ends)).members.append(parameter)
+            groups.setdefault(key, ParameterGroup(problem, [], ends)).members.append(parameter)
         return list(groups.values())
 
-    def _unused_key(self, parameter: AuditedParameter, groups: dict[Hashable, Group]) -> Hashable:
+    def _unused_key(self, parameter: AuditedParameter, groups: dict[Hashable, ParameterGroup]) -> Hashable:
         """Return the key of a group whose parameters are used for the same results as this one, if there is one."""
         for key, group in groups.items():
             shared = [self._results_of(each) & self._results_of(parameter) for each in group.members[-1:]]
@@ -212,7 +212,7 @@ class Investigation:
     def _arrivals(self) -> dict[int, np.ndarray] | None:
         return self._sweep[1]
 
-    def _explain(self, group: Group) -> tuple[Finding, bool]:
+    def _explain(self, group: ParameterGroup) -> tuple[Finding, bool]:
         """Explain the last parameter of a group, which is the nearest to the end of its path; False for a note."""
         member = group.members[-1]
         names = tuple([each.name for each in group.members])

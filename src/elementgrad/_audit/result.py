@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from elementgrad._explain.diagnosis import Diagnosis
-from elementgrad._html import box, grid, never_raise, table
+from elementgrad._html import Tabular, box, grid, never_raise, table
 
 Problem = Literal[
     "no gradient", "zero", "not finite", "dead units", "unused rows", "waits", "cannot move", "tiny", "huge", "remark"
@@ -17,6 +17,8 @@ COLOURS = {True: "#1a7f37", False: "#cf222e"}
 @dataclass(frozen=True)
 class Finding:
     """Parameters that share one problem and one cause."""
+
+    __module__ = "elementgrad"
 
     problem: Problem
     """What is the matter: `no gradient`, `zero`, `not finite` or `dead units` for findings; `unused rows`, `waits`,
@@ -49,18 +51,12 @@ class Finding:
         text += f" ({place})" if place else ""
         return text + (f". Fix: {self.fix}" if self.fix else "") + "."
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        names = ("problem", "cause", "where", "operation", "module", "reason", "fix")
-        return {name: getattr(self, name) for name in names} | {
-            "parameters": list(self.parameters),
-            "evidence": list(self.evidence),
-        }
-
 
 @dataclass(frozen=True)
-class Audit:
-    """Whether every parameter of a model learns, and why some do not."""
+class Audit(Tabular):
+    """The parameters of a model that learn, and why others do not, by `eg.audit`. It is true if all do."""
+
+    __module__ = "elementgrad"
 
     findings: tuple[Finding, ...]
     """Parameters that do not learn: one group for each cause."""
@@ -90,13 +86,10 @@ class Audit:
         >>> json.loads(audit.to_json())["ok"]
         True
         """
-        return json.dumps(self.to_dict(), indent=1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the audit as plain values."""
         fields: dict[str, Any] = {"ok": self.ok}
-        fields |= {name: [each.to_dict() for each in getattr(self, name)] for name in ("findings", "notes")}
-        return fields | {name: list(getattr(self, name)) for name in ("frozen", "excepted", "parameters")}
+        fields |= {name: list(map(_to_dict, getattr(self, name))) for name in ("findings", "notes")}
+        fields |= {name: list(getattr(self, name)) for name in ("frozen", "excepted", "parameters")}
+        return json.dumps(fields, indent=1)
 
     @property
     def sentence(self) -> str:
@@ -112,8 +105,7 @@ class Audit:
         counts = [f"{n} {word}{'s' if word == 'note' and n > 1 else ''}" for word, n in more if n]
         return head + (f" ({', '.join(counts)})" if counts else "") + "."
 
-    def rows(self) -> list[Sequence[str]]:
-        """Return the heads of the table, and a row for each parameter of a finding."""
+    def _rows(self) -> list[Sequence[str]]:
         rows: list[Sequence[str]] = [("", "parameter", "gradient", "cause", "where")]
         for number, each in enumerate(self.findings, 1):
             where = each.where or (f"in {each.module}" if each.module else "-")
@@ -123,7 +115,7 @@ class Audit:
     def __str__(self) -> str:
         lines = [self.sentence]
         if self.findings:
-            lines += ["", table(self.rows()), ""]
+            lines += ["", table(self._rows()), ""]
             lines += [f"{number}: {each}" for number, each in enumerate(self.findings, 1)]
         lines += [f"note: {_listed(each)}{each}" for each in self.notes]
         return "\n".join(lines)
@@ -135,7 +127,14 @@ class Audit:
     def _repr_html_(self) -> str:
         texts = [f"{number}: {each}" for number, each in enumerate(self.findings, 1)]
         texts += [f"note: {_listed(each)}{each}" for each in self.notes]
-        return box(self.sentence, texts, COLOURS[self.ok]) + (grid(self.rows()) if self.findings else "")
+        return box(self.sentence, texts, COLOURS[self.ok]) + (grid(self._rows()) if self.findings else "")
+
+
+def _to_dict(finding: Finding) -> dict[str, Any]:
+    """Return the fields of a finding as plain values."""
+    names = ("problem", "cause", "where", "operation", "module", "reason", "fix")
+    fields = {name: getattr(finding, name) for name in names}
+    return fields | {"parameters": list(finding.parameters), "evidence": list(finding.evidence)}
 
 
 def _listed(note: Finding) -> str:

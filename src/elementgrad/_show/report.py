@@ -130,7 +130,7 @@ def _audit_page(audit: Audit, title: str | None) -> Page:
     head: list[Part] = [Callout(audit.sentence, (), "good" if audit.ok else "bad")]
     sections = [Section("Result", head)]
     if audit.findings:
-        heads, *rows = audit.rows()
+        heads, *rows = rows_of(audit)
         head.append(Table.of(heads, rows, MAX_ELEMENTS, "findings"))
         lines = [Callout(str(each), each.evidence, "bad") for each in audit.findings]
         sections.append(Section("Findings", lines))
