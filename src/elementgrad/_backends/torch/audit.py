@@ -19,6 +19,7 @@ from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, removed_later
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.intercept import name_of
+from elementgrad._backends.torch.top import graph_leaves
 from elementgrad._cleanup import defer, scope
 from elementgrad._place.place import Place
 from elementgrad.errors import OptionError
@@ -83,9 +84,8 @@ class TorchAudit(AuditBackend):
         step: Callable[[], Any],
     ) -> Summaries | None:
         summaries: dict[str, GradientSummary] = {}
-        calls = _BackwardCalls()
         with scope():
-            _protect(model)
+            calls = _BackwardCalls(_protect(model))
             with isolated(step):
                 handles = removed_later()
                 for each in parameters:
@@ -179,19 +179,21 @@ def _note(summaries: dict[str, GradientSummary], name: str, calls: "_BackwardCal
         summaries[name] = summary if name not in summaries else summaries[name].union(summary)
 
 
-def _protect(model: TorchModel) -> None:
+def _protect(model: TorchModel) -> list[Tensor]:
     """Take the gradients of a model away and idle all optimizers, until the innermost open scope is left.
 
-    Then gradients, parameters and modes are as they were.
+    Then gradients, parameters and modes are as they were. Return the parameters.
     """
-    leaves = [group.leaf for groups in _element_groups(model).values() for group in groups]
-    for x in [*[x for _, kind, x in model.named_tensors() if kind == "parameter"], *leaves]:
+    held = [x for _, kind, x in model.named_tensors() if kind == "parameter"]
+    held += [group.leaf for groups in _element_groups(model).values() for group in groups]
+    for x in held:
         defer(_restore, x, x.grad, x.detach().clone())
         x.grad = None
     defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
     idle = _IdleOptimizers()
     add_hook(_compat._global_optimizer_pre_hooks, idle.before)
     add_hook(_compat._global_optimizer_post_hooks, idle.after)
+    return held
 
 
 def _restore(x: Tensor, gradient: Tensor | None, before: Tensor) -> None:
@@ -226,11 +228,12 @@ class _IdleOptimizers:
 class _BackwardCalls(TorchFunctionMode):
     """Notes the calls of `backward()`; leaves out one on a loss without a graph, which PyTorch would refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self, protected: Sequence[Tensor]) -> None:
         super().__init__()
         self.count = 0
         self.untracked = False
         self.lookups: set[int] = set()
+        self._protected = set(map(id, protected))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -240,7 +243,13 @@ class _BackwardCalls(TorchFunctionMode):
             if not any(x.requires_grad for x in roots):
                 self.untracked = True
                 return None
-            self.lookups = {key for x in roots if x.requires_grad for key in _looked_up(x)}
+            tracked = [x for x in roots if x.requires_grad]
+            self.lookups = {key for x in tracked for key in _looked_up(x)}
+            for leaf in [leaf for x in tracked for leaf in graph_leaves(x)]:
+                if id(leaf) not in self._protected:  # an input, or a part of another model
+                    self._protected.add(id(leaf))
+                    defer(setattr, leaf, "grad", leaf.grad)
+                    leaf.grad = None
         return func(*args, **kwargs)
 
 
