@@ -222,5 +222,5 @@ def _differences(name: str, now: _Derivative, kept: Mapping[str, Any]) -> list[s
     lines = [f"{name}: {wrong.size} of {before.size} numbers differ by more than {bound:.2g} ({coarser})"]
     for number in wrong[:SHOWN]:
         index = [int(n) for n in np.unravel_index(number // parts, now.array.shape)] if shape else []
-        lines.append(f"  {name}{index}: was {before[number]:.9g}, is {after[number]:.9g}")
+        lines.append(f"  {name}{index}: was {float(before[number])}, is {float(after[number])}")
     return lines + ([f"  and {wrong.size - SHOWN} more"] if wrong.size > SHOWN else [])
