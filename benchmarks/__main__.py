@@ -7,6 +7,7 @@ from pathlib import Path
 import torch  # noqa: F401  (before TensorFlow: the other order is known to crash)
 
 from benchmarks import (
+    auditing,
     command_line,
     cones,
     distributed,
@@ -33,6 +34,7 @@ SUITES = {
     **named.SUITES,
     **cones.SUITES,
     **explaining.SUITES,
+    **auditing.SUITES,
     **sparse.SUITES,
     **distributed.SUITES,
     **patches.SUITES,

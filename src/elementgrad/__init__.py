@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elementgrad._audit.api import audit as audit
+    from elementgrad._audit.result import Audit as Audit
+    from elementgrad._audit.result import Finding as Finding
     from elementgrad._explain.api import explain as explain
     from elementgrad._explain.check import Check as Check
     from elementgrad._explain.check import check as check
@@ -70,6 +73,8 @@ _MODULES = {
     name: module
     for module, names in {
         "_place.edit": ("choose",),
+        "_audit.api": ("audit",),
+        "_audit.result": ("Audit", "Finding"),
         "_explain.api": ("explain",),
         "_explain.check": ("check", "Check"),
         "_explain.diagnosis": ("Diagnosis",),

@@ -225,3 +225,61 @@ def test_a_users_file_is_a_module_like_any_other(tmp_path, monkeypatch, capsys):
     )
     assert main(["grad", "project.neighbour:f", "project.neighbour:x"]) == 0
     assert capsys.readouterr().out == "[3., 2.]\n"
+
+
+def test_audits_end_with_a_table_and_an_exit_code(user, fw, capsys):
+    call = ["audit", f"{user}:Net", "x32.npy", "--loss"]
+    assert main([*call, f"{user}:loss"]) == 0
+    assert capsys.readouterr().out == "all 2 parameters learn.\n"
+    assert main([*call, f"{user}:cut"]) == 1
+    printed = capsys.readouterr().out
+    assert "detached" in printed
+    assert f"{user}:" in printed
+    weight = WEIGHT[fw.name].partition("[")[0]
+    found, code = told(capsys, *call, f"{user}:cut", "--except", weight)
+    assert (code, found["command"], found["ok"], found["excepted"]) == (1, "audit", False, [weight])
+    (finding,) = found["findings"]
+    assert finding["cause"] == "detached"
+    assert len(finding["parameters"]) == 1
+    assert main([*call, f"{user}:cut", "--except", "nothing.*"]) == 2
+    assert "no name matches 'nothing.*'" in capsys.readouterr().err
+
+
+def test_losses_of_the_model_steps_and_models_with_a_loss_are_audited(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        """
+import torch
+net = torch.nn.Linear(3, 1)
+x = torch.ones(2, 3)
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 1)
+    def forward(self, x):
+        return Output(self.fc(x).sum())
+def of_model(model, x):
+    return model(x).sum()
+def of_net(net):
+    return net(x).sum()
+def step():
+    net(x).sum().backward()
+def idle():
+    net(x).sum()
+params = {"w": torch.ones(2)}
+"""
+    )
+    for arguments in (
+        ["own.py:net", "own.py:x", "--loss", "own.py:of_model"],
+        ["own.py:net", "--loss", "own.py:of_net"],
+        ["own.py:net", "--loss", "own.py:step"],
+        ["own.py:Model", "own.py:x"],
+    ):
+        assert main(["audit", *arguments]) == 0, arguments
+        assert capsys.readouterr().out == "all 2 parameters learn.\n"
+    assert main(["audit", "own.py:net", "--loss", "own.py:idle"]) == 2
+    assert "asked for no gradient" in capsys.readouterr().err
+    assert main(["audit", "own.py:params", "--loss", "own.py:of_net"]) == 2

@@ -53,6 +53,70 @@ def sum_of(x):
     return x.sum()
 
 
+def audits():
+    model, frozen = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+    rows = {
+        "no model": (lambda: eg.audit(3, sum_of), eg.FrameworkError, "int is no model with parameters of its own"),
+        "no loss": (
+            lambda: eg.audit(model, 3),
+            eg.OptionError,
+            "loss=3 cannot be called; give a function of the model",
+        ),
+        "a vector": (
+            lambda: eg.audit(model, lambda model: model(X)),
+            eg.OptionError,
+            r"the loss has shape \(2,\) and is no single number; return its sum or its mean",
+        ),
+        "a number": (
+            lambda: eg.audit(model, lambda model: 3.0),
+            eg.FrameworkError,
+            "the loss is float and no tensor of torch; return the tensor",
+        ),
+        "whole numbers": (
+            lambda: eg.audit(model, lambda model: model(X).sum().long()),
+            eg.DtypeError,
+            "the loss is of dtype int64, which has no gradients",
+        ),
+        "no parameters": (
+            lambda: eg.audit(nn.ReLU(), lambda model: model(X).sum()),
+            eg.DtypeError,
+            "the model has no floating-point parameter",
+        ),
+        "nothing that trains": (
+            lambda: eg.audit(frozen, lambda model: model(X).sum()),
+            eg.OptionError,
+            r"none of the 2 parameters trains: weight, bias are frozen \(requires_grad=False\)",
+        ),
+        "a step without backward": (
+            lambda: eg.audit(model, lambda: model(X).sum()),
+            eg.OptionError,
+            r"the step ran and asked for no gradient; call loss.backward\(\)",
+        ),
+        "an unknown name": (
+            lambda: eg.audit(model, sum_of, except_=["wight"]),
+            eg.PlaceError,
+            "except_ names 'wight', and no parameter or module bears that name; nearest: weight",
+        ),
+        "a pattern of nothing": (
+            lambda: eg.audit(model, sum_of, except_="pooler.*"),
+            eg.PlaceError,
+            "no name matches",
+        ),
+        "a number for a name": (
+            lambda: eg.audit(model, sum_of, [3]),
+            eg.OptionError,
+            "except_ has 3, which is no name",
+        ),
+        "everything excepted": (
+            lambda: eg.audit(model, sum_of, "*"),
+            eg.OptionError,
+            "except_ names every parameter that trains",
+        ),
+    }
+    for name, row in rows.items():
+        yield f"audit, {name}", row
+
+
 def reads():
     options = {
         'unconnected=\'none\' is neither "error" nor "zero"': {"unconnected": "none"},
@@ -352,4 +416,4 @@ def ranking():
     )
 
 
-ROWS = dict([*explanations(), *reads(), *training(), *ranking()])
+ROWS = dict([*explanations(), *audits(), *reads(), *training(), *ranking()])

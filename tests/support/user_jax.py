@@ -58,6 +58,7 @@ READS = {
     "contributions": lambda model: eg.contributions(run, model, X, of="output[0, 0]", wrt="x").total,
     "explain": lambda model: eg.explain(run, model, X, of="output[0, 0]", wrt="x[1]").verdict,
     "check": lambda model: eg.check(run, model, X, of="output[0, 0]", wrt="x[0, 0:2]").verdict,
+    "audit": lambda model: eg.audit(model, lambda params: run(params, X).sum()),
     "train": heard,
 }
 """Calls that the tests of interrupts make as well."""
@@ -122,5 +123,6 @@ VERBS = {
     "explain": entry(eg.explain, wrt="x[1]"),
     "explain-cut": lambda user: lambda: eg.explain(lambda x: user.run(user.params, jax.lax.stop_gradient(x)).sum(), X),
     "check": entry(eg.check, wrt="x[0, 0:2]"),
+    "audit": lambda user: lambda: eg.audit(user.params, lambda params: user.run(params, user.x).sum()),
     "train": lambda user: user.train,
 }

@@ -102,6 +102,13 @@ def recorded(model, x=X):
     return rec.grad(eg.at(y)[0, 0], eg.at(x)[1])
 
 
+def stepped(model, x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(x, training=True) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    keras.optimizers.SGD().apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
 READS = {
     "grad": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", kwargs={"training": True}),
     "parameter": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", wrt="first/kernel[1]"),
@@ -109,6 +116,8 @@ READS = {
     "columns": lambda model, x=X: eg.jacobian(model, x)[:, (0, ...)],
     "contributions": lambda model, x=X: eg.contributions(model, x, of="output[0, 0]", wrt="first").total,
     "top": lambda model, x=X: eg.top(model, lambda model: tf.reduce_sum(model(x)), 3),
+    "audit": lambda model, x=X: eg.audit(model, lambda model: tf.reduce_sum(model(x, training=True) ** 2)),
+    "audit-step": lambda model, x=X: eg.audit(model, lambda: stepped(model, x)),
     "record": recorded,
     "explain": lambda model, x=X: eg.explain(model, x, of="output[0, 0]", wrt="first/kernel[1, 1]").verdict,
     "check": lambda model, x=X: eg.check(model, x, of="output[0, 0]", wrt="last/kernel[0, 0:2]").verdict,

@@ -18,6 +18,7 @@ from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad.errors import TracedError
 
 if TYPE_CHECKING:
+    from elementgrad._audit.backend import AuditBackend
     from elementgrad._cone.backend import ConeBackend
     from elementgrad._explain.backend import ExplainBackend
     from elementgrad._names.backend import NamesBackend
@@ -31,7 +32,14 @@ Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 """The dtypes of derivatives that NumPy has."""
-MODULES = {"read": "read", "explain": "explain", "train": "train.trainer", "top": "top", "cone": "cone.program"}
+MODULES = {
+    "read": "read",
+    "explain": "explain",
+    "train": "train.trainer",
+    "top": "top",
+    "cone": "cone.program",
+    "audit": "audit",
+}
 """The module of each backend in which `implementation` implements the interface of a verb."""
 
 
@@ -102,6 +110,8 @@ class Backend(ABC):
     def load(self, verb: Literal["top"]) -> "TopBackend": ...
     @overload
     def load(self, verb: Literal["cone"]) -> "ConeBackend": ...
+    @overload
+    def load(self, verb: Literal["audit"]) -> "AuditBackend": ...
     def load(self, verb: str) -> Any:
         """Return the framework's implementation of a verb's interface, imported when it is first needed."""
         loaded = self._loaded.get(verb)

@@ -167,6 +167,16 @@ def check(*, of: str | None, wrt: str | None, json: bool, **target_options: Any)
     return 0 if report else FINDING
 
 
+def audit(*, loss: str | None, except_: list[str], json: bool, **target_options: Any) -> int:
+    """Print which parameters do not learn."""
+    with user_code():
+        function = None if loss is None else load_step(loss)
+        target = CommandTarget(**target_options, needs_inputs=False, needs_call=function is None)
+        result = target.call_model(eg.audit, target.loss(function), except_=except_)
+    _print_result(str(result), {"command": "audit", **_from_json(result.to_json())}, json)
+    return 0 if result else FINDING
+
+
 def names(*, kind: str | None, match: str | None, json: bool, **target_options: Any) -> None:
     """Print the table of names; without inputs, of those that need no run."""
     with user_code():
@@ -405,6 +415,11 @@ def _print_result(text: str, result: Mapping[str, Any], as_json: bool) -> None:
 
 def _to_json(result: Mapping[str, Any], ascii: bool = False) -> str:
     return json.dumps(_to_plain({"format": JSON_FORMAT, **result}), allow_nan=False, ensure_ascii=ascii)
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(text)
+    return fields
 
 
 def _to_plain(value: Any) -> Any:

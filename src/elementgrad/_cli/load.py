@@ -77,10 +77,11 @@ class CommandTarget:
         framework: str | None,
         dtype: str | None,
         needs_inputs: bool = True,
+        needs_call: bool = True,
     ):
         with _show_progress(f"loading {model}"):
             self.function, module = load_object(model)
-        if not callable(self.function):
+        if not callable(self.function) and (needs_call or registry.backend_of_model(self.function) is None):
             kind = type(self.function).__name__
             raise InputError(
                 f"{model} gives {kind}, which cannot be called; name a model, a function, or a factory of one"
@@ -91,7 +92,7 @@ class CommandTarget:
         target_dtype = dtype or _model_dtype(self.backend, self.function)
         with self._precision():
             self.args, self.kwargs = pytree.map_tree(arguments, lambda leaf: self._to_tensor(leaf, target_dtype))
-        if not needs_inputs and not self.args and not self.kwargs:
+        if not needs_call or (not needs_inputs and not self.args and not self.kwargs):
             return
         try:
             BoundArguments.of(self.function, self.args, self.kwargs)
@@ -102,6 +103,29 @@ class CommandTarget:
         """Call a function of the library with the user's function and its arguments."""
         with self._precision():
             return verb(self.function, *self.args, kwargs=self.kwargs, **options)
+
+    def call_model(self, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function of the library with the user's model, and not with the model's arguments."""
+        with self._precision():
+            return verb(self.function, *args, **options)
+
+    def loss(self, function: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Return a function of the model that computes the loss, or a step; None for a model that returns the loss."""
+        if function is None:
+            return self._own_loss
+        try:
+            parameters = list(inspect.signature(function).parameters)
+        except (TypeError, ValueError):  # written in C
+            parameters = ["output"]
+        if not parameters:
+            return function
+        if parameters[0] == "model" or not callable(self.function) or not (self.args or self.kwargs):
+            return lambda model: function(model, *self.args, **self.kwargs)
+        return lambda model: function(model(*self.args, **self.kwargs))
+
+    def _own_loss(self, model: Any) -> Any:
+        output = model(*self.args, **self.kwargs)
+        return getattr(output, "loss", output)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return self.backend.precision(self._dtype)

@@ -69,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_grad(commands)
     _add_explain(commands)
     _add_check(commands)
+    _add_audit(commands)
     _add_names(commands)
     _add_report(commands)
     _add_patch(commands)
@@ -150,6 +151,36 @@ Exit code 0 says that all entries agree; 1 that some differ, or that differences
     _add_target(check)
     _add_places(check)
     _add_output_options(check)
+
+
+def _add_audit(commands: Any) -> None:
+    audit = _add_command(
+        commands,
+        "audit",
+        "which parameters of a model do not learn, and why",
+        """examples:
+  elementgrad audit net.py:net x.npy --loss net.py:loss
+  elementgrad audit net.py:net --loss train.py:loss_of_model --except 'pooler.*'
+  elementgrad audit train.py:net --loss train.py:step
+  elementgrad audit net.py:net_with_loss ids.npy --json
+
+LOSS takes what the model returns for the inputs. Without inputs, or if its first parameter is called model, it takes
+the model, and then the inputs; a loss that takes nothing is a training step. Without --loss the model itself returns
+the loss, or something with a .loss.
+
+Exit code 0 says that every parameter learns.""",
+    )
+    _add_target(audit)
+    audit.add_argument("--loss", metavar="LOSS", action=SingleValue, help="file.py:name of a function, or of a step")
+    audit.add_argument(
+        "--except",
+        metavar="NAME",
+        action="append",
+        default=[],
+        dest="except_",
+        help="a parameter or module that need not learn, such as 'pooler.*'; may be given several times",
+    )
+    _add_output_options(audit)
 
 
 def _add_names(commands: Any) -> None:

@@ -53,6 +53,8 @@ class Op:
     """True if what it does with its inputs cannot be followed."""
     hidden: bool = False
     """True if it is not an operation of the user's own; lists of operations leave it out."""
+    block: str = ""
+    """The user's line that begins a block in which gradients are switched off, if it runs in one and that is known."""
 
     op_type: str = ""
     """The framework's own name for it."""

@@ -1,4 +1,4 @@
-"""`eg.report`: one HTML file about a derivative, or about elements that were trained.
+"""`eg.report`: one HTML file about a derivative, about elements that were trained, or about an audit.
 
 For each pair of places in `of` and `wrt`, a `ReportQuery` computes the derivative and its diagnosis, and a
 `ReportItem` lays them out in sections. `page.py` writes these as HTML.
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from elementgrad._audit.result import Audit
 from elementgrad._backends import registry
 from elementgrad._explain.api import explain
 from elementgrad._explain.diagnosis import Diagnosis
@@ -56,7 +57,7 @@ MAX_ELEMENTS = 200
 
 def report(
     path: str | os.PathLike[str],
-    f: Callable[..., Any] | Elements | Patch,
+    f: Callable[..., Any] | Elements | Patch | Audit,
     *args: Any,
     kwargs: Mapping[str, Any] = NOTHING,
     of: Any = None,
@@ -68,7 +69,7 @@ def report(
     names_from: Any = None,
     **arguments: Any,
 ) -> Path:
-    """Write one HTML file about a derivative, or about what was trained.
+    """Write one HTML file about a derivative, about what was trained, or about an audit.
 
     The file needs no network. It has the question, the gradient in pictures and in numbers to copy and download, the
     plan by which it was computed, and what `eg.explain` says, also where there is no gradient at all. For elements or
@@ -76,7 +77,7 @@ def report(
 
     Args:
         path: Where the file is written.
-        f: A function or model, or elements that train, or a patch.
+        f: A function or model, or elements that train, or a patch, or what `eg.audit` returned.
         *args: Positional arguments of `f`.
         kwargs: Keyword arguments of `f`.
         of: The place to differentiate, or several, as for `eg.jacobian`.
@@ -106,6 +107,8 @@ def report(
     writable(path)
     if isinstance(f, (Elements, Patch)):
         return _patch_page(patch_of(f) if isinstance(f, Elements) else f, title).write(path)
+    if isinstance(f, Audit):
+        return _audit_page(f, title).write(path)
     f, args, kwargs = gather_arguments(report, f, args, kwargs, arguments, names_from)
     parsed = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
     sides = expand_patterns(BoundCall(f, args, kwargs, pytree.leaves_of(parsed[1])), *parsed)
@@ -148,6 +151,23 @@ def _answer_together(
     except ElementgradError:
         return None
     return [pair for row in zip(derivatives, diagnoses, strict=True) for pair in zip(*row, strict=True)]
+
+
+def _audit_page(audit: Audit, title: str | None) -> Page:
+    head: list[Part] = [Callout(audit.sentence, (), "good" if audit.ok else "bad")]
+    sections = [Section("Result", head)]
+    if audit.findings:
+        heads, *rows = rows_of(audit)
+        head.append(Table.of(heads, rows, MAX_ELEMENTS, "findings"))
+        lines = [Callout(str(each), each.evidence, "bad") for each in audit.findings]
+        sections.append(Section("Findings", lines))
+    if audit.notes:
+        notes = [Callout(str(each), [", ".join(each.parameters)], "odd") for each in audit.notes]
+        sections.append(Section("Notes", notes))
+    for word, names in (("Frozen", audit.frozen), ("Excepted", audit.excepted)):
+        if names:
+            sections.append(Section(word, [Prose(", ".join(names))]))
+    return Page(title or "Which parameters learn", sections, "Every parameter: does it learn, and if not, why.")
 
 
 def _patch_page(patch: Patch, title: str | None) -> Page:

@@ -160,6 +160,14 @@ def eval_frame_module() -> Any:
     return sys.modules.get("torch._dynamo.eval_frame")
 
 
+def is_compiled(module: Any) -> bool:
+    """Return True if calls of a module run compiled: it is what `torch.compile` returns, or was compiled in place."""
+    frames = eval_frame_module()
+    if frames is None:
+        return False
+    return isinstance(module, frames.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
 # For training.
 
 unsafe_view: Any = torch.ops.aten._unsafe_view

@@ -185,7 +185,7 @@ def _check_connected(losses: Iterable[Tensor], parameters: Mapping[str, Tensor])
                 "computed from the model that loss_fn is given, or put loss_fn(model).backward() into a function and "
                 "ask eg.explain(step), which names the line"
             )
-        for leaf in _graph_leaves(loss):
+        for leaf in graph_leaves(loss):
             if id(leaf) in originals:
                 raise FrameworkError(
                     f"the loss uses {originals[id(leaf)]} as it was taken from the model elsewhere; take it from the "
@@ -196,7 +196,8 @@ def _check_connected(losses: Iterable[Tensor], parameters: Mapping[str, Tensor])
     return map(check, losses)
 
 
-def _graph_leaves(loss: Tensor) -> Iterator[Tensor]:
+def graph_leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a loss is computed from."""
     pending = [loss.grad_fn] if loss.grad_fn is not None else []
     seen: set[Any] = set(pending)
     while pending:

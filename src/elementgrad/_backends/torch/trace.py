@@ -88,6 +88,7 @@ class TorchOpRecorder:
         self._root: int | None = None
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
+        self._block = ""  # the line that switched gradients off
 
     @contextmanager
     def recording(self) -> Iterator["TorchOpRecorder"]:
@@ -226,6 +227,8 @@ class TorchOpRecorder:
         name = name_of(func)
         if is_paused():
             return func(*args, **kwargs)
+        if name == "_set_grad_enabled" and torch.is_grad_enabled():
+            self._block = find_caller().where
         if name == "grad.__get__":
             return self.requests.read(func, args[0], self.module)
         if explain_rules.reads_no_values(name):
@@ -353,6 +356,7 @@ class TorchOpRecorder:
             hidden=hidden,
             op_type=name,
             random=random,
+            block="" if grad_enabled else self._block,
         )
         if self._values is not None:
             self._save([x for x, n in zip(changed, new_ids, strict=True) if n is not None])

@@ -1,0 +1,422 @@
+"""Group parameters that do not learn by what stops their gradients, and explain one of each group.
+
+One recorded run serves all of them. Where a path is cut, the operation at which it ends makes the group. Where the
+gradient is zero, one sweep back through the record shows the values that a gradient arrives at, and the operations
+behind which none does: parameters in front of the same ones share the cause. Parameters that nothing takes are grouped
+by the largest module that has no others.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
+from elementgrad._audit.result import Finding, Problem
+from elementgrad._audit.survey import Survey, ZeroSlices
+from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
+from elementgrad._explain.api import Explanation, SharedRun, explain
+from elementgrad._explain.blame import describe, why_unconnected
+from elementgrad._explain.causes import words_for
+from elementgrad._explain.diagnosis import Diagnosis
+from elementgrad._explain.path import DataPath
+from elementgrad._explain.replay import pull_cotangents
+from elementgrad._explain.trace import Op, Trace
+from elementgrad._names.call import ONLY_OUTPUT, BoundCall
+from elementgrad._place.place import Place, at, parse_target
+
+Tensor = Any
+PARAMETER = "the parameter"
+"""Stands for each parameter of a group in words about it."""
+BLOCKED = "no-grad"
+"""The cause of a whole block of code, whichever of its operations reads a parameter."""
+FLATTENING = ("dead-relu", "clamped")
+"""Causes of single units that may be chance: other numbers may wake them."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with the same problem and the same end of their paths."""
+
+    problem: Problem
+    members: list[AuditedParameter]
+    ends: Sequence[Op] = ()
+    """The operations at which the paths end."""
+
+
+class Investigation:
+    """One recorded run of a loss, and the parameters to explain by it."""
+
+    def __init__(
+        self,
+        call: BoundCall,
+        parameters: Sequence[AuditedParameter],
+        summaries: Summaries,
+        survey: Survey,
+        step: Callable[[], Any] | None = None,
+    ):
+        self._call = call
+        self._step = step
+        self._audited = call.backend.load("audit")
+        self._survey = survey
+        self._summaries = summaries
+        self._parameters = list(parameters)
+        self._run = SharedRun(call, probe=True)
+        self._target = parse_target(None)
+        self._questions = {
+            each.name: Explanation(call, self._place(each), self._target, True, self._run) for each in self._parameters
+        }
+        for question in self._questions.values():
+            self._run.add(question)
+        self._traces: dict[str, Trace] = {}
+        self._paths: dict[str, DataPath] = {}
+
+    def _place(self, parameter: AuditedParameter) -> Place:
+        """Return the place of a parameter in the call; by name where one array is several leaves of a pytree."""
+        if parameter.place is not None:
+            return parameter.place
+        same = [ref.name for ref in self._call.inputs if ref.tensor is parameter.tensor]
+        if len(same) < 2:
+            return Place(parameter.tensor)
+        return Place(None, next((name for name in same if name.endswith(f".{parameter.name}")), same[0]), kind="input")
+
+    def results(self) -> tuple[list[Finding], list[Finding]]:
+        """Return the findings and the notes."""
+        survey = self._survey
+        groups = [
+            *self._group("no gradient", survey.missing, self._cut_key),
+            *self._group("zero", survey.zero, self._zero_key),
+            *self._group("not finite", survey.nonfinite, self._nonfinite_key),
+        ]
+        explained = [self._explain(group) for group in groups]
+        explained += self._explain_units(survey.units)
+        merged = _merge(explained)
+        order = {each.name: number for number, each in enumerate(self._parameters)}
+
+        def position(pair: tuple[Finding, bool]) -> int:
+            first = pair[0].parameters[0]
+            return order.get(first, order.get(first.rpartition("[")[0], 0))
+
+        merged.sort(key=position)
+        return [each for each, found in merged if found], [each for each, found in merged if not found]
+
+    def _trace(self, parameter: AuditedParameter) -> Trace:
+        name = parameter.name
+        if name not in self._traces:
+            self._traces[name] = self._run.trace(self._questions[name].source, ONLY_OUTPUT)
+        return self._traces[name]
+
+    def _path(self, parameter: AuditedParameter) -> DataPath:
+        if parameter.name not in self._paths:
+            self._paths[parameter.name] = DataPath(self._trace(parameter).graph)
+        return self._paths[parameter.name]
+
+    def _group(
+        self,
+        problem: Problem,
+        parameters: Sequence[AuditedParameter],
+        key_of: Callable[[AuditedParameter], tuple[Hashable, Sequence[Op]]],
+    ) -> list[ParameterGroup]:
+        groups: dict[Hashable, ParameterGroup] = {}
+        for parameter in parameters:
+            try:
+                key, ends = key_of(parameter)
+            except Exception:  # the run cannot be followed, and its explanation says so
+                key, ends = None, ()
+            if key is None:
+                key = self._unused_key(parameter, groups) or _largest_module(parameter, parameters, self._parameters)
+            groups.setdefault(key, ParameterGroup(problem, [], ends)).members.append(parameter)
+        return list(groups.values())
+
+    def _unused_key(self, parameter: AuditedParameter, groups: dict[Hashable, ParameterGroup]) -> Hashable:
+        """Return the key of a group whose parameters are used for the same results as this one, if there is one."""
+        for key, group in groups.items():
+            shared = [self._results_of(each) & self._results_of(parameter) for each in group.members[-1:]]
+            if not group.ends and any(shared):
+                return key
+        return None
+
+    def _results_of(self, parameter: AuditedParameter) -> set[int]:
+        """Return the values that are computed from a parameter; none if the run cannot be followed."""
+        try:
+            return self._path(parameter).from_source - {self._trace(parameter).graph.source}
+        except Exception:  # its explanation says so
+            return set()
+
+    def _cut_key(self, parameter: AuditedParameter) -> tuple[Hashable, Sequence[Op]]:
+        finding = why_unconnected(self._path(parameter), None)
+        op = finding.op
+        if op is None or finding.cause == "unused":
+            return None, ()
+        if finding.cause == BLOCKED and op.block:
+            return ("block", op.block), [op]
+        return ("end", self._index(parameter, op), op.where, op.operation), [op]
+
+    def _index(self, parameter: AuditedParameter, op: Op) -> int:
+        # A backend may copy operations for each source, so that they are known by their positions.
+        return next((n for n, other in enumerate(self._trace(parameter).graph.ops) if other is op), -1)
+
+    def _zero_key(self, parameter: AuditedParameter) -> tuple[Hashable, Sequence[Op]]:
+        if self._arrivals is None:
+            return None, ()
+        path = self._path(parameter)
+        alive = {value for value, mask in self._arrivals.items() if mask.any()} & path.from_source
+        ends = [
+            (index, op)
+            for index, op in enumerate(path.graph.ops)
+            if not alive.isdisjoint(op.outputs) and alive.isdisjoint(op.inputs) and path.is_between(op)
+        ]
+        return (frozenset([index for index, _ in ends]) or None), [op for _, op in ends]
+
+    def _nonfinite_key(self, parameter: AuditedParameter) -> tuple[Hashable, Sequence[Op]]:
+        trace = self._trace(parameter)
+        if not np.isfinite(trace.numbers.array(trace.target)).all():
+            return "the loss", ()
+        path = self._path(parameter)
+        sizes = self._sizes or ()
+        ends = [
+            index
+            for index, (op, size) in enumerate(zip(path.graph.ops, sizes, strict=False))
+            if size is not None
+            and np.isfinite(size.at_outputs)
+            and not np.isfinite(size.at_inputs)
+            and path.is_between(op)
+        ]
+        return (ends[-1] if ends else None), ()
+
+    @cached_property
+    def _sweep(self) -> tuple[Any, dict[int, np.ndarray] | None]:
+        """One sweep back from the loss: sizes at each operation, and the elements of each value with a gradient."""
+        survey = self._survey
+        asked = [*survey.zero, *survey.nonfinite, *[slices.parameter for slices in survey.units]]
+        traces = [self._trace(each) for each in asked]
+        first = traces[0]
+        connected = frozenset().union(*[trace.graph.connected for trace in traces])
+        arrivals: dict[int, np.ndarray] = {}
+
+        def see(value: int, cotangent: Tensor) -> None:
+            arrivals[value] = first.numbers.array(cotangent) != 0
+
+        seed = {first.graph.target: first.numbers.at(first.target, np.arange(1), np.ones(1))}
+        with first.following():
+            sizes = pull_cotangents(first.graph.ops, connected, seed, first.numbers, see=see)
+        return sizes, None if sizes is None else arrivals
+
+    @property
+    def _sizes(self) -> Any:
+        return self._sweep[0]
+
+    @property
+    def _arrivals(self) -> dict[int, np.ndarray] | None:
+        return self._sweep[1]
+
+    def _explain(self, group: ParameterGroup) -> tuple[Finding, bool]:
+        """Explain the last parameter of a group, which is the nearest to the end of its path; False for a note."""
+        member = group.members[-1]
+        names = tuple([each.name for each in group.members])
+        diagnosis = self._questions[member.name].diagnosis()
+        if group.problem == "no gradient" and diagnosis.verdict == "flows":
+            diagnosis = self._why_not_asked(member) or diagnosis
+        finding = _from_diagnosis(group.problem, names, diagnosis)
+        ends = [op for op in group.ends if (op.where, op.operation) == (diagnosis.where, diagnosis.operation)]
+        if diagnosis.cause == BLOCKED and group.ends and group.ends[0].block:
+            first = group.ends[0]
+            evidence = f"the first operation there is {describe(first)}"
+            return replace(finding, where=first.block, evidence=(*finding.evidence, evidence)), True
+        if group.problem != "zero":
+            return self._locate(finding, member), True
+        if diagnosis.cause == "cancelled" and all(len(each.shape) <= 1 for each in group.members):
+            return replace(finding, problem="cannot move"), False
+        if diagnosis.cause in ("masked", "dead-relu") and (ends or group.ends):
+            return self._blame_factor(finding, member, ends or group.ends)
+        return finding, True
+
+    def _locate(self, finding: Finding, member: AuditedParameter) -> Finding:
+        """Return a finding about what is not used with the last line that uses it, if there is one."""
+        results = self._results_of(member) if finding.where is None and finding.cause == "unused" else set()
+        ops = [op for op in self._trace(member).graph.ops if not results.isdisjoint(op.outputs)] if results else []
+        if not ops:
+            return finding
+        return replace(finding, where=ops[-1].where, operation=ops[-1].operation, module=ops[-1].module)
+
+    def _why_not_asked(self, parameter: AuditedParameter) -> Diagnosis | None:
+        """Explain by the step itself a parameter that the loss depends on, and that the step got no gradient for."""
+        if self._step is None:
+            return None
+        with self._audited.idle_optimizers():
+            return explain(self._step, wrt=parameter.tensor)
+
+    def _blame_factor(self, finding: Finding, member: AuditedParameter, ends: Sequence[Op]) -> tuple[Finding, bool]:
+        """Look for where zeros come from that a parameter is multiplied by, or that a rectifier is flat at.
+
+        Another operation may have made them. Or they are weights that start at zero and learn, as in a fresh adapter
+        (LoRA): what these multiply learns from the second step on, so that it is a note.
+        """
+        path = self._path(member)
+        makers = {value: op for op in path.graph.ops for value in op.outputs}
+        factor = ZeroFactor.of(ends[-1], path, makers, self._trace(member).numbers)
+        if factor is None:
+            return finding, True
+        waits = [
+            each.name
+            for each in (self._parameters if factor.sources and finding.cause == "masked" else ())
+            if self._trace(each).graph.source in factor.sources
+            and each.name in self._summaries
+            and self._summaries[each.name].largest > 0
+        ]
+        if waits:
+            reason = f"it is multiplied by {', '.join(waits)}, which is zero now and learns: this follows a step later"
+            return replace(finding, problem="waits", reason=reason, fix=""), False
+        cause = None if factor.maker is None else usual_cause(factor.maker)
+        if factor.maker is None or cause is None:
+            return finding, True
+        blamed = _at_op(finding, factor.maker, cause, self._call.backend.name)
+        return replace(blamed, evidence=(*finding.evidence, f"it makes the zeros in {finding.operation}")), True
+
+    def _explain_units(self, units: Sequence[ZeroSlices]) -> list[tuple[Finding, bool]]:
+        if not units or self._arrivals is None:
+            return []
+        explained = []
+        for slices in units:
+            try:
+                explained += self._explain_slices(slices)
+            except Exception:  # an operation cannot run again, so that nothing is known of single units
+                continue
+        return explained
+
+    def _explain_slices(self, slices: ZeroSlices) -> Iterable[tuple[Finding, bool]]:
+        trace, path = self._trace(slices.parameter), self._path(slices.parameter)
+        assert self._arrivals is not None
+        with trace.following():
+            lost = follow_slices(trace, path, self._arrivals, slices.mask())
+            if lost is None or self._reads(lost.op, trace):
+                return []  # what it is multiplied by is zero, which is said about whatever made it so
+            cause = lost.cause(trace.numbers)
+            if cause is None:
+                return [self._explain_place(slices)]
+            apart = self._split(slices, lost, trace) if cause in FLATTENING else slices
+        found: list[tuple[Finding, bool]] = []
+        if apart is not None and cause not in HARMLESS_CAUSES:
+            found.append((self._unit_finding(apart, lost.op, cause), True))
+        rest = np.setdiff1d(slices.indices, apart.indices if found and apart is not None else [])
+        if rest.size:
+            found.append((self._unit_finding(replace(slices, indices=rest), lost.op, cause), False))
+        return found
+
+    def _explain_place(self, slices: ZeroSlices) -> tuple[Finding, bool]:
+        """Ask for an explanation of the slices themselves."""
+        place = at(slices.parameter.tensor)[(slice(None),) * slices.axis + (slices.indices,)]
+        diagnosis = Explanation(self._call, place, self._target, True, self._run).diagnosis()
+        names = (slices.name(), *self._biases(slices))
+        return _from_diagnosis("dead units", names, diagnosis), diagnosis.cause not in HARMLESS_CAUSES
+
+    def _reads(self, op: Op, trace: Trace) -> bool:
+        """Return True if an operation takes the parameter itself, cast or moved to another shape at most."""
+        moved = {trace.graph.source, *trace.later_ids}
+        for other in trace.graph.ops:
+            if other is op:
+                break
+            if other.kind in ("move", "elementwise") and set(other.inputs) <= moved:
+                moved.update(other.outputs)
+        return not moved.isdisjoint(op.inputs)
+
+    def _split(self, slices: ZeroSlices, lost: LostGradient, trace: Trace) -> ZeroSlices | None:
+        """Return the slices whose units are far from where others are, and not just below zero for this batch."""
+        if lies_apart(lost, trace.numbers):
+            return slices
+        if len(slices.indices) == 1:
+            return None
+        apart = []
+        for index in slices.indices:
+            single = replace(slices, indices=np.array([index]))
+            one = follow_slices(trace, self._path(slices.parameter), self._arrivals or {}, single.mask())
+            if one is not None and lies_apart(one, trace.numbers):
+                apart.append(index)
+        return replace(slices, indices=np.array(apart)) if apart else None
+
+    def _unit_finding(self, slices: ZeroSlices, op: Op, cause: str | None) -> Finding:
+        names = [slices.name(), *self._biases(slices)]
+        found = Finding("dead units", tuple(names))
+        return _at_op(found, op, cause, self._call.backend.name)
+
+    def _biases(self, slices: ZeroSlices) -> list[str]:
+        """Return the bias elements of the same units."""
+        size = slices.parameter.shape[slices.axis]
+        names = []
+        for each in self._parameters:
+            summary = self._summaries.get(each.name)
+            same = each.module == slices.parameter.module and each.shape == (size,) and each is not slices.parameter
+            if same and summary is not None and 0 in summary.slices and not summary.slices[0][slices.indices].any():
+                names.append(replace(slices, parameter=each, axis=0).name())
+        return names
+
+
+def _from_diagnosis(problem: Problem, names: tuple[str, ...], diagnosis: Diagnosis) -> Finding:
+    return Finding(
+        problem,
+        names,
+        diagnosis.cause,
+        diagnosis.where,
+        diagnosis.operation,
+        diagnosis.module,
+        _about(diagnosis.clause or "", diagnosis),
+        _about(diagnosis.fix or "", diagnosis),
+        tuple(diagnosis.evidence),
+        diagnosis,
+    )
+
+
+def _about(text: str, diagnosis: Diagnosis) -> str:
+    """Return words about one parameter and the output as words about all of a group and the loss."""
+    if text.startswith("it is not computed from "):  # the output
+        text = text.replace("it is", "the loss is", 1)
+    return text.replace(diagnosis.wrt, PARAMETER) if diagnosis.wrt else text
+
+
+def _at_op(finding: Finding, op: Op, cause: str | None, framework: str) -> Finding:
+    """Return a finding that blames an operation."""
+    words = words_for(cause, op.operation)
+    filled = {"operation": op.operation, "of": "the loss", "wrt": PARAMETER}
+    return replace(
+        finding,
+        cause=cause,
+        where=op.where,
+        operation=op.operation,
+        module=op.module,
+        reason=words.clause.format(**filled),
+        fix=words.fix_in(framework).format(**filled),
+    )
+
+
+def _merge(explained: Sequence[tuple[Finding, bool]]) -> list[tuple[Finding, bool]]:
+    """Make one finding of those with the same problem, cause and line; one about units goes with a whole one."""
+    merged: dict[Hashable, tuple[Finding, bool]] = {}
+    for finding, found in explained:
+        place = finding.where, finding.operation
+        located = finding.cause is not None and finding.where is not None
+        problem = "zero" if finding.problem == "dead units" and found else finding.problem
+        key: Hashable = (problem, finding.cause, place, found) if located else (id(finding),)
+        known = merged.get(key)
+        if known is None:
+            merged[key] = finding, found
+        else:
+            names = tuple(dict.fromkeys([*known[0].parameters, *finding.parameters]))
+            first = finding if known[0].problem == "dead units" and finding.problem == "zero" else known[0]
+            merged[key] = replace(first, parameters=names), found
+    return list(merged.values())
+
+
+def _largest_module(
+    parameter: AuditedParameter, alike: Iterable[AuditedParameter], every: Iterable[AuditedParameter]
+) -> str:
+    """Return the largest module around a parameter in which all parameters have the same problem."""
+    separator = separator_of(parameter.name)
+    others = {each.name for each in every} - {each.name for each in alike}
+    parts = parameter.name.split(separator)
+    for count in range(1, len(parts)):
+        prefix = separator.join(parts[:count]) + separator
+        if not any(name.startswith(prefix) for name in others):
+            return prefix
+    return parameter.name

@@ -1,0 +1,200 @@
+"""The part of TensorFlow in `eg.audit`: which variables of a Keras model train, and a summary of the gradient of each.
+
+A loss runs eagerly on a tape. A training step runs as it is: while it does, `tf.GradientTape.gradient` hands over what
+it was asked for, and optimizers of Keras do nothing. Variables that it writes to are restored.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries, result_of
+from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
+from elementgrad._backends.tensorflow.isolate import isolated
+from elementgrad._backends.tensorflow.names import KerasModel
+from elementgrad._backends.tensorflow.train.parameter import OWNER
+from elementgrad._cleanup import AttributePatch, Replace, assign, scope
+from elementgrad._place.place import Place
+from elementgrad._train.trainer import ElementGroup, PartialParameter
+from elementgrad.errors import FrameworkError, OptionError
+
+Tensor = Any
+
+
+class TensorflowAudit(AuditBackend):
+    """Audits Keras models."""
+
+    def parameters(self, model: KerasModel) -> list[AuditedParameter]:  # type: ignore[override]
+        found = []
+        for name, kind, variable in model._variables():
+            owner = getattr(variable, OWNER, None)
+            if kind != "parameter" or not tf.as_dtype(variable.dtype).is_floating or isinstance(owner, ElementGroup):
+                continue
+            if isinstance(owner, PartialParameter):
+                found += [
+                    _audited(str(group.place), group.leaf, _frozen(group.leaf), result_of(name))
+                    for group in owner.groups
+                ]
+                found.append(_audited(name, variable, "elements that do not train"))
+            else:
+                found.append(_audited(name, variable, _frozen(variable)))
+        return found
+
+    def summarize_loss(
+        self,
+        model: KerasModel,  # type: ignore[override]
+        parameters: Sequence[AuditedParameter],
+        loss: Callable[[Any], Tensor],
+    ) -> Summaries:
+        _require_eager()
+        variables = [each.tensor for each in parameters]
+        with isolated(), run_functions_as_python():
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                for variable in variables:
+                    tape.watch(variable)
+                value = tf.convert_to_tensor(loss(model.function))
+            gradients = tape.gradient(value, variables)
+        pairs = zip(parameters, gradients, strict=True)
+        return {each.name: _summarize(gradient) for each, gradient in pairs if gradient is not None}
+
+    def summarize_step(
+        self,
+        model: KerasModel,  # type: ignore[override]
+        parameters: Sequence[AuditedParameter],
+        step: Callable[[], Any],
+    ) -> Summaries | None:
+        _require_eager()
+        names = {id(each.tensor): each.name for each in parameters}
+        summaries: dict[str, GradientSummary] = {}
+        with isolated(), run_functions_as_python(), _TapeCalls(compute=True) as calls:
+            try:
+                step()
+            except Exception:
+                if not calls.missing:  # what comes after it may fail for want of gradients
+                    raise
+        for source, gradient in calls.gradients:
+            name = names.get(id(getattr(source, "_value", source)))
+            if name is not None and gradient is not None:
+                summary = _summarize(gradient)
+                summaries[name] = summary if name not in summaries else summaries[name].union(summary)
+        return summaries if calls.targets else None
+
+    def loss_of_step(self, model: KerasModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
+        return partial(_loss_of, step)
+
+    @contextmanager
+    def idle_optimizers(self) -> Iterator[None]:
+        with isolated(), _TapeCalls(compute=True):
+            yield
+
+
+implementation = TensorflowAudit()
+
+
+def _require_eager() -> None:
+    if not tf.executing_eagerly():
+        raise FrameworkError("eg.audit inside tf.function, where there are no numbers yet; call it outside")
+
+
+def _audited(name: str, variable: Any, frozen: str | None, place: Place | None = None) -> AuditedParameter:
+    value = variable._value
+    return AuditedParameter(name, value, tuple(value.shape), tf.as_dtype(value.dtype).name, frozen, place)
+
+
+def _frozen(variable: Any) -> str | None:
+    return None if variable.trainable else "trainable=False"
+
+
+def _summarize(gradient: Any) -> GradientSummary:
+    is_lookup = isinstance(gradient, tf.IndexedSlices)
+    values = tf.convert_to_tensor(gradient)
+    sizes = np.abs(values.numpy().astype(np.float32) if values.dtype.size < 4 else values.numpy())
+    if not sizes.size:
+        return GradientSummary(1.0)
+    sizes = sizes.reshape(sizes.shape or (1,))
+    # A layer's units are along the last axis, and its inputs along the one before; rows of a table along the first.
+    axes = (0,) if is_lookup else dict.fromkeys([sizes.ndim - 1, max(0, sizes.ndim - 2)])
+    slices = {axis: sizes.max(tuple([n for n in range(sizes.ndim) if n != axis])).astype(np.float64) for axis in axes}
+    return GradientSummary(float(np.max(sizes)), slices, is_lookup)
+
+
+class _TapeCalls(scope):
+    """What the tapes of a step were asked for."""
+
+    def __init__(self, compute: bool):
+        self.compute = compute
+        self.targets: list[Tensor] = []
+        self.gradients: list[tuple[Any, Any]] = []
+
+    @property
+    def missing(self) -> bool:
+        """True if a gradient was None."""
+        return any(gradient is None for _, gradient in self.gradients)
+
+    def __enter__(self) -> "_TapeCalls":
+        super().__enter__()
+        _patch.enter()
+        assign(_local, "calls", self)
+        return self
+
+    def gradient(
+        self, original: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Ask a tape for the user, or only note what it is asked for."""
+        self.targets += [tf.convert_to_tensor(y) for y in tf.nest.flatten(target)]
+        results = original(tape, target, sources, *args, **kw) if self.compute else None
+        flat = tf.nest.flatten(sources)
+        results = tf.nest.map_structure(lambda _: None, sources) if results is None else results
+        self.gradients += zip(flat, tf.nest.flatten(results), strict=True)
+        return results
+
+
+class _CallState(threading.local):
+    calls: _TapeCalls | None = None
+
+
+_local = _CallState()
+
+
+def _install(replace: Replace) -> None:
+    gradient = tf.GradientTape.gradient
+
+    def ask(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = _local.calls
+        if calls is None:
+            return gradient(tape, target, sources, *args, **kwargs)
+        return calls.gradient(gradient, tape, target, sources, *args, **kwargs)
+
+    replace(tf.GradientTape, "gradient", ask)
+    for name in ("apply", "apply_gradients"):
+        replace(keras.optimizers.Optimizer, name, _unless_called(getattr(keras.optimizers.Optimizer, name)))
+
+
+def _unless_called(method: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs) if _local.calls is None else None
+
+    return apply
+
+
+_patch = AttributePatch(_install)
+
+
+def _loss_of(step: Callable[[], Any]) -> Tensor:
+    """Run a step up to its end, and return the sum of what it asks its tapes about."""
+    with _TapeCalls(compute=False) as calls:
+        try:
+            step()
+        except Exception:  # without gradients it may refuse to go on
+            if not calls.targets:
+                raise
+    if not calls.targets:
+        raise OptionError("the step asked no tape when it ran again; let it do the same each time")
+    losses = [tf.reduce_sum(target) for target in calls.targets]
+    return losses[0] if len(losses) == 1 else tf.add_n(losses)

@@ -1,0 +1,294 @@
+"""The part of PyTorch in `eg.audit`: which parameters train, and a summary of the gradient of each.
+
+A loss is differentiated by the parameters themselves, through `torch.autograd.grad`, so that no `.grad` is touched. A
+training step runs as it is: hooks on the parameters see what `backward()` adds to `.grad`, and everything is put back.
+Optimizers find no gradients, so that they do nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries, result_of
+from elementgrad._backends.torch import _compat
+from elementgrad._backends.torch.autodiff import disable_checkpointing
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, removed_later
+from elementgrad._backends.torch.names import TorchModel
+from elementgrad._backends.torch.record.intercept import name_of
+from elementgrad._backends.torch.top import graph_leaves
+from elementgrad._cleanup import defer, scope
+from elementgrad._place.place import Place
+from elementgrad.errors import OptionError
+
+Tensor = torch.Tensor
+LOOKUPS = ("EmbeddingBackward0", "EmbeddingBagBackward0", "EmbeddingSparseBackward0", "IndexBackward0")
+LOOKUPS += ("IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SelectBackward0", "TakeBackward0")
+"""The nodes of functions that take some rows."""
+MOVES = ("TBackward0", "ViewBackward0", "TransposeBackward0", "ToCopyBackward0", "UnsqueezeBackward0", "CloneBackward0")
+MOVES += ("ExpandBackward0", "ReshapeAliasBackward0", "PermuteBackward0", "AliasBackward0", "SqueezeBackward1")
+"""The nodes of functions that take all elements as they are."""
+
+
+class TorchAudit(AuditBackend):
+    """Audits modules."""
+
+    def parameters(self, model: TorchModel) -> list[AuditedParameter]:  # type: ignore[override]
+        groups = _element_groups(model)
+        found: list[AuditedParameter] = []
+        for name, kind, x in model.named_tensors():
+            if kind != "parameter" or not x.is_floating_point():
+                continue
+            trained = groups.get(id(x), ())
+            found += [_audited(str(group.place), group.leaf, _frozen(group.leaf), result_of(name)) for group in trained]
+            frozen = "elements that do not train" if trained else _frozen(x)
+            found.append(_audited(name, x, frozen))
+        return found
+
+    def summarize_loss(
+        self,
+        model: TorchModel,  # type: ignore[override]
+        parameters: Sequence[AuditedParameter],
+        loss: Callable[[Any], Tensor],
+    ) -> Summaries:
+        with scope():
+            disable_checkpointing(False)
+            with isolated(model.function):
+                defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
+                value = loss(model.function)
+                if not value.requires_grad:
+                    return {}
+                lookups = _looked_up(value)
+                try:
+                    with plainly():
+                        tensors = [each.tensor for each in parameters]
+                        gradients = list(torch.autograd.grad(value.reshape(()), tensors, allow_unused=True))
+                except RuntimeError as error:
+                    if not _is_refusal(error):
+                        raise
+                    return {}  # nothing has a gradient, and the explanation says why
+        summaries = {}
+        for index, each in enumerate(parameters):
+            gradient, gradients[index] = gradients[index], None
+            if gradient is not None:
+                summaries[each.name] = _summarize(gradient, id(each.tensor) in lookups)
+        return summaries
+
+    def summarize_step(
+        self,
+        model: TorchModel,  # type: ignore[override]
+        parameters: Sequence[AuditedParameter],
+        step: Callable[[], Any],
+    ) -> Summaries | None:
+        summaries: dict[str, GradientSummary] = {}
+        with scope():
+            calls = _BackwardCalls(_protect(model))
+            with isolated(step):
+                handles = removed_later()
+                for each in parameters:
+                    hook = partial(_note, summaries, each.name, calls)
+                    handles.extend(map(each.tensor.register_post_accumulate_grad_hook, [hook]))
+                enter_mode(calls)
+                try:
+                    step()
+                except Exception as error:
+                    if not calls.untracked and not _is_refusal(error):
+                        raise
+                    if not calls.untracked:  # otherwise what comes after it fails for want of gradients
+                        summaries.clear()
+        return summaries if calls.count else None
+
+    def loss_of_step(self, model: TorchModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
+        return partial(_loss_of, model, step)
+
+    def remarks(self, model: TorchModel) -> list[str]:  # type: ignore[override]
+        modules = [module for root in model.roots.values() for module in root.modules()]
+        return ["the model is compiled, and ran eagerly for this"] if any(map(_compat.is_compiled, modules)) else []
+
+
+implementation = TorchAudit()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return True if PyTorch refuses to compute gradients, for a reason that an explanation finds."""
+    text = str(error)
+    return _compat.is_inplace_error(text) or _compat.operation_without_derivative(text) is not None
+
+
+def _element_groups(model: TorchModel) -> dict[int, list[Any]]:
+    """Return the groups of elements that train, by the `id()` of the parameter that they are elements of."""
+    groups: dict[int, list[Any]] = {}
+    for _, module in model.modules():
+        for parameter in module.__dict__.get("_trained", {}).values():
+            groups.setdefault(id(parameter.tensor), list(parameter.groups))
+    return groups
+
+
+def _audited(name: str, x: Tensor, frozen: str | None, place: Place | None = None) -> AuditedParameter:
+    return AuditedParameter(name, x, tuple(x.shape), str(x.dtype).removeprefix("torch."), frozen, place)
+
+
+def _frozen(x: Tensor) -> str | None:
+    return None if x.requires_grad else "requires_grad=False"
+
+
+def _summarize(gradient: Tensor, is_lookup: bool) -> GradientSummary:
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient, is_lookup = gradient.to_dense(), True
+    if not gradient.numel():
+        return GradientSummary(1.0)
+    gradient = gradient if gradient.dim() else gradient.reshape(1)
+    if gradient.dtype in (torch.float16, torch.bfloat16):
+        gradient = gradient.float()
+    slices = {}
+    for axis in range(min(gradient.dim(), 2)):
+        rest = [n for n in range(gradient.dim()) if n != axis]
+        sizes = torch.linalg.vector_norm(gradient, float("inf"), dim=rest) if rest else gradient.abs()
+        slices[axis] = sizes.double().numpy(force=True)
+    return GradientSummary(float(np.max(slices[0])), slices, is_lookup)
+
+
+def _looked_up(loss: Tensor) -> set[int]:
+    """Return the `id()` of the leaves of which every function in the graph takes some rows alone."""
+    readers: dict[int, bool] = {}
+    pending: list[tuple[Any, str]] = [(loss.grad_fn, "")] if loss.grad_fn is not None else []
+    seen: set[tuple[Any, str]] = set()
+    while pending:
+        node, reader = pending.pop()
+        name = node.name()
+        if hasattr(node, "variable"):
+            key = id(node.variable)
+            readers[key] = readers.get(key, True) and reader in LOOKUPS
+            continue
+        # What a moved or cast parameter is read by counts as its reader.
+        here = reader if name.startswith(MOVES) and reader in LOOKUPS else name
+        for following, _ in node.next_functions:
+            if following is not None and (following, here) not in seen:
+                seen.add((following, here))
+                pending.append((following, here))
+    return {key for key, only in readers.items() if only}
+
+
+def _note(summaries: dict[str, GradientSummary], name: str, calls: "_BackwardCalls", x: Tensor) -> None:
+    if x.grad is not None:
+        summary = _summarize(x.grad, id(x) in calls.lookups)
+        summaries[name] = summary if name not in summaries else summaries[name].union(summary)
+
+
+def _protect(model: TorchModel) -> list[Tensor]:
+    """Take the gradients of a model away and idle all optimizers, until the innermost open scope is left.
+
+    Then gradients, parameters and modes are as they were. Return the parameters.
+    """
+    held = [x for _, kind, x in model.named_tensors() if kind == "parameter"]
+    held += [group.leaf for groups in _element_groups(model).values() for group in groups]
+    for x in held:
+        defer(_restore, x, x.grad, x.detach().clone())
+        x.grad = None
+    defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
+    idle = _IdleOptimizers()
+    add_hook(_compat._global_optimizer_pre_hooks, idle.before)
+    add_hook(_compat._global_optimizer_post_hooks, idle.after)
+    return held
+
+
+def _restore(x: Tensor, gradient: Tensor | None, before: Tensor) -> None:
+    if not torch.equal(x.detach(), before):  # it would count as a write, though nothing has changed
+        x.detach().copy_(before)
+    x.grad = gradient
+
+
+def _set_training_flags(modules: Sequence[tuple[torch.nn.Module, bool]]) -> None:
+    for module, training in modules:
+        module.training = training
+
+
+class _IdleOptimizers:
+    """Takes the gradients away from an optimizer while it steps, so that it changes nothing."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        params = [x for group in optimizer.param_groups for x in group["params"]]
+        self._taken[id(optimizer)] = [(x, x.grad) for x in params]
+        defer(self.after, optimizer)
+        for x in params:
+            x.grad = None
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        for x, gradient in self._taken.pop(id(optimizer), ()):
+            x.grad = gradient
+
+
+class _BackwardCalls(TorchFunctionMode):
+    """Notes the calls of `backward()`; leaves out one on a loss without a graph, which PyTorch would refuse."""
+
+    def __init__(self, protected: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.count = 0
+        self.untracked = False
+        self.lookups: set[int] = set()
+        self._protected = set(map(id, protected))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if name_of(func) == "backward":
+            self.count += 1
+            roots = [x for x, _ in _roots(args, kwargs)]
+            if not any(x.requires_grad for x in roots):
+                self.untracked = True
+                return None
+            tracked = [x for x in roots if x.requires_grad]
+            self.lookups = {key for x in tracked for key in _looked_up(x)}
+            for leaf in [leaf for x in tracked for leaf in graph_leaves(x)]:
+                if id(leaf) not in self._protected:  # an input, or a part of another model
+                    self._protected.add(id(leaf))
+                    defer(setattr, leaf, "grad", leaf.grad)
+                    leaf.grad = None
+        return func(*args, **kwargs)
+
+
+class _CapturedLoss(TorchFunctionMode):
+    """Keeps what `backward()` is called on, and does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.roots: list[tuple[Tensor, Tensor | None]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if name_of(func) == "backward":
+            self.roots += _roots(args, kwargs)
+            return None
+        return func(*args, **kwargs)
+
+
+def _roots(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensors that `backward()` is called on, each with the gradient that it starts from."""
+    tensors = args[0] if args else kwargs["tensors"]
+    seeds = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    seeds = [seeds] * len(tensors) if seeds is None or isinstance(seeds, Tensor) else list(seeds)
+    return list(zip(tensors, seeds, strict=False))
+
+
+def _loss_of(model: TorchModel, step: Callable[[], Any]) -> Tensor:
+    """Run a step up to its end, and return the sum of what it calls `backward()` on."""
+    captured = _CapturedLoss()
+    with scope():
+        _protect(model)
+        enter_mode(captured)
+        try:
+            step()
+        except Exception:  # without gradients a scaler or a norm may refuse to go on
+            if not captured.roots:
+                raise
+    if not captured.roots:
+        raise OptionError("the step called no backward() when it ran again; let it do the same each time")
+    losses = [x if seed is None else (x * seed).sum() for x, seed in captured.roots]
+    return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()

@@ -1,0 +1,329 @@
+"""`eg.audit` on PyTorch: what it finds, what it notes, and what it leaves as it was."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import elementgrad as eg
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """A trunk, a side branch and a head; `change` is done to what the trunk returns."""
+
+    def __init__(self, change=lambda h: h):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.side, self.head = nn.Linear(6, 1), nn.Linear(8, 1)
+        self.change = change
+
+    def forward(self, x):
+        return self.head(self.change(self.trunk(x))) + self.side(x)
+
+
+TRUNK = ("trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias")
+
+
+def loss(model):
+    return model(X).square().mean()
+
+
+def mlp(activation=nn.ReLU, width=16):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, width), activation(), nn.Linear(width, 1))
+
+
+def names(findings):
+    return [name for finding in findings for name in finding.parameters]
+
+
+def test_a_healthy_model_has_no_findings_and_one_run():
+    model, runs = Net(), []
+    audit = eg.audit(model, lambda model: runs.append(1) or loss(model))
+    assert audit.ok
+    assert audit
+    assert not audit.findings
+    assert len(runs) == 1
+    assert audit.parameters == tuple(name for name, _ in model.named_parameters())
+    assert str(audit) == "all 8 parameters learn."
+
+
+def test_a_detached_trunk_is_one_finding_with_its_line_and_fix():
+    audit = eg.audit(Net(lambda h: h.detach()), loss)
+    (finding,) = audit.findings
+    assert (finding.problem, finding.cause, finding.parameters) == ("no gradient", "detached", TRUNK)
+    assert finding.where.startswith("test_audit.py:")
+    assert "leave detach out" in finding.fix
+    assert finding.diagnosis.verdict == "unconnected"
+    for name in TRUNK:
+        assert f"{name} " in str(audit)
+    assert str(audit).count(finding.where) == 5  # a row for each parameter, and the sentence
+    assert not audit
+
+
+def test_a_block_without_gradients_is_one_finding_at_the_line_that_begins_it():
+    class Blocked(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                h = self.trunk[0](x)
+                h = self.trunk[2](torch.tanh(h))
+            return self.head(h) + self.side(x)
+
+    (finding,) = eg.audit(Blocked(), loss).findings
+    assert (finding.cause, finding.parameters) == ("no-grad", TRUNK)
+    assert finding.where == f"test_audit.py:{Blocked.forward.__code__.co_firstlineno + 1}"
+
+
+def test_zeros_that_one_operation_makes_are_one_finding_on_both_sides_of_it():
+    (finding,) = eg.audit(Net(lambda h: torch.relu(h - 100)), loss).findings
+    assert (finding.problem, finding.cause) == ("zero", "dead-relu")
+    assert finding.parameters == (*TRUNK, "head.weight")
+
+
+def test_what_is_not_used_is_grouped_by_the_results_that_it_leads_to():
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.other, self.spare = nn.Linear(6, 6), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+        def forward(self, x):
+            self.trunk(self.other(x))
+            return self.side(x)
+
+    findings = eg.audit(Unused(), loss).findings
+    assert {finding.cause for finding in findings} == {"unused"}
+    used, head, spare = sorted(findings, key=lambda finding: -len(finding.parameters))[:1] + [
+        next(each for each in findings if each.parameters[0].startswith(prefix)) for prefix in ("head", "spare")
+    ]
+    assert set(used.parameters) == {*TRUNK, "other.weight", "other.bias"}
+    assert used.where
+    assert head.parameters == ("head.weight", "head.bias")
+    assert head.where is None
+    assert spare.parameters == ("spare.0.weight", "spare.0.bias", "spare.1.weight", "spare.1.bias")
+
+
+def test_a_loss_that_is_not_finite_is_one_finding_about_all():
+    (finding,) = eg.audit(Net(lambda h: torch.log(h * 0)), loss).findings
+    assert finding.problem == "not finite"
+    assert finding.cause == "singular"
+    assert len(finding.parameters) == 8
+
+
+def test_a_write_in_place_that_pytorch_refuses_is_a_finding():
+    def modified(h):
+        y = torch.sigmoid(h)
+        z = y * 2
+        y.add_(1)
+        return z + y
+
+    (finding,) = eg.audit(Net(modified), loss).findings
+    assert finding.cause == "modified-in-place"
+    assert len(finding.parameters) == 8
+
+
+@pytest.mark.parametrize(
+    ("break_unit", "activation", "cause"),
+    [
+        (lambda model: model[0].bias.data[3].fill_(-50), nn.ReLU, "dead-relu"),
+        (lambda model: (model[0].weight.data[3].zero_(), model[0].bias.data[3].fill_(-1)), nn.ReLU, "dead-relu"),
+        (lambda model: model[0].bias.data[3].fill_(-50), nn.ReLU6, "clamped"),
+        (lambda model: model[0].bias.data[3].fill_(200), nn.Sigmoid, "saturated"),
+        (lambda model: model[2].weight.data[:, 3].zero_(), nn.Tanh, "masked"),
+    ],
+)
+def test_a_dead_unit_is_a_finding_with_its_bias(break_unit, activation, cause):
+    model = mlp(activation)
+    break_unit(model)
+    (finding,) = eg.audit(model, loss).findings
+    assert (finding.problem, finding.cause) == ("dead units", cause)
+    assert finding.parameters == ("0.weight[3]", "0.bias[3]")
+    assert finding.where.startswith("test_audit.py:")
+
+
+def test_a_dead_channel_is_one_finding_through_its_normalisation():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 2))
+    model[1].bias.data[2] = -60
+    image = torch.randn(4, 2, 6, 6)
+    (finding,) = eg.audit(model, lambda model: model(image).square().mean()).findings
+    assert finding.parameters == ("0.weight[2]", "0.bias[2]", "1.weight[2]", "1.bias[2]")
+
+
+def test_units_that_another_batch_may_wake_are_a_note():
+    audit = eg.audit(mlp(width=64), lambda model: model(X[:3]).square().mean())
+    assert audit.ok
+    assert [note.problem for note in audit.notes] == ["dead units"]
+
+
+def test_unused_rows_and_biases_that_nothing_moves_are_notes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.LayerNorm(6, elementwise_affine=False))
+    model.append(nn.Flatten()).append(nn.BatchNorm1d(12, affine=False)).append(nn.Linear(12, 1))
+    ids = torch.randint(5, (8, 2))
+    audit = eg.audit(model, lambda model: model(ids).square().mean())
+    assert audit.ok
+    notes = {note.problem: note for note in audit.notes}
+    assert notes["unused rows"].parameters == ("0.weight",)
+    assert "of 9 rows" in notes["unused rows"].reason
+    conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 1))
+    image = torch.randn(8, 1, 6, 6)
+    audit = eg.audit(conv, lambda model: model(image).square().mean())
+    assert audit.ok
+    assert [(note.problem, note.parameters) for note in audit.notes] == [("cannot move", ("0.bias",))]
+
+
+def test_gradients_that_are_tiny_beside_their_neighbours_are_a_note():
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+
+    def scaled(model):
+        h = X
+        for number, layer in enumerate(model):
+            y = layer(h)
+            h = y + 1e-6 * (layer.weight.sum() - layer.weight.detach().sum()) if number == 2 else y
+            h = h.detach() + 1e-7 * (h - h.detach()) if number == 2 else h
+            h = h + sum(other(X).tanh() for other in model[:2]) if number == 2 else h
+        return h.square().mean()
+
+    audit = eg.audit(model, scaled)
+    assert audit.ok
+    assert "2.weight" in names(note for note in audit.notes if note.problem == "tiny")
+
+
+def test_frozen_and_excepted_parameters_are_no_findings():
+    model = Net(lambda h: h.detach())
+    model.trunk[0].requires_grad_(False)
+    audit = eg.audit(model, loss, except_=["trunk.2"])
+    assert audit.ok
+    assert audit.frozen == ("trunk.0.weight", "trunk.0.bias")
+    assert audit.excepted == ("trunk.2.weight", "trunk.2.bias")
+    for text in ("trunk.*", "trunk", ["**.bias", "trunk.*.weight"]):
+        assert eg.audit(Net(lambda h: h.detach()), loss, text).ok
+
+
+def test_elements_that_train_are_looked_at_and_the_others_are_frozen():
+    model = Net()
+    elements = eg.trainable(model, ["trunk.0.weight[2, :]", "head.bias"])
+    audit = eg.audit(model, loss)
+    assert audit.ok
+    assert set(audit.parameters) == {"trunk.0.weight[2, :]", "head.bias"}
+    assert "trunk.0.weight" in audit.frozen
+    assert "side.weight" in audit.frozen
+    model.change = lambda h: h.detach()
+    (finding,) = eg.audit(model, loss).findings
+    assert finding.cause == "detached"
+    assert finding.parameters == ("trunk.0.weight[2, :]",)
+    elements.release()
+
+
+def test_tied_weights_are_one_parameter():
+    model = Net()
+    model.side = nn.Linear(8, 1)
+    model.side.weight = model.head.weight
+    audit = eg.audit(model, lambda model: model.head(model.trunk(X)).square().mean(), except_="side.bias")
+    assert audit.ok
+    assert sum("weight" in name for name in audit.parameters) == 3
+
+
+def test_behind_weights_that_start_at_zero_and_learn_a_parameter_waits():
+    model = mlp(nn.Tanh)
+    nn.init.zeros_(model[2].weight)
+    audit = eg.audit(model, lambda model: (model(X) - 1).square().mean())
+    assert audit.ok
+    (note,) = audit.notes
+    assert note.problem == "waits"
+    assert note.parameters == ("0.weight", "0.bias")
+    assert "2.weight" in note.reason
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    assert set(names(eg.audit(model, lambda model: (model(X) - 1).square().mean()).findings)) == {
+        *("0.weight", "0.bias", "2.weight")
+    }
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_training_step_runs_as_it_is_and_leaves_everything_as_it_was(scaled):
+    model = nn.Sequential(*Net(lambda h: h.detach()).trunk, nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    def step(cut=False):
+        model.train()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=scaled):
+            h = model[:3](X)
+            value = model[3:](h.detach() if cut else h).square().mean()
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    model.eval()
+    assert eg.audit(model, lambda: step()).ok
+    (finding,) = eg.audit(model, lambda: step(cut=True)).findings
+    assert finding.cause == "detached"
+    assert finding.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert not model.training
+    assert not optimizer.state
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all((parameter.grad == 7).all() for parameter in model.parameters())
+
+
+def test_a_step_on_a_loss_without_a_graph_is_explained():
+    model = Net()
+    (finding,) = eg.audit(model, lambda: loss(model).detach().backward()).findings
+    assert finding.cause == "detached"
+    assert len(finding.parameters) == 8
+
+
+def test_a_compiled_model_runs_eagerly_and_a_note_says_so():
+    model = torch.compile(Net(lambda h: h.detach()), backend="eager")
+    audit = eg.audit(model, loss)
+    assert audit.findings[0].parameters == TRUNK
+    assert "ran eagerly" in str(audit.notes[0])
+
+
+def test_a_hook_that_stops_gradients_is_a_finding():
+    model = Net()
+    model.side.weight.register_hook(torch.zeros_like)
+    (finding,) = eg.audit(model, loss).findings
+    assert finding.cause == "hook"
+    assert finding.parameters == ("side.weight",)
+
+
+def test_the_audit_is_json_and_html():
+    audit = eg.audit(Net(lambda h: h.detach()), loss, except_="side.bias")
+    fields = json.loads(audit.to_json())
+    assert fields["ok"] is False
+    assert fields["excepted"] == ["side.bias"]
+    assert fields["findings"][0]["parameters"] == list(TRUNK)
+    assert fields["findings"][0]["cause"] == "detached"
+    html = audit._repr_html_()
+    assert all(name in html for name in TRUNK)
+    assert "detach cuts it off" in html
+
+
+def test_a_report_shows_the_audit(tmp_path):
+    page = eg.report(tmp_path / "audit.html", eg.audit(Net(lambda h: h.detach()), loss)).read_text()
+    assert "Which parameters learn" in page
+    assert all(name in page for name in TRUNK)
+
+
+def test_adapters_of_peft_are_fine():
+    peft = pytest.importorskip("peft", reason="peft is not installed here")
+    model = peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["0", "2"]))
+    audit = eg.audit(model, loss)
+    assert audit.ok
+    assert len(audit.frozen) == 8
+    assert [note.problem for note in audit.notes] == ["waits"]
+    assert all("lora_A" in name for name in audit.notes[0].parameters)

@@ -1,0 +1,64 @@
+"""The fixture `gradients`: snapshots are exact, readable and forgive rounding; runs of pytest are in tests/slow."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from elementgrad._pytest import Gradients
+
+
+def snapshots(folder, update=False):
+    return Gradients(folder / "test_it.py", update, {})
+
+
+def test_snapshots_forgive_rounding_and_nothing_more(tmp_path):
+    x = torch.tensor([0.5, 1.5])
+    for dtype, rounding, wrong in ((torch.float32, 1e-6, 1e-4), (torch.float64, 1e-15, 1e-12)):
+        name, x = str(dtype), x.to(dtype)
+
+        def f(x, by=0.0):
+            return (x.sin() * (1 + by)).sum()
+
+        snapshots(tmp_path, update=True).snapshot(name, f, x, wrt="x")
+        snapshots(tmp_path).snapshot(name, f, x, wrt="x", kwargs={"by": rounding})
+        with pytest.raises(pytest.fail.Exception, match="of 2 numbers differ"):
+            snapshots(tmp_path).snapshot(name, f, x, wrt="x", kwargs={"by": wrong})
+
+
+def test_snapshots_keep_several_derivatives_and_what_is_not_finite(tmp_path):
+    def f(x, y):
+        return torch.sqrt(x).sum() * y
+
+    x, y = torch.tensor([0.0, 4.0]), torch.tensor(2.0)
+    snapshots(tmp_path, update=True).snapshot("roots", f, x, y, wrt={"a": "x", "b": "y"})
+    kept = snapshots(tmp_path).snapshot("roots", f, x, y, wrt={"a": "x", "b": "y"})
+    assert kept["a"].tolist() == [float("inf"), 0.5]
+    with pytest.raises(pytest.fail.Exception, match="now there are d"):
+        snapshots(tmp_path).snapshot("roots", f, x, y, wrt="x")
+    with pytest.raises(pytest.fail.Exception, match=r"had shape \(2,\), and has \(\)"):
+        snapshots(tmp_path).snapshot("roots", f, x, y, wrt={"a": "y", "b": "y"})
+
+
+def test_bad_snapshots_get_one_sentence(tmp_path):
+    x = torch.tensor([1.0])
+    with pytest.raises(pytest.fail.Exception, match="becomes a file name"):
+        snapshots(tmp_path).snapshot("a/b", torch.sin, x)
+    twice = snapshots(tmp_path, update=True)
+    twice.snapshot("same", torch.sin, x)
+    with pytest.raises(pytest.fail.Exception, match="differ in one run; give each a name of its own"):
+        twice.snapshot("same", torch.cos, x)
+    (tmp_path / "gradients" / "test_it.same.json").write_text("{}")
+    with pytest.raises(pytest.fail.Exception, match="is no snapshot of this format"):
+        snapshots(tmp_path).snapshot("same", torch.sin, x)
+
+
+def test_the_plugin_imports_nothing_until_a_test_uses_it():
+    code = """
+import sys, elementgrad._pytest
+print(sorted({"numpy", "torch", "tensorflow", "jax", "keras"} & set(sys.modules)))
+print([name for name in sys.modules if name.startswith("elementgrad")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "['elementgrad', 'elementgrad._pytest']"]
