@@ -19,7 +19,7 @@ BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_cone", "_backe
 """What backends may build on; all else builds on them."""
 INTERFACES = {
     *("_read.backend", "_train.backend", "_train.trainer", "_train.freeze"),
-    *("_train.numbers", "_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
+    *("_train.numbers", "_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay", "_watch.backend"),
 }
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from elementgrad._place.selection import Selection
     from elementgrad._read.backend import ReadBackend
     from elementgrad._train.backend import TopBackend, TrainBackend
+    from elementgrad._watch.backend import WatchBackend
 
 Tensor = Any
 Kind = Literal["b", "i", "f", "c", "o"]
 """What a dtype holds: booleans, integers, floats, complex numbers or something else."""
 NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 """The dtypes of derivatives that NumPy has."""
-MODULES = {"read": "read", "explain": "explain", "train": "train.trainer", "top": "top", "cone": "cone.program"}
+MODULES = {
+    "read": "read", "explain": "explain", "train": "train.trainer", "top": "top", "cone": "cone.program", "watch": "watch"}
 """The module of each backend in which `implementation` implements the interface of a verb."""
 
 
@@ -102,6 +104,8 @@ class Backend(ABC):
     def load(self, verb: Literal["top"]) -> "TopBackend": ...
     @overload
     def load(self, verb: Literal["cone"]) -> "ConeBackend": ...
+    @overload
+    def load(self, verb: Literal["watch"]) -> "WatchBackend": ...
     def load(self, verb: str) -> Any:
         """Return the framework's implementation of a verb's interface, imported when it is first needed."""
         loaded = self._loaded.get(verb)
