@@ -86,6 +86,8 @@ class Watch:
         self._framework = _backend_of(model)
         self._backend: WatchBackend = self._framework.load("watch")
         self._error: WatchError | None = None
+        self._arguments: Any = None
+        """The arguments of the step that was captured, some of which a file may lack."""
         self._begun = False
         self._outer: BaseException | None = None
         options = WatchOptions(parse_rules(when), loss, self._stop)
@@ -171,7 +173,7 @@ class Watch:
         path = capture if capture is not None else self._error.capture if self._error is not None else None
         if path is None:
             raise OptionError("nothing was captured; give a file, as in watch.replay('nan.capture')")
-        return replay(path, self._model, self._loss)
+        return replay(path, self._model, self._loss, self._arguments if capture is None else None)
 
     def _stop(self, hit: Hit) -> NoReturn:
         report, decided = _explain(hit)
@@ -179,7 +181,9 @@ class Watch:
         report = WatchReport.from_json(content)
         if writes and self._path is not None and hit.captured is not None:
             try:
-                write_capture(self._path, hit.captured(), report, self._backend)
+                step = hit.captured()
+                write_capture(self._path, step, report, self._backend)
+                self._arguments = step.arguments
             except Exception as error:
                 failure = getattr(error, "strerror", None) or error
                 report = report.but(evidence=(*report.evidence, f"{self._path} could not be written: {failure}"))
@@ -232,7 +236,7 @@ class WatchReplay:
 
 
 @not_compiled
-def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None) -> WatchReplay:
+def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, arguments: Any = None) -> WatchReplay:
     """Run the step of a capture again with the model that it is of."""
     backend = _backend_of(model).load("watch")
 
@@ -241,7 +245,7 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None) -> Wat
             raise OptionError(f"the capture is of {quoted(name)}, and the model of {backend.name}; give the one it is of")
         return backend
 
-    capture = read_capture(path, named)
+    capture = read_capture(path, named, arguments)
     require_same_model(capture.step.model, backend.describe(model))
     run: ReplayedRun = backend.run(model, capture.step, loss)
     common = capture.hashes.keys() & run.results.keys()

@@ -44,6 +44,8 @@ class StepRecord:
     """The gradient that arrived at each output, by its position."""
     names: Mapping[int, str] = field(default_factory=dict)
     """The modules whose results values are."""
+    updates: AbstractSet[int] = frozenset()
+    """The values that an optimizer's update makes, where that is part of the record."""
     hints: Sequence[Hint] = ()
     following: Callable[[], AbstractContextManager[Any]] = nullcontext
 

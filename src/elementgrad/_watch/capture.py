@@ -8,8 +8,8 @@ are the same.
 
 import hashlib
 import json
-import math
 import os
+import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +71,9 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
             omitted.append(f"{name}, which contains itself")
             return {"omitted": name}
         inner = (*above, value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            fields = [encode(item, f"{name}.{key}", inner) for key, item in zip(value._fields, value, strict=True)]
+            return {"namedtuple": [f"{type(value).__module__}:{type(value).__qualname__}", fields]}
         if type(value) in (list, tuple):
             return {type(value).__name__: [encode(item, f"{name}.{n}", inner) for n, item in enumerate(value)]}
         if isinstance(value, (dict, UserDict)) and all(isinstance(key, str) for key in value):
@@ -99,8 +102,13 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
     replace_file(path, *pack_safetensors(tensors, {**meta, "sha256": _checksum(meta, tensors)}), mode=0o600)
 
 
-def read_capture(path: str | os.PathLike[str], backend_named: Callable[[str], WatchBackend]) -> CaptureFile:
-    """Read a capture, or raise an `OptionError` that says what is wrong with the file."""
+def read_capture(
+    path: str | os.PathLike[str], backend_named: Callable[[str], WatchBackend], arguments: Any = None
+) -> CaptureFile:
+    """Read a capture, or raise an `OptionError` that says what is wrong with the file.
+
+    With `arguments` those count in place of the file's, which may lack some.
+    """
     name = Path(path).name
     try:
         with open(path, "rb") as file:
@@ -125,14 +133,16 @@ def read_capture(path: str | os.PathLike[str], backend_named: Callable[[str], Wa
         if meta.pop("sha256", None) != _checksum(meta, tensors):
             raise LayoutError("its checksum is not that of what it holds")
         backend = backend_named(meta["framework"])
-        return _decode(json.loads(meta["content"]), tensors, backend)
+        return _decode(json.loads(meta["content"]), tensors, backend, arguments)
     except OptionError:
         raise
     except (LayoutError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise OptionError(f"{name} is damaged or cut short ({error}); let eg.watch write it again") from None
 
 
-def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBackend) -> CaptureFile:
+def _decode(
+    content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBackend, arguments: Any
+) -> CaptureFile:
     described = content["tensors"]
 
     def tensor(name: str) -> Any:
@@ -151,6 +161,8 @@ def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBac
             return tensor(value)
         if kind in ("list", "tuple"):
             return (list if kind == "list" else tuple)([decode(item) for item in value])
+        if kind == "namedtuple":
+            return _named_tuple(value[0], [decode(item) for item in value[1]])
         if kind == "dict":
             return {key: decode(item) for key, item in value.items()}
         if kind == "omitted":
@@ -162,7 +174,7 @@ def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBac
 
     step = CapturedStep(
         content["model"],
-        decode(content["arguments"]),
+        decode(content["arguments"]) if arguments is None else arguments,
         named("held"),
         named("random"),
         named("gradients"),
@@ -170,6 +182,16 @@ def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBac
         omitted=content["omitted"],
     )
     return CaptureFile(step, WatchReport.from_json(content["report"]), content["results"], backend.name)
+
+
+def _named_tuple(name: str, entries: Sequence[Any]) -> Any:
+    """Return a named tuple, if its class is there already: nothing is imported for the sake of a file."""
+    module, _, path = name.partition(":")
+    kind: Any = sys.modules.get(module)
+    for part in path.split("."):
+        kind = getattr(kind, part, None)
+    fits = isinstance(kind, type) and issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(entries)
+    return tuple.__new__(kind, entries) if fits else tuple(entries)
 
 
 def listed_omitted(omitted: Sequence[str]) -> str:

@@ -24,6 +24,8 @@ from elementgrad._watch.report import WatchReport
 Tensor = Any
 HELD = {"input": "bad-input", "parameter": "bad-parameter", "buffer": "bad-parameter"}
 """The cause where a number is bad before anything runs, by the kind of what holds it."""
+NO_VALUE = "{} has no finite value at this input"
+"""The clause where an operation is singular in its value, and not only in its slope."""
 
 
 def locate(record: StepRecord, tripped: str) -> WatchReport | None:
@@ -58,7 +60,9 @@ class _Search:
         if self._record.loss is not None and self._record.loss.id is not None:
             loss = self._record.loss
             ones = self._numbers.like(np.ones(tuple(loss.tensor.shape)), loss.tensor)
-            return self._find_gradient({self._record.loss.id: ones}, loss)
+            report = self._find_gradient({self._record.loss.id: ones}, loss)
+            if report is not None:
+                return report
         seeds: dict[int, Tensor] = {}
         for position, g in sorted(self._record.cotangents.items()):
             output = self._record.outputs[position]
@@ -90,6 +94,8 @@ class _Search:
             return WatchReport.of_cause(self._tripped, "unseen", None, None)
         result = next(value for value in first.outputs if value in self._bad)
         place, number = self._element(self._name(result, first), self._tensors[result])
+        if result in self._record.updates:
+            return self._update(first, result, target)
         if self._masks.intersection(first.inputs) and not self._made_of_scalars(first):
             site = {"where": first.where, "module": first.module, "operation": first.operation}
             return WatchReport.of_cause(self._tripped, "masked-row", place, number, **site)
@@ -97,7 +103,23 @@ class _Search:
         path = DataPath(OpGraph([first], start, result, self._record.connected, self._record.hints))
         finding = why_nonfinite(path, [finite_flags(first, self._numbers)], None, finite=False)
         finding.evidence = self._inputs_at(first, result)
-        return self._report(finding, path, place, number)
+        report = self._report(finding, path, place, number)
+        return report.but(clause=NO_VALUE.format(first.operation)) if report.cause == "singular" else report
+
+    def _update(self, op: Op, result: int, target: NamedValue) -> WatchReport:
+        """Report an update that made a bad number, with what was held about the element before."""
+        index = _first_bad(self._numbers.array(self._tensors[result]))
+        shape = tuple(self._tensors[result].shape)
+        index = index if tuple(target.tensor.shape) == shape else _first_bad(self._numbers.array(target.tensor))
+        shape = tuple(target.tensor.shape)
+        state = {
+            held.name: float(np.real(self._numbers.array(held.tensor)[index]))
+            for held in self._record.held
+            if held.kind == "parameter" and tuple(held.tensor.shape) == shape
+        }
+        value = bad_float(self._numbers.array(target.tensor)[index])
+        site = {"where": op.where, "operation": op.operation}
+        return WatchReport.of_cause(self._tripped, "update", place_text(target.name, index), value, state=state, **site)
 
     def _find_gradient(self, seeds: dict[int, Tensor], target: NamedValue) -> WatchReport | None:
         ops, numbers = self._record.ops, self._numbers

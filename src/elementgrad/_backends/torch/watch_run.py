@@ -171,8 +171,9 @@ class ModelState:
         texts = {n: text + names[n].partition("#")[2].lstrip("0123456789") * (text in once) for n, text in texts.items()}
         ops, hints = recorder.recorded_ops(), recorder.hints
         connected = frozenset(recorder.connected)
+        seeds = dict(call.cotangents)
         return StepRecord(
-            "torch", ops, connected, NUMBERS, held, named, final, dict(call.cotangents), texts, hints, _following
+            "torch", ops, connected, NUMBERS, held, named, final, seeds, texts, hints=hints, following=_following
         )
 
     def results(self, call: ForwardCall) -> dict[str, Tensor]:
