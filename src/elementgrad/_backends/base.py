@@ -33,7 +33,13 @@ Kind = Literal["b", "i", "f", "c", "o"]
 NATIVE = ("float16", "float32", "float64", "complex64", "complex128")
 """The dtypes of derivatives that NumPy has."""
 MODULES = {
-    "read": "read", "explain": "explain", "train": "train.trainer", "top": "top", "cone": "cone.program", "watch": "watch"}
+    "read": "read",
+    "explain": "explain",
+    "train": "train.trainer",
+    "top": "top",
+    "cone": "cone.program",
+    "watch": "watch",
+}
 """The module of each backend in which `implementation` implements the interface of a verb."""
 
 

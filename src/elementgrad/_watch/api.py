@@ -69,6 +69,10 @@ def watch(
     ...     print(error.step, error.place, error.cause)
     1 input[0, 1] bad-input
     """
+    if _backend_of(model).name == "tensorflow":
+        raise FrameworkError(
+            "a Keras model is watched in fit, by model.fit(..., callbacks=[elementgrad.callbacks.KerasWatch()])"
+        )
     return Watch(model, optimizer, when, capture, loss)
 
 
@@ -117,6 +121,15 @@ class Watch:
         self._begun = False
         if ends:
             self._watcher.finish()
+
+    def close(self, look: bool = True) -> None:
+        """End the watch, as the end of its block does; for callbacks, which have no block.
+
+        Args:
+            look: False to look at nothing any more.
+        """
+        self._begun = self._begun and look
+        self._undos.undo()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step that is watched, on JAX.
@@ -176,7 +189,7 @@ class Watch:
         return replay(path, self._model, self._loss, self._arguments if capture is None else None)
 
     def _stop(self, hit: Hit) -> NoReturn:
-        report, decided = _explain(hit)
+        report, decided, hit = _explain(hit)
         content, writes = self._watcher.agree(report.to_json(), decided)
         report = WatchReport.from_json(content)
         if writes and self._path is not None and hit.captured is not None:
@@ -190,15 +203,16 @@ class Watch:
             else:
                 report = report.but(capture=str(self._path))
         self._error = report.error()
+        self._undos.undo()  # a callback has no block that would end with the error
         raise self._error
 
 
-def _explain(hit: Hit) -> tuple[WatchReport, bool]:
-    """Return the report of a hit, and True if the fault was found, or was known before."""
+def _explain(hit: Hit) -> tuple[WatchReport, bool, Hit]:
+    """Return the report of a hit, True if the fault was found or was known before, and the hit or its other one."""
     more: dict[str, Any] = {"step": hit.step, "micro_batch": hit.micro_batch}
     if hit.cause is not None:
         more |= {"where": hit.where, "module": hit.module, "state": hit.state, "evidence": hit.evidence}
-        return WatchReport.of_cause(hit.tripped, hit.cause, hit.place, hit.value, **more), True
+        return WatchReport.of_cause(hit.tripped, hit.cause, hit.place, hit.value, **more), True, hit
     evidence: list[str] = list(hit.evidence)
     try:
         report = locate(hit.record(), hit.tripped) if hit.record is not None else None
@@ -206,9 +220,11 @@ def _explain(hit: Hit) -> tuple[WatchReport, bool]:
         report = None
         evidence.append(cannot_follow(error))
     decided = report is not None and report.cause not in ("unseen",)
+    if (report is None or report.cause == "unseen") and hit.otherwise is not None:
+        return _explain(hit.otherwise)
     if report is None:
         report = WatchReport.of_cause(hit.tripped, "unseen", hit.place, hit.value)
-    return report.but(**more, evidence=(*report.evidence, *evidence)), decided
+    return report.but(**more, evidence=(*report.evidence, *evidence)), decided, hit
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,9 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, argume
 
     def named(name: str) -> WatchBackend:
         if name != backend.name:
-            raise OptionError(f"the capture is of {quoted(name)}, and the model of {backend.name}; give the one it is of")
+            raise OptionError(
+                f"the capture is of {quoted(name)}, and the model of {backend.name}; give the one it is of"
+            )
         return backend
 
     capture = read_capture(path, named, arguments)
@@ -265,9 +283,5 @@ def _backend_of(model: Any) -> Backend:
         raise FrameworkError(
             f"{type(model).__name__} cannot be watched; give a torch.nn.Module, or a step of JAX, and for Keras use "
             "elementgrad.callbacks.KerasWatch"
-        )
-    if backend.name == "tensorflow":
-        raise FrameworkError(
-            "a Keras model is watched in fit, by model.fit(..., callbacks=[elementgrad.callbacks.KerasWatch()])"
         )
     return backend

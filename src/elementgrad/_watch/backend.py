@@ -100,6 +100,8 @@ class Hit:
     module: str = ""
     state: Mapping[str, float] = field(default_factory=dict)
     evidence: Sequence[str] = ()
+    otherwise: "Hit | None" = None
+    """What it is if the record shows nothing: the forward of another micro-batch, or an update."""
 
 
 @dataclass(frozen=True)

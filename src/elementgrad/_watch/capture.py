@@ -140,9 +140,7 @@ def read_capture(
         raise OptionError(f"{name} is damaged or cut short ({error}); let eg.watch write it again") from None
 
 
-def _decode(
-    content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBackend, arguments: Any
-) -> CaptureFile:
+def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBackend, arguments: Any) -> CaptureFile:
     described = content["tensors"]
 
     def tensor(name: str) -> Any:
@@ -236,5 +234,3 @@ def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> s
     for name in names:
         digest.update(tensors[name].data)
     return digest.hexdigest()
-
-

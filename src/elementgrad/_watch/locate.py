@@ -24,8 +24,8 @@ from elementgrad._watch.report import WatchReport
 Tensor = Any
 HELD = {"input": "bad-input", "parameter": "bad-parameter", "buffer": "bad-parameter"}
 """The cause where a number is bad before anything runs, by the kind of what holds it."""
-NO_VALUE = "{} has no finite value at this input"
-"""The clause where an operation is singular in its value, and not only in its slope."""
+NO_VALUE = "{} has no finite value or slope at this input"
+"""The clause where an operation is singular in its value, or in a slope that is a value of the record."""
 
 
 def locate(record: StepRecord, tripped: str) -> WatchReport | None:
@@ -39,10 +39,11 @@ class _Search:
         self._record = record
         self._numbers = record.numbers
         self._tripped = tripped
-        self._tensors: dict[int, Tensor] = {value.id: value.tensor for value in record.held if value.id is not None}
+        self._tensors: dict[int, Tensor] = {}
         for op in record.ops:
             self._tensors.update(zip(op.inputs, op.operands, strict=False))
             self._tensors.update(zip(op.outputs, op.results, strict=False))
+        self._tensors.update({value.id: value.tensor for value in record.held if value.id is not None})
         for output in self._targets:
             if output.id is not None:
                 self._tensors.setdefault(output.id, output.tensor)

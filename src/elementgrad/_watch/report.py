@@ -117,7 +117,11 @@ class WatchReport:
         rank = f", rank {self.rank}" if self.rank is not None else ""
         first = f"step {self.step}{batch}{rank}: {self.tripped}"
         lines = [f"{first}; {self.clause}." if self.clause else f"{first}."]
-        site = [self.where, f"in {self.module}" if self.module else "", f"at {self.operation}" if self.operation else ""]
+        site = [
+            self.where,
+            f"in {self.module}" if self.module else "",
+            f"at {self.operation}" if self.operation else "",
+        ]
         if self.place is not None and self.cause not in ("bad-input", "bad-parameter", "rule", "outside"):
             what = "the gradient of " if self.in_gradient else ""
             lines.append(f"first: {what}{self.place} is {number_text(self.value)}")

@@ -17,7 +17,9 @@ def parse_rules(when: Any) -> dict[str, tuple[Place, Rule]]:
         return {}
     if not isinstance(when, Mapping):
         raise option_error(
-            "when", when, 'is neither "nonfinite" nor a dict of rules, as {"emb.weight[7]": lambda g: abs(g).max() > 10}'
+            "when",
+            when,
+            'is neither "nonfinite" nor a dict of rules, as {"emb.weight[7]": lambda g: abs(g).max() > 10}',
         )
     rules = {}
     for text, rule in when.items():

@@ -8,7 +8,7 @@ the optimizer's step, or the end of the block. Nothing was overwritten by then, 
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -44,7 +44,9 @@ class TorchWatcher(Watcher):
 
     def __init__(self, model: Any, optimizer: Any, options: WatchOptions):
         if not isinstance(model, Module) or isinstance(model, torch.jit.ScriptModule):
-            raise FrameworkError(f"{type(model).__name__} cannot be watched; give a torch.nn.Module that is not scripted")
+            raise FrameworkError(
+                f"{type(model).__name__} cannot be watched; give a torch.nn.Module that is not scripted"
+            )
         self._state = ModelState(model)
         self._parameters = dict(self._state.parameters)
         if not self._parameters:
@@ -153,7 +155,7 @@ class TorchWatcher(Watcher):
         for name, x in call.outputs:
             element = nonfinite_element(name, x)
             if element is not None:
-                self._hit(call, f"{element[0]} is {element[1]!r}")
+                self._hit([call], f"{element[0]} is {element[1]!r}", element[0])
 
     def _see_gradient(self, call: ForwardCall, position: int, g: Tensor) -> None:
         if self._stopped:
@@ -271,8 +273,8 @@ class TorchWatcher(Watcher):
                 continue
             element = nonfinite_element(self._names.get(id(p), "a parameter"), p.grad)
             if element is not None:
-                call = next((call for call in self._calls if call.task is not None), None)
-                self._hit(call, f"the gradient of {element[0]} is {element[1]!r}", *element)
+                calls = [call for call in self._calls if call.task is not None]
+                self._hit(calls, f"the gradient of {element[0]} is {element[1]!r}", element[0])
 
     def _judge_parameters(self, step: int) -> None:
         for p in self._trained.values():
@@ -281,7 +283,11 @@ class TorchWatcher(Watcher):
             if element is None:
                 continue
             optimizer, group = next(
-                (one, group) for one in self._optimizers for group in one.param_groups for q in group["params"] if q is p
+                (one, group)
+                for one in self._optimizers
+                for group in one.param_groups
+                for q in group["params"]
+                if q is p
             )
             state = self._state.element_state(optimizer, p, element[2])
             settings = [f"{key} is {value!r}" for key, value in group.items() if type(value) in (float, tuple)]
@@ -320,10 +326,17 @@ class TorchWatcher(Watcher):
                     cause="rule",
                     place=f"{name}[{', '.join(map(str, index))}]" if index else name,
                     value=float(picked.reshape(-1)[position].real) if picked.numel() else None,
-                    where=self._state.line_of(call, name, self._options.loss),
+                    where=self._line_of(call, name),
                     module=name.rpartition(".")[0] if p is not None else name,
                 )
                 self._stop(hit)
+
+    def _line_of(self, call: ForwardCall, name: str) -> str | None:
+        self._inside = True  # the model is called for it
+        try:
+            return self._state.line_of(call, name)
+        finally:
+            self._inside = False
 
     def _read_later(self) -> None:
         """Read the norms of parameters on an accelerator, one step late, so that no step waits for them."""
@@ -342,13 +355,16 @@ class TorchWatcher(Watcher):
 
     # Hits
 
-    def _hit(self, call: ForwardCall | None, tripped: str, *element: Any) -> None:
-        if call is None:
-            self._stop(Hit(tripped, self._step, place=element[0] if element else None))
-        else:
+    def _hit(self, calls: Sequence[ForwardCall], tripped: str, place: str) -> None:
+        """Stop at a number that one of these forwards, or the backward of them all, made bad."""
+        hit = None if calls else Hit(tripped, self._step, place=place)
+        alone = len(calls) == 1 and calls[0].fresh and self._ranks == 1
+        for call in reversed(calls):
             record = partial(self._state.record, call, self._options.loss)
-            captured = partial(self._state.capture, call, self._parameters)
-            self._stop(Hit(tripped, call.step, call.index, record, captured))
+            captured = partial(self._state.capture, call, self._parameters, alone)
+            hit = Hit(tripped, call.step, call.index, record, captured, otherwise=hit)
+        assert hit is not None
+        self._stop(hit)
 
     def _stop(self, hit: Hit) -> None:
         """Stop at once, or with several processes when all of them can."""
@@ -397,8 +413,11 @@ class TorchWatcher(Watcher):
 
 def _optimizers(optimizer: Any) -> list[Any]:
     given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    found = [one if isinstance(one, torch.optim.Optimizer) else getattr(one, "optimizer", one) for one in given]
-    for one in found:
+    found = []
+    for one in given:
+        while isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer):  # wrapped, as accelerate does
+            one = one.optimizer
+        found.append(one)
         if not isinstance(one, torch.optim.Optimizer):
             raise OptionError(f"optimizer={quoted(one)[:80]} is no torch.optim.Optimizer; give the one of the loop")
     return found

@@ -168,7 +168,9 @@ class ModelState:
             raise recorder.failure
         once = {path for path, count in counts.items() if not count}
         texts = {n: path if (path := name.partition("#")[0]) in once else name for n, name in names.items()}
-        texts = {n: text + names[n].partition("#")[2].lstrip("0123456789") * (text in once) for n, text in texts.items()}
+        texts = {
+            n: text + names[n].partition("#")[2].lstrip("0123456789") * (text in once) for n, text in texts.items()
+        }
         ops, hints = recorder.recorded_ops(), recorder.hints
         connected = frozenset(recorder.connected)
         seeds = dict(call.cotangents)
@@ -228,7 +230,7 @@ class ModelState:
             omitted,
         )
 
-    def line_of(self, call: ForwardCall, name: str, loss: Callable[..., Any] | None) -> str | None:
+    def line_of(self, call: ForwardCall, name: str) -> str | None:
         """Return the line at which a parameter is read, or an activation is made."""
         try:
             record = self.record(call, None)
@@ -247,7 +249,7 @@ class ModelState:
         if not place.index:
             return x
         selection = place.select(tuple(x.shape))
-        return x.reshape(-1)[torch.from_numpy(np.asarray(selection.flat())).to(x.device)]
+        return x.reshape(-1)[torch.from_numpy(np.array(selection.flat())).to(x.device)]
 
     @staticmethod
     def index_at(x: Tensor, place: Place, position: int) -> tuple[int, ...]:
@@ -301,7 +303,11 @@ class TorchWatchRuns(WatchBackend):
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise ValueError(f"{dtype!r} is no dtype of PyTorch")
-        x = torch.from_numpy(content.copy()).view(kind).reshape(shape) if content.size else torch.empty(shape, dtype=kind)
+        x = (
+            torch.from_numpy(content.copy()).view(kind).reshape(shape)
+            if content.size
+            else torch.empty(shape, dtype=kind)
+        )
         strides = properties.get("strides")
         if strides is not None:
             strides = tuple(map(int, strides))
@@ -416,7 +422,9 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         raise OptionError(f"a tensor of shape {tuple(y.shape)} was captured, and the model has {tuple(x.shape)}")
     x, y = x.detach(), y.to(x.device)
-    return x is y or bool(torch.equal(x, y)) if x.dtype == torch.bool or not x.is_floating_point() else _equal_bits(x, y)
+    return (
+        x is y or bool(torch.equal(x, y)) if x.dtype == torch.bool or not x.is_floating_point() else _equal_bits(x, y)
+    )
 
 
 def _equal_bits(x: Tensor, y: Tensor) -> bool:
