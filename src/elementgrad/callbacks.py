@@ -11,7 +11,7 @@ from typing import Any
 from elementgrad._watch.api import Watch, WatchReplay
 from elementgrad.errors import WatchError, require_packages
 
-__all__ = ["KerasWatch", "LightningWatch", "TrainerWatch"]
+__all__ = ["KerasWatch", "LightningWatch", "TrainerWatch"]  # noqa: F822 (made when they are first used)
 
 
 class WatchedRun:

@@ -5,6 +5,7 @@
 import contextlib
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ def test_a_row_that_is_masked_as_a_whole_is_named_and_other_masks_are_no_fault()
 def test_parameters_that_are_bad_at_the_start_are_named():
     model = net()
     model[3].bias.data[1] = float("nan")
-    with pytest.raises(eg.WatchError, match="3.bias\\[1\\] is nan at the start"), eg.watch(model):
+    with pytest.raises(eg.WatchError, match=r"3.bias\[1\] is nan at the start"), eg.watch(model):
         pytest.fail("the block ran")
 
 
@@ -216,7 +217,7 @@ def test_a_capture_is_private_whole_and_holds_no_pickle(capture):
     assert os.listdir(os.path.dirname(capture)) == ["nan.capture"]
     assert caught.value.capture == capture
     assert watch.replay().same
-    with pytest.raises(eg.OptionError, match="the capture lacks arguments.0.1, of type object"):
+    with pytest.raises(eg.OptionError, match=r"the capture lacks arguments.0.1, of type object"):
         eg.watch(model).replay(capture)
 
 
@@ -225,10 +226,10 @@ def test_what_is_no_capture_of_this_model_is_refused(capture):
     with pytest.raises(eg.WatchError), eg.watch(model, capture=capture):
         model(torch.full((5, 3), float("nan")))
     other = torch.nn.Sequential(torch.nn.Linear(3, 5))
-    with pytest.raises(eg.OptionError, match="the capture is of another model: 0.weight was parameter"):
+    with pytest.raises(eg.OptionError, match=r"the capture is of another model: 0.weight was parameter"):
         eg.watch(other).replay(capture)
     assert eg.watch(net()).replay(capture).same
-    whole = open(capture, "rb").read()
+    whole = Path(capture).read_bytes()
     for content in (
         whole[:-1],
         whole[: len(whole) // 2],
@@ -238,9 +239,8 @@ def test_what_is_no_capture_of_this_model_is_refused(capture):
         b"PK" + whole,
         whole[:-9] + b"x" * 9,
     ):
-        with open(capture, "wb") as file:
-            file.write(content)
-        with pytest.raises(eg.OptionError, match="no capture|damaged or cut short"):
+        Path(capture).write_bytes(content)
+        with pytest.raises(eg.OptionError, match=r"no capture|damaged or cut short"):
             eg.watch(model).replay(capture)
     with pytest.raises(eg.OptionError, match="nothing was captured"):
         eg.watch(model).replay()

@@ -117,7 +117,10 @@ class Watch:
 
     def _finish(self) -> None:
         """Look at the end of the block, unless it ends with an error, which nothing may hide."""
-        ends = self._begun and self._error is None and sys.exc_info()[1] is self._outer
+        error = sys.exc_info()[1]
+        while isinstance(error, GeneratorExit):  # of the generator that ends the block
+            error = error.__context__
+        ends = self._begun and self._error is None and error is self._outer
         self._begun = False
         if ends:
             self._watcher.finish()

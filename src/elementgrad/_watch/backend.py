@@ -114,8 +114,8 @@ class WatchOptions:
     """Reports a hit, and raises the `WatchError`."""
 
 
-class Watcher(ABC):
-    """Watches one run."""
+class Watcher:
+    """Watches one run. The defaults are those of a framework that has no such thing."""
 
     def start(self) -> None:
         """Begin; what is changed for it is registered with the innermost open scope."""

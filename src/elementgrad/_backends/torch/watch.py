@@ -68,6 +68,8 @@ class TorchWatcher(Watcher):
         """True if a GradScaler scaled a loss since the last step."""
         self._unseen = False
         """True if there was a backward that was not looked at."""
+        self._looked = False
+        """True if gradients were looked at since the last step."""
         self._ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         self._later: list[tuple[Tensor, int]] = []
         """On an accelerator: norms of parameters that were not read yet, with their steps."""
@@ -88,7 +90,7 @@ class TorchWatcher(Watcher):
         for optimizer in self._optimizers:
             add_hook(optimizer._optimizer_step_pre_hooks, self._before_step)
             add_hook(optimizer._optimizer_step_post_hooks, self._after_step)
-        for path, module in {path: module for path, module in self._activations()}.items():
+        for path, module in self._activations():
             add_hook(module._forward_hooks, partial(self._see_activation, path))
         if isinstance(self._options.loss, Module):
             hook = self._see_loss
@@ -127,7 +129,7 @@ class TorchWatcher(Watcher):
         return result
 
     def _begin(self, args: Any, kwargs: Any) -> ForwardCall:
-        fresh = all([p.grad is None for p in self._parameters.values()])
+        fresh = all(p.grad is None for p in self._parameters.values())
         call = ForwardCall(self._step, self._micro_batch, args, kwargs, self._state.snapshot(), fresh)
         self._micro_batch += 1
         self._last = call
@@ -229,7 +231,7 @@ class TorchWatcher(Watcher):
         for call in self._calls:
             call.release()
         self._calls.clear()
-        self._unseen = self._scaled = False
+        self._unseen = self._scaled = self._looked = False
         self._micro_batch = 0
         if optimizer is self._optimizers[0]:
             self._step += 1
@@ -246,13 +248,14 @@ class TorchWatcher(Watcher):
         outputs = [call for call in self._calls if call.norm is not None]
         grads = None
         if (self._unseen or at_step) and not self._scaled:
-            if norm is None and (self._unseen or not self._calls):
+            if norm is None and (self._unseen or not self._looked):
                 found = [_local(p.grad) for p in self._watched() if p.grad is not None and p.grad.dtype in FLOATS]
                 norm = _norm([g.coalesce().values() if g.is_sparse else g for g in found])
             grads = norm
         elif norm is not None and not self._scaled:
             grads = norm
         self._unseen = self._unseen and self._scaled
+        self._looked = self._looked or grads is not None
         flags = [call.norm for call in outputs if call.norm is not None] + ([] if grads is None else [grads])
         if flags and not _all_finite(flags):
             for call in outputs:
@@ -402,7 +405,7 @@ class TorchWatcher(Watcher):
         if p is not None:
             place.select(tuple(p.shape))
         elif not any(path == name for path, _ in names.modules() if path):
-            known = [*self._parameters, *[path for path in names.layers()]]
+            known = [*self._parameters, *names.layers()]
             raise PlaceError(f"no tensor is named {name!r}; {nearest(name, known)}")
         return name, place, rule
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -184,6 +185,8 @@ class ModelState:
         with scope():
             defer(set_random, generators())
             enter(torch.enable_grad())
+            enter(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # they are ours
             BufferCopies(None).start()
             set_random(call.before.state[0])
             for device, wanted, now in zip(DEVICES, call.before.state[1], precision(), strict=True):
