@@ -206,7 +206,8 @@ class Watch:
             else:
                 report = report.but(capture=str(self._path))
         self._error = report.error()
-        self._undos.undo()  # a callback has no block that would end with the error
+        if self._begun:  # a callback has no block that would end with the error
+            self._undos.undo()
         raise self._error
 
 

@@ -91,6 +91,13 @@ class _Search:
                 reader = next((op for op in self._record.ops if value.id in op.inputs), Op("the model"))
                 site = {"where": reader.where, "module": reader.module}
                 return WatchReport.of_cause(self._tripped, HELD[value.kind], place, number, **site)
+        made = {value for op in self._record.ops for value in op.outputs}
+        for value in sorted(wanted - made):  # a tensor from elsewhere that the code holds
+            reader = next((op for op in self._record.ops if value in op.inputs), None)
+            if reader is not None:
+                place, number = self._element(f"an input of {reader.operation}", self._tensors[value])
+                site = {"where": reader.where, "module": reader.module}
+                return WatchReport.of_cause(self._tripped, "bad-input", place, number, **site)
         if first is None:
             return WatchReport.of_cause(self._tripped, "unseen", None, None)
         result = next(value for value in first.outputs if value in self._bad)

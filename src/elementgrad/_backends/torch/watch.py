@@ -440,7 +440,7 @@ def _norm(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _number(x: Tensor) -> float:
     """Return a number; on the processor without an operation, and thus without a synchronisation."""
-    return float(x.detach().numpy()) if x.device.type == "cpu" and x.dtype != torch.bfloat16 else float(x)
+    return float(x.detach().numpy().item()) if x.device.type == "cpu" and x.dtype != torch.bfloat16 else float(x)
 
 
 def _all_finite(flags: Sequence[Tensor]) -> bool:

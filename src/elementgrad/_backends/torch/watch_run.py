@@ -159,7 +159,10 @@ class ModelState:
                 result = self.root(*args, **kwargs)
                 value = None if loss is None else _call_loss(loss, call, result)
             outputs = float_outputs(result)
-            inputs = [(name, x) for name, x in _named_inputs(self.root, args, kwargs) if isinstance(x, Tensor)]
+            inputs = _named_inputs(self.root, args, kwargs)
+            if value is not None and call.loss_arguments is not None:
+                inputs += [(f"loss.{name}", x) for name, x in _named_inputs(loss, *call.loss_arguments)]
+            inputs = [(name, x) for name, x in inputs if isinstance(x, Tensor)]
             held = [NamedValue(name, "input", recorder.ids.get(x), x.detach()) for name, x in inputs]
             for kind, some in (("parameter", self.parameters), ("buffer", self.buffers)):
                 held += [NamedValue(name, kind, recorder.ids.get(x), x.detach().clone()) for name, x in some.items()]
@@ -380,7 +383,7 @@ def nonfinite_element(name: str, x: Tensor) -> tuple[str, float, tuple[int, ...]
     return (f"{name}[{', '.join(map(str, index))}]" if index else name), number, index
 
 
-def _named_inputs(root: Module, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+def _named_inputs(root: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     arguments = BoundArguments.of(root, args, kwargs).arguments
     return [leaf for name, value in arguments.items() for leaf in pytree.named_leaves(value, name)]
 
