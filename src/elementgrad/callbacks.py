@@ -6,6 +6,7 @@
 
 import sys
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from elementgrad._watch.api import Watch, WatchReplay
@@ -73,9 +74,9 @@ def _end_with_frame(name: str, watch: Watch) -> None:
 @cache
 def _keras_watch() -> type:
     require_packages("keras", "KerasWatch", "tensorflow")
-    import keras
+    base: Any = import_module("keras").callbacks.Callback
 
-    class KerasWatch(WatchedRun, keras.callbacks.Callback):  # type: ignore[misc]
+    class KerasWatch(WatchedRun, base):  # type: ignore[misc]
         """Watch `model.fit`, and stop it at the first number that is not finite.
 
         Args:

@@ -11,6 +11,7 @@ import numpy as np
 
 from elementgrad._explain.trace import Hint, Numbers, Op
 from elementgrad._place.place import Place
+from elementgrad.errors import OptionError
 
 Tensor = Any
 Rule = Callable[[Tensor], Any]
@@ -125,7 +126,7 @@ class Watcher:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's step, where that is what is watched."""
-        raise NotImplementedError
+        raise OptionError("a model is watched in a block, as in with eg.watch(model): ...; a step of JAX is called")
 
     def call_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Call the loss that was given, and note its arguments."""

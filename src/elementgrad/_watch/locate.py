@@ -147,9 +147,11 @@ class _Search:
         op = finding.op
         if op is None:
             return None
-        made = set(op.outputs) & self._bad - self._masks
-        if made or (set(op.inputs) & self._bad - self._masks):  # a number that a mask takes out of the results
-            return self._origin(made or set(op.inputs) & self._bad, target).but(evidence=tuple(finding.evidence))
+        # What is not finite in the forward is earlier than any gradient, also where a mask or a saturated function takes
+        # it out of the results again.
+        earlier = (self._ancestors(op) | set(op.outputs)) & self._bad - self._masks
+        if earlier:
+            return self._origin(earlier, target)
         value = next((value for value in op.inputs if value in gradients), None)
         if value is None:
             return None
@@ -159,6 +161,14 @@ class _Search:
         at = numbers.array(self._tensors[value])[index] if value in self._tensors else None
         finding.evidence += [] if at is None else [f"the value there is {float(np.real(at))!r}"]
         return self._report(finding, path, place, number, in_gradient=True)
+
+    def _ancestors(self, op: Op) -> set[int]:
+        """Return the values that an operation is computed from."""
+        values = set(op.inputs)
+        for other in reversed(self._record.ops):
+            if not values.isdisjoint(other.outputs):
+                values.update(other.inputs)
+        return values
 
     def _report(
         self, finding: CauseFinding, path: DataPath, place: str, value: float, in_gradient: bool = False

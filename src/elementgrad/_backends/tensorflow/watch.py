@@ -55,13 +55,13 @@ class KerasWatcher(Watcher):
         """Gradients at the places of rules, which the step writes there."""
 
     def start(self) -> None:
-        self._bind_rules()
         model = self._model
+        _build_optimizer(model)
         if model.train_function is None:
             model.make_train_function()
-        original = model.train_function
-        defer(_restore_function, model, original)
-        model.train_function = partial(self.run, original)
+        defer(_restore_function, model, model.train_function)
+        self._bind_rules()
+        model.train_function = partial(self.run, model.train_function)
 
     def _bind_rules(self) -> None:
         """Find the variables of the rules, and have the step keep their gradients."""
@@ -159,6 +159,12 @@ class KerasWatcher(Watcher):
         )
 
 
+def _build_optimizer(model: Any) -> None:
+    """Make the optimizer's variables, as its first step would: what a step starts from is kept."""
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
 def _restore_function(model: Any, original: Any) -> None:
     model.train_function = original
 
@@ -225,7 +231,7 @@ def all_variables(model: Any) -> Iterator[tuple[str, Any]]:
     yield from known
     seen = {id(variable) for _, variable in known}
     others = [variable for variable in model.variables if id(_resource(variable)) not in seen]
-    yield from ((f"random:{n}", variable) for n, variable in enumerate(others))
+    yield from ((f"random:{variable.path}", variable) for variable in others)
     optimizer = model.optimizer
     yield from ((f"optimizer:{n}", variable) for n, variable in enumerate(optimizer.variables if optimizer else ()))
 
@@ -313,8 +319,7 @@ class KerasWatchRuns(WatchBackend):
         if model.optimizer is None:
             raise OptionError("the model is not compiled; call model.compile as in the run, so that its step can run")
         (data,), _ = captured.arguments
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        _build_optimizer(model)
         with restored(model, captured.held):
             model.make_train_function()
             model.train_function(iter([data]))
