@@ -19,6 +19,7 @@ from benchmarks import (
     training_jax,
     training_keras,
     training_sharded,
+    watching,
 )
 from benchmarks.harness import report, run
 
@@ -28,6 +29,7 @@ SUITES = {
     **names.SUITES,
     **cones.SUITES,
     **explaining.SUITES,
+    **watching.SUITES,
     **sparse.SUITES,
     **distributed.SUITES,
     **training.SUITES,

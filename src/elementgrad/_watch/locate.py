@@ -147,9 +147,9 @@ class _Search:
         op = finding.op
         if op is None:
             return None
-        # What is not finite in the forward is earlier than any gradient, also where a mask or a saturated function takes
-        # it out of the results again.
-        earlier = (self._ancestors(op) | set(op.outputs)) & self._bad - self._masks
+        # What is not finite in the forward is earlier than any gradient, also where a mask or a saturated function
+        # takes it out of the results again.
+        earlier = {*path.ancestors(op), *op.outputs} & self._bad - self._masks
         if earlier:
             return self._origin(earlier, target)
         value = next((value for value in op.inputs if value in gradients), None)
@@ -161,14 +161,6 @@ class _Search:
         at = numbers.array(self._tensors[value])[index] if value in self._tensors else None
         finding.evidence += [] if at is None else [f"the value there is {float(np.real(at))!r}"]
         return self._report(finding, path, place, number, in_gradient=True)
-
-    def _ancestors(self, op: Op) -> set[int]:
-        """Return the values that an operation is computed from."""
-        values = set(op.inputs)
-        for other in reversed(self._record.ops):
-            if not values.isdisjoint(other.outputs):
-                values.update(other.inputs)
-        return values
 
     def _report(
         self, finding: CauseFinding, path: DataPath, place: str, value: float, in_gradient: bool = False

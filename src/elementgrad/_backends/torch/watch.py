@@ -349,6 +349,9 @@ class TorchWatcher(Watcher):
                 self._judge_parameters(step)
 
     def _require_finite_parameters(self) -> None:
+        norm = _norm([_local(p) for p in self._parameters.values() if p.dtype in FLOATS])
+        if norm is None or math.isfinite(_number(norm)):
+            return
         for name, p in self._parameters.items():
             element = nonfinite_element(name, p) if p.dtype in FLOATS else None
             if element is not None:
