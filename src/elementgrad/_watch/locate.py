@@ -92,11 +92,11 @@ class _Search:
                 site = {"where": reader.where, "module": reader.module}
                 return WatchReport.of_cause(self._tripped, HELD[value.kind], place, number, **site)
         made = {value for op in self._record.ops for value in op.outputs}
-        for value in sorted(wanted - made):  # a tensor from elsewhere that the code holds
-            reader = next((op for op in self._record.ops if value in op.inputs), None)
-            if reader is not None:
-                place, number = self._element(f"an input of {reader.operation}", self._tensors[value])
-                site = {"where": reader.where, "module": reader.module}
+        for given in sorted(wanted - made):  # a tensor from elsewhere that the code holds
+            user = next((op for op in self._record.ops if given in op.inputs), None)
+            if user is not None:
+                place, number = self._element(f"an input of {user.operation}", self._tensors[given])
+                site = {"where": user.where, "module": user.module}
                 return WatchReport.of_cause(self._tripped, "bad-input", place, number, **site)
         if first is None:
             return WatchReport.of_cause(self._tripped, "unseen", None, None)

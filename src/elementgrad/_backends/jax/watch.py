@@ -180,7 +180,7 @@ def _new_state(step: Any, arguments: Any, result: Any) -> dict[str, Any]:
     arguments = BoundArguments.of(step, *arguments).arguments
     name, old = next(iter(arguments.items()), ("", None))
     for new in (result, result[0] if isinstance(result, (tuple, list)) and len(result) else None):
-        if new is not None and jax.tree.structure(new) == jax.tree.structure(old):
+        if new is not None and bool(jax.tree.structure(new) == jax.tree.structure(old)):  # type: ignore[operator]
             return dict(float_leaves(new, name))
     return {}
 

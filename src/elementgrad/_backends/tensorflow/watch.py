@@ -144,7 +144,7 @@ class KerasWatcher(Watcher):
             if bool(np.asarray(rule(picked)).all()):
                 array, flat = np.asarray(g), flat.reshape(-1)
                 first = int(flat[np.argmax(np.abs(array.reshape(-1)[flat]))])
-                index = [int(i) for i in np.unravel_index(first, array.shape)]
+                index = tuple([int(i) for i in np.unravel_index(first, array.shape)])
                 where = f"{place.name}[{', '.join(map(str, index))}]" if index else str(place.name)
                 number = float(array.reshape(-1)[first])
                 tripped = f"the gradient of {text} is such that its rule is true"

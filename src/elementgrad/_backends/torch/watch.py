@@ -23,6 +23,7 @@ from elementgrad._backends.torch.watch_run import (
     ModelState,
     TorchWatchRuns,
     float_outputs,
+    local_part,
     nonfinite_element,
 )
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer
@@ -219,7 +220,7 @@ class TorchWatcher(Watcher):
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stopped:
             return
-        norm = _norm([_local(p) for p in self._trained.values() if p.dtype in FLOATS])
+        norm = _norm([local_part(p) for p in self._trained.values() if p.dtype in FLOATS])
         if norm is not None and norm.device.type != "cpu":
             self._later.append((norm, self._step))
         elif norm is not None and not math.isfinite(_number(norm)):
@@ -249,7 +250,7 @@ class TorchWatcher(Watcher):
         grads = None
         if (self._unseen or at_step) and not self._scaled:
             if norm is None and (self._unseen or not self._looked):
-                found = [_local(p.grad) for p in self._watched() if p.grad is not None and p.grad.dtype in FLOATS]
+                found = [local_part(p.grad) for p in self._watched() if p.grad is not None and p.grad.dtype in FLOATS]
                 norm = _norm([g.coalesce().values() if g.is_sparse else g for g in found])
             grads = norm
         elif norm is not None and not self._scaled:
@@ -349,7 +350,7 @@ class TorchWatcher(Watcher):
                 self._judge_parameters(step)
 
     def _require_finite_parameters(self) -> None:
-        norm = _norm([_local(p) for p in self._parameters.values() if p.dtype in FLOATS])
+        norm = _norm([local_part(p) for p in self._parameters.values() if p.dtype in FLOATS])
         if norm is None or math.isfinite(_number(norm)):
             return
         for name, p in self._parameters.items():
@@ -427,11 +428,6 @@ def _optimizers(optimizer: Any) -> list[Any]:
         if not isinstance(one, torch.optim.Optimizer):
             raise OptionError(f"optimizer={quoted(one)[:80]} is no torch.optim.Optimizer; give the one of the loop")
     return found
-
-
-def _local(x: Tensor) -> Tensor:
-    """Return this process's part of a tensor that is sharded."""
-    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return,operator]
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor | None:

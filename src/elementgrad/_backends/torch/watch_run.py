@@ -371,9 +371,14 @@ def float_outputs(result: Any) -> list[tuple[str, Tensor]]:
     return [(name, x) for name, x in leaves if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
 
 
+def local_part(x: Tensor) -> Tensor:
+    """Return this process's part of a tensor that is sharded."""
+    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return,operator]
+
+
 def nonfinite_element(name: str, x: Tensor) -> tuple[str, float, tuple[int, ...]] | None:
     """Return the place, the value and the index of the first element that is not finite; None if all are."""
-    x = x.detach().to_local() if hasattr(x, "to_local") else x.detach()
+    x = local_part(x.detach())
     x = x.to_dense() if x.is_sparse else x
     if not x.numel() or math.isfinite(NUMBERS.size(x)):
         return None
