@@ -23,6 +23,7 @@ from benchmarks import (
     training_jax,
     training_keras,
     training_sharded,
+    watching,
 )
 from benchmarks.harness import report, run
 from benchmarks.stated import COSTS, contradictions
@@ -35,6 +36,7 @@ SUITES = {
     **cones.SUITES,
     **explaining.SUITES,
     **auditing.SUITES,
+    **watching.SUITES,
     **sparse.SUITES,
     **distributed.SUITES,
     **patches.SUITES,

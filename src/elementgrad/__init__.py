@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from elementgrad._train.patch import Patch as Patch
     from elementgrad._train.patch import inspect as inspect
     from elementgrad._train.top import top as top
+    from elementgrad._watch.api import Watch as Watch
+    from elementgrad._watch.api import WatchReplay as WatchReplay
+    from elementgrad._watch.api import watch as watch
     from elementgrad.errors import BatchError as BatchError
     from elementgrad.errors import BroadcastError as BroadcastError
     from elementgrad.errors import DtypeError as DtypeError
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from elementgrad.errors import SizeError as SizeError
     from elementgrad.errors import TracedError as TracedError
     from elementgrad.errors import UnconnectedError as UnconnectedError
+    from elementgrad.errors import WatchError as WatchError
     from elementgrad.errors import WorkerError as WorkerError
 
 __version__ = "0.2.0"
@@ -99,6 +103,7 @@ _MODULES = {
         "_train.elements": ("Elements", "Uses"),
         "_train.patch": ("inspect", "Patch"),
         "_train.top": ("top",),
+        "_watch.api": ("watch", "Watch", "WatchReplay"),
         "errors": (
             "ElementgradError",
             "ElementgradWarning",
@@ -116,6 +121,7 @@ _MODULES = {
             "SizeError",
             "TracedError",
             "UnconnectedError",
+            "WatchError",
             "WorkerError",
         ),
     }.items()

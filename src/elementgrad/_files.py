@@ -50,8 +50,8 @@ def writable(path: str | os.PathLike[str], such_as: str = "report.html") -> Path
     return path
 
 
-def replace_file(path: str | os.PathLike[str], *parts: Any) -> None:
-    """Write parts of bytes to a file, as a whole or not at all.
+def replace_file(path: str | os.PathLike[str], *parts: Any, mode: int | None = None) -> None:
+    """Write parts of bytes to a file, as a whole or not at all; `mode` has its permissions, if not the usual ones.
 
     They go to a temporary file beside it, `.<name>.<16 hex digits>.tmp`, which is synced and renamed. A
     process that is killed while writing leaves that file behind; the first write to the same path an hour later
@@ -63,18 +63,18 @@ def replace_file(path: str | os.PathLike[str], *parts: Any) -> None:
         return
     target = os.path.realpath(path)  # a link stays a link, as with open()
     directory, name = os.path.split(target)
-    mode = None
+    usual = None
     try:
         with open(target, "r+b") as old:  # refused where open() would refuse to write to it
-            mode = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
+            usual = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
     except FileNotFoundError:
         os.stat(directory)
     remove_stale(directory, name)
     temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            if mode is not None:
-                os.chmod(temporary, mode)
+        with open(temporary, "xb", opener=None if mode is None else partial(os.open, mode=mode)) as file:
+            if mode is None and usual is not None:
+                os.chmod(temporary, usual)
             for part in parts:
                 file.write(part)
             file.flush()

@@ -162,6 +162,52 @@ class UnconnectedError(ElementgradError, ValueError):
         return self
 
 
+class WatchError(ElementgradError, ArithmeticError):
+    """A run that is watched came to a number that is not finite, or that a rule of the user's does not allow.
+
+    Its fields say which element was the first, at which step, why, and where in the code.
+
+    >>> import torch, elementgrad as eg
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with torch.no_grad():
+    ...     model.weight[0, 1] = float("inf")
+    >>> try:
+    ...     with eg.watch(model, capture=None):
+    ...         model(torch.ones(1, 2))
+    ... except eg.WatchError as error:
+    ...     print(error.place, error.value, error.cause)
+    weight[0, 1] inf bad-parameter
+    """
+
+    tripped: str = ""
+    """The check that stopped the run, `output[0, 3] is nan`."""
+    cause: str | None = None
+    """`bad-input`, `bad-parameter`, `update`, `outside`, `rule`, `masked-row`, `unseen`, or a cause of `eg.explain`."""
+    place: str | None = None
+    """The earliest bad element, `a.weight[3, 7]`."""
+    value: float | None = None
+    where: str | None = None
+    """The user's line, `model.py:42`."""
+    module: str = ""
+    operation: str | None = None
+    clause: str | None = None
+    """The clause that says what is wrong."""
+    evidence: Any = ()
+    fix: str | None = None
+    step: int = 0
+    """The number of optimizer steps before it in this block."""
+    micro_batch: int = 0
+    """The number of forwards before it in this step."""
+    state: Any = None
+    """The optimizer's state of the element, by name, if the update made the number."""
+    capture: str | None = None
+    """The file from which the step can be replayed."""
+    rank: int | None = None
+    """The process that has the element, if there are several."""
+    in_gradient: bool = False
+    """True if the number is a gradient of the element."""
+
+
 # Users find these types in `elementgrad`, and messages and pickles name them so.
 for _public in [value for value in vars().values() if isinstance(value, type) and value.__module__ == __name__]:
     _public.__module__ = "elementgrad"

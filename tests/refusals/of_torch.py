@@ -416,4 +416,28 @@ def ranking():
     )
 
 
-ROWS = dict([*explanations(), *audits(), *reads(), *training(), *ranking()])
+def watching():
+    model = torch.nn.Linear(2, 2)
+    rule = {"wieght[0]": lambda g: True}
+    rows = {
+        "no parameters": (lambda: eg.watch(torch.nn.ReLU()), eg.FrameworkError, "ReLU has no parameters"),
+        "no model": (lambda: eg.watch(3), eg.FrameworkError, "int cannot be watched; give a torch.nn.Module"),
+        "an unknown place": (lambda: eg.watch(model, when=rule), eg.PlaceError, "no tensor is named 'wieght'; nearest"),
+        "an element that is not there": (
+            lambda: eg.watch(model, when={"weight[7]": lambda g: True}),
+            eg.SelectionError,
+            "out of range",
+        ),
+        "a rule that is none": (lambda: eg.watch(model, when={"weight": 3}), eg.OptionError, "cannot be called"),
+        "no rules": (lambda: eg.watch(model, when="inf"), eg.OptionError, 'is neither "nonfinite" nor a dict'),
+        "no optimizer": (lambda: eg.watch(model, "adam"), eg.OptionError, "is no torch.optim.Optimizer"),
+        "no folder": (lambda: eg.watch(model, capture="no/nan.capture"), eg.OptionError, "there is no directory"),
+        "no loss": (lambda: eg.watch(model, loss=3), eg.OptionError, "cannot be called"),
+        "no loss to call": (lambda: eg.watch(model).loss(3), eg.OptionError, "no loss was given"),
+        "no capture": (lambda: eg.watch(model).replay("no.capture"), eg.OptionError, "cannot be read"),
+        "a call": (lambda: eg.watch(model)(3), eg.OptionError, "is watched in a block"),
+    }
+    yield from ((f"watch, {name}", row) for name, row in rows.items())
+
+
+ROWS = dict([*explanations(), *audits(), *reads(), *training(), *ranking(), *watching()])

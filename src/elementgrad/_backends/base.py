@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from elementgrad._place.selection import Selection
     from elementgrad._read.backend import ReadBackend
     from elementgrad._train.trainer import TopBackend, TrainBackend
+    from elementgrad._watch.backend import WatchBackend
 
 Tensor = Any
 Kind = Literal["b", "i", "f", "c", "o"]
@@ -39,6 +40,7 @@ MODULES = {
     "top": "top",
     "cone": "cone.program",
     "audit": "audit",
+    "watch": "watch",
 }
 """The module of each backend in which `implementation` implements the interface of a verb."""
 
@@ -112,6 +114,8 @@ class Backend(ABC):
     def load(self, verb: Literal["cone"]) -> "ConeBackend": ...
     @overload
     def load(self, verb: Literal["audit"]) -> "AuditBackend": ...
+    @overload
+    def load(self, verb: Literal["watch"]) -> "WatchBackend": ...
     def load(self, verb: str) -> Any:
         """Return the framework's implementation of a verb's interface, imported when it is first needed."""
         loaded = self._loaded.get(verb)

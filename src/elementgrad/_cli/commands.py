@@ -44,6 +44,7 @@ from elementgrad._train.folder import read_weights
 from elementgrad._train.routing import trainer_of
 from elementgrad._train.trainer import FunctionalTrainer
 from elementgrad._train.weights import ENDINGS, FileTensor, Weights
+from elementgrad._watch.api import replay as replay_capture
 from elementgrad.errors import require_packages
 
 JSON_FORMAT = 1
@@ -182,6 +183,16 @@ def names(*, kind: str | None, match: str | None, json: bool, **target_options: 
     with user_code():
         table = CommandTarget(**target_options, needs_inputs=False).call(eg.names, kind=kind, match=match)
     _print_result(repr(table), {"command": "names", "names": [asdict(name) for name in table]}, json)
+
+
+def replay(*, capture: str, model: str, loss: str | None, json: bool) -> int:
+    """Print what a captured step shows when it runs again."""
+    with user_code():
+        function = None if loss is None else load_object(loss)[0]
+        replayed = replay_capture(capture, load_object(model)[0], function)
+    fields = ("same", "place", "cause", "where", "report", "differing")
+    _print_result(str(replayed), {"command": "replay", **{name: getattr(replayed, name) for name in fields}}, json)
+    return FINDING
 
 
 def report(

@@ -71,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_audit(commands)
     _add_names(commands)
+    _add_replay(commands)
     _add_report(commands)
     _add_patch(commands)
     _add_completion(commands)
@@ -198,6 +199,23 @@ def _add_names(commands: Any) -> None:
     names.add_argument("--kind", choices=kinds, help="only these")
     names.add_argument("--match", help="only names that match: * within a component, ** across them")
     _add_output_options(names)
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _add_command(
+        commands,
+        "replay",
+        "run the step again that eg.watch captured, and say what is wrong in it",
+        """examples:
+  elementgrad replay nan.capture train.py:model
+  elementgrad replay nan.capture train.py:make_model --loss train.py:loss
+
+Nothing in the capture is executed. A capture of another model is refused.""",
+    )
+    replay.add_argument("capture", metavar="CAPTURE", help="the file that eg.watch wrote")
+    replay.add_argument("model", metavar="MODEL", help=" ".join(MODEL.split()))
+    replay.add_argument("--loss", metavar="LOSS", help="file.py:name of a function of the output, to be followed too")
+    _add_output_options(replay)
 
 
 def _add_report(commands: Any) -> None:

@@ -84,17 +84,7 @@ class Replay:
     def finite_flags(self) -> Sequence[FiniteFlags | None]:
         """Check which inputs and outputs are finite."""
         with self._trace.following():
-            return [self._finite_flags(op) if op.operands else None for op in self._ops]
-
-    def _finite_flags(self, op: Op) -> FiniteFlags:
-        numbers = self._numbers
-        sides = [[x for x in side if numbers.is_differentiable(x)] for side in (op.operands, op.results)]
-        inputs, outputs = [all(math.isfinite(numbers.size(x)) for x in side) for side in sides]
-        overflows = False
-        if not outputs:
-            operands, results = [[numbers.array(x) for x in side] for side in sides]
-            overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
-        return FiniteFlags(inputs and all(map(math.isfinite, op.scalars)), outputs, bool(overflows))
+            return [finite_flags(op, self._numbers) if op.operands else None for op in self._ops]
 
     def target_at(self, position: int, by: float) -> np.ndarray:
         """Return the target's chosen elements with one element of the source moved.
@@ -116,6 +106,17 @@ class Replay:
     def _seed(self) -> dict[int, Tensor]:
         trace = self._trace
         return {trace.graph.target: self._numbers.at(trace.target, self._of, self._weights)}
+
+
+def finite_flags(op: Op, numbers: Numbers) -> FiniteFlags:
+    """Check which inputs and outputs of one operation are finite."""
+    sides = [[x for x in side if numbers.is_differentiable(x)] for side in (op.operands, op.results)]
+    inputs, outputs = [all(math.isfinite(numbers.size(x)) for x in side) for side in sides]
+    overflows = False
+    if not outputs:
+        operands, results = [[numbers.array(x) for x in side] for side in sides]
+        overflows = all(x.all() for x in operands) and not any(np.isnan(x).any() for x in results)
+    return FiniteFlags(inputs and all(map(math.isfinite, op.scalars)), outputs, bool(overflows))
 
 
 def push_tangents(

@@ -193,6 +193,7 @@ def _merge(call: Sequence[JaxOp], index: int, last_use: Mapping[int, int]) -> Ja
         can_rerun=all(op.can_rerun for op in call),
         function=function,
         inner=inner,
+        updates=first.updates,
         discrete_values=[x for op in call for x in op.results if not is_differentiable(x)],
     )
 

@@ -118,6 +118,8 @@ class JaxOp(Op):
     """Why JAX cannot differentiate it, if it cannot."""
     inner: frozenset[str] = frozenset()
     """The primitives that it is made of."""
+    updates: bool = False
+    """True if it is a part of an optimizer's update."""
     discrete_values: Sequence[Array] = ()
     """The integers and booleans that are made inside, if it is one call of several operations."""
 
@@ -198,15 +200,21 @@ class CallSite(NamedTuple):
 
     where: str | None
     word: str | None
+    updates: bool = False
+    """True if it is a line of an optimizer's."""
 
 
 def call_site(traceback: Any) -> CallSite:
     inside: list[Any] = []
     for frame in () if traceback is None else traceback.frames:
         if is_user_file(frame.file_name):
-            return CallSite(location_text(frame.file_name, frame.line_num), _public_function(inside))
+            return CallSite(location_text(frame.file_name, frame.line_num), *_called(inside))
         inside.append(frame)
-    return CallSite(None, _public_function(inside))
+    return CallSite(None, *_called(inside))
+
+
+def _called(frames: Sequence[Any]) -> tuple[str | None, bool]:
+    return _public_function(frames), any("/optax/" in frame.file_name.replace("\\", "/") for frame in frames)
 
 
 def _public_function(frames: Sequence[Any]) -> str | None:

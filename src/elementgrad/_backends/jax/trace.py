@@ -221,7 +221,8 @@ class JaxOpRecorder(core.Trace):
             here = site
             if users:
                 inner = call_site(equation.source_info.traceback)
-                here = CallSite(inner.where or site.where, inner.word if inner.where else site.word)
+                word = inner.word if inner.where else site.word
+                here = CallSite(inner.where or site.where, word, inner.updates or site.updates)
             name, params = equation.primitive.name, equation.params
             return self._run(name, params, lambda *xs: bind(equation, xs), operands, here)
 
@@ -236,7 +237,7 @@ class JaxOpRecorder(core.Trace):
                 users = is_user_function(params) or not name.endswith("jit")
                 if users or INDEXED_OPS & set(primitives(params)):
                     if not users:
-                        site = CallSite(site.where, site.word or op_word(params["name"]))
+                        site = site._replace(word=site.word or op_word(params["name"]))
                     return self._run_program(params[FOLLOWED[name]], operands, site, users)
             if name == "cond":
                 return self._run_branch(params, operands, site)
@@ -317,6 +318,7 @@ class JaxOpRecorder(core.Trace):
     def _add(self, op: JaxOp, site: CallSite, traced: bool) -> list[Any]:
         """Run an operation and record it; its results are traced if an operand is."""
         op.results = op.rerun(op.operands)
+        op.updates = site.updates
         op.call = (site.where, site.word) if site.word is not None and not op.custom_gradient else None
         op.outputs = tuple([self._new_id() for _ in op.results])
         self.ops.append(op)

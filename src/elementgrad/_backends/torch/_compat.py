@@ -477,3 +477,23 @@ def replace_function_apply(replace: Callable[..., Any]) -> Iterator[None]:
         defer(setattr, function, "apply", original)
         function.apply = classmethod(apply)
         yield
+
+
+# Watching a run. Every call of a module goes through this attribute of its own, if it is not None; `Module.compile()`
+# sets it, and copies and pickles of a module leave it out. What it calls otherwise is `_call_impl`.
+MODULE_CALL = "_compiled_call_impl"
+# The module in which `clip_grad_norm_` looks up the function that computes the norm, however users imported the former.
+clip_grad: Any = import_module("torch.nn.utils.clip_grad")
+TOTAL_NORM = "_get_total_norm"
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns a number for the backward that runs in this thread, and -1 outside of any."""
+
+
+def call_module(module: Any) -> Callable[..., Any]:
+    """Return what a call of a module calls now."""
+    return getattr(module, MODULE_CALL) or module._call_impl
+
+
+def is_compiled_wrapper(module: Any) -> bool:
+    """Return True for what `torch.compile(model)` returns."""
+    return type(module).__module__.startswith("torch._dynamo.")

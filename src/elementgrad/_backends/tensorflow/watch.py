@@ -1,0 +1,332 @@
+"""`eg.watch` in Keras: look at the variables and the loss after each step of `fit`.
+
+Keras compiles forward, backward and update into one function, which stays as it is. The values of all variables are
+kept by reference before each step: TensorFlow copies a variable on its next write as long as somebody holds its value.
+So nothing is lost when a step turns out to be bad, and forward, loss and gradients can be run again, one operation at a
+time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
+from elementgrad._backends.tensorflow.explain_rules import TensorflowNumbers, is_differentiable
+from elementgrad._backends.tensorflow.isolate import isolated
+from elementgrad._backends.tensorflow.names import KerasModel
+from elementgrad._backends.tensorflow.trace import TensorflowOpRecorder
+from elementgrad._cleanup import defer, enter, scope, with_cleanup
+from elementgrad._names import pytree
+from elementgrad._place.grammar import nearest
+from elementgrad._place.place import Place
+from elementgrad._place.selection import resolve
+from elementgrad._watch.backend import (
+    CapturedStep,
+    Hit,
+    NamedValue,
+    ReplayedRun,
+    Rule,
+    StepRecord,
+    WatchBackend,
+    Watcher,
+    WatchOptions,
+)
+from elementgrad.errors import FrameworkError, OptionError, PlaceError
+
+Tensor = Any
+Values = dict[str, Tensor]
+DATA = ("x", "y", "sample_weight")
+"""The parts of a batch, as `fit` calls them."""
+NUMBERS = TensorflowNumbers()
+
+
+class KerasWatcher(Watcher):
+    """Watches the steps of one `fit`."""
+
+    def __init__(self, model: Any, optimizer: Any, options: WatchOptions):
+        self._model, self._options = model, options
+        self._step = 0
+        self._rules: dict[str, tuple[str, Place, Rule]] = {}
+        self._gradients: dict[str, Any] = {}
+        """Gradients at the places of rules, which the step writes there."""
+
+    def start(self) -> None:
+        model = self._model
+        _build_optimizer(model)
+        if model.train_function is None:
+            model.make_train_function()
+        defer(_restore_function, model, model.train_function)
+        self._bind_rules()
+        model.train_function = partial(self.run, model.train_function)
+
+    def _bind_rules(self) -> None:
+        """Find the variables of the rules, and have the step keep their gradients."""
+        known = dict(variables_of(self._model))
+        for text, (place, rule) in self._options.rules.items():
+            name = f"parameter:{place.name}"
+            if name not in known:
+                names = [each.partition(":")[2] for each in known if each.startswith("parameter:")]
+                raise PlaceError(f"no parameter is named {place.name!r}; {nearest(str(place.name), names)}")
+            if place.index:
+                place.select(tuple(known[name].shape))
+            self._rules[text] = name, place, rule
+        optimizer = self._model.optimizer
+        if not self._rules or optimizer is None:
+            return
+        original = optimizer.apply_gradients
+        watched = {name: known[name] for name, _, _ in self._rules.values()}
+        self._gradients = {
+            name: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for name, v in watched.items()
+        }
+
+        def apply_gradients(pairs: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(pairs)
+            for g, variable in pairs:
+                for name, wanted in watched.items():
+                    if _resource(variable) is wanted and g is not None:
+                        self._gradients[name].assign(tf.convert_to_tensor(g))
+            return original(pairs, *args, **kwargs)
+
+        defer(vars(optimizer).pop, "apply_gradients", None)
+        object.__setattr__(optimizer, "apply_gradients", apply_gradients)
+        self._model.make_train_function(force=True)
+
+    def run(self, original: Callable[..., Any], iterator: Any) -> Any:
+        """Run the steps of one call of the train function, and look at each."""
+        logs = None
+        for _ in range(int(self._model.steps_per_execution)):
+            try:
+                data = next(iterator)
+            except StopIteration:
+                if logs is None:
+                    raise
+                return logs
+            before = {name: _value(variable) for name, variable in all_variables(self._model)}
+            logs = original(iter([data]))
+            self._look(data, before, logs)
+            self._step += 1
+        return logs
+
+    @with_cleanup
+    def _look(self, data: Any, before: Values, logs: Any) -> None:
+        variables = dict(all_variables(self._model))
+        after = {name: _value(v) for name, v in variables.items() if name.startswith("parameter:")}
+        floats = [x for x in after.values() if is_differentiable(x)]
+        loss = logs.get("loss") if isinstance(logs, dict) else None
+        watched = floats + ([] if loss is None else [tf.convert_to_tensor(loss)])
+        captured = partial(self._capture, data, before)
+        if watched and not bool(_are_finite(watched)):
+            record = partial(record_step, self._model, data, before)
+            for name, x in after.items():
+                element = nonfinite_element(name.partition(":")[2], x)
+                if element is None:
+                    continue
+                shape, index = tuple(x.shape), element[2]
+                state = {
+                    _state_name(variables[key]): float(np.asarray(value)[index])
+                    for key, value in before.items()
+                    if key.startswith("optimizer:") and tuple(value.shape) == shape
+                }
+                tripped = f"{element[0]} is {element[1]!r} after the step"
+                module = element[0].partition("[")[0].rpartition("/")[0]
+                update = Hit(tripped, self._step, captured=captured, cause="update", place=element[0])
+                update = Hit(**{**vars(update), "value": element[1], "state": state, "module": module})
+                self._options.stop(Hit(tripped, self._step, 0, record, captured, otherwise=update))
+            self._options.stop(Hit("the loss is not finite", self._step, 0, record, captured))
+        for text, (name, place, rule) in self._rules.items():
+            g = self._gradients[name].value()
+            flat = np.asarray((place.select(tuple(g.shape)) if place.index else resolve((), tuple(g.shape))).flat())
+            picked = tf.gather(tf.reshape(g, [-1]), flat) if place.index else g
+            if bool(np.asarray(rule(picked)).all()):
+                array, flat = np.asarray(g), flat.reshape(-1)
+                first = int(flat[np.argmax(np.abs(array.reshape(-1)[flat]))])
+                index = tuple([int(i) for i in np.unravel_index(first, array.shape)])
+                where = f"{place.name}[{', '.join(map(str, index))}]" if index else str(place.name)
+                number = float(array.reshape(-1)[first])
+                tripped = f"the gradient of {text} is such that its rule is true"
+                hit = Hit(tripped, self._step, captured=captured, cause="rule", place=where, value=number)
+                line = partial(_line_of, self._model, data, before, name)
+                self._options.stop(Hit(**{**vars(hit), "where": line(), "module": str(place.name).rpartition("/")[0]}))
+
+    def _capture(self, data: Any, before: Values) -> CapturedStep:
+        results = {name: _value(v) for name, v in all_variables(self._model) if not name.startswith("random:")}
+        return CapturedStep(
+            describe(self._model), ((data,), {}), before, results=results, settings={"tensorflow": tf.__version__}
+        )
+
+
+def _build_optimizer(model: Any) -> None:
+    """Make the optimizer's variables, as its first step would: what a step starts from is kept."""
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _restore_function(model: Any, original: Any) -> None:
+    model.train_function = original
+
+
+def record_step(model: Any, data: Any, before: Mapping[str, Tensor]) -> StepRecord:
+    """Run the forward and the loss of a step again from earlier values, with every operation recorded."""
+    x, y, sample_weight = _unpack(data)
+    recorder = TensorflowOpRecorder(KerasModel(model), record_step.__code__)
+    tape = tf.GradientTape(persistent=True)
+    with restored(model, before), isolated():
+        x, y, sample_weight = pytree.map_tree((x, y, sample_weight), _as_tensor)
+        enter(tape)
+        parts = zip(DATA, (x, y, sample_weight), strict=True)
+        named = [leaf for name, part in parts for leaf in pytree.named_leaves(part, name)]
+        inputs = [(name, leaf) for name, leaf in named if isinstance(leaf, tf.Tensor)]
+        ids = [recorder.value_id(leaf) for _, leaf in inputs]
+        with run_functions_as_python(), recorder.record_thread():
+            y_pred = _call(model, x)
+            compute = getattr(model, "_compute_loss", model.compute_loss)
+            loss = tf.convert_to_tensor(compute(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True))
+            outputs = [(name, out) for name, out in pytree.named_leaves(y_pred, "output") if isinstance(out, tf.Tensor)]
+            named_outputs = [NamedValue(name, "output", recorder.value_id(out), out) for name, out in outputs]
+            final = NamedValue("the loss", "output", recorder.value_id(loss), loss)
+        held = [NamedValue(name, "input", value, leaf) for (name, leaf), value in zip(inputs, ids, strict=True)]
+        for name, variable in variables_of(model):
+            kind, _, text = name.partition(":")
+            values = recorder.variable_values.get(_resource(variable).handle._id, [None])
+            held.append(NamedValue(text, kind, values[0], before[name]))
+    if recorder.error is not None:
+        raise recorder.error
+    floats = [value for value in held if is_differentiable(value.tensor)]
+    everything = frozenset([value for op in recorder.ops for value in (*op.inputs, *op.outputs)])
+    named_outputs = [value for value in named_outputs if is_differentiable(value.tensor)]
+    return StepRecord("tensorflow", recorder.ops, everything, NUMBERS, floats, named_outputs, final)
+
+
+def _call(model: Any, x: Any) -> Any:
+    return model(x, training=True) if getattr(model, "_call_has_training_arg", True) else model(x)
+
+
+def _unpack(data: Any) -> tuple[Any, Any, Any]:
+    parts = list(data) if isinstance(data, (tuple, list)) else [data]
+    return tuple([*parts, None, None][:3])  # type: ignore[return-value]
+
+
+def _line_of(model: Any, data: Any, before: Values, name: str) -> str | None:
+    """Return the line at which a variable is read."""
+    try:
+        record = record_step(model, data, before)
+    except Exception:  # the rule is true whether or not the line is known
+        return None
+    ids = {value.id for value in record.held if value.name == name.partition(":")[2]}
+    return next((op.where for op in record.ops if ids & set(op.inputs)), None)
+
+
+def variables_of(model: Any) -> list[tuple[str, Any]]:
+    """Return the variables of a model as `parameter:name` and `buffer:name`."""
+    return [(f"{kind}:{name}", _resource(variable)) for name, kind, variable in KerasModel(model).named_tensors()]
+
+
+def all_variables(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all that a step reads and writes, but for metrics: variables, states of random numbers, the optimizer."""
+    known = variables_of(model)
+    yield from known
+    seen = {id(variable) for _, variable in known}
+    others = [variable for variable in model.variables if id(_resource(variable)) not in seen]
+    yield from ((f"random:{variable.path}", variable) for variable in others)
+    optimizer = model.optimizer
+    yield from ((f"optimizer:{n}", variable) for n, variable in enumerate(optimizer.variables if optimizer else ()))
+
+
+@contextmanager
+def restored(model: Any, before: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give variables earlier values until the end of the block."""
+    with scope():
+        for name, variable in all_variables(model):
+            if name in before:
+                defer(variable.assign, tf.identity(_value(variable)))
+                variable.assign(before[name])
+        yield
+
+
+def _value(variable: Any) -> Tensor:
+    """Return the value of a variable without a copy; the next write to it makes one."""
+    return tf.convert_to_tensor(_resource(variable))
+
+
+def _resource(variable: Any) -> Any:
+    """Return TensorFlow's variable in a variable of Keras."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def _state_name(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name).rpartition("/")[2]
+
+
+def _as_tensor(x: Any) -> Any:
+    return tf.convert_to_tensor(x) if isinstance(x, (np.ndarray, tf.Tensor)) else x
+
+
+@tf.function(reduce_retracing=False)
+def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    real = [tf.math.real(x) if x.dtype.is_complex else x for x in tensors]
+    return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(x)) for x in real]))
+
+
+def nonfinite_element(name: str, x: Tensor) -> tuple[str, float, tuple[int, ...]] | None:
+    if not is_differentiable(x):
+        return None
+    array = NUMBERS.array(x)
+    bad = np.argwhere(~np.isfinite(array))
+    if not len(bad):
+        return None
+    index = tuple([int(i) for i in bad[0]])
+    return (f"{name}[{', '.join(map(str, index))}]" if index else name), float(np.real(array[index])), index
+
+
+def describe(model: Any) -> dict[str, Any]:
+    return {
+        name.partition(":")[2]: [name.partition(":")[0], list(v.shape), str(v.dtype)] for name, v in variables_of(model)
+    }
+
+
+class KerasWatchRuns(WatchBackend):
+    """Watches and replays steps of Keras models."""
+
+    name = "tensorflow"
+
+    def watcher(self, model: Any, optimizer: Any, options: WatchOptions) -> Watcher:
+        if not variables_of(model):
+            raise FrameworkError(f"{type(model).__name__} has no variables, so there is no training to watch")
+        return KerasWatcher(model, optimizer, options)
+
+    def describe(self, model: Any) -> Mapping[str, Any]:
+        return describe(model)
+
+    def to_bytes(self, x: Any) -> tuple[str, tuple[int, ...], np.ndarray, Mapping[str, Any]]:
+        if not isinstance(x, (tf.Tensor, tf.Variable)) or not (x.dtype.is_numpy_compatible and x.dtype != tf.string):
+            raise TypeError(type(x).__name__)
+        array = np.asarray(x)
+        if array.dtype.hasobject:
+            raise TypeError(type(x).__name__)
+        return array.dtype.name, array.shape, np.frombuffer(array.tobytes(), np.uint8), {}
+
+    def from_bytes(
+        self, dtype: str, shape: tuple[int, ...], content: np.ndarray, properties: Mapping[str, Any]
+    ) -> Tensor:
+        kind = tf.as_dtype(dtype)
+        return tf.constant(np.frombuffer(content.tobytes(), kind.as_numpy_dtype).reshape(shape), kind)
+
+    def run(self, model: Any, captured: CapturedStep, loss: Callable[..., Any] | None) -> ReplayedRun:
+        if model.optimizer is None:
+            raise OptionError("the model is not compiled; call model.compile as in the run, so that its step can run")
+        (data,), _ = captured.arguments
+        _build_optimizer(model)
+        with restored(model, captured.held):
+            model.make_train_function()
+            model.train_function(iter([data]))
+            results = {
+                name: tf.identity(_value(v)) for name, v in all_variables(model) if not name.startswith("random")
+            }
+        return ReplayedRun(results, partial(record_step, model, data, captured.held))
+
+
+implementation = KerasWatchRuns()

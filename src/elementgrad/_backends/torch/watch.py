@@ -1,0 +1,488 @@
+"""`eg.watch` on PyTorch: look at outputs, gradients and parameters of a training loop.
+
+A call of the model goes through `MODULE_CALL`, an attribute of its own, so that it is seen outside of what
+`torch.compile` compiles. A hook on each output keeps the gradient that arrives there. Gradients are looked at when the
+next thing happens after a backward: another forward, the norm of `clip_grad_norm_`, which then is not computed again,
+the optimizer's step, or the end of the block. Nothing was overwritten by then, so that the step can be run again.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+
+from elementgrad._backends.torch import _compat
+from elementgrad._backends.torch.isolate import add_hook
+from elementgrad._backends.torch.names import TorchModel
+from elementgrad._backends.torch.watch_run import (
+    ForwardCall,
+    ModelState,
+    TorchWatchRuns,
+    float_outputs,
+    local_part,
+    nonfinite_element,
+)
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer
+from elementgrad._names import pytree
+from elementgrad._place.grammar import nearest
+from elementgrad._place.place import Place
+from elementgrad._watch.backend import Hit, Rule, Watcher, WatchOptions
+from elementgrad.errors import FrameworkError, OptionError, PlaceError, quoted
+
+Tensor = torch.Tensor
+Module = torch.nn.Module
+PENDING_LIMIT = 16
+"""The number of forwards without a backward that are kept."""
+FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+
+
+class TorchWatcher(Watcher):
+    """Watches one training loop."""
+
+    def __init__(self, model: Any, optimizer: Any, options: WatchOptions):
+        if not isinstance(model, Module) or isinstance(model, torch.jit.ScriptModule):
+            raise FrameworkError(
+                f"{type(model).__name__} cannot be watched; give a torch.nn.Module that is not scripted"
+            )
+        self._state = ModelState(model)
+        self._parameters = dict(self._state.parameters)
+        if not self._parameters:
+            raise FrameworkError(f"{type(model).__name__} has no parameters, so there is no training to watch")
+        self._optimizers = _optimizers(optimizer)
+        self._trained = {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._options = options
+        self._rules = {text: self._bind_rule(place, rule) for text, (place, rule) in options.rules.items()}
+        self._calls: list[ForwardCall] = []
+        """Forwards of this step that a hit may be about, in order."""
+        self._step = 0
+        self.count = 0
+        """The number of steps that optimizers took."""
+        self._micro_batch = 0
+        self._thread = threading.get_ident()
+        self._inside = False
+        self._scaled = False
+        """True if a GradScaler scaled a loss since the last step."""
+        self._unseen = False
+        """True if there was a backward that was not looked at."""
+        self._looked = False
+        """True if gradients were looked at since the last step."""
+        self._ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        self._later: list[tuple[Tensor, int]] = []
+        """On an accelerator: norms of parameters that were not read yet, with their steps."""
+        self._loss_arguments: tuple[Any, Any] | None = None
+        self._stopped = False
+        self._suspect: Hit | None = None
+        """With several processes: a hit that they do not know of yet."""
+        self._last: ForwardCall | None = None
+
+    # The block
+
+    def start(self) -> None:
+        self._require_finite_parameters()
+        target = self._state.called
+        original = _compat.call_module(target)
+        defer(self._end)
+        assign(target, _compat.MODULE_CALL, partial(self._call, original))
+        for optimizer in self._optimizers:
+            add_hook(optimizer._optimizer_step_pre_hooks, self._before_step)
+            add_hook(optimizer._optimizer_step_post_hooks, self._after_step)
+        for path, module in self._activations():
+            add_hook(module._forward_hooks, partial(self._see_activation, path))
+        if isinstance(self._options.loss, Module):
+            hook = self._see_loss
+            add_hook(self._options.loss._forward_pre_hooks_with_kwargs, hook)
+            add_hook(self._options.loss._forward_pre_hooks, hook)
+        _watchers.append(self)
+        _patch.enter()
+
+    def _end(self) -> None:
+        self._stopped = True
+        if self in _watchers:
+            _watchers.remove(self)
+        for call in self._calls:
+            call.release()
+        self._calls.clear()
+
+    def finish(self) -> None:
+        if not self._stopped:
+            self._look()
+            self._read_later()
+
+    # What happens in the loop
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside or self._stopped or threading.get_ident() != self._thread or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        self._look()
+        self._read_later()
+        call = self._begin(args, kwargs)
+        self._inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._see_outputs(call, result)
+        return result
+
+    def _begin(self, args: Any, kwargs: Any) -> ForwardCall:
+        fresh = all(p.grad is None for p in self._parameters.values())
+        call = ForwardCall(self._step, self._micro_batch, args, kwargs, self._state.snapshot(), fresh)
+        self._micro_batch += 1
+        self._last = call
+        return call
+
+    def _see_outputs(self, call: ForwardCall, result: Any) -> None:
+        outputs = [(name, x) for name, x in float_outputs(result) if x.dtype in FLOATS]
+        call.outputs = [(name, x.detach()) for name, x in outputs]
+        for position, (_, x) in enumerate(outputs):
+            if x.requires_grad:
+                # Through the list of handles, so that no interrupt comes between a hook and its handle.
+                call.handles.extend(map(x.register_hook, [partial(self._see_gradient, call, position)]))
+        call.norm = _norm([x for _, x in call.outputs])
+        if call.norm is not None and call.norm.device.type == "cpu" and self._ranks == 1:
+            self._judge_outputs(call)
+        if call.handles or call.norm is not None:
+            self._calls.append(call)
+        while len(self._calls) > PENDING_LIMIT:
+            self._calls.pop(0).release()
+
+    def _judge_outputs(self, call: ForwardCall) -> None:
+        norm, call.norm = call.norm, None
+        if norm is None or math.isfinite(_number(norm)):
+            return
+        for name, x in call.outputs:
+            element = nonfinite_element(name, x)
+            if element is not None:
+                self._hit([call], f"{element[0]} is {element[1]!r}", element[0])
+
+    def _see_gradient(self, call: ForwardCall, position: int, g: Tensor) -> None:
+        if self._stopped:
+            return
+        task = _compat.graph_task_id()
+        others = [other.task for other in self._calls if other.task is not None]
+        if any(other != task for other in others):
+            self._look()  # of a backward before this one
+        call.task = task
+        call.cotangents[position] = g.detach()
+        self._unseen = True
+
+    def _see_activation(self, path: str, module: Module, args: Any, result: Any) -> None:
+        if not self._inside or self._last is None:
+            return
+        call = self._last
+        for name, x in pytree.named_leaves(result, path):
+            if isinstance(x, Tensor) and x.requires_grad:
+                call.handles.extend(map(x.register_hook, [partial(call.activations.__setitem__, name)]))
+
+    def _see_loss(self, module: Any, args: Any, kwargs: Any) -> None:
+        if not self._inside and self._last is not None:
+            self._last.loss_arguments = args, kwargs
+
+    def call_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self._last is not None:
+            self._last.loss_arguments = args, kwargs
+        assert self._options.loss is not None
+        return self._options.loss(*args, **kwargs)
+
+    def see_norm(self, grads: Sequence[Tensor], norm: Tensor, kind: float) -> None:
+        """Take over a norm of gradients that `clip_grad_norm_` computed."""
+        if self._stopped or threading.get_ident() != self._thread or kind < 1:
+            return
+        covered = {id(g) for g in grads}
+        if all(p.grad is None or id(p.grad) in covered for p in self._watched()):
+            self._look(norm)
+
+    def see_scale(self) -> None:
+        """Note that a GradScaler scaled a loss."""
+        self._scaled = True
+
+    def see_scaler_step(self, optimizer: Any, stepped: bool) -> None:
+        """Note that a GradScaler took or skipped a step."""
+        if not stepped and optimizer in self._optimizers:
+            self._next_step(optimizer)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stopped:
+            return
+        found = getattr(optimizer, "found_inf", None)
+        if found is not None and _number(found) > 0:
+            return  # a fused optimizer skips the step by itself
+        self.count += 1
+        self._scaled = False
+        self._look(at_step=True)
+        self._agree_to_stop()
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stopped:
+            return
+        norm = _norm([local_part(p) for p in self._trained.values() if p.dtype in FLOATS])
+        if norm is not None and norm.device.type != "cpu":
+            self._later.append((norm, self._step))
+        elif norm is not None and not math.isfinite(_number(norm)):
+            self._judge_parameters(self._step)
+        self._agree_to_stop()
+        self._next_step(optimizer)
+
+    def _next_step(self, optimizer: Any) -> None:
+        for call in self._calls:
+            call.release()
+        self._calls.clear()
+        self._unseen = self._scaled = self._looked = False
+        self._micro_batch = 0
+        if optimizer is self._optimizers[0]:
+            self._step += 1
+
+    # Looking at numbers
+
+    def _watched(self) -> Iterator[Tensor]:
+        """Yield the parameters whose gradients are looked at."""
+        yield from self._parameters.values()
+        yield from (p for p in self._trained.values() if id(p) not in self._names)
+
+    def _look(self, norm: Tensor | None = None, at_step: bool = False) -> None:
+        """Look at the outputs and gradients that were not looked at yet."""
+        outputs = [call for call in self._calls if call.norm is not None]
+        grads = None
+        if (self._unseen or at_step) and not self._scaled:
+            if norm is None and (self._unseen or not self._looked):
+                found = [local_part(p.grad) for p in self._watched() if p.grad is not None and p.grad.dtype in FLOATS]
+                norm = _norm([g.coalesce().values() if g.is_sparse else g for g in found])
+            grads = norm
+        elif norm is not None and not self._scaled:
+            grads = norm
+        self._unseen = self._unseen and self._scaled
+        self._looked = self._looked or grads is not None
+        flags = [call.norm for call in outputs if call.norm is not None] + ([] if grads is None else [grads])
+        if flags and not _all_finite(flags):
+            for call in outputs:
+                self._judge_outputs(call)
+            if grads is not None:
+                self._judge_gradients()
+        for call in outputs:
+            call.norm = None
+        if not self._scaled:
+            self._judge_rules()
+            for call in [call for call in self._calls if call.task is not None or not call.handles]:
+                call.release()
+                self._calls.remove(call)
+
+    def _judge_gradients(self) -> None:
+        for p in self._watched():
+            if p.grad is None or p.grad.dtype not in FLOATS:
+                continue
+            element = nonfinite_element(self._names.get(id(p), "a parameter"), p.grad)
+            if element is not None:
+                calls = [call for call in self._calls if call.task is not None]
+                self._hit(calls, f"the gradient of {element[0]} is {element[1]!r}", element[0])
+
+    def _judge_parameters(self, step: int) -> None:
+        for p in self._trained.values():
+            name = self._names.get(id(p), "a parameter")
+            element = nonfinite_element(name, p)
+            if element is None:
+                continue
+            optimizer, group = next(
+                (one, group)
+                for one in self._optimizers
+                for group in one.param_groups
+                for q in group["params"]
+                if q is p
+            )
+            state = self._state.element_state(optimizer, p, element[2])
+            settings = [f"{key} is {value!r}" for key, value in group.items() if type(value) in (float, tuple)]
+            call = self._last
+            hit = Hit(
+                f"{element[0]} is {element[1]!r} after the step",
+                step,
+                captured=None if call is None else partial(self._state.capture, call, self._parameters, after=True),
+                cause="update",
+                place=element[0],
+                value=element[1],
+                module=name.rpartition(".")[0],
+                state=state,
+                evidence=settings[:3],
+            )
+            self._stop(hit)
+
+    def _judge_rules(self) -> None:
+        for text, (name, place, rule) in self._rules.items():
+            seen = [(call, call.activations.pop(name)) for call in self._calls if name in call.activations]
+            p = self._parameters.get(name)
+            calls = [call for call in self._calls if call.task is not None]
+            if p is not None and p.grad is not None and calls:
+                seen = [(calls[-1], p.grad)]
+            for call, g in seen:
+                picked = self._state.take(g.detach(), place)
+                if not bool(rule(picked)):
+                    continue
+                position = int(picked.abs().reshape(-1).argmax()) if picked.numel() else 0
+                index = self._state.index_at(g, place, position)
+                hit = Hit(
+                    f"the gradient of {text} is such that its rule is true",
+                    call.step,
+                    call.index,
+                    captured=partial(self._state.capture, call, self._parameters),
+                    cause="rule",
+                    place=f"{name}[{', '.join(map(str, index))}]" if index else name,
+                    value=float(picked.reshape(-1)[position].real) if picked.numel() else None,
+                    where=self._line_of(call, name),
+                    module=name.rpartition(".")[0] if p is not None else name,
+                )
+                self._stop(hit)
+
+    def _line_of(self, call: ForwardCall, name: str) -> str | None:
+        self._inside = True  # the model is called for it
+        try:
+            return self._state.line_of(call, name)
+        finally:
+            self._inside = False
+
+    def _read_later(self) -> None:
+        """Read the norms of parameters on an accelerator, one step late, so that no step waits for them."""
+        later, self._later = self._later, []
+        for norm, step in later:
+            if not math.isfinite(_number(norm)):
+                self._judge_parameters(step)
+
+    def _require_finite_parameters(self) -> None:
+        norm = _norm([local_part(p) for p in self._parameters.values() if p.dtype in FLOATS])
+        if norm is None or math.isfinite(_number(norm)):
+            return
+        for name, p in self._parameters.items():
+            element = nonfinite_element(name, p) if p.dtype in FLOATS else None
+            if element is not None:
+                tripped = f"{element[0]} is {element[1]!r} at the start"
+                module = name.rpartition(".")[0]
+                self._stop(Hit(tripped, 0, cause="bad-parameter", place=element[0], value=element[1], module=module))
+
+    # Hits
+
+    def _hit(self, calls: Sequence[ForwardCall], tripped: str, place: str) -> None:
+        """Stop at a number that one of these forwards, or the backward of them all, made bad."""
+        hit = None if calls else Hit(tripped, self._step, place=place)
+        alone = len(calls) == 1 and calls[0].fresh and self._ranks == 1
+        for call in reversed(calls):
+            record = partial(self._state.record, call, self._options.loss)
+            captured = partial(self._state.capture, call, self._parameters, alone)
+            hit = Hit(tripped, call.step, call.index, record, captured, otherwise=hit)
+        assert hit is not None
+        self._stop(hit)
+
+    def _stop(self, hit: Hit) -> None:
+        """Stop at once, or with several processes when all of them can."""
+        if self._ranks == 1:
+            self._raise(hit)
+        self._suspect = self._suspect or hit
+
+    def _raise(self, hit: Hit) -> NoReturn:
+        self._stopped = True
+        self._options.stop(hit)
+
+    def _agree_to_stop(self) -> None:
+        """Stop in all processes if one of them has a hit: the others would wait for it forever."""
+        if self._ranks == 1:
+            return
+        flag = torch.tensor([float(self._suspect is not None)], device=next(iter(self._parameters.values())).device)
+        distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+        if _number(flag):
+            self._raise(self._suspect or Hit("another process has stopped", self._step))
+
+    def agree(self, report: dict[str, Any], decided: bool) -> tuple[dict[str, Any], bool]:
+        if self._ranks == 1:
+            return report, True
+        reports: list[Any] = [None] * self._ranks
+        distributed.all_gather_object(reports, [report, decided])
+        chosen = next((rank for rank, (_, found) in enumerate(reports) if found), 0)
+        return {**reports[chosen][0], "rank": chosen}, chosen == distributed.get_rank()
+
+    # Places and rules
+
+    def _bind_rule(self, place: Place, rule: Rule) -> tuple[str, Place, Rule]:
+        names = TorchModel(self._state.root)
+        name = str(place.name)
+        p = self._parameters.get(name)
+        if p is not None:
+            place.select(tuple(p.shape))
+        elif not any(path == name for path, _ in names.modules() if path):
+            known = [*self._parameters, *names.layers()]
+            raise PlaceError(f"no tensor is named {name!r}; {nearest(name, known)}")
+        return name, place, rule
+
+    def _activations(self) -> Iterator[tuple[str, Module]]:
+        wanted = {name for name, _, _ in self._rules.values() if name not in self._parameters}
+        return ((path, module) for path, module in TorchModel(self._state.root).modules() if path in wanted)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = []
+    for one in given:
+        while isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer):  # wrapped, as accelerate does
+            one = one.optimizer
+        found.append(one)
+        if not isinstance(one, torch.optim.Optimizer):
+            raise OptionError(f"optimizer={quoted(one)[:80]} is no torch.optim.Optimizer; give the one of the loop")
+    return found
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one number that is not finite if one of these tensors is not; it may also be too large itself."""
+    with torch.no_grad():
+        filled = [x.detach() for x in tensors if x.numel()]
+        return torch.nn.utils.get_total_norm(filled) if filled else None
+
+
+def _number(x: Tensor) -> float:
+    """Return a number; on the processor without an operation, and thus without a synchronisation."""
+    return float(x.detach().numpy().item()) if x.device.type == "cpu" and x.dtype != torch.bfloat16 else float(x)
+
+
+def _all_finite(flags: Sequence[Tensor]) -> bool:
+    if all(flag.device.type == "cpu" for flag in flags):
+        return all(math.isfinite(_number(flag)) for flag in flags)
+    return bool(torch.stack([flag.float().to(flags[-1].device) for flag in flags]).isfinite().all())
+
+
+_watchers: list[TorchWatcher] = []
+"""The watchers of all blocks that run."""
+
+
+def _install(replace: Replace) -> None:
+    total_norm = getattr(_compat.clip_grad, _compat.TOTAL_NORM)
+    scale, step = torch.amp.GradScaler.scale, torch.amp.GradScaler.step
+
+    @wraps(total_norm)
+    def seen_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kw: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        norm = total_norm(tensors, norm_type, False, *args, **kw)
+        for watcher in list(_watchers):
+            watcher.see_norm(tensors, norm, float(norm_type))
+        return total_norm(tensors, norm_type, True, *args, **kw) if error_if_nonfinite else norm
+
+    @wraps(scale)
+    def seen_scale(self: Any, outputs: Any) -> Any:
+        for watcher in list(_watchers) if self.is_enabled() else ():
+            watcher.see_scale()
+        return scale(self, outputs)
+
+    @wraps(step)
+    def seen_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [watcher.count for watcher in _watchers]
+        result = step(self, optimizer, *args, **kwargs)
+        for watcher, count in zip(list(_watchers), before, strict=False):
+            watcher.see_scaler_step(optimizer, watcher.count != count)
+        return result
+
+    replace(_compat.clip_grad, _compat.TOTAL_NORM, seen_norm)
+    replace(torch.amp.GradScaler, "scale", seen_scale)
+    replace(torch.amp.GradScaler, "step", seen_step)
+
+
+_patch = AttributePatch(_install)
+"""While it is on, watchers see norms of gradients and scaled losses."""
+implementation = TorchWatchRuns(TorchWatcher)

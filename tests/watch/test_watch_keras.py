@@ -1,0 +1,58 @@
+"""Watching `fit` of Keras: rules, bits, and what is left behind."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import elementgrad as eg
+from elementgrad.callbacks import KerasWatch
+
+
+def fitted(*callbacks, steps_per_execution=1):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(3, name="first"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="last")]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=steps_per_execution)
+    x = np.linspace(-1, 1, 24, dtype="f").reshape(12, 2)
+    error = None
+    try:
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, shuffle=False, callbacks=list(callbacks))
+    except (eg.WatchError, KeyError) as caught:
+        error = caught
+    return model, error
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_healthy_fit_has_the_same_bits(steps):
+    plain, watched = (
+        fitted(steps_per_execution=steps)[0],
+        fitted(KerasWatch(capture=None), steps_per_execution=steps)[0],
+    )
+    assert all(np.array_equal(x, y) for x, y in zip(plain.get_weights(), watched.get_weights(), strict=True))
+
+
+def test_a_rule_stops_at_a_gradient(tmp_path):
+    rule = {"last/kernel[1]": lambda g: tf.reduce_max(abs(g)) > 0}
+    watch = KerasWatch(when=rule, capture=tmp_path / "nan.capture")
+    model, error = fitted(watch)
+    assert (error.step, error.cause, error.place) == (0, "rule", "last/kernel[1, 0]")
+    assert "apply_gradients" not in vars(model.optimizer)
+    assert watch.replay().same
+    with pytest.raises(eg.PlaceError, match="no parameter is named 'lst/kernel'; nearest"):
+        fitted(KerasWatch(when={"lst/kernel": lambda g: True}))
+
+
+def test_nothing_is_left_after_an_error_of_the_user():
+    class Raising(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyError("the user's own")
+
+    watch = KerasWatch(capture=None)
+    model, error = fitted(watch, Raising())
+    assert isinstance(error, KeyError)
+    del error
+    gc.collect()  # Keras keeps the frame of fit in a cycle
+    assert type(model.train_function).__name__ == "function"

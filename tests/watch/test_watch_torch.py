@@ -1,0 +1,267 @@
+"""Watching loops of PyTorch: what is a hit and what is none, and what is left behind."""
+
+# ruff: noqa: PT012 (the block is what is watched)
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+import elementgrad as eg
+from tests.support.faulty_runs import Case, draw, judge, run
+
+
+@pytest.fixture
+def capture(tmp_path):
+    return str(tmp_path / "nan.capture")
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2)
+    )
+
+
+def train(model, optimizer, steps=4, faulty=None):
+    for step in range(steps):
+        x = torch.randn(5, 3)
+        if step == faulty:
+            x[1, 2] = float("nan")
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+def left_behind(model, optimizer):
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    scaler, norm = torch.amp.GradScaler.scale, torch.nn.utils.clip_grad._get_total_norm
+    steps = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    return set(vars(model)), hooks, scaler, norm, steps
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 3}, {"clip": True}, {"amp": True}, {"amp": True, "clip": True}])
+@pytest.mark.parametrize("fault", ["inf in a parameter", "0/0", "bad batch", "optimizer"])
+def test_a_fault_is_found_with_accumulation_clipping_and_a_scaler(fault, options, capture):
+    case = draw(fault, 1, 3)
+    outcome = run("torch", case, capture, **options)
+    assert judge(case, outcome) == [], str(outcome.error)
+    assert outcome.error.micro_batch == 0
+
+
+def test_a_compiled_model_is_watched_from_outside(capture):
+    case = draw("0/0", 2, 3)
+    outcome = run("torch", case, capture, wrap=lambda model: torch.compile(model, backend="eager"))
+    assert judge(case, outcome) == [], str(outcome.error)
+
+
+def test_the_micro_batch_at_fault_is_named():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        for number in range(4):
+            out = model(torch.ones(1, 2))
+            (out.sum() if number != 2 else (out - out.detach()).sqrt().sum()).backward()
+        optimizer.step()
+    assert (caught.value.micro_batch, caught.value.cause) == (2, "outside")
+    assert caught.value.clause == "it is outside the model, after output[0, 0]"
+
+
+def root(output):
+    return (output - output.detach()).sqrt().sum()
+
+
+@pytest.mark.parametrize("loss", [root, torch.nn.MSELoss()])
+def test_a_loss_that_is_given_is_followed(loss):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None, loss=loss) as watch:
+        out = model(torch.ones(1, 2))
+        if loss is root:
+            loss(out).backward()
+        else:
+            loss(out, torch.full((1, 2), float("inf"))).backward()
+    found = caught.value.cause, caught.value.operation if loss is root else caught.value.place
+    assert found == (("singular", "sqrt") if loss is root else ("bad-input", "loss.target[0, 0]")), str(caught.value)
+    assert watch.error is caught.value
+
+
+def test_gradients_that_a_scaler_skips_are_no_hit():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with eg.watch(model, optimizer, capture=None):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((4, 2), 1e3)).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**127
+
+
+def test_the_norm_of_clip_grad_norm_is_not_computed_again(monkeypatch):
+    model, norms = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda tensors: norms.append(len(tensors)) or total(tensors))
+    with eg.watch(model, optimizer, capture=None):
+        norms.clear()  # of the parameters at the start
+        model(torch.ones(1, 2)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert norms == [1, 2]  # of the output, and of the parameters after the step
+    with pytest.raises(eg.WatchError, match="outside the model"), eg.watch(model, optimizer, capture=None):
+        (model(torch.ones(1, 2)) * float("inf")).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_rules_stop_at_gradients_of_parameters_and_activations():
+    model = net()
+    for place in ("3.weight[1]", "0"):
+        with (
+            pytest.raises(eg.WatchError) as caught,
+            eg.watch(model, capture=None, when={place: lambda g: g.abs().max() > 0}),
+        ):
+            model(torch.randn(5, 3)).sum().backward()
+        assert (caught.value.cause, caught.value.place.partition("[")[0]) == ("rule", place.partition("[")[0])
+        assert caught.value.where.startswith("test_watch_torch.py:")
+
+
+def test_a_healthy_run_has_the_same_bits_and_leaves_nothing():
+    runs = []
+    for watched in (False, True):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        before = left_behind(model, optimizer)
+        torch.manual_seed(1)
+        with eg.watch(model, optimizer, capture="never.capture") if watched else contextlib.nullcontext():
+            train(model, optimizer)
+        assert left_behind(model, optimizer) == before
+        runs.append([*model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+    assert not os.path.exists("never.capture")
+
+
+@pytest.mark.parametrize("raised", [KeyError, KeyboardInterrupt, eg.WatchError])
+def test_nothing_is_left_after_an_error(raised):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = left_behind(model, optimizer)
+    with pytest.raises(raised), eg.watch(model, optimizer, capture=None):
+        out = model(torch.randn(5, 3))
+        train(model, optimizer, faulty=2 if raised is eg.WatchError else None)
+        raise raised("the user's own")
+    assert left_behind(model, optimizer) == before
+    assert not out._backward_hooks
+
+
+def test_an_error_of_the_user_is_not_hidden_by_a_bad_gradient():
+    model = net()
+    with pytest.raises(KeyError), eg.watch(model, capture=None):
+        (model(torch.randn(5, 3)) * float("inf")).sum().backward()
+        raise KeyError
+
+
+def test_a_gradient_at_the_end_of_the_block_is_looked_at():
+    model = net()
+    with pytest.raises(eg.WatchError, match="outside the model"), eg.watch(model, capture=None):
+        (model(torch.randn(5, 3)) * float("inf")).sum().backward()
+
+
+def test_a_row_that_is_masked_as_a_whole_is_named_and_other_masks_are_no_fault():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(3, 3)
+            self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+        def forward(self, x, row=None):
+            scores = self.inner(x) @ x.T + self.mask
+            scores = scores if row is None else scores.masked_fill(row, float("-inf"))
+            return torch.softmax(scores, -1) @ x
+
+    model = Attention()
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None):
+        model(torch.randn(3, 3)).sum().backward()
+        model(torch.randn(3, 3), torch.tensor([[False], [True], [False]]))
+    assert (caught.value.cause, caught.value.operation) == ("masked-row", "softmax")
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None):
+        model(torch.tensor([[1.0, float("nan"), 0.0]] * 3))
+    assert caught.value.place == "x[0, 1]"
+
+
+def test_parameters_that_are_bad_at_the_start_are_named():
+    model = net()
+    model[3].bias.data[1] = float("nan")
+    with pytest.raises(eg.WatchError, match=r"3.bias\[1\] is nan at the start"), eg.watch(model):
+        pytest.fail("the block ran")
+
+
+def test_a_capture_is_private_whole_and_holds_no_pickle(capture):
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, x, how):
+            return self.inner(x["x"])
+
+    model, argument = Odd(), object()
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=capture) as watch:
+        model({"x": torch.tensor([[1.0, float("inf")]])}, argument)
+    assert stat.S_IMODE(os.stat(capture).st_mode) == 0o600
+    assert os.listdir(os.path.dirname(capture)) == ["nan.capture"]
+    assert caught.value.capture == capture
+    assert watch.replay().same
+    with pytest.raises(eg.OptionError, match=r"the capture lacks arguments.0.1, of type object"):
+        eg.watch(model).replay(capture)
+
+
+def test_what_is_no_capture_of_this_model_is_refused(capture):
+    model = net()
+    with pytest.raises(eg.WatchError), eg.watch(model, capture=capture):
+        model(torch.full((5, 3), float("nan")))
+    other = torch.nn.Sequential(torch.nn.Linear(3, 5))
+    with pytest.raises(eg.OptionError, match=r"the capture is of another model: 0.weight was parameter"):
+        eg.watch(other).replay(capture)
+    assert eg.watch(net()).replay(capture).same
+    whole = Path(capture).read_bytes()
+    for content in (
+        whole[:-1],
+        whole[: len(whole) // 2],
+        whole[:100],
+        whole[:4],
+        b"",
+        b"PK" + whole,
+        whole[:-9] + b"x" * 9,
+    ):
+        Path(capture).write_bytes(content)
+        with pytest.raises(eg.OptionError, match=r"no capture|damaged or cut short"):
+            eg.watch(model).replay(capture)
+    with pytest.raises(eg.OptionError, match="nothing was captured"):
+        eg.watch(model).replay()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+def test_a_full_disk_is_said_and_hides_nothing():
+    model = net()
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture="/dev/full"):
+        model(torch.full((5, 3), float("nan")))
+    assert caught.value.cause == "bad-input"
+    assert "/dev/full could not be written: No space left on device" in str(caught.value)
+
+
+def test_several_forwards_before_one_backward_are_told_apart():
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None):
+        first, second = model(torch.ones(1, 2)), model(torch.zeros(1, 2))
+        (first.sum() + (second - second.detach()).sqrt().sum()).backward()
+    assert (caught.value.micro_batch, caught.value.cause) == (1, "outside")
+
+
+def test_a_case_without_a_fault_runs_to_its_end(capture):
+    assert run("torch", Case("none", 3, 9, 0, (0, 0)), capture)[:2] == (None, None)
