@@ -88,7 +88,7 @@ class CommandTarget:
         self.backend = _choose_backend(model, self.function, module, arguments, framework)
         self._dtype = dtype
         target_dtype = dtype or _model_dtype(self.backend, self.function)
-        with self._precision():
+        with self.precision():
             self.args, self.kwargs = pytree.map_tree(arguments, lambda leaf: self._to_tensor(leaf, target_dtype))
         if not needs_inputs and not self.args and not self.kwargs:
             return
@@ -99,10 +99,11 @@ class CommandTarget:
 
     def call(self, verb: Callable[..., Any], **options: Any) -> Any:
         """Call a function of the library with the user's function and its arguments."""
-        with self._precision():
+        with self.precision():
             return verb(self.function, *self.args, kwargs=self.kwargs, **options)
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context in which numbers of the user's `--dtype` are computed."""
         return self.backend.precision(self._dtype)
 
     def _to_tensor(self, leaf: Any, dtype: str | None) -> Any:

@@ -34,6 +34,7 @@ from elementgrad._names.call import BoundCall
 from elementgrad._names.names import FLOATING, Name
 from elementgrad._place.place import Place
 from elementgrad._show.theme import THEMES
+from elementgrad._show.values import has_channels_last
 from elementgrad.errors import DtypeError, ElementgradError, OptionError, PlaceError, UnconnectedError, shortened
 
 KEEP_BYTES = 256 << 20

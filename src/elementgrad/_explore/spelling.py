@@ -50,6 +50,15 @@ class Spelling:
             {name: spell(value, name) for name, value in kwargs.items()},
         )
 
+    @classmethod
+    def of_references(cls, references: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Spelling":
+        """Take the names of variables from `file.py:name`, first of the function and then of its arguments."""
+        names = [reference.rpartition(":")[2].removesuffix("()") for reference in references]
+        usual = cls.of(None, None, args, kwargs)
+        known = [name if name.isidentifier() else default for name, default in zip(names[1:], usual.args, strict=False)]
+        function = names[0] if names[0].isidentifier() else usual.function
+        return cls(function, known if len(known) == len(args) else usual.args, usual.kwargs)
+
     def call(self, verb: str, places: Mapping[str, Place], edits: Mapping[Any, Sequence[str]]) -> str:
         """Return the call of a verb; `edits` has the edits of arguments by position or keyword."""
 
