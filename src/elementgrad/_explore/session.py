@@ -127,8 +127,15 @@ class Session:
         self._output = outputs[0] if outputs else self.names[-1]
         self.tokens, count = _check_tokens(tokens)
         self.examples = self._count_examples(inputs, outputs, count)
-        last = any(len(row.shape) > 2 and has_channels_last(row.shape, None, self.backend.name) for row in inputs)
-        self.layouts = [Layout.of(row.shape, row.kind, self.examples, count, last) for row in self.names]
+        data = [self.names[tensor] for tensor in self._positions]
+        last = any(len(row.shape) > 2 and has_channels_last(row.shape, None, self.backend.name) for row in data)
+        self.layouts = [
+            # What is inside of an argument is a parameter, as functions of JAX take them.
+            Layout.of(
+                row.shape, "parameter" if row in inputs and row not in data else row.kind, self.examples, count, last
+            )
+            for row in self.names
+        ]
         self.labels, self.example_labels = self._place_labels(labels)
 
     @property
