@@ -7,6 +7,7 @@ from typing import Any
 from elementgrad._explore.server import Explorer
 from elementgrad._explore.session import Session
 from elementgrad._explore.spelling import Spelling, calling_frame
+from elementgrad._explore.widget import make_widget
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad.errors import require_packages
 
@@ -53,11 +54,7 @@ def explore(
     if len(spelling.args) != len(args):  # the dict of a tokenizer has become keywords
         spelling = Spelling(spelling.function, [], {name: f"{spelling.args[0]}[{name!r}]" for name in kwargs})
     session = Session(model, args, kwargs, tokens, labels, spelling)
-    if not is_notebook:
-        return Explorer(session)
-    from elementgrad._explore.widget import ExplorerWidget  # imports ipywidgets
-
-    return ExplorerWidget(session)
+    return make_widget(session) if is_notebook else Explorer(session)
 
 
 def runs_in_notebook() -> bool:
