@@ -1010,13 +1010,15 @@ class App {
     this.editBox.replaceChildren(...(count ? [`${count} ${count === 1 ? "element is" : "elements are"} edited `, this.button("Reset", "", () => { this.edited.clear(); this.drawEdits(); this.slider = null; delete this.elementBox.dataset.element; this.refresh(true); })] : []));
   }
 
-  follow() {
+  // Make the chosen element the target, by the layer before it.
+  async follow() {
     const { picked, source } = this.state;
     if (!picked) { this.walk(); return; }
-    const before = this.start.names.map((row, tensor) => tensor).filter((tensor) => tensor < source && this.row(tensor).floating && this.row(tensor).kind === "activation");
-    const next = this.row(source).kind === "activation" ? (before.length ? before[before.length - 1] : this.start.source) : source;
+    const target = { tensor: source, index: picked }, isLayer = this.row(source).kind === "activation";
+    const step = isLayer ? await this.request("walk", { ask: "walk", of: target, edits: this.edits() }, true) : { tensor: source };
+    if (!step) return;
     this.take(source, { index: picked });
-    this.setTarget({ tensor: source, index: picked }, next);
+    this.setTarget(target, step.failed ? this.start.source : step.tensor);
     this.tree.reveal(source);
   }
 
@@ -1162,14 +1164,15 @@ const askServer = async (message, signal, onprogress) => {
 // The widget: one message is sent at a time, so that what is cancelled while it waits is never asked.
 const askWidget = (model) => {
   const waiting = new Map();
-  let number = 0, last = Promise.resolve();
+  // Views of one widget get each other's answers, so that their numbers must not be the same.
+  let number = Math.floor(Math.random() * 2 ** 50), last = Promise.resolve();
   model.on("msg:custom", (content) => { waiting.get(content.id)?.(content.answer); waiting.delete(content.id); });
   return (message, signal) => {
     const mine = last.then(() => {
       signal.throwIfAborted();
       number += 1;
-      const answer = new Promise((resolve) => { waiting.set(number, resolve); });
-      model.send({ id: number, message: JSON.parse(JSON.stringify(message)) });
+      const id = number, answer = new Promise((resolve) => { waiting.set(id, resolve); });
+      model.send({ id, message: JSON.parse(JSON.stringify(message)) });
       return answer;
     });
     last = mine.catch(() => {});

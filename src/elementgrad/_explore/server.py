@@ -88,6 +88,7 @@ class Explorer:
             self._server.should_exit = True
             self._worker.close()
             self._thread.join()
+            self._socket.close()
             self._session.close()
             self._closed.set()
 
