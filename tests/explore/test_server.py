@@ -159,6 +159,7 @@ def test_questions_of_two_pages_do_not_disturb_each_other(client):
         thread.start()
     for thread in pages:
         thread.join()
+    assert plain["gradient"]
     assert all(answer == plain for answer in answers["plain"])
     assert len({json.dumps(answer) for answer in answers["edited"]}) == 1
     assert answers["edited"][0]["values"] != plain["values"]

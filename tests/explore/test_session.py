@@ -288,3 +288,17 @@ def test_code_is_spelled_as_the_caller_has_it():
         code = explorer._session.answer({"ask": "code", "tensor": 0, "of": {"tensor": 1, "index": [0, 0]}})["code"]
     assert code == "eg.grad(model, image, of='output[0, 0]', wrt='input')"
     assert eval(code).shape == (1, 2)
+
+
+def test_a_name_may_be_anything():
+    import torch
+
+    net, x = torch.nn.Sequential(), torch.ones(1, 3)
+    net.add_module("a[0](b) <script>", torch.nn.Linear(3, 2))
+    net.add_module("tanh", torch.nn.Tanh())
+    session = Session(net, [x], spelling=Spelling("net", ["x"]))
+    of = {"tensor": 1, "index": [0, 1]}
+    view = session.answer({"ask": "view", "tensor": 0, "of": of})
+    code = session.answer({"ask": "code", "tensor": 0, "of": of})["code"]
+    assert numbers(view["gradient"], True).tolist() == eval(code).flatten().tolist() == net[0].weight[1].tolist()
+    assert session.answer({"ask": "shares", "tensor": 0, "index": [0, 2], "of": of})["total"] == net[0].weight[1, 2]

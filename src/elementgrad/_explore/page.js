@@ -146,7 +146,7 @@ class Picture {
     this.bars = rows === 1 && count === 1;
     let across = 1, side = 0, gap = count > 1 ? 6 : 0;
     if (this.bars) {
-      this.geometry = { across: 1, gap: 0, width, height: columns === 1 ? 64 : 170, cell: width / columns };
+      this.geometry = { across: 1, gap: 0, width, height: columns === 1 ? 64 : 200, cell: width / columns };
     } else {
       for (let tried = 1; tried <= count; tried += 1) {
         const down = Math.ceil(count / tried);
@@ -237,7 +237,9 @@ class Picture {
     const { cell, width, height } = this.geometry, { columns } = this.size;
     const slopes = this.gradient && this.mode !== "values", numbers = slopes ? this.gradient : this.values;
     const scale = slopes ? this.data.gradientScale : this.data.scale, end = scale.limit;
-    const top = limit(scale.highest, 0, end), bottom = limit(-scale.lowest, 0, end), space = this.row.labels && cell > 12 ? 18 : 2;
+    let top = 0, bottom = 0;
+    for (const value of numbers) if (Number.isFinite(value)) { top = Math.max(top, Math.min(value, end)); bottom = Math.max(bottom, Math.min(-value, end)); }
+    const space = this.row.labels && cell > 12 ? 18 : 2;
     const unit = (height - space - 2) / (top + bottom || 1), zero = 1 + top * unit;
     context.fillStyle = this.app.style("--eg-line");
     context.fillRect(0, zero - 0.5, width, 1);
@@ -503,7 +505,7 @@ class Picture {
 class Tree {
   constructor(app, onchoose) {
     Object.assign(this, { app, onchoose, query: "", thumbnails: new Map(), wanted: new Set() });
-    this.search = make("input", { type: "search", placeholder: "Search, or a place: conv1[0, 3, 2, 2]", "aria-label": "Search the names, or go to a place", oninput: () => { this.query = this.search.value; this.draw(); } });
+    this.search = make("input", { type: "search", placeholder: "Search, or a[0, 3, 2]", "aria-label": "Search the names, or go to a place", oninput: () => { this.query = this.search.value; this.draw(); } });
     this.search.addEventListener("keydown", (event) => {
       if (event.key === "Enter") app.find(this.search.value.trim());
       if (event.key === "ArrowDown") { event.preventDefault(); this.list.querySelector("[role=treeitem]")?.focus(); }
@@ -772,7 +774,7 @@ class App {
     this.themeButton = button("Theme", "", () => this.chooseTheme({ auto: "light", light: "dark", dark: "auto" }[this.theme]));
     this.editBox = make("span", { className: "eg-edits" });
     const examples = this.makeExamples(), help = button("Keys", "?", () => this.help());
-    const header = make("header", { className: "eg-header" }, make("h1", {}, this.start.title), make("span", { className: "eg-sub" }, `${this.start.framework} · ${this.start.names.length} tensors`),
+    const header = make("header", { className: "eg-header" }, make("h1", {}, this.start.title), make("span", { className: "eg-sub" }, `${{ torch: "PyTorch", tensorflow: "TensorFlow", jax: "JAX" }[this.start.framework]} · ${this.start.names.length} tensors`),
       examples, this.editBox, make("span", { className: "eg-space" }), this.status, help, this.themeButton);
     const centre = make("main", { className: "eg-centre", "aria-label": "The tensor in hand" }, this.title, this.facts,
       make("div", { className: "eg-actions" }, button("Use as source", "s", () => this.setSource(this.state.hand)), button("Copy as code", "", () => this.copy(true))), this.hand.element,
@@ -957,7 +959,9 @@ class App {
     this.elementBox.dataset.element = JSON.stringify([source, picked]);
     const targeting = this.button("Make this the target", "t", () => this.follow());
     if (again && slider && this.slider) { this.slider.number.value = show(value, answer.data.narrow); slider.element = this.slider.element; } else if (slider) this.slider = slider; else this.slider = null;
+    const focused = this.elementBox.contains(document.activeElement) ? document.activeElement : null;
     this.elementBox.replaceChildren(number, valueLine, ...(slider ? [this.slider.element] : []), make("div", { className: "eg-actions" }, targeting), shares, verdict);
+    if (focused && this.elementBox.contains(focused)) focused.focus({ preventScroll: true });  // it was taken out and put back
     if (this.slider && this.slider.dragging) return;
     if (slope === null || slope === 0 || !Number.isFinite(slope)) { this.explain(); if (slope === null) return; }
     const found = await this.request("shares", { ask: "shares", tensor: source, index: picked, of: target, edits: this.edits() }, false);
@@ -1089,7 +1093,10 @@ class App {
     if (!place) return;
     if (place.failed) { const first = this.tree.visible.find((node) => node.tensor !== null); if (first && !text.includes("[")) this.take(first.tensor); return; }
     this.alertBox.hidden = true;
+    this.tree.search.value = this.tree.query = "";
     await this.take(place.tensor, { index: place.index || undefined });
+    this.tree.reveal(place.tensor);
+    this.hand.canvas.focus({ preventScroll: true });
     if (place.index) {
       const axis = this.row(place.tensor).layout.example;
       if (axis !== null) this.state.example = place.index[axis];

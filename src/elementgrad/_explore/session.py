@@ -5,10 +5,12 @@ so that zooming, hovering and ranking read nothing again.
 """
 
 import math
+import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -238,7 +240,7 @@ class Session:
         total = self._number(shares.total)
         return {
             "shares": [
-                {"operation": share.operation, "where": share.where, "value": plain_number(number)}
+                {"operation": share.operation, "where": _user_line(share.where), "value": plain_number(number)}
                 for share, number in zip(shares, numbers, strict=True)
             ],
             "total": plain_number(total),
@@ -249,11 +251,12 @@ class Session:
         """Return the verdict of `eg.explain` on an element, or on the whole source."""
         wrt = self._source_place(message)
         diagnosis = self._call(eg.explain, message.edits, of=self._place(_given(message.of)), wrt=wrt)
+        place = replace(diagnosis, where=_user_line(diagnosis.where)).place
         return {
             "verdict": diagnosis.verdict,
             "cause": diagnosis.cause,
             "sentence": diagnosis.sentence,
-            "where": diagnosis.place if diagnosis.fix is not None else None,
+            "where": place if diagnosis.fix is not None else None,
             "evidence": list(diagnosis.evidence) if diagnosis.cause is None else [],
             "fix": diagnosis.fix,
         }
@@ -475,7 +478,8 @@ class Session:
         tensor = what if isinstance(what, int) else what.tensor
         row = self._row(tensor)
         same = [other for other in self.names if other.name == row.name]
-        place: Place = eg.at(row.name, kind=row.kind if len(same) > 1 else None)
+        # The name is taken as it is: `eg.at` would parse it, and a module may be called anything.
+        place = Place(None, row.name, kind=row.kind if len(same) > 1 else None)
         if isinstance(what, int) or not what.index:
             return place
         self._require_element(what)
@@ -579,6 +583,11 @@ def _given(value: Any) -> Any:
     """Return a field that the question needs, which `parse_message` has checked."""
     assert value is not None
     return value
+
+
+def _user_line(where: str | None) -> str | None:
+    """Return a line of the user's; None for the start of our own thread, where a model has no line of its own."""
+    return None if where is None or where.startswith(f"{os.path.basename(threading.__file__)}:") else where
 
 
 def _has_slopes(row: Name) -> bool:

@@ -84,8 +84,7 @@ def spell_place(place: Place) -> str:
     if survives:
         return repr(text)
     kind = f", kind={place.kind!r}" if place.kind else ""
-    index = f"[{', '.join(map(str, place.index))}]" if place.index else ""
-    return f"eg.at({place.name!r}{kind}){index}"
+    return f"eg.Place(name={place.name!r}, index={place.index!r}{kind})"
 
 
 def calling_frame(depth: int) -> FrameType | None:
