@@ -64,11 +64,12 @@ class Failure:
 
 
 class Kept:
-    """Arrays by key, of which the oldest go when there are too many bytes."""
+    """Arrays by key, of which the oldest go when there are too many bytes, and their scales."""
 
     def __init__(self, limit: int):
         self._limit = limit
         self._arrays: OrderedDict[Any, np.ndarray] = OrderedDict()
+        self._scales: dict[Any, dict[str, Any]] = {}
 
     def get(self, key: Any) -> np.ndarray | None:
         if key in self._arrays:
@@ -78,10 +79,18 @@ class Kept:
     def put(self, key: Any, array: np.ndarray) -> None:
         self._arrays[key] = array
         while len(self._arrays) > 1 and sum(array.nbytes for array in self._arrays.values()) > self._limit:
-            self._arrays.popitem(last=False)
+            oldest, _ = self._arrays.popitem(last=False)
+            self._scales.pop(oldest, None)
+
+    def describe(self, key: Any) -> dict[str, Any]:
+        """Return the scale of an array that is kept; of a large one it takes a while, and zooming asks again."""
+        if key not in self._scales:
+            self._scales[key] = describe_scale(self._arrays[key])
+        return self._scales[key]
 
     def clear(self) -> None:
         self._arrays.clear()
+        self._scales.clear()
 
 
 class Session:
@@ -126,7 +135,7 @@ class Session:
         self._kept = Kept(KEEP_BYTES)
         outputs = [row for row in self.names if row.kind == "output"]
         inputs = [row for row in self.names if row.kind == "input"]
-        self._output = outputs[0] if outputs else self.names[-1]
+        self._output = next(iter([*filter(_has_slopes, outputs), *outputs, self.names[-1]]))
         self.tokens, count = _check_tokens(tokens)
         self.examples = self._count_examples(inputs, outputs, count)
         data = [self.names[tensor] for tensor in self._positions]
@@ -213,7 +222,7 @@ class Session:
         values = self._values(tensor, message.edits)
         if not values.size:
             raise OptionError(f"{row.name} of shape {row.shape} has no elements, so there is nothing to draw")
-        result: dict[str, Any] = {"tensor": tensor, "scale": describe_scale(values)}
+        result: dict[str, Any] = {"tensor": tensor, "scale": self._kept.describe(("value", tensor, message.edits))}
         gradient = None
         if message.of is not None:
             result["of"] = {
@@ -225,7 +234,7 @@ class Session:
             }
             try:
                 gradient = self._gradient(message.of, tensor, message.edits)
-                result["gradientScale"] = describe_scale(gradient)
+                result["gradientScale"] = self._kept.describe(("gradient", message.of, tensor, message.edits))
             except (UnconnectedError, DtypeError) as error:
                 result["missing"] = Failure.of(error).text
         layout = self.layouts[tensor]
