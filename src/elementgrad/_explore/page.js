@@ -420,7 +420,7 @@ class Picture {
   texts(example) { return this.app.start.tokens[example] || this.app.start.tokens[0] || []; }
 
   makeTools() {
-    const { window } = this.data, { fixed, tile } = this.row.layout, { shape } = this.row, focused = document.activeElement;
+    const { window } = this.data, { fixed, tile } = this.row.layout, { shape } = this.row, focused = this.app.focused;
     const label = focused && this.tools.contains(focused) ? focused.getAttribute("aria-label") : null;
     const several = tile !== null && !this.composite && shape[tile] > 1;
     const number = (name, axis, value, onchange) => make("label", { className: "eg-axis" }, `${name} `, make("input", {
@@ -563,7 +563,7 @@ class Tree {
   }
 
   draw() {
-    const { start, state } = this.app, focused = this.list.contains(document.activeElement) ? document.activeElement.dataset.path : null;
+    const { start, state } = this.app, focused = this.list.contains(this.app.focused) ? this.app.focused.dataset.path : null;
     this.observer.disconnect();
     this.visible = this.rows();
     const items = this.visible.map((node) => {
@@ -609,7 +609,7 @@ class Tree {
   }
 
   key(event) {
-    const items = [...this.list.children], at = items.indexOf(document.activeElement), node = this.visible[at];
+    const items = [...this.list.children], at = items.indexOf(this.app.focused), node = this.visible[at];
     if (!node || event.ctrlKey || event.metaKey || event.altKey) return;
     const go = (to) => { const item = items[limit(to, 0, items.length - 1)]; items.forEach((other) => { other.tabIndex = -1; }); item.tabIndex = 0; item.focus(); };
     const parent = () => { for (let up = at - 1; up >= 0; up -= 1) if (this.visible[up].level < node.level) return up; return at; };
@@ -677,7 +677,8 @@ class App {
     this.chooseTheme(this.remembered());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.chooseTheme(this.theme));
     new ResizeObserver(() => { this.hand.resize(); this.answer.resize(); }).observe(this.root);
-    this.root.addEventListener("keydown", (event) => this.key(event));
+    this.root.tabIndex = -1;
+    (this.alone ? document : this.root).addEventListener("keydown", (event) => this.key(event));
     this.open();
   }
 
@@ -695,6 +696,7 @@ class App {
     if (best && !this.state.target) this.setTarget({ tensor: this.state.hand, index: this.hand.indexOf(best) });
   }
 
+  get alone() { return document.body.classList.contains("elementgrad-page"); }  // not among others in a notebook
   row(tensor) { return this.start.names[tensor]; }
   text(row, index) {
     const kind = this.start.names.filter((other) => other.name === row.name).length > 1 ? ` (${row.kind})` : "";
@@ -703,6 +705,13 @@ class App {
   elementText(element) { return this.text(this.row(element.tensor), element.index); }
   edits() { return [...this.edited.values()]; }
   style(name) { return getComputedStyle(this.root).getPropertyValue(name).trim(); }
+  get focused() { return this.root.getRootNode().activeElement; }  // which may be in a shadow root
+  // Replace what is in an element; the focus stays in the page, so that keys go on working.
+  swap(element, ...children) {
+    const had = element.contains(this.focused);
+    element.replaceChildren(...children);
+    if (had && !element.contains(this.focused)) this.root.focus({ preventScroll: true });
+  }
   get busy() { return [...this.slots.keys()].some((slot) => slot !== "thumbnails"); }
 
   // Ask the session. A newer question of the same slot takes the place of an older one, whose answer is discarded.
@@ -838,7 +847,7 @@ class App {
     if (!fresh) return;
     this.updateCode();
     this.showElement();
-    if (data.missing) { this.drivers.replaceChildren(); this.explain(); return; }
+    if (data.missing) { this.swap(this.drivers); this.explain(); return; }
     this.showDrivers();
     const field = await this.request("field", { ask: "field", tensor: source, of: target, edits: this.edits() }, true);
     if (field && !field.failed) this.answer.setField(field.field, field.exact);
@@ -859,7 +868,7 @@ class App {
         make("td", { className: "eg-number" }, show(driver.gradient, answer.narrow)), make("td", { className: "eg-number" }, show(driver.value, answer.narrowValues)), make("td", { className: "eg-bar" }, bar));
     });
     const count = answer.drivers.length;
-    this.drivers.replaceChildren(make("h3", {}, `Top ${count} drivers`), make("p", { className: "eg-notes" }, `Of ${answer.size} elements, ${answer.nonzero} have a gradient that is not zero.`),
+    this.swap(this.drivers, make("h3", {}, `Top ${count} drivers`), make("p", { className: "eg-notes" }, `Of ${answer.size} elements, ${answer.nonzero} have a gradient that is not zero.`),
       make("table", {}, make("thead", {}, make("tr", {}, ...["", "element", "gradient", "value", ""].map((head) => make("th", { scope: "col" }, head)))), make("tbody", {}, ...rows)));
   }
 
@@ -928,7 +937,7 @@ class App {
     const shown = this.history.map((entry, at) => ({ entry, at })).filter(({ entry, at }) => at === 0 || at === this.position || !sameElement(entry.target, this.history[at - 1].target));
     const items = shown.slice(-8).map(({ entry, at }) => make("li", {}, make("button", { type: "button", className: "eg-link", "aria-current": at === this.position ? "step" : null, onclick: () => this.goTo(at) }, this.elementText(entry.target))));
     if (shown.length > 8) items.unshift(make("li", {}, `${shown.length - 8} earlier`));
-    this.crumbs.replaceChildren(...items);
+    this.swap(this.crumbs, ...items);
   }
 
   // Choose an element of the source: its number, shares, and why it is zero or missing.
@@ -949,7 +958,7 @@ class App {
   async showElement() {
     const { target, source, picked } = this.state, { answer } = this;
     this.elementBox.hidden = !picked || !target;
-    if (this.elementBox.hidden) { this.elementBox.replaceChildren(); return; }
+    if (this.elementBox.hidden) { this.swap(this.elementBox); return; }
     const row = this.row(source), cell = answer.cellOf(picked), at = cell && sameIndex(answer.indexOf(cell), picked) ? answer.at(cell) : null;
     const slope = at !== null && answer.gradient ? answer.gradient[at] : null, value = at === null ? null : answer.values[at];
     const number = make("p", { className: "eg-derivative" }, make("code", {}, `d ${this.elementText(target)} / d ${this.text(row, picked)}`), make("strong", { className: "eg-number" }, slope === null ? "no gradient" : show(slope, answer.data.narrowGradient)));
@@ -959,8 +968,8 @@ class App {
     this.elementBox.dataset.element = JSON.stringify([source, picked]);
     const targeting = this.button("Make this the target", "t", () => this.follow());
     if (again && slider && this.slider) { this.slider.number.value = show(value, answer.data.narrow); slider.element = this.slider.element; } else if (slider) this.slider = slider; else this.slider = null;
-    const focused = this.elementBox.contains(document.activeElement) ? document.activeElement : null;
-    this.elementBox.replaceChildren(number, valueLine, ...(slider ? [this.slider.element] : []), make("div", { className: "eg-actions" }, targeting), shares, verdict);
+    const focused = this.elementBox.contains(this.focused) ? this.focused : null;
+    this.swap(this.elementBox, number, valueLine, ...(slider ? [this.slider.element] : []), make("div", { className: "eg-actions" }, targeting), shares, verdict);
     if (focused && this.elementBox.contains(focused)) focused.focus({ preventScroll: true });  // it was taken out and put back
     if (this.slider && this.slider.dragging) return;
     if (slope === null || slope === 0 || !Number.isFinite(slope)) { this.explain(); if (slope === null) return; }
@@ -1046,7 +1055,7 @@ class App {
     const box = make("div", { className: `eg-callout ${good ? "eg-good" : found.verdict === "zero" ? "eg-odd" : "eg-bad"}` }, make("p", { className: "eg-sentence" }, found.sentence), ...lines.map((line) => make("p", {}, line)));
     const place = picked ? this.elementBox.querySelector(".eg-verdict") : null;
     if (place) place.replaceChildren(box);
-    else { this.elementBox.hidden = false; this.elementBox.replaceChildren(make("div", { className: "eg-verdict" }, box)); }
+    else { this.elementBox.hidden = false; this.swap(this.elementBox, make("div", { className: "eg-verdict" }, box)); }
   }
 
   async updateCode() {
@@ -1132,7 +1141,7 @@ class App {
     const hosted = host !== undefined ? host === "false" : code.includes("vscode-dark") ? true : code.includes("vscode-light") ? false : matchMedia("(prefers-color-scheme: dark)").matches;
     const dark = theme === "dark" || (theme === "auto" && hosted);
     this.root.dataset.theme = dark ? "dark" : "light";
-    if (document.body.classList.contains("elementgrad-page")) document.body.dataset.theme = this.root.dataset.theme;
+    if (this.alone) document.body.dataset.theme = this.root.dataset.theme;
     this.themeButton.textContent = `Theme: ${theme}`;
     this.colours = makeColours(this.start.colours[dark ? "dark" : "light"]);
     this.nonfinite = Object.fromEntries(Object.entries(this.start.nonfinite).map(([kind, colour]) => [kind, hex(colour)]));
