@@ -508,7 +508,7 @@ class Session:
     @cached_property
     def _positions(self) -> dict[int, int | str]:
         inputs = {ref.name: ref.tensor for ref in BoundCall(self.model, self.args, self.kwargs).inputs}
-        arguments = [*enumerate(self.args), *self.kwargs.items()]
+        arguments: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
         return {
             tensor: key
             for tensor, row in enumerate(self.names)

@@ -157,7 +157,7 @@ def find_largest(stack: np.ndarray, block: tuple[int, int]) -> np.ndarray:
 
 def pick(stack: np.ndarray, block: tuple[int, int], positions: np.ndarray) -> np.ndarray:
     """Return the numbers at these positions in their blocks."""
-    tile, row, column = np.indices(positions.shape, sparse=True)
+    tile, row, column = np.ogrid[tuple([slice(size) for size in positions.shape])]
     return stack[tile, row * block[0] + positions // block[1], column * block[1] + positions % block[1]]
 
 

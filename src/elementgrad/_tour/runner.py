@@ -458,7 +458,7 @@ def make_page(framework: str, models: Sequence[CellResult], chapters: Sequence[A
     sections = [Section(title, _answer_parts(answers, images)) for title, answers in chapters]
     trained = [_cell_part("trained", result, "calm") for result in models]
     sections.append(Section("The two models", [Prose(ABOUT_MODELS), *trained]))
-    explore = [Prose(ABOUT_EXPLORER), Code(explore_command(framework), python=False)]
+    explore: list[Part] = [Prose(ABOUT_EXPLORER), Code(explore_command(framework), python=False)]
     sections.append(Section("Click through it yourself", explore))
     return Page(TITLE, sections, LEAD, opening)
 
