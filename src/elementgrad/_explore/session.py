@@ -25,7 +25,7 @@ from elementgrad._explore.spelling import Spelling
 from elementgrad._explore.views import (
     Layout,
     View,
-    Window,
+    ViewWindow,
     describe_scale,
     is_narrow,
     plain_number,
@@ -238,7 +238,7 @@ class Session:
             except (UnconnectedError, DtypeError) as error:
                 result["missing"] = Failure.of(error).text
         layout = self.layouts[tensor]
-        window = Window.of(layout, row.shape, message.index or (), message.tiles, message.rows, message.columns)
+        window = ViewWindow.of(layout, row.shape, message.index or (), message.tiles, message.rows, message.columns)
         return {**result, **View.of(layout, window, values, gradient).to_dict()}
 
     def shares(self, message: Message) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Window:
+class ViewWindow:
     """The part of a tensor in sight: an index for each axis that is fixed, and ranges for those that are drawn."""
 
     index: tuple[int, ...]
@@ -97,7 +97,7 @@ class Window:
         tiles: Sequence[int] | None = None,
         rows: Sequence[int] | None = None,
         columns: Sequence[int] | None = None,
-    ) -> "Window":
+    ) -> "ViewWindow":
         """Return the window within the shape that comes nearest to what is given; by default the first page of all."""
 
         def clip(axis: int | None, ends: Sequence[int] | None) -> tuple[int, int]:
@@ -183,7 +183,7 @@ class View:
     """Cells of a window, and in words what they are and what is left out."""
 
     layout: Layout
-    window: Window
+    window: ViewWindow
     block: tuple[int, int]
     values: np.ndarray
     """The cells: tiles, rows and columns."""
@@ -193,7 +193,7 @@ class View:
     notes: Sequence[str]
 
     @classmethod
-    def of(cls, layout: Layout, window: Window, values: np.ndarray, gradient: np.ndarray | None) -> "View":
+    def of(cls, layout: Layout, window: ViewWindow, values: np.ndarray, gradient: np.ndarray | None) -> "View":
         """Cut a window out of a tensor's values, and of the gradient with respect to it."""
         shape = values.shape
         stack = window.cut(values, layout)
@@ -252,9 +252,9 @@ def thumbnail(values: np.ndarray, layout: Layout, index: Sequence[int]) -> dict[
 
     Numbers that are not finite are -128.
     """
-    window = Window.of(layout, values.shape, index)
+    window = ViewWindow.of(layout, values.shape, index)
     ends = (0, 1 if layout.tile is None else values.shape[layout.tile])
-    stack = Window(window.index, ends, window.rows, window.columns).cut(values, layout).astype(np.float64)
+    stack = ViewWindow(window.index, ends, window.rows, window.columns).cut(values, layout).astype(np.float64)
     block = -(-stack.shape[1] // THUMBNAIL), -(-stack.shape[2] // THUMBNAIL)
     pooled = pick(stack, block, find_largest(stack, block))
     plane = np.take_along_axis(pooled, find_strongest(pooled)[None], axis=0)[0]
