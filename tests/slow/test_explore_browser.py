@@ -97,7 +97,9 @@ def wait_for_answer(page, shown):
     page.wait_for_function(
         "shown => Number(document.querySelector('.elementgrad-explore').dataset.shown) > shown", arg=shown
     )
-    page.wait_for_function("() => !document.querySelector('[aria-busy]')")
+    # The explorer reads in a thread of its own, and so the test waits with reads of its own.
+    page.wait_for_timeout(400)
+    page.wait_for_function("() => !document.querySelector('[aria-busy], [data-busy]')")
 
 
 MODELS = {
@@ -132,6 +134,7 @@ def test_a_click_shows_what_the_verbs_say(opened, case):
         # The number, its shares, and the code that gives it.
         page.locator(".eg-drivers tbody button").first.click()
         page.locator(".eg-shares table").wait_for()
+        page.wait_for_function("() => !document.querySelector('[data-busy]')")
         element = shown[0][0]
         slope = page.locator(".eg-derivative strong").text_content()
         assert np.float32(slope) == gradient[tuple(eg.Place.parse(element).index)]

@@ -741,6 +741,7 @@ class App {
   // Progress, once it takes longer than one would notice.
   tell() {
     clearTimeout(this.clock);
+    this.root.toggleAttribute("data-busy", this.slots.size > 0);
     const entries = [...this.slots.entries()].filter(([, entry]) => !entry.quiet);
     const since = Math.min(...entries.map(([, entry]) => entry.started)), seconds = (performance.now() - since) / 1000;
     if (!entries.length || seconds < 0.3) this.progress.hidden = true;
