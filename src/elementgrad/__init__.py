@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from elementgrad._explain.check import Check as Check
     from elementgrad._explain.check import check as check
     from elementgrad._explain.diagnosis import Diagnosis as Diagnosis
+    from elementgrad._explore.api import explore as explore
+    from elementgrad._explore.server import Explorer as Explorer
     from elementgrad._names.capture import tag as tag
     from elementgrad._names.names import names as names
     from elementgrad._place.edit import choose as choose
@@ -82,6 +84,8 @@ _MODULES = {
         "_explain.api": ("explain",),
         "_explain.check": ("check", "Check"),
         "_explain.diagnosis": ("Diagnosis",),
+        "_explore.api": ("explore",),
+        "_explore.server": ("Explorer",),
         "_names.capture": ("tag",),
         "_names.names": ("names",),
         "_place.place": ("at", "Place"),

@@ -24,7 +24,7 @@ INTERFACES = {
 }
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}
-LEAVES = {"_show", "_cli", "_tour"}
+LEAVES = {"_show", "_cli", "_tour", "_explore"}
 
 
 def imports(module: Path) -> set[str]:
@@ -46,7 +46,7 @@ def python(code: str) -> str:
 
 
 def test_importing_elementgrad_imports_no_framework_and_nothing_to_show_with():
-    heavy = "{'torch', 'tensorflow', 'jax', 'keras', 'rich', 'matplotlib', 'jinja2', 'elementgrad._show'}"
+    heavy = "{'torch', 'tensorflow', 'jax', 'keras', 'rich', 'matplotlib', 'jinja2', 'starlette', 'elementgrad._show'}"
     code = f"import sys, elementgrad, elementgrad._read.api; print(sorted({heavy} & set(sys.modules)))"
     assert python(code) == "[]"
 

@@ -13,7 +13,7 @@ import pytest
 from elementgrad._cli import main
 from elementgrad._cli.output import silence_stdout, tolerant_streams
 from elementgrad._tour.data import WORDS, load_digits
-from elementgrad._tour.runner import QUESTIONS, CellResult, Terminal, read_cells
+from elementgrad._tour.runner import QUESTIONS, CellResult, Terminal, explore_command, read_cells
 from tests.slow.test_report_browser import CHROMIUM, WIDTHS
 from tests.support.tour_answers import FOUNDING, MISLED, RAISED
 
@@ -57,7 +57,9 @@ def test_the_tour_answers_every_question_and_leaves_a_page(framework, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
-    assert done.stdout.endswith("The same with pictures: tour.html\n") == paged
+    *_, pictures, explorer = done.stdout.splitlines()
+    assert (pictures == "The same with pictures: tour.html") == paged
+    assert explorer == f"Click through the digits net: {explore_command(framework)}"
     answers = split_answers(done.stdout)
     ours = {key: list(answer.values.values()) for key, (_, answer) in answers.items()}
     assert {key: ours[key] for key in FOUNDING} == FOUNDING

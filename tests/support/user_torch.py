@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 import elementgrad as eg
 from elementgrad._backends.torch.isolate import ambient_state
+from elementgrad._explore.messages import parse_message
+from elementgrad._explore.session import Session
 from tests.support.ranked import HOW
 from tests.support.user import JACOBIAN_READS, Failing, at_once, of_jacobian
 
@@ -132,6 +134,12 @@ def plain(model):
     return lambda x: model[5](torch.tanh(model[0](x)))
 
 
+def explored(model, x=X):
+    session = Session(model, [x])
+    of = {"tensor": [row.kind for row in session.names].index("output"), "index": [0, 0]}
+    return session.view(parse_message({"ask": "view", "tensor": 0, "of": of}))["gradient"]
+
+
 READS = {
     "grad": lambda model, x=X: eg.grad(model, x, of="output[0, 0]"),
     "parameter": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", wrt="0.weight[1]"),
@@ -152,6 +160,7 @@ READS = {
     "explain-cut": lambda model, x=X: eg.explain(lambda x: model(x.detach()), x, of="output[0, 0]").verdict,
     "explain-step": step,
     "check": lambda model, x=X: eg.check(model, x, of="output[0, 0]", wrt="5.weight[0, 0:2]").verdict,
+    "explore": explored,
 }
 """Calls that the tests of interrupts make as well."""
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ def normal_path(path: str) -> str:
     return os.path.normcase(os.path.abspath(path))
 
 
-BETWEEN = tuple(normal_path(str(module.__file__)) for module in (contextlib, functools))
+BETWEEN = tuple(normal_path(str(module.__file__)) for module in (contextlib, functools, threading))
 """Files of the standard library that calls go through."""
 SCRIPTS = ("elementgrad", "elementgrad.exe", "elementgrad-script.py")
 """The file that the command line is started by; the last two on Windows."""

@@ -9,8 +9,9 @@ import json
 import math
 import shutil
 import sys
+import webbrowser
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,27 @@ def report(
             target = CommandTarget(model=model, **target_options)
             path = target.call(partial(eg.report, out), of=of, wrt=wrt, title=title, budget=budget)
     _print_result(str(path), {"command": "report", "out": str(path)}, json)
+
+
+def explore(*, no_browser: bool, **target_options: Any) -> None:
+    """Serve the explorer until Ctrl-C."""
+    require_packages("starlette uvicorn", "the explorer", "explore")
+    from elementgrad._explore.server import Explorer
+    from elementgrad._explore.session import Session
+    from elementgrad._explore.spelling import Spelling
+
+    stdout = sys.stdout
+    with user_code():
+        target = CommandTarget(**target_options)
+        references = [target_options["model"], *target_options["inputs"], *target_options["named"]]
+        spelling = Spelling.of_references(references, target.args, target.kwargs)
+        session = Session(target.function, target.args, target.kwargs, spelling=spelling, surround=target.precision)
+        with Explorer(session) as explorer, suppress(KeyboardInterrupt):
+            print(explorer.url, file=stdout, flush=True)
+            if not no_browser:
+                webbrowser.open(explorer.url)
+            say("Ctrl-C ends it")
+            explorer.wait()
 
 
 def inspect_patch(*, patch: str, target: str | None, json: bool) -> int:

@@ -90,7 +90,7 @@ class CommandTarget:
         self.backend = _choose_backend(model, self.function, module, arguments, framework)
         self._dtype = dtype
         target_dtype = dtype or _model_dtype(self.backend, self.function)
-        with self._precision():
+        with self.precision():
             self.args, self.kwargs = pytree.map_tree(arguments, lambda leaf: self._to_tensor(leaf, target_dtype))
         if not needs_call or (not needs_inputs and not self.args and not self.kwargs):
             return
@@ -101,12 +101,12 @@ class CommandTarget:
 
     def call(self, verb: Callable[..., Any], **options: Any) -> Any:
         """Call a function of the library with the user's function and its arguments."""
-        with self._precision():
+        with self.precision():
             return verb(self.function, *self.args, kwargs=self.kwargs, **options)
 
     def call_model(self, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of the library with the user's model, and not with the model's arguments."""
-        with self._precision():
+        with self.precision():
             return verb(self.function, *args, **options)
 
     def loss(self, function: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -127,7 +127,8 @@ class CommandTarget:
         output = model(*self.args, **self.kwargs)
         return getattr(output, "loss", output)
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context in which numbers of the user's `--dtype` are computed."""
         return self.backend.precision(self._dtype)
 
     def _to_tensor(self, leaf: Any, dtype: str | None) -> Any:

@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_names(commands)
     _add_replay(commands)
     _add_report(commands)
+    _add_explore(commands)
     _add_patch(commands)
     _add_completion(commands)
     return parser
@@ -235,6 +236,22 @@ Give the file of a patch instead of MODEL for a page about what was trained.""",
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
     report.add_argument("--title", help="the title of the page")
     _add_output_options(report)
+
+
+def _add_explore(commands: Any) -> None:
+    explore = _add_command(
+        commands,
+        "explore",
+        "a page on which to click an element and see what drives it",
+        """examples:
+  elementgrad explore net.py:net x.npy
+  elementgrad explore net.py:net --input net.py:image --no-browser
+
+The page is served on this machine alone until Ctrl-C. Its address goes to stdout, with a token that opens it.""",
+    )
+    _add_target(explore)
+    explore.add_argument("--no-browser", action="store_true", help="open no browser")
+    explore.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
 
 def _add_patch(commands: Any) -> None:

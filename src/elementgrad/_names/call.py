@@ -308,6 +308,11 @@ class BoundCall:
                 results.append(replaced[0] if replaced else target.tensor)
         return results
 
+    def replace_inputs(self, tensors: Mapping[str, Tensor]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments, by position and by name, with the inputs of these names replaced."""
+        indices = {ref.name: index for index, ref in enumerate(self.inputs)}
+        return self._bound.split(self._arguments({indices[name]: tensor for name, tensor in tensors.items()}))
+
     def capture_all(self, given: bool) -> Capture:
         """Run the function once and capture all that has a name, also what modules are given if `given` is True."""
         capture = Capture(self.backend, {}, [], everything=True, given=given)

@@ -19,7 +19,6 @@ from elementgrad._read.contributions import Shares
 from elementgrad._show.style import (
     SMALL,
     Picture,
-    Theme,
     add_colorbar,
     add_legend,
     colour_of,
@@ -29,6 +28,7 @@ from elementgrad._show.style import (
     set_integer_ticks,
     text_colour_on,
 )
+from elementgrad._show.theme import Theme
 from elementgrad._show.values import (
     MAX_MARKS,
     NONFINITE,

@@ -15,6 +15,7 @@ from elementgrad._names.call import Operand
 from elementgrad._place.place import Place
 from elementgrad._read.contributions import Shares
 from elementgrad._read.jacobian import Jacobian, operands
+from elementgrad._show.theme import Theme, get_theme
 from elementgrad._show.values import (
     IMAGE_CHANNELS,
     MAX_MARKS,
@@ -32,7 +33,7 @@ from elementgrad._train.patch import Patch
 from elementgrad.errors import BroadcastError, OptionError, SizeError, require_packages
 
 if TYPE_CHECKING:
-    from elementgrad._show.style import Picture, Theme
+    from elementgrad._show.style import Picture
 
     Drawing = tuple[Picture, list[str], str]
     """A picture, notes on what it leaves out, and a description for those who cannot see it."""
@@ -105,8 +106,6 @@ def plot(
     (-27.0, 27.0)
     """
     require_packages("matplotlib", "eg.plot", "show")
-    from elementgrad._show.style import get_theme
-
     colours = get_theme(theme)
     if kind is not None and kind not in KINDS:
         raise OptionError(f"kind={kind!r} is none of {', '.join(KINDS)}; give one of them, or leave it out")

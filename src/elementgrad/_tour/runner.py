@@ -55,6 +55,12 @@ ABOUT_MODELS = (
     "scikit-learn's load_digits) and is tried on 297 others. A GRU learns which word comes next in sentences of fifty "
     'words, such as "a brave cat sees the dog".'
 )
+ABOUT_EXPLORER = (
+    "The explorer shows every tensor of a model in a browser: click an element, and see what drives it. This line "
+    "trains the digits net again, which takes seconds, and opens it."
+)
+EXPLORED = "elementgrad._tour.explorer"
+"""The module in which the explorer finds the digits net of each framework."""
 FRAMEWORK_NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
 WIDE = 5
 """A matrix with more rows and columns than this is shown in shades, two characters for each number."""
@@ -328,6 +334,12 @@ def show_tour(framework: str, out: str | None) -> None:
         if out is not None:
             path = make_page(framework, models, chapters).write(out)
             terminal.foot(f"The same with pictures: {path}")
+        terminal.foot(f"Click through the digits net: {explore_command(framework)}")
+
+
+def explore_command(framework: str) -> str:
+    """Return the line that opens the explorer on the digits net."""
+    return f"elementgrad explore {EXPLORED}:{framework}_net --input {EXPLORED}:{framework}_image"
 
 
 class Terminal:
@@ -396,7 +408,7 @@ class Terminal:
         self.console.print()
 
     def foot(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(text, soft_wrap=True)  # so that a command is one line, to be copied
 
 
 def _outcome(result: CellResult, colour: str) -> "RenderableType":
@@ -446,6 +458,8 @@ def make_page(framework: str, models: Sequence[CellResult], chapters: Sequence[A
     sections = [Section(title, _answer_parts(answers, images)) for title, answers in chapters]
     trained = [_cell_part("trained", result, "calm") for result in models]
     sections.append(Section("The two models", [Prose(ABOUT_MODELS), *trained]))
+    explore: list[Part] = [Prose(ABOUT_EXPLORER), Code(explore_command(framework), python=False)]
+    sections.append(Section("Click through it yourself", explore))
     return Page(TITLE, sections, LEAD, opening)
 
 

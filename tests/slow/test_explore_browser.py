@@ -1,0 +1,337 @@
+"""The explorer in Chromium, by mouse and by keys alone: it shows what the verbs say, and asks for nothing elsewhere."""
+
+import re
+
+import numpy as np
+import pytest
+
+import elementgrad as eg
+from tests.slow.test_report_browser import CHROMIUM
+from tests.slow.test_report_browser import browser as browser
+from tests.support.explored import NETS
+from tests.support.torch_resnet import ResNet18
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+WIDTHS = {"wide": 1440, "middle": 900, "narrow": 390}
+SLOW = 40_000
+"""Milliseconds within which anything must have happened, however busy the machine is."""
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens an explorer, and in the end sees that nothing left this machine and nothing was complained of."""
+    contexts, complaints = [], []
+
+    def open_(explorer, width="wide", scheme="light"):
+        context = browser.new_context(
+            viewport={"width": WIDTHS[width], "height": 900},
+            color_scheme=scheme,
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(SLOW)
+        page.on("console", lambda message: complain(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: check(explorer, request.url))
+        page.goto(explorer.url)
+        page.locator(".eg-drivers table").wait_for()
+        return page
+
+    def complain(text):
+        if "ERR_CONNECTION" not in text:  # the page is there longer than the explorer
+            complaints.append(text)
+
+    def check(explorer, url):
+        if not url.startswith((explorer.url.partition("?")[0], "data:", "blob:")):
+            complaints.append(url)
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def reader():
+    import torch
+
+    torch.manual_seed(0)
+
+    class Reader(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(50, 32)
+            self.gru = torch.nn.GRU(32, 64, batch_first=True)
+            self.head = torch.nn.Linear(64, 50)
+
+        def forward(self, tokens):
+            return self.head(self.gru(self.embedding(tokens))[0])
+
+    return Reader(), torch.tensor([[1, 43, 2, 18, 0]])
+
+
+def resnet():
+    import torch
+
+    torch.manual_seed(0)
+    return ResNet18().eval(), torch.rand(1, 3, 224, 224)
+
+
+def to_numpy(tensor):
+    from elementgrad._backends import registry
+
+    return registry.require_backend(tensor).to_numpy(tensor)
+
+
+def go_to(page, place):
+    """Type a place into the search: its element becomes the target."""
+    shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown") or 0)
+    page.keyboard.press("/")
+    search = page.get_by_role("searchbox")
+    search.fill(place)
+    search.press("Enter")
+    wait_for_answer(page, shown)
+
+
+def wait_for_answer(page, shown):
+    page.wait_for_function(
+        "shown => Number(document.querySelector('.elementgrad-explore').dataset.shown) > shown", arg=shown
+    )
+    # The explorer reads in a thread of its own, and so the test waits with reads of its own.
+    page.wait_for_timeout(400)
+    page.wait_for_function("() => !document.querySelector('[aria-busy], [data-busy]')")
+
+
+MODELS = {
+    "PyTorch": (NETS["torch"], "conv2[0, 1, 2, 2]", {}),
+    "Keras": (NETS["tensorflow"], "conv2[0, 2, 2, 1]", {}),
+    "JAX": (NETS["jax"], "conv2[0, 1, 2, 2]", {}),
+    "GRU": (reader, "head[0, 4, 2]", {"tokens": ["a", "brave", "<b>cat</b>", "sees", "the"]}),
+    "ResNet18": (resnet, "layer1.0.conv1[0, 5, 20, 20]", {}),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_click_shows_what_the_verbs_say(opened, case):
+    make, place, options = MODELS[case]
+    net, x = make()
+    with eg.explore(net, x, **options) as explorer:
+        page = opened(explorer)
+        names = [row.name for row in eg.names(net, x)]
+        assert f"{len(names)} tensors" in page.locator(".eg-sub").text_content()
+        go_to(page, place)
+        assert place in page.locator(".eg-question").text_content()
+        source = page.locator(".eg-source-choice select option:checked").text_content().split()[0]
+
+        # The drivers are the gradient's largest numbers, digit by digit.
+        gradient = to_numpy(eg.grad(net, x, of=place, wrt=source))
+        rows = page.locator(".eg-drivers tbody tr").all()
+        shown = [row.locator("td").all_text_contents() for row in rows]
+        assert len(shown) == min(20, np.count_nonzero(gradient))
+        for element, text, *_ in shown:
+            assert gradient[tuple(eg.Place.parse(element).index)] == np.float32(text)
+
+        # The number, its shares, and the code that gives it.
+        page.locator(".eg-drivers tbody button").first.click()
+        page.locator(".eg-shares table").wait_for()
+        page.wait_for_function("() => !document.querySelector('[data-busy]')")
+        element = shown[0][0]
+        slope = page.locator(".eg-derivative strong").text_content()
+        assert np.float32(slope) == gradient[tuple(eg.Place.parse(element).index)]
+        shares = eg.contributions(net, x, of=place, wrt=element)
+        table = page.locator(".eg-shares tbody tr").all()
+        values = [np.float32(row.locator("td").last.text_content()) for row in table]
+        assert values == [*[to_numpy(share.value) for share in shares], to_numpy(shares.total)]
+        page.keyboard.press("c")
+        page.get_by_text("Copied").wait_for()
+        code = page.evaluate("navigator.clipboard.readText()")
+        assert to_numpy(eval(code)) == np.float32(slope)
+        assert page.locator(".eg-scale").last.text_content()
+        assert "Gradient of" in page.locator(".eg-answer canvas.eg-canvas").get_attribute("aria-label")
+
+        # Three steps back.
+        if case not in ("GRU", "ResNet18"):
+            go_to(page, "output[0, 1]")
+        for step in range(2 if case == "GRU" else 3):
+            before = page.locator(".eg-question code").text_content()
+            shown_before = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+            page.keyboard.press("w")
+            wait_for_answer(page, shown_before)
+            assert page.locator(".eg-question code").text_content() != before, step
+        page.keyboard.press("[")
+        page.wait_for_function("text => document.querySelector('.eg-question code').textContent === text", arg=before)
+
+
+def test_a_click_on_the_canvas_picks_the_element_under_the_pointer(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        page.get_by_role("treeitem", name=re.compile("^conv1, activation")).click()
+        page.wait_for_function("() => document.querySelector('.eg-hand-title').textContent === 'conv1'")
+        page.wait_for_function("() => !document.querySelector('[aria-busy]')")
+        canvas = page.locator(".eg-centre canvas.eg-canvas")
+        shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+        canvas.hover(position={"x": 20, "y": 20})
+        readout = page.locator(".eg-centre .eg-readout").text_content()
+        canvas.click(position={"x": 20, "y": 20})
+        wait_for_answer(page, shown)
+        place, value = readout.split(" = ")
+        assert page.locator(".eg-question").text_content() == f"What drives {place} = {value}"
+        assert np.float32(value) == to_numpy(eg.value(net, x, of=place))
+        picture = page.locator(".eg-answer canvas.eg-canvas")
+        picture.hover(position={"x": 30, "y": 30})
+        element, slope = page.locator(".eg-answer .eg-readout").text_content().split(" · ")
+        expected = to_numpy(eg.grad(net, x, of=place, wrt=element.split(" = ")[0]))
+        assert np.float32(slope.removeprefix("gradient ")) == expected
+        page.get_by_text(re.compile("receptive field, 3 . 3")).wait_for()
+
+
+def choose_source(page, name):
+    """Choose a source in the list, and wait for its gradient."""
+    options = page.locator(".eg-source-choice option").all_text_contents()
+    page.get_by_label("Source", exact=True).select_option(next(one for one in options if one.split()[0] == name))
+    script = "name => document.querySelector('.eg-answer canvas.eg-canvas').ariaLabel.includes(`respect to ${name}:`)"
+    page.wait_for_function(script, arg=name)
+    page.wait_for_function("() => !document.querySelector('[aria-busy]')")
+
+
+@pytest.mark.parametrize("framework", NETS)
+def test_the_verdict_on_a_dead_element_is_that_of_explain(opened, framework):
+    net, x = NETS[framework]()
+    values = to_numpy(eg.value(net, x, of="conv1"))
+    last = framework == "tensorflow"
+    row, column = map(int, np.argwhere((values[0, ..., 0] if last else values[0, 0]) < 0)[0])
+    dead = f"conv1[0, {row}, {column}, 0]" if last else f"conv1[0, 0, {row}, {column}]"
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "output[0, 1]")
+        choose_source(page, "conv1")
+        page.locator(".eg-answer canvas.eg-canvas").focus()
+        for key in ["ArrowRight", *["ArrowDown"] * row, *["ArrowRight"] * column]:  # the first goes to the first cell
+            page.keyboard.press(key)
+        assert page.locator(".eg-answer .eg-readout").text_content().startswith(f"{dead} = ")
+        page.keyboard.press("Enter")
+        page.locator(".eg-verdict .eg-sentence").wait_for()
+        diagnosis = eg.explain(net, x, of="output[0, 1]", wrt=dead)
+        assert diagnosis.cause == "dead-relu"
+        assert page.locator(".eg-verdict .eg-sentence").text_content() == diagnosis.sentence
+        assert page.locator(".eg-verdict").text_content().endswith(f"fix: {diagnosis.fix}")
+        assert float(page.locator(".eg-derivative strong").text_content()) == 0
+
+
+def test_all_of_it_works_by_keys_alone(opened, tmp_path):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x, labels=list("abcde")) as explorer:
+        page = opened(explorer)
+        press = page.keyboard.press
+        press("/")
+        page.keyboard.type("conv2")
+        press("ArrowDown")
+        press("Enter")
+        page.wait_for_function("() => document.querySelector('.eg-hand-title').textContent === 'conv2'")
+        page.wait_for_function("() => !document.querySelector('[aria-busy]')")
+        while page.evaluate("!document.activeElement.closest('.eg-centre canvas')"):
+            press("Tab")
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+            press(key)
+        assert page.locator(".eg-centre .eg-readout").text_content().startswith("conv2[0, 0, 1, 1] = ")
+        shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+        press("Enter")
+        wait_for_answer(page, shown)
+        for place in ("relu", "conv1"):
+            shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+            press("w")
+            wait_for_answer(page, shown)
+            assert page.locator(".eg-question code").text_content().startswith(place)
+        assert page.locator(".eg-crumbs li").count() == 4
+        press("[")
+        page.wait_for_function("() => document.querySelector('.eg-question code').textContent.startsWith('relu')")
+        press("]")
+        page.wait_for_function("() => document.querySelector('.eg-question code').textContent.startsWith('conv1')")
+        press(".")
+        page.wait_for_function("() => document.querySelector('.eg-question code').textContent.startsWith('conv1[1, ')")
+        page.wait_for_function("() => !document.querySelector('[aria-busy]')")
+        press("c")
+        page.get_by_text("Copied").wait_for()
+        code = page.evaluate("navigator.clipboard.readText()")
+        assert to_numpy(eval(code)).shape == (2, 1, 8, 8)
+        with page.expect_download() as started:
+            press("r")
+        started.value.save_as(tmp_path / "report.html")
+        assert "conv1[1, " in (tmp_path / "report.html").read_text()
+        press("?")
+        page.get_by_role("dialog").wait_for()
+        press("Escape")
+
+
+def test_a_slider_moves_an_input_element_and_the_numbers_follow(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "conv2[0, 0, 1, 1]")
+        page.locator(".eg-drivers tbody button").first.click()
+        element = page.locator(".eg-drivers tbody button").first.text_content()
+        slider = page.locator(".eg-slider input[type=range]")
+        slider.focus()
+        for _ in range(3):
+            shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+            page.keyboard.press("ArrowRight")
+            wait_for_answer(page, shown)
+        value = page.locator(".eg-slider input[type=number]").input_value()
+        edited = eg.at(x)[eg.Place.parse(element).index].set(float(value))
+        target = page.locator(".eg-question .eg-value").text_content().removeprefix(" = ")
+        assert np.float32(target) == to_numpy(eg.value(net, edited, of="conv2[0, 0, 1, 1]"))
+        slope = page.locator(".eg-derivative strong").text_content()
+        assert np.float32(slope) == to_numpy(eg.grad(net, edited, of="conv2[0, 0, 1, 1]", wrt=element))
+        assert "1 element is edited" in page.locator(".eg-edits").text_content()
+        page.get_by_role("button", name="Reset").click()
+        page.wait_for_function("() => document.querySelector('.eg-edits').textContent === ''")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_fits_every_width_in_light_and_dark(opened, width, scheme):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x, labels=["<script>alert(1)</script>", "b", "c", "d", "e" * 200]) as explorer:
+        page = opened(explorer, width, scheme)
+        page.locator(".eg-drivers tbody button").first.click()
+        page.locator(".eg-shares table").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
+        paper = page.evaluate("getComputedStyle(document.querySelector('.elementgrad-explore')).backgroundColor")
+        assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
+        texts = "[...document.querySelectorAll('h1, h2, p, button, select, canvas')]"
+        outside = f"{texts}.filter((one) => one.getBoundingClientRect().right > innerWidth + 1).length"
+        assert page.evaluate(outside) == 0
+        for canvas in page.locator("canvas.eg-canvas").all():
+            assert canvas.get_attribute("aria-label")
+
+
+def test_a_slow_read_can_be_cancelled(opened):
+    import threading
+
+    import torch
+
+    gate, calls = threading.Event(), []
+
+    def slow(x):
+        calls.append(1)
+        if len(calls) > 3:
+            gate.wait(60)
+        return x * 2
+
+    gate.set()
+    with eg.explore(slow, torch.rand(4)) as explorer:
+        page = opened(explorer)
+        calls.extend([1] * 3)
+        gate.clear()
+        before = page.locator(".eg-question code").text_content()
+        page.locator(".eg-centre canvas.eg-canvas").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Cancel").click()
+        page.locator(".eg-progress").wait_for(state="hidden")
+        gate.set()
+        page.wait_for_timeout(500)
+        assert page.locator(".eg-question code").text_content() == before
