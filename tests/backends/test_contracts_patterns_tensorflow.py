@@ -5,8 +5,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-from elementgrad._backends.tensorflow.sparsity import MOVES as MOVE_OPS
-from elementgrad._backends.tensorflow.sparsity import RULES, GraphPropagator, rerun
+from elementgrad._backends.tensorflow.graph_ops import rerun
+from elementgrad._backends.tensorflow.sparsity import GraphPropagator
+from elementgrad._backends.tensorflow.sparsity_rules import MOVES as MOVE_OPS
+from elementgrad._backends.tensorflow.sparsity_rules import RULES
 from elementgrad._sparsity.index_sets import IndexSets
 from elementgrad._sparsity.rules import DependentValue
 

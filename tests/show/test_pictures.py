@@ -297,3 +297,25 @@ print("matplotlib.pyplot" in sys.modules, before == [matplotlib.rcParams[name] f
 def test_numbers_of_which_none_is_finite_have_no_range():
     assert "2 numbers, none of them finite" in eg.plot([np.nan, np.inf]).alt
     assert "2 numbers from 2 to 2" in eg.plot([np.nan, 2.0]).alt
+
+
+@pytest.mark.parametrize("shape", [(100,), (1, 1, 100), (9, 8), (1, 3, 9, 8), (9, 8, 3)], ids=str)
+def test_a_place_is_framed_in_its_tensor(fw, shape):
+    x = fw.tensor(RNG.normal(size=shape))
+    channels = "last" if shape[-1] == 3 else "first"
+    flat = shape[-1] == 100
+    rows, columns = (range(1), range(2, 5)) if flat else (range(2, 5), range(1, 3))
+    block = (slice(2, 5),) if flat else (slice(2, 5), slice(1, 3))
+    before = (0,) * (len(shape) - len(block) - (channels == "last"))
+    figure = eg.plot(eg.at("x")[(*before, *block)], image=x, channels=channels)
+    (veil,) = artists(figure, "outside")
+    inside = veil.get_array()[..., 3] == 0
+    assert np.argwhere(inside).tolist() == [[row, column] for row in rows for column in columns]
+    assert "are in the field" in figure.notes[0]
+
+
+def test_a_place_needs_its_tensor_to_be_drawn():
+    with pytest.raises(eg.OptionError, match="give that, as in"):
+        eg.plot(eg.at("x")[2])
+    with pytest.raises(eg.OptionError, match="tokens is for arrays"):
+        eg.plot(eg.at("x")[2], image=torch.ones(3), tokens=["a", "b", "c"])

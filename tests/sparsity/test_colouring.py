@@ -111,6 +111,19 @@ def test_a_stencil_that_wraps_around_repeats_along_the_axes_of_its_tensor(size):
     assert_reads(filled(pattern.dense()), pattern, found)
 
 
+@pytest.mark.parametrize("sizes", [(9, 9), (6, 7, 8), (12, 12, 12), (40, 40, 40), (5, 6, 7, 4)], ids=str)
+def test_a_stencil_in_a_flat_vector_takes_as_many_sweeps_as_it_has_points(sizes):
+    cells = np.arange(np.prod(sizes)).reshape(sizes)
+    rows, columns = [cells.ravel()], [cells.ravel()]
+    for axis, size in enumerate(sizes):
+        low, high = cells.take(range(size - 1), axis).ravel(), cells.take(range(1, size), axis).ravel()
+        rows, columns = [*rows, low, high], [*columns, high, low]
+    pattern = Pattern.from_entries(np.concatenate(rows), np.concatenate(columns), (cells.size, cells.size))
+    found = color(pattern)
+    assert found.sweeps == 2 * len(sizes) + 1
+    assert len(np.unique(found.places)) == pattern.size
+
+
 @given(masks, st.data())
 def test_colours_that_repeat_read_everything_too(mask, data):
     pattern = Pattern.from_dense(mask)

@@ -207,3 +207,28 @@ def test_a_product_over_an_axis_misses_nothing_on_jax():
     J = eg.jacobian(lambda x: jnp.prod(x.reshape(2, 4), 1), jnp.arange(1.0, 9.0))
     assert (J.pattern().dense() == np.kron(np.eye(2), np.ones(4)).astype(bool)).all()
     np.testing.assert_allclose(J.sparse("scipy").toarray(), J.dense())
+
+
+def test_value_and_jacobian_come_from_one_evaluation(fw):
+    def f(x):
+        return x[1:] ** 2 * x[:-1]
+
+    x, y = fw.tensor([1.0, 2.0, 3.0]), fw.tensor([0.5, -1.0, 4.0])
+    S = eg.jacobian(f, x).prepare("scipy")
+    value, matrix = S.value_and_jacobian(y)
+    np.testing.assert_allclose(fw.numpy(value), fw.numpy(f(y)), **EXACT)
+    np.testing.assert_allclose(matrix.toarray(), dense(eg.jacobian(f, y), fw), **EXACT)
+    S = eg.jacobian(f, x, of="output[1:]").prepare("scipy")
+    value, matrix = S.value_and_jacobian(y)
+    np.testing.assert_allclose(fw.numpy(value), fw.numpy(f(y))[1:], **EXACT)
+    assert matrix.shape == (1, 3)
+
+    def loss(x):
+        return fw.sum(f(x))
+
+    H = eg.hessian(loss, x).prepare("scipy")
+    gradient, matrix = H.value_and_jacobian(y)
+    np.testing.assert_allclose(fw.numpy(gradient), fw.numpy(eg.grad(loss, y)), **EXACT)
+    np.testing.assert_allclose(matrix.toarray(), dense(eg.hessian(loss, y), fw), **EXACT)
+    with pytest.raises(eg.BroadcastError):
+        S.value_and_jacobian(fw.tensor([1.0]))

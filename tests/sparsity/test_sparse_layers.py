@@ -46,6 +46,7 @@ ON_JAX = {
     ),
     "sums of windows": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1, 2, 3), (1, 1, 2, 1), "SAME"),
     "stacks of matrices": lambda x: jnp.einsum("bcij,ckj->bick", x, KERNEL[:, :, :, :1].repeat(6, 3)[:, :, 0]),
+    "groups of examples": lambda x: conv(x.reshape(4, 1, 5, 6), KERNEL[:, :1], batch_group_count=2),
     "differences by the kernel": lambda k: conv(IMAGE, k.reshape(EDGE.shape), (2, 2), "VALID"),
 }
 ON_TENSORFLOW = {
@@ -68,6 +69,10 @@ ON_TENSORFLOW = {
     "by a band": lambda x: tf.matmul(tf.linalg.band_part(tf.ones((5, 5), x.dtype), 1, 0), x),
     "added at places": lambda x: tf.tensor_scatter_nd_add(x[0], [[1], [1], [3]], x[0, :3]),
     "sums of segments": lambda x: tf.math.unsorted_segment_sum(x[0], [2, 0, -1, 2], 4),
+    "enlarged": lambda x: tf.image.resize(last(x), (8, 9), "nearest"),
+    "enlarged smoothly": lambda x: tf.image.resize(last(x), (8, 9)),
+    "made smaller": lambda x: tf.image.resize(last(x), (3, 4), "bicubic"),
+    "resized by corners": lambda x: tf.compat.v1.image.resize_bilinear(last(x), (7, 4), align_corners=True),
     "mirrored": lambda x: tf.pad(x, [[0, 0], [0, 0], [1, 2], [2, 0]], "REFLECT"),
     "differences by the kernel": lambda k: tf.nn.conv2d(
         last(tf.constant(IMAGE)), tf.reshape(k, (3, 3, 4, 2)), (1, 2, 2, 1), "VALID"
@@ -160,6 +165,39 @@ def test_operands_without_axes_or_elements_have_a_pattern(name):
     for local in (False, True):
         P = eg.jacobian(f, x).pattern(local=local)
         np.testing.assert_array_equal(P.dense(), dense.reshape(P.shape) != 0)
+
+
+BATCH = np.random.default_rng(2).normal(size=(2, 4, 3))
+APART = {
+    "a recurrent layer": keras.layers.SimpleRNN(2, dtype="float64"),
+    "gates": keras.layers.LSTM(2, return_sequences=True, dtype="float64"),
+    "both directions": keras.layers.Bidirectional(keras.layers.GRU(2, dtype="float64"), dtype="float64"),
+    "a scan": lambda x: tf.scan(lambda state, row: state + row**2, tf.transpose(x, (1, 0, 2))),
+    "near channels": lambda x: tf.cast(tf.nn.local_response_normalization(tf.cast(x[None], tf.float32), 1), x.dtype),
+    "cross products": lambda x: tf.linalg.cross(x, tf.ones_like(x)),
+}
+"""Functions of (2, 4, 3) whose examples do not mix."""
+
+
+@pytest.mark.parametrize("name", APART)
+def test_examples_do_not_mix_in_loops_of_tensorflow(name):
+    f, x = APART[name], tf.constant(BATCH)
+    P = eg.jacobian(f, x).pattern()
+    seen = own(TENSORFLOW, f, x) != 0
+    assert not (seen & ~P.dense()).any()
+    by_example = P.dense().reshape(len(seen), 2, -1).any(2)
+    np.testing.assert_array_equal(by_example, seen.reshape(len(seen), 2, -1).any(2))
+
+
+def test_a_list_whose_elements_differ_in_shape_is_taken_whole():
+    def f(x):
+        rows = tf.TensorArray(x.dtype, 2, infer_shape=False, element_shape=None, clear_after_read=False)
+        rows = rows.write(0, x[:2] ** 2).write(1, tf.stack([x[2], x[3], x[4]]) * x[5])
+        return tf.concat([rows.read(0), rows.read(1)], 0)
+
+    x = tf.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], tf.float64)
+    P = eg.jacobian(f, x).pattern()
+    assert not ((own(TENSORFLOW, f, x) != 0) & ~P.dense()).any()
 
 
 def test_layers_of_keras_have_patterns():

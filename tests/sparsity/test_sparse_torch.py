@@ -56,6 +56,7 @@ def test_each_step_alone_is_followed(name):
 
 WEIGHTS = torch.randn(4, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 ZEROED = torch.where(torch.eye(4)[:, :, None, None].bool(), 1.0, 0.0).double().expand(4, 4, 2, 2).clone()
+GRID = torch.rand(1, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 2.4 - 1.2
 TIGHT = {
     "slices": lambda x: x[:, 1:3, ::2] * 2,
     "grouped": lambda x: functional.conv2d(x, WEIGHTS, groups=2),
@@ -78,6 +79,20 @@ TIGHT = {
     "norms": lambda x: x.norm(dim=3),
     "stacked": lambda x: torch.stack([x[0, 0], x[0, 1] ** 2], 1),
     "outer": lambda x: torch.outer(x[0, 0, 0], x[0, 0, 1]),
+    "enlarged": lambda x: functional.interpolate(x, scale_factor=2),
+    "enlarged by pixels": lambda x: functional.interpolate(x, scale_factor=1.7, mode="nearest-exact"),
+    "enlarged smoothly": lambda x: functional.interpolate(x, size=(7, 11), mode="bilinear"),
+    "enlarged by corners": lambda x: functional.interpolate(x, size=(9, 11), mode="bicubic", align_corners=True),
+    "enlarged vectors": lambda x: functional.interpolate(x[0], scale_factor=2, mode="linear"),
+    "border repeated": lambda x: functional.pad(x, (1, 2, 0, 3), mode="replicate"),
+    "adaptive average": lambda x: functional.adaptive_avg_pool2d(x, (2, 4)),
+    "sampled": lambda x: functional.grid_sample(x, GRID, align_corners=False),
+    "stacks of equations": lambda x: torch.linalg.solve(x[0, :, :5, :5] + 9 * torch.eye(5), WEIGHTS.new_ones(4, 5, 1)),
+    "distances": lambda x: torch.cdist(x[0, 0], x[0, 1]),
+    "bags": lambda x: functional.embedding_bag(
+        torch.tensor([0, 3, 1, 0]), x[0, 0], torch.tensor([0, 1, 1]), mode="sum"
+    ),
+    "put where a mask is": lambda x: torch.zeros(5, 6).double().masked_scatter(torch.arange(6) % 3 > 0, x[0, 1]),
 }
 
 
@@ -87,6 +102,33 @@ def test_a_known_operation_is_followed_exactly(name):
     pattern = eg.jacobian(f, IMAGE).pattern()
     seen = (matrix(f, IMAGE) != 0) | (matrix(f, IMAGE.flip(3) * 1.1) != 0)
     np.testing.assert_array_equal(pattern.dense(), seen)
+
+
+@pytest.mark.parametrize("f", [functional.hardshrink, functional.softshrink], ids=["hard", "soft"])
+def test_a_shrunk_element_depends_on_itself(f):
+    np.testing.assert_array_equal(eg.jacobian(f, POINT).pattern().dense(), np.eye(SIZE, dtype=bool))
+
+
+def test_any_element_of_an_adaptive_window_may_be_the_largest():
+    def average(x):
+        return functional.adaptive_avg_pool2d(x, (2, 4))
+
+    pattern = eg.jacobian(lambda x: functional.adaptive_max_pool2d(x, (2, 4)), IMAGE).pattern()
+    np.testing.assert_array_equal(pattern.dense(), matrix(average, IMAGE) != 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_samples_on_the_edge_between_pixels_miss_nothing(dtype):
+    x = torch.randn(1, 1, 7, 7, dtype=dtype)
+    steps = torch.linspace(-1, 1, 15, dtype=dtype)
+    grid = torch.stack(torch.meshgrid(steps, steps, indexing="xy"), -1)[None]
+    for f in (
+        lambda x: functional.grid_sample(x, grid, align_corners=False),
+        lambda x: functional.grid_sample(x, grid, align_corners=True, padding_mode="reflection"),
+        lambda x: functional.interpolate(x, size=(21, 5), mode="bilinear"),
+        lambda x: functional.interpolate(x, scale_factor=1 / 3, mode="bicubic"),
+    ):
+        assert_holds(eg.jacobian(f, x).pattern(), f, [x])
 
 
 def test_a_mean_over_nothing_has_a_pattern():

@@ -65,5 +65,9 @@ def _folders(package: str) -> list[str]:
     # A namespace package has no file of its own, and may have several folders.
     module = sys.modules.get(package)
     file = getattr(module, "__file__", None)
-    folders = [os.path.dirname(file)] if file else getattr(module, "__path__", ())
-    return [normal_path(folder) for folder in folders]
+    return [_folder_of(file)] if file else [normal_path(folder) for folder in getattr(module, "__path__", ())]
+
+
+@functools.cache
+def _folder_of(file: str) -> str:
+    return normal_path(os.path.dirname(file))

@@ -44,6 +44,10 @@ class RecordedProgram(Program, ABC):
             A stack for each source, of the shape of what is needed of it; None if nothing of it is.
         """
 
+    @abstractmethod
+    def embed(self, part: Tensor, around: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a tensor with so many zeros before and behind it along each axis."""
+
 
 class ConeBackend(ABC):
     """Records the programs of one framework."""

@@ -1,7 +1,6 @@
 """Whether a cone pays: its work beside the work of the whole, before anything has run."""
 
-from elementgrad._cone.boxes import whole
-from elementgrad._cone.plan import Cone, Program, ProgramValue, plan_need
+from elementgrad._cone.plan import Cone, Program, ProgramValue, whole_work
 
 SMALLEST = 100_000
 """Inputs of fewer elements are evaluated as a whole: a recording would take as long."""
@@ -21,11 +20,10 @@ def most_ops(elements: int) -> int:
 
 def share(program: Program, of: ProgramValue, cone: Cone) -> str:
     """Return the work of a cone as a share of the whole, such as `1/7600`."""
-    ratio = plan_need(program.ops, of, whole(of.shape)).work / max(cone.work, 1.0)
+    ratio = whole_work(program.ops, of) / max(cone.work, 1.0)
     return f"1/{ratio:.0f}" if ratio >= 10 else f"1/{ratio:.1f}" if ratio > 1.05 else "all"
 
 
 def pays(program: Program, of: ProgramValue, cone: Cone) -> bool:
     """Return True if a cone is cheaper than the whole of what the value depends on."""
-    everything = plan_need(program.ops, of, whole(of.shape)).work
-    return everything / SPEED > STEP * len(cone.steps) + MARGIN * cone.work / SPEED
+    return whole_work(program.ops, of) / SPEED > STEP * len(cone.steps) + MARGIN * cone.work / SPEED

@@ -301,10 +301,26 @@ class Relation:
     result: Shape
     links: tuple[Link, ...]
 
+    # Most axes of most operands are those of the result, and are copied: plans are made anew for every read.
+
+    @cached_property
+    def _kept(self) -> tuple[int | None, ...]:
+        """The same axis of the result for each axis of the operand, where there is one."""
+        kept = {link.operand[0]: link.result[0] for link in self.links if _keeps(link.map)}
+        return tuple([kept.get(axis) for axis in range(len(self.operand))])
+
+    @cached_property
+    def _changed(self) -> list[Link]:
+        return [link for link in self.links if not _keeps(link.map)]
+
+    @cached_property
+    def _widened(self) -> list[Link]:
+        return [link for link in self.links if type(link.map).computed is not AxisMap.computed]
+
     def need(self, result: Box) -> Box:
         """Return the part of the operand that a part of the result depends on."""
-        box: list[Any] = [None] * len(self.operand)
-        for link in self.links:
+        box: list[Any] = [None if axis is None else result[axis] for axis in self._kept]
+        for link in self._changed:
             intervals = link.map.need([result[axis] for axis in link.result])
             for axis, interval in zip(link.operand, intervals, strict=True):
                 box[axis] = interval
@@ -312,8 +328,10 @@ class Relation:
 
     def computed(self, result: Box) -> Box:
         """Return the part of the result that comes out of the operation on what a part of the result needs."""
+        if not self._widened:
+            return result
         box = list(result)
-        for link in self.links:
+        for link in self._widened:
             intervals = link.map.computed([result[axis] for axis in link.result])
             for axis, interval in zip(link.result, intervals, strict=True):
                 box[axis] = box[axis].join(interval)
@@ -331,6 +349,11 @@ class Relation:
             if not link.result and not _touches(link, operand):
                 return tuple([Interval(0, 0)] * len(box))
         return box
+
+
+def _keeps(axis_map: AxisMap) -> bool:
+    """Return True for a map that leaves every interval as it is."""
+    return type(axis_map) is Along and axis_map.offset == 0 and axis_map.operand == axis_map.result
 
 
 def _touches(link: Link, operand: Box) -> bool:

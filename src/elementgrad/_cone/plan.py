@@ -7,9 +7,10 @@ all that this box depends on; `plan_reach` walks it forwards.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from elementgrad._cone.boxes import Box, Interval, Shape, is_empty, join, volume, whole
+from elementgrad._cone.boxes import Box, Interval, Shape, is_empty, join, volume
 from elementgrad._cone.maps import Relation, relate_all
 
 Tensor = Any
@@ -175,8 +176,12 @@ def empty(shape: Shape) -> Box:
     return tuple([Interval(0, 0)] * len(shape))
 
 
-def whole_work(ops: Sequence[ProgramOp]) -> float:
-    """Return the work of a whole program."""
-    return sum(
-        [op.rule.work * _size([whole(result.shape) for result in op.results if result is not None]) for op in ops]
-    )
+def whole_work(ops: Sequence[ProgramOp], of: ProgramValue) -> float:
+    """Return the work of all that a whole value depends on."""
+    needed, work = {of}, 0.0
+    for op in reversed(ops):
+        results = [result for result in op.results if result is not None and result in needed]
+        if results:
+            work += op.rule.work * sum([prod(result.shape) for result in results])
+            needed.update(op.operands)
+    return work

@@ -13,7 +13,7 @@ from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import PlaceError
 
 Tensor = Any
-Read = Callable[[Tensor], tuple[Tensor | None, Tensor | None]]
+Read = Callable[[Tensor], tuple[Tensor | None, Tensor | None, Tensor]]
 """A compressed read at an input: its values and the numbers that check them."""
 Layout = Literal["csr", "coo"]
 

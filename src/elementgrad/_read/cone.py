@@ -81,23 +81,30 @@ class ConeLinearization(Linearization):
         self.program = program
         self.inputs = program.sources
         self.outputs = program.tensors
+        self._last: tuple[Any, Any] = None, None
 
-    def plan(self, output: int, rows: Selection) -> Cone:
-        """Return the cone of some elements: that of the smallest box around them."""
-        of = self.program.outputs[output]
-        return plan_need(self.program.ops, of, box_of(rows, of.shape))
+    def plan(self, output: int, box: Box) -> Cone:
+        """Return the cone of a box of an output."""
+        last, cone = self._last
+        if last != (output, box):
+            # One plan is kept, as the read of an element follows the question of whether its cone pays.
+            cone = plan_need(self.program.ops, self.program.outputs[output], box)
+            self._last = (output, box), cone
+        return cone
 
     def pays(self, output: int, rows: Selection) -> bool:
         """Return True if the cone of some elements is cheaper than the whole function."""
-        return cost.pays(self.program, self.program.outputs[output], self.plan(output, rows))
+        of = self.program.outputs[output]
+        return cost.pays(self.program, of, self.plan(output, box_of(rows, of.shape)))
 
     def describe(self, output: int, rows: Selection, names: Mapping[int, str]) -> str:
-        cone = self.plan(output, rows)
+        of = self.program.outputs[output]
+        cone = self.plan(output, box_of(rows, of.shape))
         parts = []
         for number, name in names.items():
             value = self.program.inputs[number]
             parts.append(describe_box(cone.needed.get(value), value.shape, name))
-        share = cost.share(self.program, self.program.outputs[output], cone)
+        share = cost.share(self.program, of, cone)
         return f"{' and '.join(parts)}, {share} of the work"
 
     def is_connected(self, output: int, input: int) -> bool:
@@ -108,7 +115,7 @@ class ConeLinearization(Linearization):
     ) -> list[Tensor | None] | None:
         of = self.program.outputs[output]
         box = box_of(rows, of.shape)
-        cone = plan_need(self.program.ops, of, box)
+        cone = self.plan(output, box)
         positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
         values = [self.program.inputs[number] for number in inputs]
         parts = self.program.gradients(cone, of, values, positions)
@@ -148,22 +155,22 @@ class ConeLinearization(Linearization):
 
     def _embed(self, part: Tensor | None, box: Box | None, count: int, number: int) -> Tensor:
         """Return a derivative of full size, with zeros around the box that is given."""
-        shape = (count, *self.program.inputs[number].shape)
-        zeros = self._backend.zeros(shape, self.inputs[number])
+        shape = self.program.inputs[number].shape
         if part is None or box is None:
-            return zeros
-        return self._backend.put(zeros, Selection(shape, (range(count), *[range(*each) for each in box])), part)
+            return self._backend.zeros((count, *shape), self.inputs[number])
+        margins = [(interval.start, size - interval.stop) for interval, size in zip(box, shape, strict=True)]
+        return self.program.embed(part, [(0, 0), *margins])
 
     def read_value(self, output: int, selection: Selection) -> Tensor:
         of, backend = self.program.outputs[output], self._backend
         box = box_of(selection, of.shape)
-        flat = backend.reshape(self.program.evaluate(plan_need(self.program.ops, of, box), of), (volume(box),))
+        flat = backend.reshape(self.program.evaluate(self.plan(output, box), of), (volume(box),))
         places = _flat_in(box, _coordinates(selection, of.shape), selection.size)
         return backend.reshape(backend.take(flat, Selection.at_flat(places, (volume(box),))), selection.shape)
 
     def vjp(self, output: int, inputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         of, count = self.program.outputs[output], int(self._backend.shape(seeds)[0])
-        cone = plan_need(self.program.ops, of, whole(of.shape))
+        cone = self.plan(output, whole(of.shape))
         values = [self.program.inputs[number] for number in inputs]
         parts = self.program.gradients(cone, of, values, seeds)
         return [

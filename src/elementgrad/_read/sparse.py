@@ -213,7 +213,7 @@ def _generic_weights(size: int) -> np.ndarray:
 class Prepared:
     """A sparse Jacobian that is ready to be read at other points: `S(x)`. Made by `J.prepare()`.
 
-    `S.pattern` is which entries there are, `S.plan` what a read does.
+    `S.pattern` is which entries there are, `S.plan` what a read does, and `S.value_and_jacobian(x)` has the value too.
     """
 
     __module__ = "elementgrad"
@@ -225,7 +225,7 @@ class Prepared:
         self._rows = request.rows
         self._compressed = Compressed(request, jacobian._runner)
         self._assemble = self._make_assembly(format)
-        self._read: Callable[[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
+        self._read: Callable[[Tensor], tuple[Tensor | None, Tensor | None, Tensor]] | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -245,23 +245,33 @@ class Prepared:
         Raises:
             PatternError: The pattern was found for one point alone.
         """
-        jacobian, backend = self._jacobian, self._jacobian._backend
-        side = jacobian._wrt
-        if backend_of(x) is not backend:
-            raise FrameworkError(f"S(x) takes a tensor of {backend.name} in place of {side.name}")
-        if tuple(backend.shape(x)) != tuple(backend.shape(side.tensor)) or x.dtype != side.tensor.dtype:
-            raise BroadcastError(
-                f"S(x) with x of shape {tuple(backend.shape(x))} and {x.dtype}, and it was prepared for {side.name} of "
-                f"shape {tuple(backend.shape(side.tensor))} and {side.tensor.dtype}; prepare another"
-            )
-        if self._is_local:
-            raise PatternError(
-                "the pattern was found for one point alone, and may miss entries at another; leave out "
-                "J.pattern(local=True), or give a pattern that holds there, eg.jacobian(f, x, pattern=P)"
-            )
-        if jacobian._origin is None:
-            raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
-        return self._matrix(self._read_at(x))
+        return self.value_and_jacobian(x)[1]
+
+    @not_compiled
+    def value_and_jacobian(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Return the value of the function at another point, and its sparse Jacobian there, from one evaluation.
+
+        Solvers ask for both. Of a Hessian the value is the gradient.
+
+        Args:
+            x: The new input, of the same shape and dtype; all else stays as it was.
+
+        Returns:
+            The tensor that is differentiated, and the sparse matrix, in the format that was prepared.
+
+        Raises:
+            PatternError: The pattern was found for one point alone.
+
+        >>> import torch, elementgrad as eg
+        >>> S = eg.jacobian(lambda x: x**2, torch.zeros(3)).prepare("scipy")
+        >>> value, matrix = S.value_and_jacobian(torch.tensor([1.0, 2.0, 3.0]))
+        >>> value.tolist(), matrix.diagonal().tolist()
+        ([1.0, 4.0, 9.0], [2.0, 4.0, 6.0])
+        """
+        self._require_settable(x)
+        values, value = self._read_at(x)
+        of = self._jacobian._of
+        return self._jacobian._pick(value[None], of)[0], self._matrix(values)
 
     @not_compiled
     def sparse(self) -> Any:
@@ -278,17 +288,36 @@ class Prepared:
     def __repr__(self) -> str:
         return f"<Prepared {self.pattern!r}, {self._compressed.coloring.text}>"
 
-    def _read_at(self, x: Tensor) -> Tensor | None:
+    def _require_settable(self, x: Tensor) -> None:
+        """Raise if x cannot stand in the place of the input."""
+        jacobian, backend = self._jacobian, self._jacobian._backend
+        side = jacobian._wrt
+        if backend_of(x) is not backend:
+            raise FrameworkError(f"S(x) takes a tensor of {backend.name} in place of {side.name}")
+        if tuple(backend.shape(x)) != tuple(backend.shape(side.tensor)) or x.dtype != side.tensor.dtype:
+            raise BroadcastError(
+                f"S(x) with x of shape {tuple(backend.shape(x))} and {x.dtype}, and it was prepared for {side.name} of "
+                f"shape {tuple(backend.shape(side.tensor))} and {side.tensor.dtype}; prepare another"
+            )
+        if self._is_local:
+            raise PatternError(
+                "the pattern was found for one point alone, and may miss entries at another; leave out "
+                "J.pattern(local=True), or give a pattern that holds there, eg.jacobian(f, x, pattern=P)"
+            )
+        if jacobian._origin is None:
+            raise OptionError(f"{side.name} is computed by the function, so it is not set; make the Jacobian anew")
+
+    def _read_at(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         while True:
             if self._read is None:
                 self._read = self._compile_read()
-            values, check = self._read(x)
+            values, check, value = self._read(x)
             if self._compressed.is_symmetric(values, check, self._jacobian._runner):
-                return values
+                return values, value
             self._compressed.drop_symmetry(self._jacobian._runner)
             self._read = None
 
-    def _compile_read(self) -> Callable[[Tensor], tuple[Tensor | None, Tensor | None]]:
+    def _compile_read(self) -> Callable[[Tensor], tuple[Tensor | None, Tensor | None, Tensor]]:
         """Return a read at another point, compiled where the framework does that."""
         jacobian, compressed, origin = self._jacobian, self._compressed, self._jacobian._origin
         assert origin is not None
@@ -296,8 +325,9 @@ class Prepared:
             # Checked here, since in a program of the user's that is traced there are no numbers to check.
             compressed.read(jacobian._runner)
 
-        def read(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-            return compressed.sweep(jacobian._runner.at(origin.relinearize(jacobian._wrt.index, x)))
+        def read(x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+            runner = jacobian._runner.at(origin.relinearize(jacobian._wrt.index, x))
+            return *compressed.sweep(runner), runner.linear.value(runner.output)
 
         return jacobian._backend.load("read").maybe_compile(read)
 

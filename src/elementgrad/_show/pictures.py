@@ -179,6 +179,20 @@ def draw_receptive_field(
     return picture, [*notes, *merge_notes, *scale.notes, *_block_notes(block)]
 
 
+def draw_field(inside: np.ndarray, background: np.ndarray, theme: Theme) -> tuple[Picture, list[str]]:
+    """Draw an image with some pixels framed and the others faint."""
+    rows, columns = inside.shape
+    picture = Picture(theme, 4.2, float(np.clip(3.6 * rows / columns, 1.2, 5.0)) + 0.7)
+    axes = picture.add_panel()
+    options: dict[str, Any] = {"extent": (-0.5, columns - 0.5, rows - 0.5, -0.5), "interpolation": "nearest"}
+    axes.imshow(background, cmap="gray", vmin=0.0, vmax=1.0, aspect=_aspect(rows, columns), **options)
+    veil = np.zeros((rows, columns, 4))
+    veil[..., :3], veil[..., 3] = to_rgba(theme.paper)[:3], np.where(inside, 0.0, 0.55)
+    axes.imshow(veil, aspect=_aspect(rows, columns), gid="outside", **options)
+    _set_ticks(axes, rows, columns, max_ticks=5)
+    return picture, _frame_field(inside, picture, [axes], "are in the field")
+
+
 def _frame_core(plane: np.ndarray, picture: Picture, panels: Sequence[Any]) -> list[str]:
     """Frame the pixels that carry most of the gradient, if others that have one too reach much further."""
     reached = np.argwhere(plane != 0)

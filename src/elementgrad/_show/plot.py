@@ -12,6 +12,7 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._names.call import Operand
+from elementgrad._place.place import Place
 from elementgrad._read.contributions import Shares
 from elementgrad._read.jacobian import Jacobian, operands
 from elementgrad._show.values import (
@@ -79,13 +80,13 @@ def plot(
         what: A tensor of any framework or an array, drawn by its shape without leading axes of size one: bars, a
             matrix, an image of one, three or four channels, or a grid of feature maps. A Jacobian is drawn by where it
             is not zero, contributions as a waterfall, elements and patches before and after, and a list of
-            `{place: values}`, one for each step, as a trace.
+            `{place: values}`, one for each step, as a trace. A place, such as one of `eg.field`, is framed in `image`.
         kind: Draw an array as `"vector"`, `"matrix"`, `"image"`, `"channels"`, `"tokens"`, `"field"` or `"spy"`.
         mark: Elements to frame: an index, a place or its text, such as `"x[0, 5]"`.
         title: The text at the head.
         theme: `"light"` or `"dark"`.
         tokens: One text for each position of a sequence, drawn in the colours of their gradients.
-        image: The image over which the gradient is drawn, as a receptive field.
+        image: The image over which the gradient is drawn, as a receptive field; or the tensor that a place is of.
         channels: `"first"` or `"last"`; by default where the framework has them.
         limit: The end of the colours.
 
@@ -116,6 +117,8 @@ def plot(
             drawing = _draw_jacobian(what, mark, colours)
         else:
             what = _to_dense(what)
+    if isinstance(what, Place):
+        drawing = _draw_field(what, options, colours)
     picture, notes, alt = drawing or _draw_array(what, options, colours)
     return picture.finish(title, alt, notes)
 
@@ -177,6 +180,28 @@ def _draw_array(what: Any, options: ArrayOptions, theme: "Theme") -> "Drawing":
     return picture, [*_mark_notes(marks, values), *notes], alt + _marks_text(marks)
 
 
+def _draw_field(field: Place, options: ArrayOptions, theme: "Theme") -> "Drawing":
+    """Draw the tensor that a place is of, with the place in it framed."""
+    from elementgrad._show import pictures
+
+    if options.image is None:
+        raise OptionError(f"{field} is drawn in its tensor; give that, as in eg.plot(field, image=x)")
+    for name, value in vars(options).items():
+        if value is not None and name not in ("image", "channels"):
+            raise OptionError(f"{name} is for arrays of gradients, and this is a place; leave it out")
+    values = to_floats(options.image)
+    inside = np.zeros(values.shape)
+    inside[tuple(mark_coordinates(field, values.shape).T)] = 1.0
+    shape = drop_leading_ones(values.shape)
+    shape = shape if len(shape) > 1 else (1, values.size)
+    _require_one_image(shape)
+    last = len(shape) > 2 and has_channels_last(shape, options.channels, _framework_of(options.image))
+    planes = Planes.of(inside.reshape(shape), np.zeros((0, len(shape)), np.int64), last)
+    background = _to_background(values.reshape(shape), planes, "last" if last else "first")
+    picture, notes = pictures.draw_field(planes.stack.max(axis=0) > 0, background, theme)
+    return picture, notes, f"{field} in a tensor of shape {values.shape}: {notes[0]}"
+
+
 def _framework_of(what: Any) -> str | None:
     backend = registry.backend_of(what)
     return backend.name if backend is not None else None
@@ -216,6 +241,7 @@ def _to_background(image: Tensor, planes: Planes, channels: str | None) -> np.nd
     rows, columns = planes.stack.shape[1:]
     shape = drop_leading_ones(values.shape)
     last = len(shape) == 3 and has_channels_last(shape, channels, _framework_of(image))
+    shape = shape if len(shape) > 1 else (1, values.size)
     size = shape[:-1] if last else shape[-2:]
     if len(shape) not in (2, 3) or size != (rows, columns):
         raise BroadcastError(

@@ -6,7 +6,7 @@ in `IndexSets`; 0 is the empty set. A tensor that does not depend on the seed is
 they are known, that is if they are the same at every point of the derivative.
 
 Rules say how ids go through an op. `rules.py` has those that the frameworks share; the tables from ops to rules are
-`RULES` in `_backends/torch/sparsity_rules.py`, `_backends/tensorflow/sparsity.py` and `_backends/jax/sparsity.py`:
+`RULES` in `sparsity_rules.py` of `_backends/torch` and `_backends/tensorflow`, and in `_backends/jax/sparsity.py`:
 
 - elementwise (add, tanh, ...): `sets.union` of the operands' ids; empty where a known factor is zero.
 - moves (reshape, slice, transpose, gather at known indices, pad, ...): the op itself is run on the ids.

@@ -224,7 +224,7 @@ def color_rows(pattern: Pattern, needed: np.ndarray | None = None, shape: Sequen
             yield order[needed_counts[order] > 0]
 
     best = _fit_in_orders(fit, lines, orders(), least, pattern.size <= MAX_PATIENT_SIZE)
-    if needed is None and least < _count_colors(best) and pattern.size <= MAX_PATIENT_SIZE:
+    if needed is None and least < _count_colors(best):
         fewer = repeat_colors(pattern, shape, least, _count_colors(best))
         return best if fewer is None else fewer
     return best
@@ -395,6 +395,7 @@ def repeat_colors(pattern: Pattern, shape: Sequence[int], least: int, limit: int
     False
     """
     shape = [size for size in shape if size > 1]
+    shape = guess_grid(pattern) if len(shape) <= 1 else shape
     shape = [*shape[: MAX_AXES - 1], int(np.prod(shape[MAX_AXES - 1 :]))] if len(shape) > MAX_AXES else shape
     if not shape or int(np.prod(shape)) != pattern.shape[0] or not pattern.size:
         return None
@@ -405,7 +406,7 @@ def repeat_colors(pattern: Pattern, shape: Sequence[int], least: int, limit: int
     column = fullest[len(fullest) // 2]
     meeting = coordinates[transposed.columns[transposed.starts[column] : transposed.starts[column + 1]]]
     for period in range(max(2, least), min(limit, MAX_PERIOD + 1)):
-        for factors in _fitting_factors(meeting, period):
+        for factors in _fitting_factors(meeting, period)[: MAX_FACTORS if pattern.size <= MAX_PATIENT_SIZE else 2]:
             colors = coordinates @ factors % period
             keys = pattern.columns.astype(np.int64) * period + colors[pattern.rows]
             if np.bincount(keys).max() == 1:
@@ -413,8 +414,28 @@ def repeat_colors(pattern: Pattern, shape: Sequence[int], least: int, limit: int
     return None
 
 
+def guess_grid(pattern: Pattern) -> list[int]:
+    """Return the sizes of the grid whose elements lie in a vector, by the diagonals of the matrix of a stencil.
+
+    A neighbor along an axis of the grid is a fixed distance away in the vector, and the longer distances are multiples
+    of the shorter ones.
+
+    >>> plane = np.eye(24).reshape(4, 6, 4, 6)
+    >>> below = plane + np.pad(plane, ((0, 0), (0, 0), (0, 1), (0, 0)))[:, :, 1:]
+    >>> guess_grid(Pattern.from_dense(below.reshape(24, 24)))
+    [4, 6]
+    """
+    size = pattern.shape[0]
+    distances, counts = np.unique(np.abs(pattern.columns - pattern.rows), return_counts=True)
+    steps = [1]
+    for distance in distances[counts >= size // 2].tolist():
+        if distance > steps[-1] and distance % steps[-1] == 0 and size % distance == 0 and distance < size:
+            steps.append(distance)
+    return [after // before for before, after in zip(steps, [*steps[1:], size], strict=True)][::-1]
+
+
 def _fitting_factors(meeting: np.ndarray, period: int) -> np.ndarray:
     """Return the first factors for which the rows that meet in one column all differ."""
     factors = np.array(list(product(range(period), repeat=meeting.shape[1])))
     colors = np.sort(meeting @ factors.T % period, axis=0)
-    return factors[(np.diff(colors, axis=0) > 0).all(0)][:MAX_FACTORS]
+    return factors[(np.diff(colors, axis=0) > 0).all(0)]

@@ -41,6 +41,14 @@ def matmul(
     return sets.union(*parts)
 
 
+def along_axis(sets: IndexSets, ids: Ids, axis: int, mask: np.ndarray) -> Ids:
+    """Return the ids of a product of one axis with a matrix, old size by new size, that is not zero where a mask is."""
+    moved = np.moveaxis(ids, axis, -1)
+    rows = moved.reshape(1, prod(moved.shape[:-1]), moved.shape[-1])
+    product = sets.matmul(rows, mask[None], mask.shape[1])
+    return np.moveaxis(product.reshape(*moved.shape[:-1], mask.shape[1]), -1, axis)
+
+
 def convolve(
     sets: IndexSets,
     ids: Ids,

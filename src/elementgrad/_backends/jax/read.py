@@ -197,7 +197,7 @@ class JaxRead(ReadBackend):
         compiled = jax.jit(read)
         traceable = True
 
-        def run(x: Array) -> tuple[Array | None, Array | None]:
+        def run(x: Array) -> tuple[Array | None, Array | None, Array]:
             nonlocal traceable
             if traceable:
                 try:

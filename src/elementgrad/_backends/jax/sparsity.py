@@ -424,8 +424,6 @@ def matmul(propagator: JaxprPropagator, equation: Any, operands: list[Value]) ->
 def convolve(propagator: JaxprPropagator, equation: Any, operands: list[Value]) -> list[Value]:
     """The image with a kernel, and the kernel with an image."""
     params, sets = equation.params, propagator.sets
-    if params["batch_group_count"] > 1:
-        return everything(propagator, equation, operands)
     image, kernel = operands
     image_axes, kernel_axes, result_axes = params["dimension_numbers"]
     shape = np.array(equation.outvars[0].aval.shape)[list(result_axes)]
@@ -434,9 +432,12 @@ def convolve(propagator: JaxprPropagator, equation: Any, operands: list[Value]) 
         mask = propagator.mask(kernel)
         mask = np.ones(equation.invars[1].aval.shape, dtype=bool) if mask is None else mask
         steps = params["window_strides"], params["padding"], params["rhs_dilation"], params["lhs_dilation"]
+        # Groups of examples meet groups of kernels, and each gives channels of its own.
         groups = params["feature_group_count"]
-        ids = image.ids.transpose(image_axes)
-        parts.append(rules.convolve(sets, ids, mask.transpose(kernel_axes), *steps, groups))
+        examples = np.split(image.ids.transpose(image_axes), params["batch_group_count"])
+        kernels = np.split(mask.transpose(kernel_axes), params["batch_group_count"])
+        pairs = zip(examples, kernels, strict=True)
+        parts.append(np.concatenate([rules.convolve(sets, ids, own, *steps, groups) for ids, own in pairs], 1))
     if isinstance(kernel, DependentValue):
         ids = kernel.ids.transpose(kernel_axes)
         per_channel = sets.reduce(ids.reshape(len(ids), -1), [1]).reshape(1, -1, *[1] * (len(shape) - 2))

@@ -342,6 +342,17 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that only its `__torch_dispatch__` is to see; documented, but private."""
 
 
+class PlainDispatchMode(TorchDispatchMode):
+    """A dispatch mode whose dispatch PyTorch leaves as it is.
+
+    Since 2.9 it wraps that of other modes to keep `torch.compile` off it, which takes as long as the dispatch itself.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def make_wrapper_subclass(cls: type, like: torch.Tensor, device: Any) -> Any:
     """Return a tensor of a subclass with the shape of `like` and no memory; the only way to make one."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]

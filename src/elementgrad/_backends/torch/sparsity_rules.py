@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from elementgrad._backends.torch._compat import tree_leaves
+from elementgrad._backends.torch.axis_matrices import LARGEST, PROBES, axis_matrices, per_axis
 from elementgrad._sparsity import rules
 from elementgrad._sparsity.index_sets import EMPTY, Ids, IndexSets
 
@@ -328,6 +329,12 @@ def fft(call: OpCall) -> Results:
     return None if ids is None else [rules.spread(call.sets, ids, call["dim"], call.shape)]
 
 
+MATRIX_OPS = [
+    *("linalg_solve_triangular", "_linalg_solve_ex", "linalg_lu_solve", "linalg_lu_factor_ex", "linalg_inv_ex"),
+    *("cholesky_solve", "linalg_matrix_exp", "linalg_pinv"),
+]
+
+
 def mix_matrices(call: OpCall) -> Results:
     """Everything in a matrix mixes, and nothing across the matrices of a stack."""
     tensors = [ids for x in call.tensors if (ids := call.ids(x)) is not None]
@@ -335,7 +342,11 @@ def mix_matrices(call: OpCall) -> Results:
     if len(stacks) != 1 or not math.prod(next(iter(stacks))):
         return None
     union = call.sets.union(*[call.sets.reduce(ids, [-1, -2], keepdims=True) for ids in tensors])
-    return [np.broadcast_to(union, tuple(x.shape)) for x in call.outputs]
+    everything = call.sets.union_all(*tensors)
+    return [
+        np.broadcast_to(union, tuple(x.shape)) if _is_data(x) else np.full(tuple(x.shape), everything)
+        for x in call.outputs
+    ]
 
 
 def convolution(call: OpCall) -> Results:
@@ -383,7 +394,7 @@ def _convolve(call: OpCall, ids: Ids, transposed: bool, size: Sizes) -> Ids:
     weight, groups = call["weight"], call["groups"]
     mask = call.mask(weight)
     mask = np.ones(tuple(weight.shape), dtype=bool) if mask is None else mask
-    stride, padding, dilation = (_per_axis(call[name], mask.ndim - 2) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = (per_axis(call[name], mask.ndim - 2) for name in ("stride", "padding", "dilation"))
     if transposed:
         steps = size, stride, padding, dilation, groups, sys.maxsize
         return rules.convolve_transposed(call.sets, ids, mask, *steps)
@@ -398,18 +409,93 @@ def pool_backward(dims: int) -> Rule:
         ids = call.ids(call["grad_output"])
         if ids is None:
             return None
-        size = _per_axis(call["kernel_size"], dims)
-        stride = _per_axis(call["stride"] or size, dims)
-        padding, dilation = _per_axis(call["padding"], dims), _per_axis(call.get("dilation", [1]), dims)
+        size = per_axis(call["kernel_size"], dims)
+        stride = per_axis(call["stride"] or size, dims)
+        padding, dilation = per_axis(call["padding"], dims), per_axis(call.get("dilation", [1]), dims)
         shape = call["self"].shape
         return [rules.windows_transposed(call.sets, ids, shape, size, stride, padding, dilation)]
 
     return rule
 
 
-def _per_axis(sizes: Sizes, dims: int) -> list[int]:
-    sizes = list(sizes)
-    return sizes * dims if len(sizes) == 1 else sizes
+PRECISIONS = (torch.float32, torch.float64)
+"""A position on the edge between two pixels may round to either, so that what either precision reads is taken."""
+
+
+def resize_backward(call: OpCall) -> Results:
+    """The gradient of an op that multiplies each of the last axes with a matrix."""
+    ids, name = call.ids(call["grad_output"]), call.name.removesuffix("_backward")
+    if ids is None:
+        return None
+    lead = ids.ndim - int(name[-2])
+    sizes = call.shape[lead:], ids.shape[lead:]
+    found = [axis_matrices(name, call.arguments, *sizes, dtype) for dtype in PRECISIONS]
+    if found[0] is None or found[1] is None:
+        return None
+    for axis, (single, double) in enumerate(zip(*found, strict=True), lead):
+        ids = rules.along_axis(call.sets, ids, axis, ((single != 0) | (double != 0)).numpy())
+    return [ids]
+
+
+def grid_backward(call: OpCall) -> Results:
+    """The gradients of an image that is sampled at known points, and of the points."""
+    ids, x, grid = call.ids(call["grad_output"]), call["input"], call["grid"]
+    if ids is None:
+        return None
+    of_points = np.broadcast_to(call.sets.reduce(ids, [1])[..., None], tuple(grid.shape))
+    if not call["output_mask"][0]:  # the gradient of the points is always there
+        return [of_points] if len(call.outputs) == 1 else [None, of_points]
+    return [_unsample(call, ids, x, grid), of_points]
+
+
+def _unsample(call: OpCall, ids: Ids, x: Tensor, grid: Tensor) -> Ids:
+    """Return the gradient of an image from those of its samples, by the pixels that each sample was made of."""
+    examples, channels = ids.shape[:2]
+    options = call["interpolation_mode"], call["padding_mode"], call["align_corners"]
+    pixels = math.prod(x.shape[2:])
+    parts = []
+    for example in range(examples):
+        if call.known(grid) is None or pixels * ids[example, 0].size > LARGEST:
+            return np.broadcast_to(call.sets.reduce(ids, range(2, ids.ndim), keepdims=True), tuple(x.shape))
+        flat = ids[example].reshape(channels, -1)
+        used = np.zeros((flat.shape[1], pixels), bool)
+        for dtype in PRECISIONS:
+            units = torch.eye(pixels, dtype=dtype).reshape(1, pixels, *x.shape[2:])
+            points = grid[example : example + 1].to(dtype).cpu()
+            used |= (torch.grid_sampler(units, points, *options)[0].reshape(pixels, -1).T != 0).numpy()
+        parts.append(rules.along_axis(call.sets, flat, 1, used).reshape(channels, *x.shape[2:]))
+    return np.stack(parts)
+
+
+def distance_backward(call: OpCall) -> Results:
+    """The gradient of the distances of each row to all others: all coordinates of a row mix."""
+    ids = call.ids(call["grad"])
+    if ids is None or any(call.ids(call[name]) is not None for name in ("x1", "x2")):
+        return None
+    return [np.broadcast_to(call.sets.reduce(ids, [-1], keepdims=True), call.shape)]
+
+
+def bag_backward(call: OpCall) -> Results:
+    """The gradient of a bag of rows goes to each of them."""
+    ids, indices, offsets = call.ids(call["grad"]), call.known(call["indices"]), call.known(call["offsets"])
+    if ids is None or indices is None or offsets is None:
+        return None
+    rows, width = call.shape
+    taken = indices.numpy(force=True).reshape(-1)
+    bags = np.searchsorted(offsets.numpy(force=True)[: len(ids)], np.arange(len(taken)), side="right") - 1
+    owners = taken[:, None] * width + np.arange(width)
+    return [call.sets.union_by_owner(owners.reshape(-1), ids[bags].reshape(-1), rows * width).reshape(rows, width)]
+
+
+def masked_scatter_backward(call: OpCall) -> Results:
+    """The gradients at the true elements of a mask, one after another, and zeros behind them."""
+    ids, mask = call.ids(call["grad_output"]), call.known(call["mask"])
+    if ids is None or mask is None:
+        return None
+    taken = ids[np.broadcast_to(mask.numpy(force=True), ids.shape)]
+    result = np.full(math.prod(call.shape), EMPTY)
+    result[: len(taken)] = taken
+    return [result.reshape(call.shape)]
 
 
 RULES: dict[str, Rule] = {
@@ -439,7 +525,13 @@ RULES: dict[str, Rule] = {
     "dot": dot,
     "vdot": dot,
     **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), fft),
-    "linalg_solve_triangular": mix_matrices,
+    **dict.fromkeys(MATRIX_OPS, mix_matrices),
+    **dict.fromkeys(("hardshrink_backward", "softshrink_backward"), pointwise),
+    **dict.fromkeys([f"{name}_backward" for name in PROBES if not name.startswith("avg_pool")], resize_backward),
+    **dict.fromkeys(("grid_sampler_2d_backward", "grid_sampler_3d_backward"), grid_backward),
+    "_cdist_backward": distance_backward,
+    "_embedding_bag_backward": bag_backward,
+    "masked_scatter_backward": masked_scatter_backward,
     "convolution": convolution,
     "convolution_backward": convolution_backward,
     **dict.fromkeys(("avg_pool2d_backward", "max_pool2d_with_indices_backward"), pool_backward(2)),

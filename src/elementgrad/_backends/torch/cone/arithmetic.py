@@ -63,7 +63,7 @@ def fill_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         whole_result = op.details.run(torch.empty(0, dtype=operand.dtype))
-        return whole_result[slices(box, whole(result_shape(op)))]
+        return whole_result[slices(box)]
 
     return CustomRule(op, [None], run) if len(op.operands) == 1 else None
 
@@ -130,7 +130,7 @@ def layer_norm_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         y = tensors_of(op.details.run(*regions), 1)[0]
-        return y[(..., *slices(box[outer:], whole(x.shape[outer:])))]
+        return y[(..., *slices(box[outer:]))]
 
     return CustomRule(op, relations, run)
 

@@ -21,6 +21,7 @@ from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import materialize
 from elementgrad._backends.torch.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
+from elementgrad._backends.torch.cone.calls import CustomCall, RecordedCall, flatten_call, unflatten_call
 from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, restore_attributes
 from elementgrad._cleanup import defer, scope
@@ -121,63 +122,7 @@ class Refusal(TorchFunctionMode):
         return result
 
 
-class RecordedCall:
-    """A call of one PyTorch operation, with values of the program in place of tensors."""
-
-    def __init__(self, func: Any, leaves: Sequence[Any], spec: Any, grad: bool):
-        self.func = func
-        self.leaves = leaves
-        self._spec = spec
-        self.grad = grad
-        """True if gradients were enabled."""
-        self.writes = False
-        """True if the first argument is written to."""
-        self.random_state: Tensor | None = None
-        """The state of the generator, for an operation that draws random numbers."""
-        self.slots = [slot for slot, leaf in enumerate(leaves) if isinstance(leaf, ProgramValue)]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by name, with defaults for those that were not given."""
-        args, kwargs = _compat.tree_unflatten(list(self.leaves), self._spec)
-        arguments = {}
-        for position, parameter in enumerate(_compat.schema_of(self.func).arguments):
-            given = args[position] if position < len(args) else kwargs.get(parameter.name, parameter.default_value)
-            arguments[parameter.name] = given
-        return arguments
-
-    def run(self, *tensors: Tensor) -> Any:
-        """Run the operation on other tensors."""
-        leaves = list(self.leaves)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
-        if self.writes:
-            # A write without gradients changes the numbers and leaves the gradient of what was there before.
-            with torch.enable_grad():
-                leaves[self.slots[0]] = tensors[0].clone()
-        args, kwargs = _compat.tree_unflatten(leaves, self._spec)
-        return self.func(*args, **kwargs)
-
-
-class CustomCall:
-    """A call of a user's own `autograd.Function`, whose backward is the derivative."""
-
-    func: Any = None
-
-    def __init__(self, apply: Callable[..., Any], leaves: Sequence[Any], grad: bool):
-        self.leaves = leaves
-        self.grad = grad
-        self.slots = [slot for slot, leaf in enumerate(leaves) if isinstance(leaf, ProgramValue)]
-        self._apply = apply
-
-    def run(self, *tensors: Tensor) -> Any:
-        leaves = list(self.leaves)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
-        return self._apply(*leaves)
-
-
-class ProgramRecorder(_compat.TorchDispatchMode):
+class ProgramRecorder(_compat.PlainDispatchMode):
     """A dispatch mode that notes operations and computes only the shapes of their results."""
 
     def __init__(self, functionalized: bool, limit: int | None):
@@ -242,16 +187,16 @@ class ProgramRecorder(_compat.TorchDispatchMode):
         if name in DECOMPOSED:
             with self:
                 return DECOMPOSED[name](func)(*args, **kwargs)
-        leaves, spec = _compat.tree_flatten((args, kwargs))
+        leaves, layout = flatten_call(args, kwargs)
         call = RecordedCall(
-            func, [self.value_of(x) if isinstance(x, Tensor) else x for x in leaves], spec, torch.is_grad_enabled()
+            func, [self.value_of(x) if isinstance(x, Tensor) else x for x in leaves], layout, torch.is_grad_enabled()
         )
         written = _compat.written_arguments(func, args, kwargs)
         if is_random(func):
             self._draw(call, name)
         if written:
             self._check_write(func, name, written, call)
-        made = self._find_shapes(func, name, leaves, spec, call, written)
+        made = self._find_shapes(func, name, leaves, layout, call, written)
         flat, structure = _compat.tree_flatten(made)
         op = self._note(name, call, flat)
         if written:
@@ -310,7 +255,7 @@ class ProgramRecorder(_compat.TorchDispatchMode):
             frame = frame.f_back
         return None
 
-    def _find_shapes(self, func: Any, name: str, leaves: Any, spec: Any, call: RecordedCall, written: Any) -> Any:
+    def _find_shapes(self, func: Any, name: str, leaves: Any, layout: Any, call: RecordedCall, written: Any) -> Any:
         """Return the results as meta tensors."""
         if _compat.shape_depends_on_values(func):
             values = [self.compute(call.leaves[slot]) for slot in call.slots]
@@ -321,7 +266,7 @@ class ProgramRecorder(_compat.TorchDispatchMode):
             self._meta_of(x) if isinstance(x, Tensor) else torch.device("meta") if isinstance(x, torch.device) else x
             for x in leaves
         ]
-        args, kwargs = _compat.tree_unflatten(metas, spec)
+        args, kwargs = unflatten_call(metas, layout)
         if not call.slots and _compat.takes_device(func):
             kwargs = {**kwargs, "device": torch.device("meta")}
         made = _known_shapes(name, args)
@@ -504,10 +449,13 @@ class TorchProgram(RecordedProgram):
         self.tensors = outputs
         self.sources = [x if x is not None else source for x, source in zip(inputs, sources, strict=True)]
         self._ends = [None if x is None else x.grad_fn for x in starts]
+        self._behind: dict[int, set[Any]] = {}
 
     def is_connected(self, output: int, input: int) -> bool:
+        if output not in self._behind:
+            self._behind[output] = _nodes_behind([self.tensors[output]])
         end = self._ends[input]
-        return end is not None and end in _nodes_behind([self.tensors[output]])
+        return end is not None and end in self._behind[output]
 
     def evaluate(self, cone: Cone, of: ProgramValue) -> Tensor:
         return run_cone(cone, of, (), grad=False)[0].detach().clone()
@@ -523,6 +471,14 @@ class TorchProgram(RecordedProgram):
                 for value, *parts in zip([value for value in wrt if value in leaves], *sweeps, strict=True):
                     found[value] = torch.stack(parts) if count else None
             return [found.get(value) for value in wrt]
+
+    def embed(self, part: Tensor, around: Sequence[tuple[int, int]]) -> Tensor:
+        if not any(map(any, around)):
+            return part
+        ends = [(before, before + size, behind) for (before, behind), size in zip(around, part.shape, strict=True)]
+        embedded = part.new_zeros([stop + behind for _, stop, behind in ends])
+        embedded[tuple([slice(start, stop) for start, stop, _ in ends])] = part
+        return embedded
 
 
 def _nodes_behind(outputs: Sequence[Tensor]) -> set[Any]:
@@ -568,7 +524,7 @@ def run_cone(
     with torch.inference_mode(False), plainly(), torch.set_grad_enabled(grad):
         for value, box in cone.needed.items():
             if value.constant is not None:
-                region = value.constant[slices(box, whole(value.shape))]
+                region = value.constant if sizes(box) == value.shape else value.constant[slices(box)]
                 if value in wrt and grad:
                     region = leaves[value] = region.detach().clone().requires_grad_()
                 held[value] = region
@@ -595,5 +551,7 @@ def _run_step(step: Any, needed: Mapping[ProgramValue, Box], held: Mapping[Progr
         else:
             region = held[value]
             regions.append(region if need == needed[value] else region[slices(need, needed[value])])
-    with torch.set_grad_enabled(grad and step.op.details.grad):
+    if step.op.details.grad or not grad:
+        return step.op.rule.run(regions, step.needs, step.boxes)
+    with torch.no_grad():
         return step.op.rule.run(regions, step.needs, step.boxes)

@@ -35,7 +35,7 @@ class OpaqueRule(Rule):
     def run(self, regions: Regions, needs: Sequence[Box | None], boxes: Sequence[Box | None]) -> list[Any]:
         results = tensors_of(self._op.details.run(*regions), len(boxes))
         return [
-            None if box is None or result is None else y[slices(box, whole(result.shape))]
+            None if box is None or result is None else y[slices(box)]
             for y, box, result in zip(results, boxes, self._op.results, strict=True)
         ]
 
@@ -118,7 +118,7 @@ class DrawnRule(Rule):
             torch.set_rng_state(self._op.details.random_state)
             results = draw(self._op.details)
         return [
-            None if box is None or result is None else y[slices(box, whole(result.shape))]
+            None if box is None or result is None else y[slices(box)]
             for y, box, result in zip(results, boxes, self._op.results, strict=True)
         ]
 

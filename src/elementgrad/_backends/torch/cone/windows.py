@@ -1,7 +1,6 @@
 """Rules of convolutions, pools, resized images and attention."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from elementgrad._backends.torch import _compat
+from elementgrad._backends.torch.axis_matrices import axis_matrices, per_axis
 from elementgrad._backends.torch.cone.rules import (
     Arguments,
     CustomRule,
@@ -33,8 +32,6 @@ from elementgrad._cone.maps import (
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
 
 Tensor = torch.Tensor
-LARGEST_PROBE = 10**7
-"""An axis whose matrix of weights has more entries is not taken apart."""
 
 
 @rule("convolution")
@@ -119,10 +116,6 @@ def _fill_groups(kernels: Tensor, part: Interval, within: Interval, per_group: i
     return functional.pad(kernels, [0, 0] * (kernels.dim() - 1) + [before, behind])
 
 
-def per_axis(values: Sequence[int], count: int) -> list[int]:
-    return list(values) * count if len(values) == 1 else list(values)
-
-
 # Pools
 
 
@@ -151,106 +144,39 @@ def max_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     return CustomRule(op, [Relation(x.shape, result, tuple(links))], run, float(prod(kernel)))
 
 
-class Separable:
-    """A linear operation that works on each of the last axes on its own: its matrix along each is found by a probe."""
+RESIZES = [
+    *("avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d"),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+]
 
-    def __init__(self, op: ProgramOp, probes: Sequence[Callable[[Tensor], Tensor]]):
-        self._op = op
-        x = op.operands[0]
-        self._lead = len(x.shape) - len(probes)
-        self._matrices = [
-            probe(torch.eye(size, dtype=torch.float64).unsqueeze(0))[0].T.contiguous()
-            for probe, size in zip(probes, x.shape[self._lead :], strict=True)
-        ]
 
-    def rule(self) -> Rule:
-        x, result = self._op.operands[0], result_shape(self._op)
-        links = [Link((i,), (i,), Along(n, n)) for i, n in enumerate(x.shape[: self._lead])]
-        for i, matrix in enumerate(self._matrices):
-            used = (matrix != 0).numpy()
-            first = used.argmax(1)
-            last = used.shape[1] - 1 - used[:, ::-1].argmax(1)
-            links.append(Link((self._lead + i,), (self._lead + i,), Lookup(used.shape[1], first, last)))
-        work = float(sum([int((matrix != 0).sum(1).max()) for matrix in self._matrices]))
-        return CustomRule(self._op, [Relation(x.shape, result, tuple(links))], self._run, work)
+@rule(*RESIZES)
+def resize_rule(op: ProgramOp, a: Arguments) -> Rule | None:
+    """A product of each of the last axes with a matrix that is zero but for a band."""
+    x, result = op.operands[0].shape, result_shape(op)
+    lead = len(x) - int(op.name[-2])
+    matrices = axis_matrices(op.name, a, x[lead:], result[lead:])
+    if matrices is None or len(op.operands) != 1:
+        return None
+    links = [Link((i,), (i,), Along(n, n)) for i, n in enumerate(x[:lead])]
+    for axis, matrix in enumerate(matrices, lead):
+        used = (matrix != 0).numpy()
+        first = used.argmax(1)
+        last = used.shape[1] - 1 - used[:, ::-1].argmax(1)
+        links.append(Link((axis,), (axis,), Lookup(used.shape[1], first, last)))
 
-    def _run(self, regions: list[Any], needs: Sequence[Box | None], box: Box) -> Tensor:
+    def run(regions: list[Any], needs: Sequence[Box | None], box: Box) -> Tensor:
         part, need = regions[0], needs[0]
         assert need is not None
-        for i, matrix in enumerate(self._matrices):
-            axis = self._lead + i
+        for axis, matrix in enumerate(matrices, lead):
             weights = matrix[slice(*box[axis]), slice(*need[axis])].to(part.dtype).to(part.device)
             part = torch.tensordot(part, weights, ([axis], [1])).movedim(-1, axis)
         return part
 
-
-def _probe(op: ProgramOp, probes: Sequence[Callable[[Tensor], Tensor]]) -> Rule | None:
-    x, result = op.operands[0], result_shape(op)
-    lead = len(x.shape) - len(probes)
-    if len(op.operands) != 1 or any(n * m > LARGEST_PROBE for n, m in zip(x.shape[lead:], result[lead:], strict=True)):
-        return None
-    with torch.no_grad():
-        return Separable(op, probes).rule()
-
-
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def avg_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
-    if a.get("divisor_override") is not None:
-        return None
-    space = int(op.name[8])
-    kernel = per_axis(a["kernel_size"], space)
-    stride = per_axis(a["stride"], space) if a["stride"] else kernel
-    padding = per_axis(a["padding"], space)
-    ends = a["ceil_mode"], a["count_include_pad"]
-
-    def pool(axis: int, x: Tensor) -> Tensor:
-        return functional.avg_pool1d(x, kernel[axis], stride[axis], padding[axis], *ends)
-
-    return _probe(op, [partial(pool, axis) for axis in range(space)])
-
-
-@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d")
-def adaptive_avg_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
-    out = a["output_size"]
-    return _probe(op, [partial(functional.adaptive_avg_pool1d, output_size=n) for n in out])
-
-
-@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
-def linear_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
-    return _upsample(op, a, lambda x, n, s: _compat.upsample("upsample_linear1d", x, n, s, a["align_corners"]))
-
-
-@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def nearest_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
-    return _upsample(op, a, lambda x, n, s: _compat.upsample("upsample_nearest1d", x, n, s))
-
-
-@rule("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
-def exact_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
-    return _upsample(op, a, lambda x, n, s: _compat.upsample("_upsample_nearest_exact1d", x, n, s))
-
-
-@rule("upsample_bicubic2d")
-def cubic_upsample_rule(op: ProgramOp, a: Arguments) -> Rule | None:
-    def along(x: Tensor, n: int, scale: float | None) -> Tensor:
-        return _compat.upsample_cubic(x.unsqueeze(-1), n, a["align_corners"], scale).squeeze(-1)
-
-    return _upsample(op, a, along)
-
-
-def _upsample(op: ProgramOp, a: Arguments, along: Callable[[Tensor, int, float | None], Tensor]) -> Rule | None:
-    space = len(result_shape(op)) - 2
-    out = result_shape(op)[2:]
-    if a.get("scale_factors") is not None:
-        scales = list(a["scale_factors"])
-    else:
-        names = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
-        scales = [a.get(name) for name in names]
-    return _probe(op, [partial(_along, along, n, scale) for n, scale in zip(out, scales, strict=True)])
-
-
-def _along(resize: Callable[[Tensor, int, float | None], Tensor], size: int, scale: float | None, x: Tensor) -> Tensor:
-    return resize(x, size, scale)
+    work = float(sum([int((matrix != 0).sum(1).max()) for matrix in matrices]))
+    return CustomRule(op, [Relation(x, result, tuple(links))], run, work)
 
 
 # Attention
