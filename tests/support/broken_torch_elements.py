@@ -166,7 +166,11 @@ def a_token_of_the_future_in_one_call():
     return attention, *[torch.randn(1, 3, 4) for _ in range(3)]
 
 
-@BROKEN.says("zero", "kink", wrt="x[0]")
+# Older versions of PyTorch give NaN there, newer ones zero.
+SLOPE = torch.func.grad(torch.atan2)(torch.tensor(0.0), torch.tensor(0.0))
+
+
+@BROKEN.says(*(("nonfinite", "singular") if SLOPE.isnan() else ("zero", "kink")), wrt="x[0]")
 def an_angle_at_the_origin():
     return lambda x: torch.atan2(x[0], x[1]), torch.zeros(2)  # <- here
 

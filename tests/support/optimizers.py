@@ -36,7 +36,9 @@ OPTIONS: dict[str, list[Options]] = {
 }
 FROZEN = 1019
 """How many elements `leaked` has that are not to move."""
-REFUSING = {"Muon", "SparseAdam"}
+MUON: dict[str, list[Options]] = {"Muon": [{}, {"weight_decay": 0.0}]} if hasattr(torch.optim, "Muon") else {}
+"""PyTorch 2.8 does not have it yet."""
+REFUSING = {"SparseAdam", *MUON}
 """Those that take no dense vector."""
 FOREACH = {name for name in OPTIONS if name != "LBFGS"}
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
@@ -105,7 +107,7 @@ def leaked(name: str, options: Options, before: int) -> int:
 
 def table() -> str:
     """The table of the page, in Markdown."""
-    every = OPTIONS | {"LBFGS": [{}], "Muon": [{}, {"weight_decay": 0.0}]}
+    every = OPTIONS | {"LBFGS": [{}]} | MUON
     rows = [(name, options) for name, some in every.items() for options in some]
     say = {0: "none", FROZEN: f"all {FROZEN}"}
     lines = ["| optimizer | masked from the start | masked after five steps |", "|---|---|---|"]

@@ -23,7 +23,7 @@ Tensor = Any
 Value = Any
 """A tensor, or a tuple, list or dict of them."""
 Transform = Callable[[Tensor], Tensor]
-MARKS = frozenset("#:[]()\n")
+MARKS = "#:[]()\n"
 """Characters that no tag may have: calls are counted behind a "#", parts named behind a ":", elements in brackets."""
 
 
@@ -33,7 +33,9 @@ class _CaptureState(threading.local):
 
 _local = _CaptureState()
 _lock = Lock()
-_never_staged: set[type] = set()  # types of tensors whose tags do nothing without a capture, and so cost nothing
+# The types of tensors whose tags do nothing without a capture, and so cost nothing. Neither this
+# nor `MARKS` is a set: the compiler of PyTorch looks into no set in version 2.8.
+_never_staged: tuple[type, ...] = ()
 _no_capture = nullcontext()
 _open_entries: set[object] = set()  # captures open in any thread
 _open_count = 0  # their number, as a plain int that a compiler of Python code can check for nothing
@@ -62,7 +64,8 @@ def tag(value: Value, name: str) -> Value:
     >>> eg.grad(f, torch.tensor([1.0, 2.0]), of="hidden[1]")
     tensor([0., 4.])
     """
-    if not isinstance(name, str) or not name or not MARKS.isdisjoint(name):
+    global _never_staged
+    if not isinstance(name, str) or not name or (not name.isidentifier() and any(mark in name for mark in MARKS)):
         raise PlaceError(f"{name!r} is not a name for a tag; give a str without brackets, parentheses, '#' and ':'")
     if not _open_count and type(value) in _never_staged:
         return value
@@ -74,7 +77,7 @@ def tag(value: Value, name: str) -> Value:
     if backend is None:
         return _stage_parts(value, name)
     if type(backend.names).name_in_graph is NamesBackend.name_in_graph and backend.caches_type(type(value)):
-        _never_staged.add(type(value))
+        _never_staged = (*_never_staged, type(value))
     return backend.names.name_in_graph(value, name)
 
 
