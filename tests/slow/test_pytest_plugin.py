@@ -67,8 +67,6 @@ def test_snapshot(gradients):
     scale.write_text("1.001")
     changed = run()
     changed.assert_outcomes(failed=1)
-    changed.stdout.fnmatch_lines(
-        ["*derivative has changed*", "*3 of 3 numbers differ*", "*d[[]0[]]: was 2.0, is 2.00*"]
-    )
+    changed.stdout.fnmatch_lines(["*has changed*", "*3 of 3 numbers differ*", "*d[[]0[]]: was 2.0, is 2.00*"])
     run("--update-gradients").assert_outcomes(passed=1)
     run().assert_outcomes(passed=1)
