@@ -122,7 +122,7 @@ def _lightning_watch() -> type:
         from lightning.pytorch import Callback
     except ImportError:
         require_packages("pytorch_lightning", "LightningWatch", "torch")
-        from pytorch_lightning import Callback
+        from pytorch_lightning import Callback  # type: ignore[assignment]
 
     class LightningWatch(WatchedRun, Callback):  # type: ignore[misc]
         """Watch a run of Lightning's Trainer. The model is the module, and its loss is inside of `training_step`.
