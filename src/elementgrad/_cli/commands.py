@@ -106,7 +106,9 @@ def grad(
             blocks = [
                 read if isinstance(read, dict) else {name: read} for name, read in zip(names, tensors, strict=True)
             ]
-            gradients = [GradientResult.of(*pair, target.backend) for block in blocks for pair in block.items()]
+            gradients = [
+                GradientResult.of(name, read, target.backend) for block in blocks for name, read in block.items()
+            ]
             finding = _find_problem(gradients, unconnected)
             message = FINDINGS.get(finding or "")
         except eg.UnconnectedError as error:

@@ -112,7 +112,7 @@ FLAGS = {
 }
 """These flags by the attribute in which each such mode saves them; older versions lack the last."""
 FLAGS = {saved: flag for saved, flag in FLAGS.items() if flag in dispatch_flags}
-MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
+MODULE_CALL_CODE: CodeType = torch.nn.Module._call_impl.__code__
 """The code of a module's call with its hooks: whose frames are on the stack tells which modules are being called."""
 set_compiler_flag: Callable[[bool], object] = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", bool

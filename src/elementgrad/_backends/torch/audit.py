@@ -19,17 +19,22 @@ from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, removed_later
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.intercept import name_of
-from elementgrad._backends.torch.top import PIECE, graph_leaves
+from elementgrad._backends.torch.top import graph_leaves
 from elementgrad._cleanup import defer, scope
 from elementgrad._place.place import Place
+from elementgrad._train.trainer import TopBackend
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
-LOOKUPS = ("EmbeddingBackward0", "EmbeddingBagBackward0", "EmbeddingSparseBackward0", "IndexBackward0")
-LOOKUPS += ("IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SelectBackward0", "TakeBackward0")
+LOOKUPS = (
+    *("EmbeddingBackward0", "EmbeddingBagBackward0", "EmbeddingSparseBackward0", "IndexBackward0"),
+    *("IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SelectBackward0", "TakeBackward0"),
+)
 """The nodes of functions that take some rows."""
-MOVES = ("TBackward0", "ViewBackward0", "TransposeBackward0", "ToCopyBackward0", "UnsqueezeBackward0", "CloneBackward0")
-MOVES += ("ExpandBackward0", "ReshapeAliasBackward0", "PermuteBackward0", "AliasBackward0", "SqueezeBackward1")
+MOVES = (
+    *("TBackward0", "ViewBackward0", "TransposeBackward0", "ToCopyBackward0", "UnsqueezeBackward0", "CloneBackward0"),
+    *("ExpandBackward0", "ReshapeAliasBackward0", "PermuteBackward0", "AliasBackward0", "SqueezeBackward1"),
+)
 """The nodes of functions that take all elements as they are."""
 
 
@@ -144,7 +149,7 @@ def _summarize(gradient: Tensor, is_lookup: bool) -> GradientSummary:
     gradient = gradient if gradient.dim() else gradient.reshape(1)
     rows, columns = [], []
     # In pieces that stay in the cache, which is four times as fast as a norm of the whole along each axis.
-    for piece in gradient.split(max(1, PIECE * len(gradient) // gradient.numel())):
+    for piece in gradient.split(max(1, TopBackend.PIECE * len(gradient) // gradient.numel())):
         sizes = piece.abs().float() if piece.dtype in (torch.float16, torch.bfloat16) else piece.abs()
         rows.append(sizes.flatten(1).amax(1) if sizes.dim() > 1 else sizes)
         if sizes.dim() > 1:

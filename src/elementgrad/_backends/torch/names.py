@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.registry import require_keras_on_tensorflow
-from elementgrad._backends.torch._compat import MODULE_CALL, _global_forward_hooks, _global_forward_pre_hooks
+from elementgrad._backends.torch._compat import MODULE_CALL_CODE, _global_forward_hooks, _global_forward_pre_hooks
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_own_hook, restore_attributes
 from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._cleanup import Lock, defer, enter, scope
@@ -96,7 +96,7 @@ class TorchModel(Model):
         while frame is not None and frame.f_globals.get("__name__") != RUNS:
             if frame.f_code is _capture_result.__code__:
                 finished = True  # the module of the innermost call has returned, and its own hooks came before ours
-            elif frame.f_code is MODULE_CALL:
+            elif frame.f_code is MODULE_CALL_CODE:
                 module = frame.f_locals["self"]
                 hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
                 if not finished and ("forward" in module.__dict__ or not all(map(is_own_hook, hooks))):
