@@ -103,8 +103,9 @@ class Gradients:
         text = _to_json(values)
         if self._written.setdefault(path, text) != text:
             pytest.fail(f"two snapshots of {path.name} differ in one run; give each a name of its own", pytrace=False)
-        problem = _write(path, text) if self._update else _compare(path, values)
-        if problem is not None:
+        if self._update:
+            _write(path, text)
+        elif (problem := _compare(path, values)) is not None:
             pytest.fail(problem, pytrace=False)
         return derivative
 

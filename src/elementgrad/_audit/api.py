@@ -85,7 +85,8 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     else:
         summaries = audited.summarize_loss(named, trained, lambda model: check_loss(loss(model), backend))
     survey = Survey.of(trained, summaries)
-    findings, notes = [], survey.notes
+    findings: list[Finding] = []
+    notes = survey.notes
     if not survey.is_fine:
         call = _bind(model, loss, audited, backend, is_step, trained)
         findings, explained = Investigation(call, trained, summaries, survey, loss if is_step else None).results()

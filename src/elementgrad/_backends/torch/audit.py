@@ -25,10 +25,17 @@ from elementgrad._place.place import Place
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor
-LOOKUPS = ("EmbeddingBackward0", "EmbeddingBagBackward0", "EmbeddingSparseBackward0", "IndexBackward0")
+LOOKUPS: tuple[str, ...] = ("EmbeddingBackward0", "EmbeddingBagBackward0", "EmbeddingSparseBackward0", "IndexBackward0")
 LOOKUPS += ("IndexSelectBackward0", "GatherBackward0", "SliceBackward0", "SelectBackward0", "TakeBackward0")
 """The nodes of functions that take some rows."""
-MOVES = ("TBackward0", "ViewBackward0", "TransposeBackward0", "ToCopyBackward0", "UnsqueezeBackward0", "CloneBackward0")
+MOVES: tuple[str, ...] = (
+    "TBackward0",
+    "ViewBackward0",
+    "TransposeBackward0",
+    "ToCopyBackward0",
+    "UnsqueezeBackward0",
+    "CloneBackward0",
+)
 MOVES += ("ExpandBackward0", "ReshapeAliasBackward0", "PermuteBackward0", "AliasBackward0", "SqueezeBackward1")
 """The nodes of functions that take all elements as they are."""
 
