@@ -278,7 +278,7 @@ class Investigation:
     def _explain_units(self, units: Sequence[ZeroSlices]) -> list[tuple[Finding, bool]]:
         if not units or self._arrivals is None:
             return []
-        explained = []
+        explained: list[tuple[Finding, bool]] = []
         for slices in units:
             try:
                 explained += self._explain_slices(slices)
