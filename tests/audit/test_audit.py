@@ -310,7 +310,7 @@ def test_the_audit_is_json_and_html():
     assert fields["findings"][0]["cause"] == "detached"
     html = audit._repr_html_()
     assert all(name in html for name in TRUNK)
-    assert "detach cuts it off" in html
+    assert "detach cuts the gradient" in html
 
 
 def test_a_report_shows_the_audit(tmp_path):

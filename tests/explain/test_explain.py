@@ -61,7 +61,7 @@ def test_the_text_is_one_verdict_one_line_and_one_fix():
 TEXTS = {
     "the gradient of output with respect to x[1] is zero: the input of relu is not above zero, where its gradient is "
     "zero.": (lambda x: torch.relu(x).sum()),
-    "the gradient of outhe input of tput with respect to x[1] is zero: clamp is beyond its bounds, where its "
+    "the gradient of output with respect to x[1] is zero: the input of clamp is beyond its bounds, where its "
     "gradient is zero.": (lambda x: x.clamp(0, 1).sum()),
     "the gradient of output with respect to x[1] is zero: max selects other elements than x[1].": lambda x: x.max(),
     "the gradient of output with respect to x[1] is zero: it is not computed from x[1].": lambda x: x[0] * 2,

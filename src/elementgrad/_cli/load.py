@@ -20,6 +20,7 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
+from elementgrad._cleanup import with_cleanup
 from elementgrad._cli.output import InputError, say
 from elementgrad._cli.parser import FRAMEWORKS
 from elementgrad._files import read_npz
@@ -99,11 +100,15 @@ class CommandTarget:
         except TypeError as error:
             raise InputError(f"the inputs do not fit {model}{_signature(self.function)}: {error}") from None
 
+    # A verb undoes what was left open before it, and so does not see a precision that no verb has set.
+
+    @with_cleanup
     def call(self, verb: Callable[..., Any], **options: Any) -> Any:
         """Call a function of the library with the user's function and its arguments."""
         with self.precision():
             return verb(self.function, *self.args, kwargs=self.kwargs, **options)
 
+    @with_cleanup
     def call_model(self, verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of the library with the user's model, and not with the model's arguments."""
         with self.precision():

@@ -20,6 +20,7 @@ import numpy as np
 
 import elementgrad as eg
 from elementgrad import __version__
+from elementgrad._cleanup import with_cleanup
 from elementgrad._explore.messages import Edits, Element, Message, MessageError, parse_message
 from elementgrad._explore.spelling import Spelling
 from elementgrad._explore.views import (
@@ -103,6 +104,7 @@ class Session:
     ['input', 'output', 'weight', 'bias']
     """
 
+    @with_cleanup
     def __init__(
         self,
         model: Callable[..., Any],
@@ -154,6 +156,7 @@ class Session:
         name = getattr(self.model, "__name__", None) or type(self.model).__name__
         return f"{self.spelling.function} ({name})" if self.spelling.function != name else str(name)
 
+    @with_cleanup  # or the verbs that it calls would not see the context
     def answer(self, message: Mapping[str, Any] | Message) -> dict[str, Any]:
         """Answer a question; an error of the question or of the user's model is the answer, too."""
         try:

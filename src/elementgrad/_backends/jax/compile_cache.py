@@ -40,8 +40,8 @@ def find_or_make(program: ClosedJaxpr, make: Callable[[Program], Made]) -> tuple
     >>> scales = jnp.array([2.0]), jnp.array([3.0])
     >>> programs = [jax.make_jaxpr(lambda x: x * scale)(1.0) for scale in scales]
     >>> (first, _), (second, operands) = [find_or_make(program, jax.jit) for program in programs]
-    >>> first is second, second(operands, 5.0)
-    (True, [Array([15.], dtype=float32)])
+    >>> first is second, second(operands, 5.0)[0].tolist()
+    (True, [15.0])
     """
     spelling = _Spelling()
     try:

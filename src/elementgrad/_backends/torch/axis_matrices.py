@@ -92,7 +92,8 @@ def _names(*stems: str) -> list[str]:
 
 PROBES: dict[str, Probe] = {
     **dict.fromkeys(_names("avg_pool"), _average),
-    **dict.fromkeys(_names("_adaptive_avg_pool", "adaptive_avg_pool", "adaptive_max_pool"), _adapt),
+    **dict.fromkeys(("adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"), _adapt),
+    **dict.fromkeys(("adaptive_max_pool2d", "adaptive_max_pool3d"), _adapt),
     **dict.fromkeys(_names("upsample_nearest"), partial(_resize, "upsample_nearest1d")),
     **dict.fromkeys(_names("_upsample_nearest_exact"), partial(_resize, "_upsample_nearest_exact1d")),
     **dict.fromkeys(

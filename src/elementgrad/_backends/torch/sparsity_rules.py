@@ -437,6 +437,10 @@ def resize_backward(call: OpCall) -> Results:
     return [ids]
 
 
+OTHERWISE = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d")
+"""Averages whose gradient is that of another op, or is a pool with a rule of its own."""
+
+
 def grid_backward(call: OpCall) -> Results:
     """The gradients of an image that is sampled at known points, and of the points."""
     ids, x, grid = call.ids(call["grad_output"]), call["input"], call["grid"]
@@ -527,7 +531,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), fft),
     **dict.fromkeys(MATRIX_OPS, mix_matrices),
     **dict.fromkeys(("hardshrink_backward", "softshrink_backward"), pointwise),
-    **dict.fromkeys([f"{name}_backward" for name in PROBES if not name.startswith("avg_pool")], resize_backward),
+    **dict.fromkeys([f"{name}_backward" for name in PROBES if name not in OTHERWISE], resize_backward),
     **dict.fromkeys(("grid_sampler_2d_backward", "grid_sampler_3d_backward"), grid_backward),
     "_cdist_backward": distance_backward,
     "_embedding_bag_backward": bag_backward,
