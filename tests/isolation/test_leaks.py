@@ -51,7 +51,9 @@ def held():
     """Count the tensors, the objects of the library and the hooks that there are."""
     gc.collect()
     kinds = (type(x) for x in gc.get_objects())
-    mine = (kind for kind in kinds if kind.__module__.split(".")[0] in ("elementgrad", "torch", "jaxlib", "tensorflow"))
+    mine = (
+        kind for kind in kinds if str(kind.__module__).split(".")[0] in ("elementgrad", "torch", "jaxlib", "tensorflow")
+    )
     return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in mine)
 
 
