@@ -269,7 +269,7 @@ def test_a_pattern_of_one_point_is_not_used_at_another():
     J = eg.jacobian(lambda x: x * 2 if x[0] > 0 else x * x, POINT)
     J.pattern(local=True)
     np.testing.assert_allclose(J.sparse("scipy").toarray(), np.diag(2 * POINT))
-    with pytest.raises(eg.PatternError, match="found for one point alone"):
+    with pytest.raises(eg.PatternError, match="found at one point only"):
         J.prepare()(POINT)
     with pytest.raises(eg.PatternError, match="no pattern that holds for every x"):
         J.pattern()

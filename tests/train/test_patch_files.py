@@ -204,7 +204,7 @@ def test_every_truncation_is_refused_and_so_is_an_addition(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"import torch\n", "p is not a safetensors file; give one that a patch was saved to"),
+        (b"import torch\n", "p is no safetensors file; give one that a patch was saved to"),
         (b"PK\3\4" + bytes(100), "p is a zip archive, such as torch.save, Keras and NumPy write, and no safetensors"),
         (b"\x80\2}q\0X\1\0\0\0aq", "p is a pickle, which is never opened here, and no safetensors file"),
         (b"\x89HDF\r\n\x1a\n0000", "p is an HDF5 file, such as Keras writes, and no safetensors file"),

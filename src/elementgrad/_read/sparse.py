@@ -243,7 +243,7 @@ class Prepared:
             The sparse matrix, in the format that was prepared.
 
         Raises:
-            PatternError: The pattern was found for one point alone.
+            PatternError: The pattern was found at one point only.
         """
         return self.value_and_jacobian(x)[1]
 
@@ -260,7 +260,7 @@ class Prepared:
             The tensor that is differentiated, and the sparse matrix, in the format that was prepared.
 
         Raises:
-            PatternError: The pattern was found for one point alone.
+            PatternError: The pattern was found at one point only.
 
         >>> import torch, elementgrad as eg
         >>> S = eg.jacobian(lambda x: x**2, torch.zeros(3)).prepare("scipy")
