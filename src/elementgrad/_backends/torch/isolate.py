@@ -299,6 +299,10 @@ STATELESS = frozenset(
 DRAWING = frozenset({"RReLU", "MultiheadAttention", "FractionalMaxPool2d", "FractionalMaxPool3d"})
 
 
+BUFFERS = Lock()
+"""Held by the thread whose run has copies of buffers in modules, until the run ends."""
+
+
 class BufferCopies:
     """Gives copies of its buffers to every module that this thread calls, during each call, until the end of a run.
 
@@ -330,6 +334,9 @@ class BufferCopies:
             return
         if any(isinstance(buffer, torch.nn.UninitializedBuffer) for buffer in buffers.values()):
             return  # its first call initializes it, which cannot be undone
+        # A copy in a module is seen by all threads, and another read would take it for the buffer itself.
+        BUFFERS.take()
+        buffers = module._buffers
         if self._leaving is None:  # only once a module has buffers, as hooks slow down every call of a module
             self._leaving = id(self._open)
             _compat._global_forward_hooks_always_called[self._leaving] = True
