@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from elementgrad._watch.api import Watch, WatchReplay
-from elementgrad.errors import WatchError, require_packages
+from elementgrad.errors import OptionError, WatchError, require_packages
 
 __all__ = ["KerasWatch", "LightningWatch", "TrainerWatch"]  # noqa: F822 (made when they are first used)
 
@@ -31,7 +31,7 @@ class WatchedRun:
     def replay(self, capture: Any = None) -> WatchReplay:
         """Run the captured step again, as `Watch.replay` does; `capture` is the file, left out for its own."""
         if self._watch is None:
-            raise WatchError("nothing was watched yet; call replay after the run")
+            raise OptionError("nothing was watched yet; call replay after the run")
         return self._watch.replay(capture)
 
     def _begin(self, model: Any, optimizer: Any, loop: str) -> Watch:

@@ -327,3 +327,22 @@ def test_adapters_of_peft_are_fine():
     assert len(audit.frozen) == 8
     assert [note.problem for note in audit.notes] == ["waits"]
     assert all("lora_A" in name for name in audit.notes[0].parameters)
+
+
+def test_an_optimizer_with_a_closure_is_as_before_an_audit():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    def step():
+        optimizer.step(closure)
+
+    before = [p.detach().clone() for p in model.parameters()]
+    assert eg.audit(model, step).ok
+    assert not optimizer.state
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

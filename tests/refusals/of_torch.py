@@ -95,7 +95,7 @@ def audits():
         "an unknown name": (
             lambda: eg.audit(model, sum_of, except_=["wight"]),
             eg.PlaceError,
-            "except_ names 'wight', and no parameter or module bears that name; nearest: weight",
+            "except_ names 'wight', and no parameter or module has that name; nearest: weight",
         ),
         "a pattern of nothing": (
             lambda: eg.audit(model, sum_of, except_="pooler.*"),

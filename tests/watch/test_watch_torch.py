@@ -5,6 +5,7 @@
 import contextlib
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,62 @@ def test_several_forwards_before_one_backward_are_told_apart():
 
 def test_a_case_without_a_fault_runs_to_its_end(capture):
     assert run("torch", Case("none", 3, 9, 0, (0, 0)), capture)[:2] == (None, None)
+
+
+def test_the_gradient_that_a_closure_of_the_optimizer_makes_is_looked_at():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.zeros(1, 2)) * 0 + model.weight.sum() * 0).sqrt().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        optimizer.step(closure)
+    assert caught.value.cause != "update"
+
+
+def test_parameters_of_a_group_that_is_added_are_looked_at():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": float("inf")})
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert caught.value.place.startswith("0.")
+
+
+def test_a_watch_belongs_to_the_thread_that_enters_it():
+    model = torch.nn.Linear(2, 1)
+    watch, found = eg.watch(model, capture=None), []
+
+    def enter():
+        try:
+            with watch:
+                model(torch.tensor([[1.0, float("nan")]]))
+        except eg.WatchError as error:
+            found.append(error.place)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == ["input[0, 1]"]
+
+
+def test_outputs_of_one_element_and_keys_with_dots_are_captured(capture):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(1, 1)
+
+        def forward(self, batch):
+            return self.fc(batch["a.b"]) / batch["a"]["b"]
+
+    model = Model()
+    batch = {"a.b": torch.full((1, 1), 2.0), "a": {"b": torch.zeros(1, 1)}}
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=capture) as watch:
+        model(batch).sum().backward()
+    assert caught.value.capture == capture
+    assert watch.replay(capture).same

@@ -132,7 +132,7 @@ def _match(except_: Any, names: Sequence[str]) -> set[str]:
             raise OptionError(f"except_ has {quoted(text)}, which is no name; give names, as in except_=['pooler.*']")
         if not is_pattern(text) and text not in known:
             raise PlaceError(
-                f"except_ names {text!r}, and no parameter or module bears that name; {nearest(text, known)}"
+                f"except_ names {text!r}, and no parameter or module has that name; {nearest(text, known)}"
             )
         fitting = set(match_names(text, known)) if is_pattern(text) else {text}
         matched |= {name for name in names if fitting.intersection((*_ancestors(name), name))}

@@ -62,7 +62,9 @@ class GradientSummary:
     def union(self, other: "GradientSummary") -> "GradientSummary":
         """Return the summary of what two reverse sweeps reach together."""
         largest = other.largest if math.isfinite(self.largest) else self.largest
-        slices = {axis: np.maximum(sizes, other.slices[axis]) for axis, sizes in self.slices.items()}
+        slices = {
+            axis: np.maximum(sizes, other.slices[axis]) for axis, sizes in self.slices.items() if axis in other.slices
+        }
         return GradientSummary(
             max(self.largest, largest) if math.isfinite(largest) else largest,
             slices,

@@ -23,7 +23,7 @@ from elementgrad._explain.causes import words_for
 from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.path import DataPath
 from elementgrad._explain.replay import pull_cotangents
-from elementgrad._explain.trace import Op, Trace
+from elementgrad._explain.trace import Op, Trace, cannot_follow
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall
 from elementgrad._place.place import Place, at, parse_target
 
@@ -276,14 +276,12 @@ class Investigation:
         return replace(blamed, evidence=(*finding.evidence, f"it makes the zeros in {finding.operation}")), True
 
     def _explain_units(self, units: Sequence[ZeroSlices]) -> list[tuple[Finding, bool]]:
-        if not units or self._arrivals is None:
-            return []
         explained: list[tuple[Finding, bool]] = []
         for slices in units:
             try:
-                explained += self._explain_slices(slices)
-            except Exception:  # an operation cannot run again, so that nothing is known of single units
-                continue
+                explained += [] if self._arrivals is None else self._explain_slices(slices)
+            except Exception as error:  # an operation cannot run again, so that the cause is not known
+                explained.append((Finding("dead units", (slices.name(),), reason=cannot_follow(error)), False))
         return explained
 
     def _explain_slices(self, slices: ZeroSlices) -> Iterable[tuple[Finding, bool]]:

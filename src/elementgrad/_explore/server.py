@@ -79,7 +79,7 @@ class Explorer:
 
     @property
     def url(self) -> str:
-        """The address, with a token that only those have who were told it."""
+        """The address, with the secret token in it."""
         return f"http://{HOST}:{self._port}/?token={self._token}"
 
     def close(self) -> None:

@@ -20,12 +20,12 @@ MOST_SIGNATURES = 16
 
 
 class RunStopped(BaseException):
-    """All that was asked of a run has been captured."""
+    """Raised to leave a run once all requested values are captured."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """Where a run may be left."""
+    """The names at which a run may stop."""
 
     single: Collection[str]
     """The names of one value: they say which call, or an earlier complete run has computed them once."""

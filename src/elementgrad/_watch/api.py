@@ -36,14 +36,15 @@ def watch(
     On PyTorch the watch is a block around the loop. On JAX it is the step itself, `step = eg.watch(step)`, a function
     of state and batch that returns the new state. In Keras, `elementgrad.callbacks.KerasWatch` does the same in `fit`.
 
-    Looked at are the outputs of the model, the gradients after each backward and the parameters after each step. A
-    gradient that a GradScaler is about to skip is no hit.
+    Looked at are the outputs of the model, the gradients after each backward and the parameters after each step; on
+    Keras the loss and all variables after each step, on JAX all that the step returns. A gradient that a GradScaler is
+    about to skip is no hit.
 
     Args:
         model: The model on PyTorch; the step on JAX.
         optimizer: The optimizer, or a list of them. Without one, parameters are not looked at after a step.
-        when: A dict of rules to stop at as well, from places to functions of the gradient there, such as
-            `{"emb.weight[7]": lambda g: abs(g).max() > 10}`.
+        when: A dict of rules to stop at as well, from places to functions of the gradient there (on JAX of
+            the value that the step returns), such as `{"emb.weight[7]": lambda g: abs(g).max() > 10}`.
         capture: The file to write on a hit, from which the step can be replayed; None for none.
         loss: The loss as a function of the model's output. It is followed too, where the fault is behind the output.
             A function of more than the output is called as `watch.loss(output, target)` in the loop; a module of
@@ -112,7 +113,7 @@ class Watch:
 
     def __del__(self) -> None:
         if "_undos" in self.__dict__ and "_watcher" in self.__dict__:
-            self._begun = False  # nothing is looked at where nobody would see the error
+            self._begun = False  # nothing is looked at here, as an error would be lost
             self._undos.undo_in_thread()
 
     def _finish(self) -> None:
@@ -202,7 +203,7 @@ class Watch:
                 self._arguments = step.arguments
             except Exception as error:
                 failure = getattr(error, "strerror", None) or error
-                report = report.but(evidence=(*report.evidence, f"{self._path} could not be written: {failure}"))
+                report = report.but(evidence=(f"{self._path} could not be written: {failure}", *report.evidence))
             else:
                 report = report.but(capture=str(self._path))
         self._error = report.error()

@@ -78,12 +78,13 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
             return {type(value).__name__: [encode(item, f"{name}.{n}", inner) for n, item in enumerate(value)]}
         if isinstance(value, (dict, UserDict)) and all(isinstance(key, str) for key in value):
             return {"dict": {key: encode(item, f"{name}.{key}", inner) for key, item in value.items()}}
+        stored = f"arguments/{len(described)}"  # paths are not unique: a key may have a dot in it
         try:
-            add(name, value)
+            add(stored, value)
         except TypeError:
             omitted.append(f"{name}, of type {type(value).__name__}")
             return {"omitted": name}
-        return {"tensor": name}
+        return {"tensor": stored}
 
     arguments = encode(step.arguments, "arguments")
     for kind, some in (("held", step.held), ("random", step.random), ("gradients", step.gradients)):

@@ -59,9 +59,13 @@ class JaxWatcher(Watcher):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return self._step(*args, **kwargs)
+            raise FrameworkError(
+                "the watched step is being traced; compile the step itself, as in eg.watch(jax.jit(step))"
+            )
         kept = self._keep(args, kwargs, leaves)
         result = self._step(*args, **kwargs)
+        if not any(isinstance(x, jax.Array) for x in (*leaves, *jax.tree.leaves(result))):
+            raise FrameworkError("the watched step neither takes nor returns a jax.Array; give a step of JAX")
         gone = [x for x in kept if isinstance(x, jax.Array) and x.is_deleted()]
         self._copies_all = self._copies_all or bool(gone)  # donated by a function inside of the step
         self._look(jax.tree.unflatten(tree, kept), result, bool(gone))
@@ -79,7 +83,11 @@ class JaxWatcher(Watcher):
             return [self._copies_all] * len(leaves)
         key = tuple([(getattr(x, "shape", None), str(getattr(x, "dtype", type(x)))) for x in leaves])
         if key not in self._donated:
-            info = jax.tree.leaves(self._step.lower(*args, **kwargs).args_info, is_leaf=lambda x: hasattr(x, "donated"))
+            described = getattr(self._step.lower(*args, **kwargs), "args_info", None)
+            if described is None:  # a wrapper of another library, which does not say what it donates
+                self._copies_all = True
+                return [True] * len(leaves)
+            info = jax.tree.leaves(described, is_leaf=lambda x: hasattr(x, "donated"))
             flags = [bool(getattr(x, "donated", False)) for x in info]
             # Static arguments are no leaves there: then all is copied if anything is donated.
             self._donated[key] = flags if len(flags) == len(leaves) else [any(flags)] * len(leaves)

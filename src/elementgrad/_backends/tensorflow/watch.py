@@ -1,8 +1,8 @@
 """`eg.watch` in Keras: look at the variables and the loss after each step of `fit`.
 
 Keras compiles forward, backward and update into one function, which stays as it is. The values of all variables are
-kept by reference before each step: TensorFlow copies a variable on its next write as long as somebody holds its value.
-So nothing is lost when a step turns out to be bad, and forward, loss and gradients can be run again, one operation at a
+kept by reference before each step: TensorFlow copies a variable on its next write while its value is referred to. So
+nothing is lost when a step turns out to be bad, and forward, loss and gradients can be run again, one operation at a
 time.
 """
 
@@ -48,6 +48,8 @@ class KerasWatcher(Watcher):
     """Watches the steps of one `fit`."""
 
     def __init__(self, model: Any, optimizer: Any, options: WatchOptions):
+        if options.loss is not None:
+            raise OptionError("the loss of a Keras model is compiled with it, and is followed anyway; leave loss= out")
         self._model, self._options = model, options
         self._step = 0
         self._rules: dict[str, tuple[str, Place, Rule]] = {}
@@ -267,8 +269,8 @@ def _as_tensor(x: Any) -> Any:
 
 @tf.function(reduce_retracing=False)
 def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
-    real = [tf.math.real(x) if x.dtype.is_complex else x for x in tensors]
-    return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(x)) for x in real]))
+    parts = [part for x in tensors for part in ((tf.math.real(x), tf.math.imag(x)) if x.dtype.is_complex else (x,))]
+    return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(x)) for x in parts]))
 
 
 def nonfinite_element(name: str, x: Tensor) -> tuple[str, float, tuple[int, ...]] | None:

@@ -5,6 +5,7 @@ training step runs as it is: hooks on the parameters see what `backward()` adds 
 Optimizers find no gradients, so that they do nothing.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -221,16 +222,26 @@ class _IdleOptimizers:
     def __init__(self) -> None:
         self._taken: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
 
-    def before(self, optimizer: Any, *_: Any) -> None:
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         params = [x for group in optimizer.param_groups for x in group["params"]]
         self._taken[id(optimizer)] = [(x, x.grad) for x in params]
         defer(self.after, optimizer)
+        if any(
+            callable(given) for given in (*args, *kwargs.values())
+        ):  # a closure makes gradients of its own, with which the optimizer steps
+            before = {x: {k: copy.deepcopy(v) for k, v in state.items()} for x, state in optimizer.state.items()}
+            defer(_restore_state, optimizer, before)
         for x in params:
             x.grad = None
 
     def after(self, optimizer: Any, *_: Any) -> None:
         for x, gradient in self._taken.pop(id(optimizer), ()):
             x.grad = gradient
+
+
+def _restore_state(optimizer: Any, before: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(before)
 
 
 class _BackwardCalls(TorchFunctionMode):

@@ -53,7 +53,6 @@ class TorchWatcher(Watcher):
         if not self._parameters:
             raise FrameworkError(f"{type(model).__name__} has no parameters, so there is no training to watch")
         self._optimizers = _optimizers(optimizer)
-        self._trained = {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._options = options
         self._rules = {text: self._bind_rule(place, rule) for text, (place, rule) in options.rules.items()}
@@ -72,9 +71,13 @@ class TorchWatcher(Watcher):
         self._looked = False
         """True if gradients were looked at since the last step."""
         self._ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        if self._ranks > 1 and not self._optimizers:
+            raise OptionError(
+                "no optimizer was given, and several processes agree to stop when one steps; give it, as in "
+                "eg.watch(model, optimizer)"
+            )
         self._later: list[tuple[Tensor, int]] = []
         """On an accelerator: norms of parameters that were not read yet, with their steps."""
-        self._loss_arguments: tuple[Any, Any] | None = None
         self._stopped = False
         self._suspect: Hit | None = None
         """With several processes: a hit that they do not know of yet."""
@@ -83,6 +86,7 @@ class TorchWatcher(Watcher):
     # The block
 
     def start(self) -> None:
+        self._thread = threading.get_ident()
         self._require_finite_parameters()
         target = self._state.called
         original = _compat.call_module(target)
@@ -112,6 +116,7 @@ class TorchWatcher(Watcher):
         if not self._stopped:
             self._look()
             self._read_later()
+            self._agree_to_stop()
 
     # What happens in the loop
 
@@ -220,7 +225,9 @@ class TorchWatcher(Watcher):
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stopped:
             return
-        norm = _norm([local_part(p) for p in self._trained.values() if p.dtype in FLOATS])
+        if self._unseen:  # a closure that the optimizer called has run backward
+            self._look()
+        norm = _norm([local_part(p) for p in self._trained().values() if p.dtype in FLOATS])
         if norm is not None and norm.device.type != "cpu":
             self._later.append((norm, self._step))
         elif norm is not None and not math.isfinite(_number(norm)):
@@ -239,10 +246,14 @@ class TorchWatcher(Watcher):
 
     # Looking at numbers
 
+    def _trained(self) -> dict[int, Tensor]:
+        """Return the parameters that the optimizers have now; a group may have been added."""
+        return {id(p): p for one in self._optimizers for group in one.param_groups for p in group["params"]}
+
     def _watched(self) -> Iterator[Tensor]:
         """Yield the parameters whose gradients are looked at."""
         yield from self._parameters.values()
-        yield from (p for p in self._trained.values() if id(p) not in self._names)
+        yield from (p for p in self._trained().values() if id(p) not in self._names)
 
     def _look(self, norm: Tensor | None = None, at_step: bool = False) -> None:
         """Look at the outputs and gradients that were not looked at yet."""
@@ -281,7 +292,7 @@ class TorchWatcher(Watcher):
                 self._hit(calls, f"the gradient of {element[0]} is {element[1]!r}", element[0])
 
     def _judge_parameters(self, step: int) -> None:
-        for p in self._trained.values():
+        for p in self._trained().values():
             name = self._names.get(id(p), "a parameter")
             element = nonfinite_element(name, p)
             if element is None:

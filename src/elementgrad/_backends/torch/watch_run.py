@@ -296,7 +296,8 @@ class TorchWatchRuns(WatchBackend):
     def to_bytes(self, x: Any) -> tuple[str, tuple[int, ...], np.ndarray, Mapping[str, Any]]:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             raise TypeError(type(x).__name__)
-        data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = x.detach().cpu().resolve_conj().resolve_neg()
+        data = data.clone(memory_format=torch.contiguous_format)  # an expanded element counts as contiguous
         content = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.zeros(0, np.uint8)
         properties: dict[str, Any] = {"requires_grad": True} if x.requires_grad else {}
         if not x.is_contiguous() and 0 not in x.stride() and x.numel():
