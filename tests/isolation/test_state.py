@@ -171,3 +171,16 @@ def test_a_seed_that_the_function_sets_is_not_the_users(sow):
         return x * tf.random.uniform([3], dtype=x.dtype)
 
     assert session(lambda: eg.jacobian(f, TENSORFLOW.tensor(X[0])).dense()) == session(lambda: None)
+
+
+def test_elements_of_an_output_are_read_where_the_function_leaves_gradients_disabled():
+    def f(x):
+        y = x**2
+        torch.set_grad_enabled(False)
+        return y
+
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert eg.grad(f, x, of="output[1]").tolist() == [0.0, 4.0, 0.0]
+    assert eg.check(f, x, of="output[1]")
+    assert eg.explain(f, x, of="output[1]", wrt="x[1]").verdict == "flows"
+    assert torch.is_grad_enabled()

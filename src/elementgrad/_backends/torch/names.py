@@ -197,6 +197,9 @@ class TorchNames(NamesBackend):
     model = TorchModel
     snapshot = staticmethod(clone_unrecorded)
 
+    def traceable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(_call_in_mode, function)
+
     def is_model(self, function: Any) -> bool:
         return isinstance(function, Module) or module_of(function) is not None
 
@@ -277,3 +280,12 @@ def _capture_given(capture: Capture, path: str, module: Module, args: Any, kwarg
 def _capture_result(capture: Capture, path: str, module: Module, _: Any, result: Any) -> Any:
     new = capture.capture("activation", path, result) if capture.active else result
     return None if new is result else new
+
+
+def _call_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, with gradients enabled again where it has left them disabled: its results are read next."""
+    enabled = torch.is_grad_enabled()
+    result = function(*args, **kwargs)
+    if torch.is_grad_enabled() is not enabled:
+        torch.set_grad_enabled(enabled)
+    return result
