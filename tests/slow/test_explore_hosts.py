@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from functools import partial
 
 import numpy as np
 import pytest
@@ -49,7 +50,10 @@ def ask(url, **message):
 def test_the_command_prints_an_address_that_answers_until_ctrl_c(tmp_path):
     (tmp_path / "net.py").write_text(NET)
     command = [sys.executable, "-m", "elementgrad", "explore", "net.py:net", "--input", "net.py:x", "--no-browser"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell without job control has its background jobs ignore Ctrl-C, and so would what they start.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=heed, **pipes)
     try:
         url = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32,}", url), process.stderr.read()
