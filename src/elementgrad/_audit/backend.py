@@ -22,13 +22,13 @@ class AuditedParameter:
 
     name: str
     tensor: Tensor
-    """What the loss is differentiated by."""
+    """The tensor by which the loss is differentiated."""
     shape: tuple[int, ...]
     dtype: str
     frozen: str | None = None
-    """Why it is meant not to train, as a few words; None if it trains."""
+    """The reason why it is not meant to train, in a few words; None if it trains."""
     place: Place | None = None
-    """What to ask an explanation about, where that is not the tensor. Of elements that train by a leaf, a record sees
+    """The place to explain, where that is not the tensor. Of elements that train by a leaf, a record sees
     no step: what the layer returns then has the same fate."""
 
     @property

@@ -21,7 +21,7 @@ class Finding:
     __module__ = "elementgrad"
 
     problem: Problem
-    """What is the matter: `no gradient`, `zero`, `not finite` or `dead units` for findings; `unused rows`, `waits`,
+    """The problem: `no gradient`, `zero`, `not finite` or `dead units` for findings; `unused rows`, `waits`,
     `cannot move`, `tiny`, `huge`, `dead units` or `remark` for notes."""
     parameters: tuple[str, ...]
     """Names of parameters; with an index where only some of their rows or channels are concerned."""
@@ -37,7 +37,7 @@ class Finding:
     fix: str = ""
     evidence: tuple[str, ...] = ()
     diagnosis: Diagnosis | None = None
-    """What `eg.explain` says about one of the parameters."""
+    """The diagnosis of `eg.explain` for one of the parameters."""
 
     def __str__(self) -> str:
         if self.problem == "remark":
@@ -61,7 +61,7 @@ class Audit(Tabular):
     findings: tuple[Finding, ...]
     """Parameters that do not learn: one group for each cause."""
     notes: tuple[Finding, ...]
-    """What is worth knowing and is no fault: unused rows of embeddings, biases that nothing can move, ..."""
+    """Remarks on what is not a fault: unused rows of embeddings, biases that nothing can move, ..."""
     frozen: tuple[str, ...]
     """Parameters that are meant not to train."""
     excepted: tuple[str, ...]
@@ -117,7 +117,7 @@ class Audit(Tabular):
         if self.findings:
             lines += ["", table(self._rows()), ""]
             lines += [f"{number}: {each}" for number, each in enumerate(self.findings, 1)]
-        lines += [f"note: {_listed(each)}{each}" for each in self.notes]
+        lines += [f"note: {_parameters_text(each)}{each}" for each in self.notes]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class Audit(Tabular):
     @never_raise
     def _repr_html_(self) -> str:
         texts = [f"{number}: {each}" for number, each in enumerate(self.findings, 1)]
-        texts += [f"note: {_listed(each)}{each}" for each in self.notes]
+        texts += [f"note: {_parameters_text(each)}{each}" for each in self.notes]
         return box(self.sentence, texts, COLOURS[self.ok]) + (grid(self._rows()) if self.findings else "")
 
 
@@ -137,7 +137,7 @@ def _to_dict(finding: Finding) -> dict[str, Any]:
     return fields | {"parameters": list(finding.parameters), "evidence": list(finding.evidence)}
 
 
-def _listed(note: Finding) -> str:
+def _parameters_text(note: Finding) -> str:
     """Return the first parameters of a note, of which a table would be too long."""
     names = ", ".join(note.parameters[:3])
     rest = len(note.parameters) - 3

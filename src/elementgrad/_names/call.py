@@ -351,7 +351,7 @@ class BoundCall:
 
     @cached_property
     def _single_calls(self) -> SingleCalls | None:
-        """What complete runs of the model have shown; None for a function that is no model or method of one."""
+        """The names that complete runs have shown to be called once; None for a function that is no model or method."""
         structure = self.model.structure() if "" in self.model.roots else None
         return None if structure is None else single_calls(self.model.roots[""], structure)
 

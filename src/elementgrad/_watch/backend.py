@@ -66,11 +66,11 @@ class CapturedStep:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     """The gradient that arrived at each output, by its position."""
     results: Mapping[str, Tensor] = field(default_factory=dict)
-    """What came out, of which only hashes are written: `output:0`, `gradient:a.weight`."""
+    """The results, of which only hashes are written: `output:0`, `gradient:a.weight`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Modes and precision, in JSON."""
     omitted: Sequence[str] = ()
-    """What could not be kept, and why."""
+    """The parts that could not be kept, and why."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Hit:
     state: Mapping[str, float] = field(default_factory=dict)
     evidence: Sequence[str] = ()
     otherwise: "Hit | None" = None
-    """What it is if the record shows nothing: the forward of another micro-batch, or an update."""
+    """The hit to report if the record shows nothing: the forward of another micro-batch, or an update."""
 
 
 @dataclass(frozen=True)

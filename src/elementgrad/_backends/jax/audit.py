@@ -54,7 +54,7 @@ class JaxAudit(AuditBackend):
         for number in reached:
             summaries[parameters[number].name] = _summarize(gradients.pop(0))
         if any(0 in sizes for summary in summaries.values() for sizes in summary.slices.values()):
-            tables = _looked_up(jax.make_jaxpr(run)(*arrays).jaxpr)
+            tables = _find_lookups(jax.make_jaxpr(run)(*arrays).jaxpr)
             for number in tables.intersection(reached):
                 name = parameters[number].name
                 summaries[name] = GradientSummary(summaries[name].largest, summaries[name].slices, True)
@@ -75,7 +75,7 @@ def _summarize(gradient: Array) -> GradientSummary:
     return GradientSummary(float(np.max(slices[0])), slices)
 
 
-def _looked_up(jaxpr: Any) -> set[int]:
+def _find_lookups(jaxpr: Any) -> set[int]:
     """Return the positions of the inputs of a program of which all readers take some rows alone."""
     return {
         n

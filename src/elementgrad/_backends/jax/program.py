@@ -104,7 +104,7 @@ def bind_cached(equation: Any, operands: list[Any]) -> Sequence[Any]:
     ):
         return bind(equation, operands)
     try:
-        call = _jitted(equation.primitive, tuple(equation.params.items()))
+        call = _jit_primitive(equation.primitive, tuple(equation.params.items()))
     except TypeError:  # a parameter that has no hash
         return bind(equation, operands)
     stack = current_name_stack() + equation.source_info.name_stack
@@ -113,7 +113,7 @@ def bind_cached(equation: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _jit_primitive(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(partial(primitive.bind, **dict(params)), inline=True)
 
 

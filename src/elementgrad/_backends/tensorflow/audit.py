@@ -38,12 +38,12 @@ class TensorflowAudit(AuditBackend):
                 continue
             if isinstance(owner, PartialParameter):
                 found += [
-                    _audited(str(group.place), group.leaf, _frozen(group.leaf), result_of(name))
+                    _make_parameter(str(group.place), group.leaf, _freeze_reason(group.leaf), result_of(name))
                     for group in owner.groups
                 ]
-                found.append(_audited(name, variable, "elements that do not train"))
+                found.append(_make_parameter(name, variable, "elements that do not train"))
             else:
-                found.append(_audited(name, variable, _frozen(variable)))
+                found.append(_make_parameter(name, variable, _freeze_reason(variable)))
         return found
 
     def summarize_loss(
@@ -102,12 +102,12 @@ def _require_eager() -> None:
         raise FrameworkError("eg.audit inside tf.function, where there are no numbers yet; call it outside")
 
 
-def _audited(name: str, variable: Any, frozen: str | None, place: Place | None = None) -> AuditedParameter:
+def _make_parameter(name: str, variable: Any, frozen: str | None, place: Place | None = None) -> AuditedParameter:
     value = variable._value
     return AuditedParameter(name, value, tuple(value.shape), tf.as_dtype(value.dtype).name, frozen, place)
 
 
-def _frozen(variable: Any) -> str | None:
+def _freeze_reason(variable: Any) -> str | None:
     return None if variable.trainable else "trainable=False"
 
 
@@ -125,7 +125,7 @@ def _summarize(gradient: Any) -> GradientSummary:
 
 
 class _TapeCalls(scope):
-    """What the tapes of a step were asked for."""
+    """The calls of `GradientTape.gradient` in a step."""
 
     def __init__(self, compute: bool):
         self.compute = compute

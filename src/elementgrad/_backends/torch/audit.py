@@ -49,9 +49,12 @@ class TorchAudit(AuditBackend):
             if kind != "parameter" or not x.is_floating_point():
                 continue
             trained = groups.get(id(x), ())
-            found += [_audited(str(group.place), group.leaf, _frozen(group.leaf), result_of(name)) for group in trained]
-            frozen = "elements that do not train" if trained else _frozen(x)
-            found.append(_audited(name, x, frozen))
+            found += [
+                _make_parameter(str(group.place), group.leaf, _freeze_reason(group.leaf), result_of(name))
+                for group in trained
+            ]
+            frozen = "elements that do not train" if trained else _freeze_reason(x)
+            found.append(_make_parameter(name, x, frozen))
         return found
 
     def summarize_loss(
@@ -133,11 +136,11 @@ def _element_groups(model: TorchModel) -> dict[int, list[Any]]:
     return groups
 
 
-def _audited(name: str, x: Tensor, frozen: str | None, place: Place | None = None) -> AuditedParameter:
+def _make_parameter(name: str, x: Tensor, frozen: str | None, place: Place | None = None) -> AuditedParameter:
     return AuditedParameter(name, x, tuple(x.shape), str(x.dtype).removeprefix("torch."), frozen, place)
 
 
-def _frozen(x: Tensor) -> str | None:
+def _freeze_reason(x: Tensor) -> str | None:
     return None if x.requires_grad else "requires_grad=False"
 
 

@@ -79,7 +79,7 @@ class TrackedUses:
     leaf: Tensor
     uses: list[LayerUse] = field(default_factory=list)
     copied: Tensor | None = None
-    """What all other uses get; the parameter has no kernels then."""
+    """The tensor that all other uses get; the parameter has no kernels then."""
 
     def copy(self) -> Tensor:
         if self.copied is not None:
