@@ -246,13 +246,6 @@ def test_an_unconnected_tensor_is_an_error_with_its_reason():
         eg.grad(lambda x: x.detach() * 2, x, of="output[0]", cone=True)
 
 
-def test_other_frameworks_say_that_they_have_no_cones(fw):
-    if fw.name == "torch":
-        return
-    with pytest.raises(eg.FrameworkError, match=f"cones of {fw.name}"):
-        eg.grad(lambda x: x * 2, fw.tensor([1.0, 2.0]), of="output[0]", cone=True)
-
-
 def test_a_field_is_asked_about_one_side():
     with pytest.raises(eg.OptionError, match="give an index to exactly one"):
         eg.field(torch.sin, torch.ones(3), of="output", wrt="input")

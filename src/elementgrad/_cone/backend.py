@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._cone.plan import Cone, Program, ProgramValue
+from elementgrad._cone import cost
+from elementgrad._cone.boxes import Box
+from elementgrad._cone.plan import Cone, Program, ProgramValue, plan_need
 
 Tensor = Any
 
@@ -23,6 +25,14 @@ class RecordedProgram(Program, ABC):
     @abstractmethod
     def is_connected(self, output: int, input: int) -> bool:
         """Return True if the framework's own derivative program has a path from an input to an output."""
+
+    def plan(self, of: ProgramValue, box: Box) -> Cone:
+        """Return the cone by which a box of a value is read. Its boxes may be larger than what is needed."""
+        return plan_need(self.ops, of, box)
+
+    def pays(self, cone: Cone, of: ProgramValue) -> bool:
+        """Return True if a cone is cheaper than the whole of what the value depends on."""
+        return cost.pays(self, of, cone)
 
     @abstractmethod
     def evaluate(self, cone: Cone, of: ProgramValue) -> Tensor:

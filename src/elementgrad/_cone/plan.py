@@ -56,6 +56,10 @@ class Rule(ABC):
                     needed[operand] = join(needed[operand], relation.need(box))
         return needed
 
+    def cost(self, boxes: Sequence[Box | None]) -> float:
+        """Return the multiplications and additions for parts of the results."""
+        return self.work * _size(boxes)
+
     @abstractmethod
     def run(self, regions: Regions, needs: Sequence[Box | None], boxes: Sequence[Box | None]) -> Sequence[Any]:
         """Return the parts of the results, from the parts of the operands."""
@@ -122,7 +126,7 @@ class Cone:
     @property
     def work(self) -> float:
         """The multiplications and additions, roughly."""
-        return sum([step.op.rule.work * _size(step.boxes) for step in self.steps])
+        return sum([step.op.rule.cost(step.boxes) for step in self.steps])
 
 
 def _size(boxes: Sequence[Box | None]) -> int:

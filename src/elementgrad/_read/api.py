@@ -71,7 +71,7 @@ def jacobian(
         pattern: An `eg.Pattern` or a matrix of scipy.sparse of the entries that can be nonzero; reads then go by
             colours.
         cone: True to record `f` instead of evaluating it. Every read then runs the part of `f` that its elements depend
-            on. PyTorch only.
+            on.
         names_from: A model that `f` calls and does not take as an argument, whose names `of` and `wrt` use; or a dict
             of models by the names that they are to have.
         arguments: More keyword arguments of `f`.
@@ -185,7 +185,7 @@ def grad(
         batch: As for `jacobian`.
         cone: By default only the part of `f` that the named elements depend on is run where that is cheaper: `f` is
             recorded first, without numbers. True to do so in any case, or raise an error that says why it cannot be
-            done; False never to do so, for a function with side effects. PyTorch only.
+            done; False never to do so, for a function with side effects.
         names_from: As for `jacobian`.
         arguments: More keyword arguments of `f`.
 

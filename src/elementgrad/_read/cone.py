@@ -88,18 +88,18 @@ class ConeLinearization(Linearization):
         last, cone = self._last
         if last != (output, box):
             # One plan is kept, as the read of an element follows the question of whether its cone pays.
-            cone = plan_need(self.program.ops, self.program.outputs[output], box)
+            cone = self.program.plan(self.program.outputs[output], box)
             self._last = (output, box), cone
         return cone
 
     def pays(self, output: int, rows: Selection) -> bool:
         """Return True if the cone of some elements is cheaper than the whole function."""
         of = self.program.outputs[output]
-        return cost.pays(self.program, of, self.plan(output, box_of(rows, of.shape)))
+        return self.program.pays(self.plan(output, box_of(rows, of.shape)), of)
 
     def describe(self, output: int, rows: Selection, names: Mapping[int, str]) -> str:
         of = self.program.outputs[output]
-        cone = self.plan(output, box_of(rows, of.shape))
+        cone = plan_need(self.program.ops, of, box_of(rows, of.shape))
         parts = []
         for number, name in names.items():
             value = self.program.inputs[number]

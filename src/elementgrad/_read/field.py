@@ -28,7 +28,7 @@ def field(
     """Return the receptive field of elements of `of`, or the projective field of elements of `wrt`.
 
     It is found from the operations of `f` and their shapes, and nothing is computed. It is the smallest box that holds
-    all elements the named ones can depend on, whatever the numbers are. PyTorch only.
+    all elements the named ones can depend on, whatever the numbers are.
 
     Args:
         f: A function or model, as for `jacobian`.
