@@ -293,6 +293,28 @@ def test_a_compiled_model_runs_eagerly_and_a_note_says_so():
     assert "ran eagerly" in str(audit.notes[0])
 
 
+def test_a_checkpoint_without_a_tracked_argument_is_a_finding():
+    checkpoint = torch.utils.checkpoint.checkpoint
+    for reentrant, ok in ((True, False), (False, True)):
+        trunk, head = mlp(nn.Tanh), nn.Linear(1, 1)
+        model = nn.ModuleList([trunk, head])
+
+        def run(model, reentrant=reentrant):
+            return model[1](checkpoint(model[0], X, use_reentrant=reentrant)).square().mean()
+
+        audit = eg.audit(model, run)
+        assert audit.ok is ok, str(audit)
+        assert names(audit.findings) == ([] if ok else [name for name, _ in model.named_parameters() if name[0] == "0"])
+
+
+def test_scripted_parts_of_a_model_are_looked_at():
+    net = Net()
+    net.trunk = torch.jit.script(net.trunk)
+    assert eg.audit(net, loss).ok
+    net.change = lambda h: h.detach()
+    assert names(eg.audit(net, loss).findings) == list(TRUNK)
+
+
 def test_a_hook_that_stops_gradients_is_a_finding():
     model = Net()
     model.side.weight.register_hook(torch.zeros_like)

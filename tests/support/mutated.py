@@ -19,6 +19,8 @@ class Mutation:
     """The causes that are right; the first is the likeliest."""
     has_line: bool = True
     """False if there is no line to blame, as for what is not used."""
+    right: Callable[[Any], Any] | None = None
+    """Returns the same with the right derivative, if the mutation has a wrong one."""
 
     @property
     def lines(self) -> range:

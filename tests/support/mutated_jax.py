@@ -79,6 +79,14 @@ def zero_rule_of(x: Array) -> Array:
 zero_rule_of.defvjp(lambda x: (x * 1, None), lambda _, g: (jnp.zeros_like(g),))
 
 
+@jax.custom_vjp
+def wrong_rule_of(x: Array) -> Array:
+    return x * 1
+
+
+wrong_rule_of.defvjp(lambda x: (x * 1, None), lambda _, g: (-0.5 * g,))
+
+
 def detach(x: Array) -> Array:
     return jax.lax.stop_gradient(x)
 
@@ -135,6 +143,10 @@ def zero_rule(x: Array) -> Array:
     return zero_rule_of(x)
 
 
+def wrong_rule(x: Array) -> Array:
+    return wrong_rule_of(x)
+
+
 MUTATIONS = [
     Mutation("detach", detach, ["detached"]),
     Mutation("argmax", argmax, ["discrete"]),
@@ -150,14 +162,19 @@ MUTATIONS = [
     Mutation("NaN by division", division, ["singular", "masked-branch"]),
     Mutation("unused", unused, ["unused"], has_line=False),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
+    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=lambda x: x * 1),
 ]
 
 
-def broken_names(params: Any, loss: Callable[[Any], Array]) -> set[str]:
-    """Return the arrays that have no gradient other than zero and NaN."""
+def gradients_of(params: Any, loss: Callable[[Any], Array]) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_flatten_with_path(jax.grad(loss)(params))[0]
-    arrays = {".".join(str(key.key) for key in path): np.asarray(g) for path, g in leaves}
-    return {name for name, g in arrays.items() if not g.any() or not np.isfinite(g).all()}
+    return {".".join(str(key.key) for key in path): np.asarray(g) for path, g in leaves}
+
+
+def broken_names(gradients: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> set[str]:
+    """Return the arrays that have no gradient other than zero and NaN, or another than the right one."""
+    broken = {name for name, g in gradients.items() if not g.any() or not np.isfinite(g).all()}
+    return broken | {name for name, g in right.items() if not np.array_equal(g, gradients[name])}
 
 
 def audited(kind: str, mutation: Mutation, seed: int) -> Outcome:
@@ -165,11 +182,12 @@ def audited(kind: str, mutation: Mutation, seed: int) -> Outcome:
     params, loss, points = MODELS[kind](seed)
     point = draw(f"{seed} {kind} {mutation.name}", points)
 
-    def change(name: str, x: Array) -> Array:
-        return mutation.apply(x) if name == point else x
+    def changed(function: Callable[[Array], Array] | None) -> Callable[[Any], Array]:
+        return lambda params: loss(params, lambda name, x: function(x) if function and name == point else x)
 
-    audit = eg.audit(params, lambda params: loss(params, change))
-    truth = broken_names(params, lambda params: loss(params, change))
+    audit = eg.audit(params, changed(mutation.apply))
+    right = gradients_of(params, changed(mutation.right)) if mutation.right is not None else {}
+    truth = broken_names(gradients_of(params, changed(mutation.apply)), right)
     return judge(f"{kind}, {mutation.name} after {point}", mutation, audit, truth)
 
 

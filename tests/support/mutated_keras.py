@@ -78,6 +78,11 @@ def no_rule_of(x: Tensor) -> Any:
     return tf.identity(x), lambda gradient: None
 
 
+@tf.custom_gradient
+def wrong_rule_of(x: Tensor) -> Any:
+    return tf.identity(x), lambda gradient: -0.5 * gradient
+
+
 def detach(x: Tensor) -> Tensor:
     return tf.stop_gradient(x)
 
@@ -148,6 +153,10 @@ def no_rule(x: Tensor) -> Tensor:
     return no_rule_of(x)
 
 
+def wrong_rule(x: Tensor) -> Tensor:
+    return wrong_rule_of(x)
+
+
 MUTATIONS = [
     Mutation("detach", detach, ["detached"]),
     Mutation("numpy", through_numpy, ["left-framework"]),
@@ -166,6 +175,7 @@ MUTATIONS = [
     Mutation("assigned", assigned, ["assigned-state"]),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
     Mutation("rule of None", no_rule, ["custom-rule"]),
+    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=tf.identity),
 ]
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -178,26 +188,30 @@ def make(kind: str, seed: int) -> tuple[Chain, Any]:
     return model, lambda model, training=False: CROSS_ENTROPY(y, model(x, training=training))
 
 
-def broken_names(model: Chain, loss: Any) -> set[str]:
-    """Return the variables that a tape leaves without a usable gradient."""
+def gradients_of(model: Chain, loss: Any) -> dict[str, Any]:
     with tf.GradientTape() as tape:
         value = loss(model)
-    broken = set()
-    for variable, gradient in zip(
-        model.trainable_variables, tape.gradient(value, model.trainable_variables), strict=True
-    ):
-        g = None if gradient is None else tf.convert_to_tensor(gradient).numpy()
-        if g is None or not g.any() or not np.isfinite(g).all():
-            broken.add(variable.path.partition("/")[2])
-    return broken
+    variables = model.trainable_variables
+    arrays = [None if g is None else tf.convert_to_tensor(g).numpy() for g in tape.gradient(value, variables)]
+    return {v.path.partition("/")[2]: g for v, g in zip(variables, arrays, strict=True)}
+
+
+def broken_names(gradients: dict[str, Any], right: dict[str, Any]) -> set[str]:
+    """Return the variables that a tape leaves without a usable gradient, or with another than the right one."""
+    broken = {name for name, g in gradients.items() if g is None or not g.any() or not np.isfinite(g).all()}
+    return broken | {name for name, g in right.items() if not np.array_equal(g, gradients[name])}
 
 
 def audited(kind: str, mutation: Mutation, seed: int) -> Outcome:
     """Audit a model with a mutation behind a layer that the seed draws."""
     model, loss = make(kind, seed)
     model.mutated = draw(f"{seed} {kind} {mutation.name}", [layer.name for layer in model.chain])
+    right = {}
+    if mutation.right is not None:
+        model.mutation = mutation.right
+        right = gradients_of(model, loss)
     model.mutation = mutation.apply
-    truth = broken_names(model, loss)
+    truth = broken_names(gradients_of(model, loss), right)
     return judge(f"{kind}, {mutation.name} after {model.mutated}", mutation, eg.audit(model, loss), truth)
 
 

@@ -134,6 +134,12 @@ class NoRule(ZeroRule):
         return None
 
 
+class WrongRule(ZeroRule):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -0.5 * g
+
+
 def detach(x: Tensor) -> Tensor:
     return x.detach()
 
@@ -240,6 +246,10 @@ def no_rule(x: Tensor) -> Tensor:
     return NoRule.apply(x)
 
 
+def wrong_rule(x: Tensor) -> Tensor:
+    return WrongRule.apply(x)
+
+
 def hooked(x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(torch.zeros_like)
@@ -274,21 +284,26 @@ MUTATIONS = [
     Mutation("modified in place", modified, ["modified-in-place"]),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
     Mutation("rule of None", no_rule, ["custom-rule"]),
+    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=torch.clone),
     Mutation("hook", hooked, ["hook"]),
     Mutation("draw", sampled, ["discrete"]),
 ]
 
 
-def broken_names(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> set[str]:
-    """Return the parameters that a backward leaves without a usable gradient."""
+def gradients_of(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:
     trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
     value = loss(model)
     gradients: Any = [None] * len(trained)
     if value.requires_grad:
         with suppress(RuntimeError):  # a write in place to what the gradient needs
             gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-    pairs = zip(trained, gradients, strict=True)
-    return {name for name, g in pairs if g is None or not g.any() or not g.isfinite().all()}
+    return dict(zip(trained, gradients, strict=True))
+
+
+def broken_names(gradients: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> set[str]:
+    """Return the parameters that a backward leaves without a usable gradient, or with another than the right one."""
+    broken = {name for name, g in gradients.items() if g is None or not g.any() or not g.isfinite().all()}
+    return broken | {name for name, g in right.items() if g is not None and not torch.equal(g, gradients[name])}
 
 
 def floating_modules(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> list[str]:
@@ -307,13 +322,13 @@ def floating_modules(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> l
     return names
 
 
-def mutate(model: nn.Module, name: str, mutation: Mutation) -> None:
+def mutate(model: nn.Module, name: str, function: Callable[[Tensor], Tensor]) -> Any:
     def change(_: Any, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (mutation.apply(output[0]), *output[1:])
-        return mutation.apply(output)
+            return (function(output[0]), *output[1:])
+        return function(output)
 
-    model.get_submodule(name).register_forward_hook(change)
+    return model.get_submodule(name).register_forward_hook(change)
 
 
 def audited(kind: str, mutation: Mutation, seed: int) -> Outcome:
@@ -322,9 +337,14 @@ def audited(kind: str, mutation: Mutation, seed: int) -> Outcome:
     model, loss = MODELS[kind]()
     model.eval()
     name = draw(f"{seed} {kind} {mutation.name}", floating_modules(model, loss))
-    mutate(model, name, mutation)
+    right: dict[str, Tensor | None] = {}
+    if mutation.right is not None:
+        handle = mutate(model, name, mutation.right)
+        right = gradients_of(model, loss)
+        handle.remove()
+    mutate(model, name, mutation.apply)
     torch.manual_seed(seed)
-    truth = broken_names(model, loss)
+    truth = broken_names(gradients_of(model, loss), right)
     torch.manual_seed(seed)
     return judge(f"{kind}, {mutation.name} after {name}", mutation, eg.audit(model, loss), truth)
 

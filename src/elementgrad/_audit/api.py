@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from elementgrad._audit.backend import AuditBackend, AuditedParameter, separator_of
@@ -11,6 +12,7 @@ from elementgrad._audit.survey import Survey
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
+from elementgrad._cleanup import enter
 from elementgrad._names.arguments import NamedFunction
 from elementgrad._names.call import BoundCall
 from elementgrad._names.patterns import is_pattern, match_names
@@ -26,7 +28,8 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     """Find out whether every parameter of a model learns, and name the cause, the line and the fix where one does not.
 
     The loss runs once, with one reverse sweep. Only if a parameter has no gradient, or one that is zero or not finite,
-    it runs again under the recorder of `eg.explain`. Nothing is disturbed: gradients, parameters, buffers, modes and
+    it runs again under the recorder of `eg.explain`, or if it uses a derivative that the user wrote, which is then
+    compared with differences. Nothing is disturbed: gradients, parameters, buffers, modes and
     random states are as they were. A compiled model runs eagerly, which a note says.
 
     Args:
@@ -34,7 +37,8 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
         loss: `loss(model)` returns one number; in JAX it is a function of the pytree. On PyTorch and Keras also a
             training step that takes nothing and ends in `backward()` or asks a tape: it runs as it is, its optimizer
             does nothing, and the parameters are restored.
-        except_: Names of parameters or modules that need not learn, with wildcards as in `"pooler.*"`.
+        except_: Names of parameters or modules that need not learn, with wildcards as in `"pooler.*"`; also names
+            of functions whose own derivatives are not meant to be those of their values.
 
     Returns:
         The audit. `print` it; it is true if there are no findings.
@@ -66,31 +70,39 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
         )
     if not callable(loss):
         raise OptionError(
-            f"loss={quoted(loss)} cannot be called; give a function of the model, as in lambda model: "
+            f"loss={quoted(loss)[:80]} cannot be called; give a function of the model, as in lambda model: "
             "loss(model(x), y), or a training step that takes nothing"
         )
+    enter(backend.load("explain").without_number_checks())
     audited = backend.load("audit")
     named = backend.names.model(model)
     parameters = audited.parameters(named)
-    trained, frozen, excepted = _sort(parameters, except_)
+    excepted_names, unknown = _match(except_, [each.name for each in parameters])
+    trained, frozen, excepted = _sort(parameters, excepted_names)
     remarks = [Finding("remark", (), reason=text) for text in audited.remarks(named)]
     is_step = _takes_nothing(loss)
     if is_step:
-        summaries = audited.summarize_step(named, trained, loss)
-        if summaries is None:
+        sweep = audited.summarize_step(named, trained, loss)
+        if sweep is None:
             raise OptionError(
                 "the step ran and asked for no gradient; call loss.backward() in it, or tape.gradient(loss, "
                 "model.trainable_variables), or give the loss as a function of the model"
             )
     else:
-        summaries = audited.summarize_loss(named, trained, lambda model: check_loss(loss(model), backend))
-    survey = Survey.of(trained, summaries)
+        sweep = audited.summarize_loss(named, trained, lambda model: check_loss(loss(model), backend))
+    survey = Survey.of(trained, sweep.summaries)
     findings: list[Finding] = []
     notes = survey.notes
-    if not survey.is_fine:
+    rules: set[str] = set()
+    if sweep.has_rules or not survey.is_fine:
         call = _bind(model, loss, audited, backend, is_step, trained)
-        findings, explained = Investigation(call, trained, summaries, survey, loss if is_step else None).results()
+        investigation = Investigation(call, trained, sweep.summaries, survey, loss if is_step else None)
+        rules = investigation.rules if sweep.has_rules else rules
+        findings, explained = investigation.results(rules - set(unknown))
         notes = [*explained, *notes]
+    for text in unknown:
+        if text not in rules:
+            raise _unknown_name_error(text, [each.name for each in parameters])
     return Audit(
         tuple(findings),
         (*remarks, *notes),
@@ -101,12 +113,11 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
 
 
 def _sort(
-    parameters: Sequence[AuditedParameter], except_: Any
+    parameters: Sequence[AuditedParameter], named: AbstractSet[str]
 ) -> tuple[list[AuditedParameter], list[AuditedParameter], list[AuditedParameter]]:
-    """Return the parameters that are looked at, those that are frozen, and those that `except_` names."""
+    """Return the parameters that are looked at, those that are frozen, and those that `except_` has named."""
     if not parameters:
         raise DtypeError("the model has no floating-point parameter, so there is nothing that could learn; give one")
-    named = _match(except_, [each.name for each in parameters])
     frozen = [each for each in parameters if each.frozen is not None]
     excepted = [each for each in parameters if each.frozen is None and each.name in named]
     trained = [each for each in parameters if each.frozen is None and each.name not in named]
@@ -120,23 +131,31 @@ def _sort(
     return trained, frozen, excepted
 
 
-def _match(except_: Any, names: Sequence[str]) -> set[str]:
-    """Return the parameters that names and patterns fit, by themselves or by a module that they are in."""
+def _match(except_: Any, names: Sequence[str]) -> tuple[set[str], list[str]]:
+    """Return the parameters that names and patterns fit, by themselves or by a module that they are in.
+
+    Also return the names that fit none. They may be those of operations with derivatives of the user's own.
+    """
     texts = [except_] if isinstance(except_, str) else except_
     if not isinstance(texts, Iterable) or isinstance(texts, bytes):
         raise OptionError(f"except_={quoted(except_)} is no list of names; give some, as in except_=['pooler.*']")
     known = list(dict.fromkeys([part for name in names for part in (*_ancestors(name), name)]))
     matched: set[str] = set()
+    unknown: list[str] = []
     for text in texts:
         if not isinstance(text, str):
             raise OptionError(f"except_ has {quoted(text)}, which is no name; give names, as in except_=['pooler.*']")
         if not is_pattern(text) and text not in known:
-            raise PlaceError(
-                f"except_ names {text!r}, and no parameter or module has that name; {nearest(text, known)}"
-            )
+            unknown.append(text)
+            continue
         fitting = set(match_names(text, known)) if is_pattern(text) else {text}
         matched |= {name for name in names if fitting.intersection((*_ancestors(name), name))}
-    return matched
+    return matched, unknown
+
+
+def _unknown_name_error(text: str, names: Sequence[str]) -> PlaceError:
+    known = list(dict.fromkeys([part for name in names for part in (*_ancestors(name), name)]))
+    return PlaceError(f"except_ names {text!r}, and no parameter or module has that name; {nearest(text, known)}")
 
 
 def _ancestors(name: str) -> list[str]:

@@ -76,6 +76,15 @@ Summaries = Mapping[str, GradientSummary]
 """Summaries by the names of the parameters; there is none for a parameter without a gradient."""
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """One run of a loss, and one reverse sweep."""
+
+    summaries: Summaries
+    has_rules: bool = False
+    """True if the loss has operations whose derivatives the user wrote."""
+
+
 class AuditBackend(ABC):
     """Finds the parameters of a model, and summarizes their gradients."""
 
@@ -86,12 +95,12 @@ class AuditBackend(ABC):
     @abstractmethod
     def summarize_loss(
         self, model: Model, parameters: Sequence[AuditedParameter], loss: Callable[[Any], Tensor]
-    ) -> Summaries:
+    ) -> Sweep:
         """Run `loss`, which returns one number, and one reverse sweep; disturb nothing."""
 
     def summarize_step(
         self, model: Model, parameters: Sequence[AuditedParameter], step: Callable[[], Any]
-    ) -> Summaries | None:
+    ) -> Sweep | None:
         """Run a training step as it is, and undo what it did; None if it asked for no gradient."""
         raise self._no_steps_error()
 

@@ -7,6 +7,7 @@ by the largest module that has no others.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
 from elementgrad._audit.result import Finding, Problem
+from elementgrad._audit.rules import find_wrong_rules, is_custom
 from elementgrad._audit.survey import Survey, ZeroSlices
 from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
 from elementgrad._explain.api import Explanation, SharedRun, explain
@@ -82,8 +84,8 @@ class Investigation:
             return Place(parameter.tensor)
         return Place(None, next((name for name in same if name.endswith(f".{parameter.name}")), same[0]), kind="input")
 
-    def results(self) -> tuple[list[Finding], list[Finding]]:
-        """Return the findings and the notes."""
+    def results(self, rules: AbstractSet[str] = frozenset()) -> tuple[list[Finding], list[Finding]]:
+        """Return the findings and the notes; of the derivatives that the user wrote, look at those of `rules`."""
         survey = self._survey
         groups = [
             *self._group("no gradient", survey.missing, self._cut_key),
@@ -92,6 +94,7 @@ class Investigation:
         ]
         explained = [self._explain(group) for group in groups]
         explained += self._explain_units(survey.units)
+        explained += self._explain_rules(rules) if rules else []
         merged = _merge(explained)
         order = {each.name: number for number, each in enumerate(self._parameters)}
 
@@ -309,6 +312,39 @@ class Investigation:
         diagnosis = Explanation(self._call, place, self._target, True, self._run).diagnosis()
         names = (slices.name(), *self._biases(slices))
         return _from_diagnosis("dead units", names, diagnosis), diagnosis.cause not in HARMLESS_CAUSES
+
+    @cached_property
+    def _custom_ops(self) -> tuple[Sequence[Op], AbstractSet[int]]:
+        """All operations, and the values that a derivative connects with any parameter; none if nothing is recorded."""
+        try:
+            traces = [self._trace(each) for each in self._parameters]
+        except Exception:  # the run cannot be followed
+            return (), frozenset()
+        return traces[0].graph.ops, frozenset().union(*[trace.graph.connected for trace in traces])
+
+    @property
+    def rules(self) -> set[str]:
+        """The names of the operations whose derivatives the user wrote."""
+        ops, connected = self._custom_ops
+        return {op.operation for op in ops if is_custom(op, connected)}
+
+    def _explain_rules(self, rules: AbstractSet[str]) -> Iterable[tuple[Finding, bool]]:
+        ops, connected = self._custom_ops
+        trace = self._trace(self._parameters[0])
+        with trace.following():
+            wrong = find_wrong_rules(ops, connected, trace.numbers, rules)
+        survey = self._survey
+        others = {each.name for each in (*survey.missing, *survey.zero, *survey.nonfinite)}
+        for rule in wrong:
+            op = ops[rule.index]
+            values = {op.inputs[operand] for operand in rule.operands}
+            paths = [(each.name, self._path(each)) for each in self._parameters if each.name not in others]
+            through = [(name, path) for name, path in paths if path.is_between(path.graph.ops[rule.index])]
+            names = [name for name, path in through if not values.isdisjoint(path.from_source)]
+            if names:
+                found = _at_op(Finding("wrong", tuple(names)), op, "custom-rule", self._call.backend.name)
+                fix = f"{found.fix}; if it is meant to be so, give except_=[{op.operation!r}]"
+                yield replace(found, fix=fix, evidence=(rule.evidence,)), True
 
     def _reads(self, op: Op, trace: Trace) -> bool:
         """Return True if an operation takes the parameter itself, cast or moved to another shape at most."""

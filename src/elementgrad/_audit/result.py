@@ -9,7 +9,17 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._html import Tabular, box, grid, never_raise, table
 
 Problem = Literal[
-    "no gradient", "zero", "not finite", "dead units", "unused rows", "waits", "cannot move", "tiny", "huge", "remark"
+    "no gradient",
+    "zero",
+    "not finite",
+    "dead units",
+    "wrong",
+    "unused rows",
+    "waits",
+    "cannot move",
+    "tiny",
+    "huge",
+    "remark",
 ]
 COLOURS = {True: "#1a7f37", False: "#cf222e"}
 
@@ -21,7 +31,7 @@ class Finding:
     __module__ = "elementgrad"
 
     problem: Problem
-    """The problem: `no gradient`, `zero`, `not finite` or `dead units` for findings; `unused rows`, `waits`,
+    """The problem: `no gradient`, `zero`, `not finite`, `dead units` or `wrong` for findings; `unused rows`, `waits`,
     `cannot move`, `tiny`, `huge`, `dead units` or `remark` for notes."""
     parameters: tuple[str, ...]
     """Names of parameters; with an index where only some of their rows or channels are concerned."""

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Sweep
 from elementgrad._backends.jax._compat import jaxprs_in_params
 from elementgrad._backends.jax.autodiff import JaxLinearization
+from elementgrad._backends.jax.explain_rules import CUSTOM_JVP, CUSTOM_VJP, is_user_function
 from elementgrad._backends.jax.names import JaxModel, copy_with
 from elementgrad.errors import FrameworkError
 
@@ -35,7 +36,7 @@ class JaxAudit(AuditBackend):
         model: JaxModel,  # type: ignore[override]
         parameters: Sequence[AuditedParameter],
         loss: Callable[[Any], Array],
-    ) -> Summaries:
+    ) -> Sweep:
         arrays = [each.tensor for each in parameters]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             raise FrameworkError("parameters that are traced have no numbers to look at; call eg.audit outside of jit")
@@ -48,17 +49,20 @@ class JaxAudit(AuditBackend):
         linear = JaxLinearization(run, arrays)
         reached = [number for number in range(len(arrays)) if number in linear.paths[0]]
         if not reached:
-            return {}
+            return Sweep({})
         gradients = linear.compile_vjp(0, reached)(jnp.ones_like(linear.outputs[0]))
         summaries = {}
         for number in reached:
             summaries[parameters[number].name] = _summarize(gradients.pop(0))
+        try:
+            program = jax.make_jaxpr(run)(*arrays).jaxpr
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it branches in Python on values
+            return Sweep(summaries, has_rules=True)
         if any(0 in sizes for summary in summaries.values() for sizes in summary.slices.values()):
-            tables = _find_lookups(jax.make_jaxpr(run)(*arrays).jaxpr)
-            for number in tables.intersection(reached):
+            for number in _find_lookups(program).intersection(reached):
                 name = parameters[number].name
                 summaries[name] = GradientSummary(summaries[name].largest, summaries[name].slices, True)
-        return summaries
+        return Sweep(summaries, _has_rules(program))
 
 
 implementation = JaxAudit()
@@ -73,6 +77,15 @@ def _summarize(gradient: Array) -> GradientSummary:
         axis: np.asarray(sizes.max(tuple([n for n in range(sizes.ndim) if n != axis])), np.float64) for axis in axes
     }
     return GradientSummary(float(np.max(slices[0])), slices)
+
+
+def _has_rules(jaxpr: Any) -> bool:
+    """Return True if a program calls a function whose derivative the user wrote."""
+    for equation in jaxpr.eqns:
+        is_custom = equation.primitive.name in CUSTOM_JVP | CUSTOM_VJP
+        if (is_custom and is_user_function(equation.params)) or any(map(_has_rules, jaxprs_in_params(equation.params))):
+            return True
+    return False
 
 
 def _find_lookups(jaxpr: Any) -> set[int]:

@@ -14,10 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries, result_of
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Sweep, result_of
+from elementgrad._backends.tensorflow import _compat
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
+from elementgrad._backends.tensorflow.trace import is_user_rule
 from elementgrad._backends.tensorflow.train.parameter import OWNER
 from elementgrad._cleanup import AttributePatch, Replace, assign, scope
 from elementgrad._place.place import Place
@@ -51,28 +53,29 @@ class TensorflowAudit(AuditBackend):
         model: KerasModel,  # type: ignore[override]
         parameters: Sequence[AuditedParameter],
         loss: Callable[[Any], Tensor],
-    ) -> Summaries:
+    ) -> Sweep:
         _require_eager()
         variables = [each.tensor for each in parameters]
-        with isolated(), run_functions_as_python():
+        with isolated(), run_functions_as_python(), _RuleCalls() as rules:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 for variable in variables:
                     tape.watch(variable)
                 value = tf.convert_to_tensor(loss(model.function))
             gradients = tape.gradient(value, variables)
         pairs = zip(parameters, gradients, strict=True)
-        return {each.name: _summarize(gradient) for each, gradient in pairs if gradient is not None}
+        summaries = {each.name: _summarize(gradient) for each, gradient in pairs if gradient is not None}
+        return Sweep(summaries, rules.seen)
 
     def summarize_step(
         self,
         model: KerasModel,  # type: ignore[override]
         parameters: Sequence[AuditedParameter],
         step: Callable[[], Any],
-    ) -> Summaries | None:
+    ) -> Sweep | None:
         _require_eager()
         names = {id(each.tensor): each.name for each in parameters}
         summaries: dict[str, GradientSummary] = {}
-        with isolated(), run_functions_as_python(), _TapeCalls(compute=True) as calls:
+        with isolated(), run_functions_as_python(), _RuleCalls() as rules, _TapeCalls(compute=True) as calls:
             try:
                 step()
             except Exception:
@@ -83,7 +86,7 @@ class TensorflowAudit(AuditBackend):
             if name is not None and gradient is not None:
                 summary = _summarize(gradient)
                 summaries[name] = summary if name not in summaries else summaries[name].union(summary)
-        return summaries if calls.targets else None
+        return Sweep(summaries, rules.seen) if calls.targets else None
 
     def loss_of_step(self, model: KerasModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
         return partial(_loss_of, step)
@@ -155,8 +158,21 @@ class _TapeCalls(scope):
         return results
 
 
+class _RuleCalls(scope):
+    """Notes whether tapes are handed a derivative that the user wrote."""
+
+    seen = False
+
+    def __enter__(self) -> "_RuleCalls":
+        super().__enter__()
+        _rule_patch.enter()
+        assign(_local, "rules", self)
+        return self
+
+
 class _CallState(threading.local):
     calls: _TapeCalls | None = None
+    rules: _RuleCalls | None = None
 
 
 _local = _CallState()
@@ -183,7 +199,23 @@ def _unless_called(method: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _install_rules(replace: Replace) -> None:
+    for name in ("record_operation", "record_operation_backprop_only"):
+        replace(_compat.record, name, _noting_rules(getattr(_compat.record, name)))
+
+
+def _noting_rules(original: Callable[..., Any]) -> Callable[..., Any]:
+    def record(op_type: Any, outputs: Any, inputs: Any, backward: Any, *args: Any, **kwargs: Any) -> Any:
+        rules = _local.rules
+        if rules is not None:
+            rules.seen = rules.seen or is_user_rule(backward)
+        return original(op_type, outputs, inputs, backward, *args, **kwargs)
+
+    return record
+
+
 _patch = AttributePatch(_install)
+_rule_patch = AttributePatch(_install_rules)
 
 
 def _loss_of(step: Callable[[], Any]) -> Tensor:

@@ -6,6 +6,7 @@ Optimizers find no gradients, so that they do nothing.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Summaries, result_of
+from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Sweep, result_of
+from elementgrad._backends.source_location import is_user_code
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, removed_later
@@ -24,7 +26,7 @@ from elementgrad._backends.torch.top import graph_leaves
 from elementgrad._cleanup import defer, scope
 from elementgrad._place.place import Place
 from elementgrad._train.trainer import TopBackend
-from elementgrad.errors import OptionError
+from elementgrad.errors import FrameworkError, OptionError
 
 Tensor = torch.Tensor
 LOOKUPS = (
@@ -43,11 +45,15 @@ class TorchAudit(AuditBackend):
     """Audits modules."""
 
     def parameters(self, model: TorchModel) -> list[AuditedParameter]:  # type: ignore[override]
+        if isinstance(model.function, torch.jit.ScriptModule):
+            raise FrameworkError("a scripted model is closed; give the module that it was made of")
         groups = _element_groups(model)
         found: list[AuditedParameter] = []
         for name, kind, x in model.named_tensors():
             if kind != "parameter" or not x.is_floating_point():
                 continue
+            if x.is_meta:
+                raise FrameworkError(f"{name} is on the device meta and has no numbers; load the model first")
             trained = groups.get(id(x), ())
             found += [
                 _make_parameter(str(group.place), group.leaf, _freeze_reason(group.leaf), result_of(name))
@@ -62,15 +68,15 @@ class TorchAudit(AuditBackend):
         model: TorchModel,  # type: ignore[override]
         parameters: Sequence[AuditedParameter],
         loss: Callable[[Any], Tensor],
-    ) -> Summaries:
+    ) -> Sweep:
         with scope():
-            disable_checkpointing(False)
+            disable_checkpointing(False, faithful=True)
             with isolated(model.function):
                 defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
                 value = loss(model.function)
                 if not value.requires_grad:
-                    return {}
-                lookups = _looked_up(value)
+                    return Sweep({})
+                lookups, has_rules = _walk(value)
                 try:
                     with plainly():
                         tensors = [each.tensor for each in parameters]
@@ -78,20 +84,20 @@ class TorchAudit(AuditBackend):
                 except RuntimeError as error:
                     if not _is_refusal(error):
                         raise
-                    return {}  # nothing has a gradient, and the explanation says why
+                    return Sweep({})  # nothing has a gradient, and the explanation says why
         summaries = {}
         for index, each in enumerate(parameters):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
                 summaries[each.name] = _summarize(gradient, id(each.tensor) in lookups)
-        return summaries
+        return Sweep(summaries, has_rules)
 
     def summarize_step(
         self,
         model: TorchModel,  # type: ignore[override]
         parameters: Sequence[AuditedParameter],
         step: Callable[[], Any],
-    ) -> Summaries | None:
+    ) -> Sweep | None:
         summaries: dict[str, GradientSummary] = {}
         with scope():
             calls = _BackwardCalls(_protect(model))
@@ -108,7 +114,7 @@ class TorchAudit(AuditBackend):
                         raise
                     if not calls.untracked:  # otherwise what comes after it fails for want of gradients
                         summaries.clear()
-        return summaries if calls.count else None
+        return Sweep(summaries, calls.has_rules) if calls.count else None
 
     def loss_of_step(self, model: TorchModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
         return partial(_loss_of, model, step)
@@ -164,14 +170,20 @@ def _summarize(gradient: Tensor, is_lookup: bool) -> GradientSummary:
     return GradientSummary(float(np.max(slices[0])), slices, is_lookup)
 
 
-def _looked_up(loss: Tensor) -> set[int]:
-    """Return the `id()` of the leaves of which every function in the graph takes some rows alone."""
+def _walk(loss: Tensor) -> tuple[set[int], bool]:
+    """Walk through the graph of a loss.
+
+    Return the `id()` of the leaves of which every function takes some rows alone, and True if the user wrote the
+    derivative of a function.
+    """
+    has_rules = False
     readers: dict[int, bool] = {}
     pending: list[tuple[Any, str]] = [(loss.grad_fn, "")] if loss.grad_fn is not None else []
     seen: set[tuple[Any, str]] = set()
     while pending:
         node, reader = pending.pop()
         name = node.name()
+        has_rules = has_rules or (isinstance(node, _compat.PythonNode) and _is_users(node))
         if hasattr(node, "variable"):
             key = id(node.variable)
             readers[key] = readers.get(key, True) and reader in LOOKUPS
@@ -182,7 +194,13 @@ def _looked_up(loss: Tensor) -> set[int]:
             if following is not None and (following, here) not in seen:
                 seen.add((following, here))
                 pending.append((following, here))
-    return {key for key, only in readers.items() if only}
+    return {key for key, only in readers.items() if only}, has_rules
+
+
+def _is_users(node: Any) -> bool:
+    """Return True for a node of an `autograd.Function` that is no part of PyTorch or of this library."""
+    module = sys.modules.get(getattr(type(node), "_forward_cls", type(node)).__module__)
+    return is_user_code(getattr(module, "__file__", None) or "<stdin>", ("torch",))
 
 
 def _note(summaries: dict[str, GradientSummary], name: str, calls: "_BackwardCalls", x: Tensor) -> None:
@@ -255,6 +273,7 @@ class _BackwardCalls(TorchFunctionMode):
         self.count = 0
         self.untracked = False
         self.lookups: set[int] = set()
+        self.has_rules = False
         self._protected = set(map(id, protected))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +285,9 @@ class _BackwardCalls(TorchFunctionMode):
                 self.untracked = True
                 return None
             tracked = [x for x in roots if x.requires_grad]
-            self.lookups = {key for x in tracked for key in _looked_up(x)}
+            walks = [_walk(x) for x in tracked]
+            self.lookups = {key for lookups, _ in walks for key in lookups}
+            self.has_rules = self.has_rules or any(found for _, found in walks)
             for leaf in [leaf for x in tracked for leaf in graph_leaves(x)]:
                 if id(leaf) not in self._protected:  # an input, or a part of another model
                     self._protected.add(id(leaf))
