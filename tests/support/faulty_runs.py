@@ -100,5 +100,5 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
         wrong += [] if str(case.block) in str(error.place).partition("[")[0] else [f"place {error.place}"]
     elif case.fault != "bad batch" and error.module:
         wrong += [] if str(case.block) in error.module else [f"module {error.module}"]
-    wrong += [] if replay.same in (True, None) else [f"replay differs in {replay.differing}"]
+    wrong += [] if replay.same else [f"replay differs in {replay.differing}"]
     return wrong

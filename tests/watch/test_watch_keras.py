@@ -11,12 +11,15 @@ import elementgrad as eg
 from elementgrad.callbacks import KerasWatch
 
 
-def fitted(*callbacks, steps_per_execution=1):
+def fitted(*callbacks, steps_per_execution=1, scale=None, size=1):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(3, name="first"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="last")]
     model = keras.Sequential([keras.Input((2,)), *layers])
-    model.compile(keras.optimizers.Adam(0.1), "mse", steps_per_execution=steps_per_execution)
-    x = np.linspace(-1, 1, 24, dtype="f").reshape(12, 2)
+    optimizer = keras.optimizers.Adam(0.1)
+    if scale is not None:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=scale)
+    model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
+    x = size * np.linspace(-1, 1, 24, dtype="f").reshape(12, 2)
     error = None
     try:
         model.fit(x, x[:, :1], batch_size=4, verbose=0, shuffle=False, callbacks=list(callbacks))
@@ -43,6 +46,19 @@ def test_a_rule_stops_at_a_gradient(tmp_path):
     assert watch.replay().same
     with pytest.raises(eg.PlaceError, match="no parameter is named 'lst/kernel'; nearest"):
         fitted(KerasWatch(when={"lst/kernel": lambda g: True}))
+
+
+def test_a_rule_sees_gradients_that_are_not_scaled():
+    def largest(scale, size=1):
+        seen = []
+        rule = {"last/kernel": lambda g: seen.append(float(tf.reduce_max(abs(g)))) or False}
+        fitted(KerasWatch(when=rule, capture=None), scale=scale, size=size)
+        return seen
+
+    plain = largest(None)
+    assert max(plain) > 0
+    assert largest(2.0**10) == pytest.approx(plain, rel=1e-5)
+    assert largest(1e38, size=100)[0] == 0.0  # it overflows, and the step is skipped
 
 
 def test_nothing_is_left_after_an_error_of_the_user():

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from elementgrad._backends import registry
@@ -95,7 +95,7 @@ class Watch:
         """The arguments of the step that was captured, some of which a file may lack."""
         self._begun = False
         self._outer: BaseException | None = None
-        options = WatchOptions(parse_rules(when), loss, self._stop)
+        options = WatchOptions(parse_rules(when), loss, self._stop, captures=capture is not None)
         self._watcher = self._backend.watcher(model, optimizer, options)
 
     @with_rollback
@@ -203,9 +203,9 @@ class Watch:
                 self._arguments = step.arguments
             except Exception as error:
                 failure = getattr(error, "strerror", None) or error
-                report = report.but(evidence=(f"{self._path} could not be written: {failure}", *report.evidence))
+                report = replace(report, evidence=(f"{self._path} could not be written: {failure}", *report.evidence))
             else:
-                report = report.but(capture=str(self._path))
+                report = replace(report, capture=str(self._path))
         self._error = report.error()
         if self._begun:  # a callback has no block that would end with the error
             self._undos.undo()
@@ -229,7 +229,7 @@ def _explain(hit: Hit) -> tuple[WatchReport, bool, Hit]:
         return _explain(hit.otherwise)
     if report is None:
         report = WatchReport.of_cause(hit.tripped, "unseen", hit.place, hit.value)
-    return report.but(**more, evidence=(*report.evidence, *evidence)), decided, hit
+    return replace(report, **more, evidence=(*report.evidence, *evidence)), decided, hit
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def replay(path: Any, model: Any, loss: Callable[..., Any] | None = None, argume
     differing = tuple(sorted(name for name in common if hash_of(run.results[name], backend) != capture.hashes[name]))
     old = capture.report
     hit = Hit(old.tripped, old.step, old.micro_batch, run.record)
-    report = old if old.cause in ("update", "rule") else _explain(hit)[0].but(rank=old.rank)
+    report = old if old.cause in ("update", "rule") else replace(_explain(hit)[0], rank=old.rank)
     same = not differing if common else None
     return WatchReplay(same, str(report), report.place, report.cause, report.where, run.results, differing)
 

@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import sys
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
     tensors: dict[str, StoredTensor] = {}
     described: dict[str, Any] = {}
     omitted = list(step.omitted)
+    stored: dict[int, str] = {}
+    """The arguments that are stored already; one may be given twice."""
 
     def add(name: str, x: Any) -> None:
         dtype, shape, content, properties = (_array_bytes if isinstance(x, np.ndarray) else backend.to_bytes)(x)
@@ -73,18 +76,22 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
         inner = (*above, value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             fields = [encode(item, f"{name}.{key}", inner) for key, item in zip(value._fields, value, strict=True)]
-            return {"namedtuple": [f"{type(value).__module__}:{type(value).__qualname__}", fields]}
+            return {"namedtuple": [class_name(value), fields]}
         if type(value) in (list, tuple):
             return {type(value).__name__: [encode(item, f"{name}.{n}", inner) for n, item in enumerate(value)]}
         if isinstance(value, (dict, UserDict)) and all(isinstance(key, str) for key in value):
-            return {"dict": {key: encode(item, f"{name}.{key}", inner) for key, item in value.items()}}
-        stored = f"arguments/{len(described)}"  # paths are not unique: a key may have a dot in it
+            items = {key: encode(item, f"{name}.{key}", inner) for key, item in value.items()}
+            return {"dict": items} if type(value) is dict else {"mapping": [class_name(value), items]}
+        if id(value) in stored:
+            return {"tensor": stored[id(value)]}
+        key = f"arguments/{len(described)}"  # paths are not unique: a key may have a dot in it
         try:
-            add(stored, value)
+            add(key, value)
         except TypeError:
             omitted.append(f"{name}, of type {type(value).__name__}")
             return {"omitted": name}
-        return {"tensor": stored}
+        stored[id(value)] = key
+        return {"tensor": key}
 
     arguments = encode(step.arguments, "arguments")
     for kind, some in (("held", step.held), ("random", step.random), ("gradients", step.gradients)):
@@ -144,6 +151,7 @@ def read_capture(
 def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBackend, arguments: Any) -> CaptureFile:
     described = content["tensors"]
 
+    @cache
     def tensor(name: str) -> Any:
         about, data = described[name], np.frombuffer(tensors[name].data, np.uint8)
         shape = tuple(map(int, about["shape"]))
@@ -162,6 +170,8 @@ def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBac
             return (list if kind == "list" else tuple)([decode(item) for item in value])
         if kind == "namedtuple":
             return _named_tuple(value[0], [decode(item) for item in value[1]])
+        if kind == "mapping":
+            return _mapping(value[0], {key: decode(item) for key, item in value[1].items()})
         if kind == "dict":
             return {key: decode(item) for key, item in value.items()}
         if kind == "omitted":
@@ -183,13 +193,45 @@ def _decode(content: Any, tensors: Mapping[str, StoredTensor], backend: WatchBac
     return CaptureFile(step, WatchReport.from_json(content["report"]), content["results"], backend.name)
 
 
-def _named_tuple(name: str, entries: Sequence[Any]) -> Any:
-    """Return a named tuple, if its class is there already: nothing is imported for the sake of a file."""
+def class_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _class_named(name: str) -> Any:
+    """Return a class that is there already, or None: nothing is imported for the sake of a file."""
     module, _, path = name.partition(":")
     kind: Any = sys.modules.get(module)
     for part in path.split("."):
         kind = getattr(kind, part, None)
-    fits = isinstance(kind, type) and issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(entries)
+    return kind if isinstance(kind, type) else None
+
+
+def _mapping(name: str, items: dict[str, Any]) -> Any:
+    """Return a dict of a class of its own, such as that of a tokenizer, without a call of anything in that class."""
+    kind = _class_named(name)
+    if kind is not None and issubclass(kind, UserDict):
+        other = object.__new__(kind)
+        vars(other)["data"] = items
+        return other
+    if kind is None or not issubclass(kind, dict):
+        return items
+    base = OrderedDict if issubclass(kind, OrderedDict) else dict
+    made = base.__new__(kind)
+    for key, item in items.items():
+        base.__setitem__(made, key, item)
+    if hasattr(made, "__dict__"):  # some have their items as attributes, too
+        vars(made).update({key: item for key, item in items.items() if key in _field_names(kind)})
+        vars(made).update({key: None for key in _field_names(kind) if key not in items})
+    return made
+
+
+def _field_names(kind: Any) -> Sequence[str]:
+    return list(getattr(kind, "__dataclass_fields__", ()))
+
+
+def _named_tuple(name: str, entries: Sequence[Any]) -> Any:
+    kind = _class_named(name)
+    fits = kind is not None and issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(entries)
     return tuple.__new__(kind, entries) if fits else tuple(entries)
 
 

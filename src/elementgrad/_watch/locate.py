@@ -7,7 +7,7 @@ back through the record, up to the first operation from which one comes that is 
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.replay import finite_flags, pull_cotangents
 from elementgrad._explain.trace import Op, OpGraph
-from elementgrad._watch.backend import NamedValue, StepRecord
+from elementgrad._watch.backend import NamedValue, StepRecord, bad_float, first_bad, nonfinite_element, place_text
 from elementgrad._watch.report import WatchReport
 
 Tensor = Any
@@ -83,18 +83,20 @@ class _Search:
             sources = {value for value in op.inputs if value in self._bad}
             if sources and sources <= self._masks and not set(op.outputs) <= self._masks:
                 first, sources = op, set()  # it makes something worse than a mask of the mask
-            wanted |= sources
+            wanted |= sources - self._masks or sources
             first = first if sources else op
         for value in self._record.held:
             if value.id in wanted:
-                place, number = self._element(value.name, value.tensor)
                 reader = next((op for op in self._record.ops if value.id in op.inputs), Op("the model"))
-                site = {"where": reader.where, "module": reader.module}
-                return WatchReport.of_cause(self._tripped, HELD[value.kind], place, number, **site)
+                return self._held(value, reader)
+        read = {value for op in self._record.ops if op.outputs for value in op.inputs}
+        unread = [value for value in self._record.held if value.id not in read and self._is_bad(value.tensor)]
         made = {value for op in self._record.ops for value in op.outputs}
         for given in sorted(wanted - made):  # a tensor from elsewhere that the code holds
             user = next((op for op in self._record.ops if given in op.inputs), None)
             if user is not None:
+                if unread:  # what reads it, and makes the tensor, cannot be followed
+                    return self._held(unread[0], user)
                 place, number = self._element(f"an input of {user.operation}", self._tensors[given])
                 site = {"where": user.where, "module": user.module}
                 return WatchReport.of_cause(self._tripped, "bad-input", place, number, **site)
@@ -112,13 +114,19 @@ class _Search:
         finding = why_nonfinite(path, [finite_flags(first, self._numbers)], None, finite=False)
         finding.evidence = self._inputs_at(first, result)
         report = self._report(finding, path, place, number)
-        return report.but(clause=NO_VALUE.format(first.operation)) if report.cause == "singular" else report
+        return replace(report, clause=NO_VALUE.format(first.operation)) if report.cause == "singular" else report
+
+    def _held(self, value: NamedValue, reader: Op) -> WatchReport:
+        """Report a number that is bad before anything runs."""
+        place, number = self._element(value.name, value.tensor)
+        site = {"where": reader.where, "module": reader.module}
+        return WatchReport.of_cause(self._tripped, HELD[value.kind], place, number, **site)
 
     def _update(self, op: Op, result: int, target: NamedValue) -> WatchReport:
         """Report an update that made a bad number, with what was held about the element before."""
-        index = _first_bad(self._numbers.array(self._tensors[result]))
+        index = first_bad(self._numbers.array(self._tensors[result]))
         shape = tuple(self._tensors[result].shape)
-        index = index if tuple(target.tensor.shape) == shape else _first_bad(self._numbers.array(target.tensor))
+        index = index if tuple(target.tensor.shape) == shape else first_bad(self._numbers.array(target.tensor))
         shape = tuple(target.tensor.shape)
         state = {
             held.name: float(np.real(self._numbers.array(held.tensor)[index]))
@@ -157,7 +165,7 @@ class _Search:
             return None
         maker = next((other for other in ops if value in other.outputs), None)
         place, number = self._element(self._name(value, maker), gradients[value])
-        index = _first_bad(numbers.array(gradients[value]))
+        index = first_bad(numbers.array(gradients[value]))
         at = numbers.array(self._tensors[value])[index] if value in self._tensors else None
         finding.evidence += [] if at is None else [f"the value there is {float(np.real(at))!r}"]
         return self._report(finding, path, place, number, in_gradient=True)
@@ -179,6 +187,14 @@ class _Search:
             named = held.kind == "buffer" or any(word in held.name.lower() for word in ("mask", "bias"))
             if held.id in self._bad and held.kind != "parameter" and named and self._is_mask(held.tensor):
                 masks.add(held.id)
+        made = {value for op in self._record.ops for value in op.outputs}
+        known = {held.id for held in self._record.held}
+        # A single number in the code, as where a maximum starts from.
+        masks |= {
+            value
+            for value in self._bad - made - known
+            if not self._numbers.array(self._tensors[value]).shape and self._is_mask(self._tensors[value])
+        }
         for op in self._record.ops:
             bad = [value for value in op.outputs if value in self._bad]
             sources = [value for value in op.inputs if value in self._bad]
@@ -200,9 +216,9 @@ class _Search:
 
     def _element(self, name: str, x: Tensor) -> tuple[str, float]:
         """Return the place and the value of the first element that is not finite."""
-        array = self._numbers.array(x)
-        index = _first_bad(array)
-        return place_text(name, index), bad_float(array[index])
+        element = nonfinite_element(name, x, self._numbers)
+        assert element is not None
+        return element.place, element.value
 
     def _name(self, value: int, maker: Op | None) -> str:
         for known in (*self._record.held, *self._record.outputs):
@@ -215,7 +231,7 @@ class _Search:
 
     def _inputs_at(self, op: Op, result: int) -> list[str]:
         """Return what an operation got at the bad element, where its inputs have the shape of its result."""
-        index = _first_bad(self._numbers.array(self._tensors[result]))
+        index = first_bad(self._numbers.array(self._tensors[result]))
         shape = tuple(self._tensors[result].shape)
         at = [
             float(np.real(self._numbers.array(x)[index]))
@@ -223,19 +239,3 @@ class _Search:
             if tuple(x.shape) == shape and self._numbers.is_differentiable(x)
         ]
         return [f"it got {', '.join(map(repr, at))} there"] if at else []
-
-
-def _first_bad(array: np.ndarray) -> tuple[int, ...]:
-    flat = int(np.argmin(np.isfinite(array).reshape(-1)))
-    return tuple([int(i) for i in np.unravel_index(flat, array.shape)])
-
-
-def place_text(name: str, index: Sequence[int]) -> str:
-    return f"{name}[{', '.join(map(str, index))}]" if index else name
-
-
-def bad_float(value: Any) -> float:
-    """Return a number as a float: of a complex one the part that is not finite."""
-    if np.iscomplexobj(value):
-        return float(value.real) if not math.isfinite(value.real) else float(value.imag)
-    return float(value)

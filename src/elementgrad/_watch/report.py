@@ -1,7 +1,7 @@
 """`WatchReport`: all that is known of the first bad number of a run, in words and in fields."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from elementgrad._explain.causes import Cause
@@ -86,9 +86,6 @@ class WatchReport:
             diagnosis.fix,
             **more,
         )
-
-    def but(self, **changes: Any) -> "WatchReport":
-        return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)

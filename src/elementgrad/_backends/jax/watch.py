@@ -16,13 +16,12 @@ import numpy as np
 
 from elementgrad._backends.jax.autodiff import plain_errors
 from elementgrad._backends.jax.explain import merge_calls
-from elementgrad._backends.jax.explain_rules import JaxNumbers
+from elementgrad._backends.jax.explain_rules import NUMBERS, is_differentiable
 from elementgrad._backends.jax.trace import JaxOpRecorder, value_of
 from elementgrad._cleanup import with_cleanup
 from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments
 from elementgrad._place.grammar import nearest
-from elementgrad._place.selection import resolve
 from elementgrad._watch.backend import (
     CapturedStep,
     Hit,
@@ -32,6 +31,9 @@ from elementgrad._watch.backend import (
     WatchBackend,
     Watcher,
     WatchOptions,
+    largest_element,
+    nonfinite_element,
+    positions_of,
 )
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
 
@@ -99,9 +101,9 @@ class JaxWatcher(Watcher):
         arrays = [x for _, x in named]
         if arrays and not all_finite(arrays):
             for name, x in named:
-                element = nonfinite_element(name, x)
+                element = nonfinite_element(name, x, NUMBERS)
                 if element is not None:
-                    tripped = f"{element[0]} is {element[1]!r}"
+                    tripped = f"{element.place} is {element.value!r}"
                     record = partial(record_step, self._step, arguments)
                     self._stop(Hit(tripped, self._count, 0, record, partial(self._capture, arguments, result)), gone)
         for text, (place, rule) in self._options.rules.items():
@@ -109,15 +111,9 @@ class JaxWatcher(Watcher):
             x = values.get(str(place.name))
             if x is None:
                 raise PlaceError(f"no array is named {place.name!r}; {nearest(str(place.name), list(values))}")
-            array = np.asarray(x)
-            positions = np.asarray((place.select(array.shape) if place.index else resolve((), array.shape)).flat())
-            picked = jnp.asarray(x).reshape(-1)[positions] if place.index else x
+            picked = jnp.asarray(x).reshape(-1)[positions_of(place, tuple(x.shape))] if place.index else x
             if bool(rule(picked)):
-                flat = positions.reshape(-1)
-                first = int(flat[np.argmax(np.abs(array.reshape(-1)[flat]))]) if flat.size else 0
-                index = [int(i) for i in np.unravel_index(first, array.shape)]
-                where = f"{place.name}[{', '.join(map(str, index))}]" if index else str(place.name)
-                value = float(np.real(array.reshape(-1)[first])) if flat.size else None
+                where, value = largest_element(str(place.name), place, NUMBERS.array(x))
                 captured = partial(self._capture, arguments, result)
                 tripped = f"{text} is such that its rule is true"
                 self._stop(Hit(tripped, self._count, captured=captured, cause="rule", place=where, value=value), gone)
@@ -149,19 +145,19 @@ def record_step(step: Callable[..., Any], arguments: Any) -> StepRecord:
         result = inner(*jax.tree.map(start, args), **jax.tree.map(start, kwargs))
         outputs = pytree.named_leaves(result, "output")
         ids = [(name, recorder.value_id(x), value_of(x)) for name, x in outputs if _is_array(value_of(x))]
-    named = [NamedValue(name, "output", value, x) for name, value, x in ids if JaxNumbers.is_differentiable(x)]
+    named = [NamedValue(name, "output", value, x) for name, value, x in ids if is_differentiable(x)]
     ops = merge_calls(recorder.ops, [value for _, value, _ in ids])
     for op in ops:
         op.module = _plain_name(op.module)
     held = []
     for name, kind, x in _named_arguments(step, args, kwargs):
         value = traced.get(id(x))
-        if value is not None and JaxNumbers.is_differentiable(value.value):
+        if value is not None and is_differentiable(value.value):
             held.append(NamedValue(name, kind, value.value_id, value.value))
     held.sort(key=lambda value: value.kind)  # inputs before parameters
     everything = frozenset([value for op in ops for value in (*op.inputs, *op.outputs)])
     updates = frozenset([value for op in ops if op.updates for value in op.outputs])
-    return StepRecord("jax", ops, everything, JaxNumbers(), held, named, updates=updates)
+    return StepRecord("jax", ops, everything, NUMBERS, held, named, updates=updates)
 
 
 def _plain_name(stack: str) -> str:
@@ -195,7 +191,7 @@ def _new_state(step: Any, arguments: Any, result: Any) -> dict[str, Any]:
 
 def float_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
     leaves = pytree.named_leaves(tree, name)
-    return [(path, x) for path, x in leaves if _is_array(x) and JaxNumbers.is_differentiable(x)]
+    return [(path, x) for path, x in leaves if _is_array(x) and is_differentiable(x)]
 
 
 def _is_array(x: Any) -> bool:
@@ -212,17 +208,6 @@ def all_finite(arrays: list[Array]) -> bool:
         return bool(_are_finite(arrays))
     except ValueError:  # they are on several devices
         return all(bool(jnp.isfinite(x).all()) for x in arrays)
-
-
-def nonfinite_element(name: str, x: Array) -> tuple[str, float] | None:
-    array = JaxNumbers().array(x)
-    bad = np.argwhere(~np.isfinite(array))
-    if not len(bad):
-        return None
-    index = tuple([int(i) for i in bad[0]])
-    value = complex(array[index])
-    number = value.real if not np.isfinite(value.real) else value.imag
-    return (f"{name}[{', '.join(map(str, index))}]" if index else name), float(number)
 
 
 def describe(step: Any) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from elementgrad._backends.tensorflow import _compat
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
-from elementgrad._backends.tensorflow.explain_rules import TensorflowNumbers, is_differentiable
+from elementgrad._backends.tensorflow.explain_rules import NUMBERS, is_differentiable
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import TensorflowOpRecorder
@@ -23,7 +25,6 @@ from elementgrad._cleanup import defer, enter, scope, with_cleanup
 from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
-from elementgrad._place.selection import resolve
 from elementgrad._watch.backend import (
     CapturedStep,
     Hit,
@@ -34,6 +35,9 @@ from elementgrad._watch.backend import (
     WatchBackend,
     Watcher,
     WatchOptions,
+    largest_element,
+    nonfinite_element,
+    positions_of,
 )
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
 
@@ -41,7 +45,6 @@ Tensor = Any
 Values = dict[str, Tensor]
 DATA = ("x", "y", "sample_weight")
 """The parts of a batch, as `fit` calls them."""
-NUMBERS = TensorflowNumbers()
 
 
 class KerasWatcher(Watcher):
@@ -87,10 +90,10 @@ class KerasWatcher(Watcher):
 
         def apply_gradients(pairs: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(pairs)
-            for g, variable in pairs:
-                for name, wanted in watched.items():
-                    if _resource(variable) is wanted and g is not None:
-                        self._gradients[name].assign(tf.convert_to_tensor(g))
+            dense = {id(_resource(v)): tf.convert_to_tensor(g) for g, v in pairs if g is not None}
+            for name, wanted in watched.items():
+                if id(wanted) in dense:
+                    self._gradients[name].assign(_unscale(dense[id(wanted)], optimizer, list(dense.values())))
             return original(pairs, *args, **kwargs)
 
         defer(vars(optimizer).pop, "apply_gradients", None)
@@ -124,41 +127,59 @@ class KerasWatcher(Watcher):
         if watched and not bool(_are_finite(watched)):
             record = partial(record_step, self._model, data, before)
             for name, x in after.items():
-                element = nonfinite_element(name.partition(":")[2], x)
+                element = nonfinite_element(name.partition(":")[2], x, NUMBERS)
                 if element is None:
                     continue
-                shape, index = tuple(x.shape), element[2]
+                shape, index = tuple(x.shape), element.index
                 state = {
                     _state_name(variables[key]): float(np.asarray(value)[index])
                     for key, value in before.items()
                     if key.startswith("optimizer:") and tuple(value.shape) == shape
                 }
-                tripped = f"{element[0]} is {element[1]!r} after the step"
-                module = element[0].partition("[")[0].rpartition("/")[0]
-                update = Hit(tripped, self._step, captured=captured, cause="update", place=element[0])
-                update = Hit(**{**vars(update), "value": element[1], "state": state, "module": module})
+                tripped = f"{element.place} is {element.value!r} after the step"
+                update = Hit(
+                    tripped,
+                    self._step,
+                    captured=captured,
+                    cause="update",
+                    place=element.place,
+                    value=element.value,
+                    module=name.partition(":")[2].rpartition("/")[0],
+                    state=state,
+                )
                 self._options.stop(Hit(tripped, self._step, 0, record, captured, otherwise=update))
             self._options.stop(Hit("the loss is not finite", self._step, 0, record, captured))
         for text, (name, place, rule) in self._rules.items():
             g = self._gradients[name].value()
-            flat = np.asarray((place.select(tuple(g.shape)) if place.index else resolve((), tuple(g.shape))).flat())
-            picked = tf.gather(tf.reshape(g, [-1]), flat) if place.index else g
+            picked = tf.gather(tf.reshape(g, [-1]), positions_of(place, tuple(g.shape))) if place.index else g
             if bool(np.asarray(rule(picked)).all()):
-                array, flat = np.asarray(g), flat.reshape(-1)
-                first = int(flat[np.argmax(np.abs(array.reshape(-1)[flat]))])
-                index = tuple([int(i) for i in np.unravel_index(first, array.shape)])
-                where = f"{place.name}[{', '.join(map(str, index))}]" if index else str(place.name)
-                number = float(array.reshape(-1)[first])
-                tripped = f"the gradient of {text} is such that its rule is true"
-                hit = Hit(tripped, self._step, captured=captured, cause="rule", place=where, value=number)
-                line = partial(_line_of, self._model, data, before, name)
-                self._options.stop(Hit(**{**vars(hit), "where": line(), "module": str(place.name).rpartition("/")[0]}))
+                where, number = largest_element(str(place.name), place, NUMBERS.array(g))
+                hit = Hit(
+                    f"the gradient of {text} is such that its rule is true",
+                    self._step,
+                    captured=captured,
+                    cause="rule",
+                    place=where,
+                    value=number,
+                    where=_line_of(self._model, data, before, name),
+                    module=str(place.name).rpartition("/")[0],
+                )
+                self._options.stop(hit)
 
     def _capture(self, data: Any, before: Values) -> CapturedStep:
         results = {name: _value(v) for name, v in all_variables(self._model) if not name.startswith("random:")}
         return CapturedStep(
             describe(self._model), ((data,), {}), before, results=results, settings={"tensorflow": tf.__version__}
         )
+
+
+def _unscale(gradient: Tensor, optimizer: Any, every: Sequence[Tensor]) -> Tensor:
+    """Return a gradient without the factor by which an optimizer scales the loss; zeros if it skips the step."""
+    gradient /= tf.cast(optimizer.scale_loss(tf.ones([])), gradient.dtype)
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return gradient
+    taken = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in every])
+    return tf.where(taken, gradient, tf.zeros_like(gradient))
 
 
 def _build_optimizer(model: Any) -> None:
@@ -184,8 +205,8 @@ def record_step(model: Any, data: Any, before: Mapping[str, Tensor]) -> StepReco
         inputs = [(name, leaf) for name, leaf in named if isinstance(leaf, tf.Tensor)]
         ids = [recorder.value_id(leaf) for _, leaf in inputs]
         with run_functions_as_python(), recorder.record_thread():
-            y_pred = _call(model, x)
-            compute = getattr(model, "_compute_loss", model.compute_loss)
+            y_pred = model(x, training=True) if _compat.takes_training(model) else model(x)
+            compute = _compat.compute_loss_of(model)
             loss = tf.convert_to_tensor(compute(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True))
             outputs = [(name, out) for name, out in pytree.named_leaves(y_pred, "output") if isinstance(out, tf.Tensor)]
             named_outputs = [NamedValue(name, "output", recorder.value_id(out), out) for name, out in outputs]
@@ -193,7 +214,7 @@ def record_step(model: Any, data: Any, before: Mapping[str, Tensor]) -> StepReco
         held = [NamedValue(name, "input", value, leaf) for (name, leaf), value in zip(inputs, ids, strict=True)]
         for name, variable in variables_of(model):
             kind, _, text = name.partition(":")
-            values = recorder.variable_values.get(_resource(variable).handle._id, [None])
+            values = recorder.variable_values.get(_compat.tensor_id(_resource(variable).handle), [None])
             held.append(NamedValue(text, kind, values[0], before[name]))
     if recorder.error is not None:
         raise recorder.error
@@ -201,10 +222,6 @@ def record_step(model: Any, data: Any, before: Mapping[str, Tensor]) -> StepReco
     everything = frozenset([value for op in recorder.ops for value in (*op.inputs, *op.outputs)])
     named_outputs = [value for value in named_outputs if is_differentiable(value.tensor)]
     return StepRecord("tensorflow", recorder.ops, everything, NUMBERS, floats, named_outputs, final)
-
-
-def _call(model: Any, x: Any) -> Any:
-    return model(x, training=True) if getattr(model, "_call_has_training_arg", True) else model(x)
 
 
 def _unpack(data: Any) -> tuple[Any, Any, Any]:
@@ -271,17 +288,6 @@ def _as_tensor(x: Any) -> Any:
 def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
     parts = [part for x in tensors for part in ((tf.math.real(x), tf.math.imag(x)) if x.dtype.is_complex else (x,))]
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(x)) for x in parts]))
-
-
-def nonfinite_element(name: str, x: Tensor) -> tuple[str, float, tuple[int, ...]] | None:
-    if not is_differentiable(x):
-        return None
-    array = NUMBERS.array(x)
-    bad = np.argwhere(~np.isfinite(array))
-    if not len(bad):
-        return None
-    index = tuple([int(i) for i in bad[0]])
-    return (f"{name}[{', '.join(map(str, index))}]" if index else name), float(np.real(array[index])), index
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ the optimizer's step, or the end of the block. Nothing was overwritten by then, 
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -16,21 +17,31 @@ import torch
 from torch import distributed
 
 from elementgrad._backends.torch import _compat
+from elementgrad._backends.torch.explain_rules import NUMBERS
 from elementgrad._backends.torch.isolate import add_hook
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.watch_run import (
     ForwardCall,
     ModelState,
     TorchWatchRuns,
+    dense_part,
     float_outputs,
     local_part,
-    nonfinite_element,
 )
+from elementgrad._backends.torch.watch_update import UpdateBefore
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer
 from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
-from elementgrad._watch.backend import Hit, Rule, Watcher, WatchOptions
+from elementgrad._watch.backend import (
+    CapturedStep,
+    Hit,
+    Rule,
+    Watcher,
+    WatchOptions,
+    largest_element,
+    nonfinite_element,
+)
 from elementgrad.errors import FrameworkError, OptionError, PlaceError, quoted
 
 Tensor = torch.Tensor
@@ -66,6 +77,8 @@ class TorchWatcher(Watcher):
         self._inside = False
         self._scaled = False
         """True if a GradScaler scaled a loss since the last step."""
+        self._unscaled = False
+        """True if it unscaled the gradients: it skips the step if they are not finite."""
         self._unseen = False
         """True if there was a backward that was not looked at."""
         self._looked = False
@@ -82,25 +95,28 @@ class TorchWatcher(Watcher):
         self._suspect: Hit | None = None
         """With several processes: a hit that they do not know of yet."""
         self._last: ForwardCall | None = None
+        self._update: UpdateBefore | None = None
+        """What the last step started from, if the model is small."""
 
     # The block
 
     def start(self) -> None:
         self._thread = threading.get_ident()
-        self._require_finite_parameters()
+        self._require_finite_parameters(0, "at the start")
         target = self._state.called
         original = _compat.call_module(target)
         defer(self._end)
         assign(target, _compat.MODULE_CALL, partial(self._call, original))
         for optimizer in self._optimizers:
-            add_hook(optimizer._optimizer_step_pre_hooks, self._before_step)
-            add_hook(optimizer._optimizer_step_post_hooks, self._after_step)
+            before, after = _compat.optimizer_hooks(optimizer)
+            add_hook(before, self._before_step)
+            add_hook(after, self._after_step)
         for path, module in self._activations():
-            add_hook(module._forward_hooks, partial(self._see_activation, path))
+            add_hook(_compat.forward_hooks(module), partial(self._see_activation, path))
         if isinstance(self._options.loss, Module):
-            hook = self._see_loss
-            add_hook(self._options.loss._forward_pre_hooks_with_kwargs, hook)
-            add_hook(self._options.loss._forward_pre_hooks, hook)
+            see = self._see_loss  # one object, as hooks are known by it
+            for hooks in _compat.forward_pre_hooks_with_kwargs(self._options.loss):
+                add_hook(hooks, see)
         _watchers.append(self)
         _patch.enter()
 
@@ -161,9 +177,9 @@ class TorchWatcher(Watcher):
         if norm is None or math.isfinite(_number(norm)):
             return
         for name, x in call.outputs:
-            element = nonfinite_element(name, x)
+            element = nonfinite_element(name, dense_part(x), NUMBERS)
             if element is not None:
-                self._hit([call], f"{element[0]} is {element[1]!r}", element[0])
+                self._hit([call], f"{element.place} is {element.value!r}", element.place)
 
     def _see_gradient(self, call: ForwardCall, position: int, g: Tensor) -> None:
         if self._stopped:
@@ -206,9 +222,15 @@ class TorchWatcher(Watcher):
         """Note that a GradScaler scaled a loss."""
         self._scaled = True
 
+    def see_unscaled(self, optimizer: Any) -> None:
+        """Note that a GradScaler unscaled the gradients of an optimizer."""
+        if optimizer in self._optimizers:
+            self._scaled, self._unscaled = False, True
+
     def see_scaler_step(self, optimizer: Any, stepped: bool) -> None:
         """Note that a GradScaler took or skipped a step."""
-        if not stepped and optimizer in self._optimizers:
+        if not stepped and optimizer in self._optimizers and not self._stopped:
+            self._require_finite_parameters(self._step, "when the step is skipped")
             self._next_step(optimizer)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -218,9 +240,11 @@ class TorchWatcher(Watcher):
         if found is not None and _number(found) > 0:
             return  # a fused optimizer skips the step by itself
         self.count += 1
-        self._scaled = False
+        self._scaled = self._unscaled = False
         self._look(at_step=True)
         self._agree_to_stop()
+        given = (*args, *kwargs.values())
+        self._update = UpdateBefore.of(optimizer, self._step, given) if self._options.captures else None
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stopped:
@@ -239,7 +263,7 @@ class TorchWatcher(Watcher):
         for call in self._calls:
             call.release()
         self._calls.clear()
-        self._unseen = self._scaled = self._looked = False
+        self._unseen = self._scaled = self._unscaled = self._looked = False
         self._micro_batch = 0
         if optimizer is self._optimizers[0]:
             self._step += 1
@@ -269,14 +293,15 @@ class TorchWatcher(Watcher):
         self._unseen = self._unseen and self._scaled
         self._looked = self._looked or grads is not None
         flags = [call.norm for call in outputs if call.norm is not None] + ([] if grads is None else [grads])
-        if flags and not _all_finite(flags):
+        finite = not flags or _all_finite(flags)
+        if not finite:
             for call in outputs:
                 self._judge_outputs(call)
-            if grads is not None:
+            if grads is not None and not self._unscaled:
                 self._judge_gradients()
         for call in outputs:
             call.norm = None
-        if not self._scaled:
+        if not self._scaled and (finite or not self._unscaled):
             self._judge_rules()
             for call in [call for call in self._calls if call.task is not None or not call.handles]:
                 call.release()
@@ -286,15 +311,15 @@ class TorchWatcher(Watcher):
         for p in self._watched():
             if p.grad is None or p.grad.dtype not in FLOATS:
                 continue
-            element = nonfinite_element(self._names.get(id(p), "a parameter"), p.grad)
+            element = nonfinite_element(self._names.get(id(p), "a parameter"), dense_part(p.grad), NUMBERS)
             if element is not None:
                 calls = [call for call in self._calls if call.task is not None]
-                self._hit(calls, f"the gradient of {element[0]} is {element[1]!r}", element[0])
+                self._hit(calls, f"the gradient of {element.place} is {element.value!r}", element.place)
 
     def _judge_parameters(self, step: int) -> None:
         for p in self._trained().values():
             name = self._names.get(id(p), "a parameter")
-            element = nonfinite_element(name, p)
+            element = nonfinite_element(name, dense_part(p), NUMBERS)
             if element is None:
                 continue
             optimizer, group = next(
@@ -304,21 +329,36 @@ class TorchWatcher(Watcher):
                 for q in group["params"]
                 if q is p
             )
-            state = self._state.element_state(optimizer, p, element[2])
+            state = self._state.element_state(optimizer, p, element.index)
             settings = [f"{key} is {value!r}" for key, value in group.items() if type(value) in (float, tuple)]
-            call = self._last
             hit = Hit(
-                f"{element[0]} is {element[1]!r} after the step",
+                f"{element.place} is {element.value!r} after the step",
                 step,
-                captured=None if call is None else partial(self._state.capture, call, self._parameters, after=True),
+                captured=None if self._last is None else partial(self._capture_update, self._last, step),
                 cause="update",
-                place=element[0],
-                value=element[1],
+                place=element.place,
+                value=element.value,
                 module=name.rpartition(".")[0],
                 state=state,
                 evidence=settings[:3],
             )
             self._stop(hit)
+
+    def _capture_update(self, call: ForwardCall, step: int) -> CapturedStep:
+        """Capture a step after the optimizer has taken it: with the parameters from before, if they are known."""
+        update = self._update
+        if update is None or update.step != step:
+            return self._state.capture(call, self._parameters, after=True)
+        before = update.values()
+        parameters = {name: before.get(id(p), p) for name, p in self._parameters.items()}
+        captured = self._state.capture(call, parameters)
+        tensors, settings, results = update.capture()
+        return replace(
+            captured,
+            held={**captured.held, **tensors},
+            results={**captured.results, **results},
+            settings={**captured.settings, "update": settings},
+        )
 
     def _judge_rules(self) -> None:
         for text, (name, place, rule) in self._rules.items():
@@ -328,19 +368,18 @@ class TorchWatcher(Watcher):
             if p is not None and p.grad is not None and calls:
                 seen = [(calls[-1], p.grad)]
             for call, g in seen:
-                picked = self._state.take(g.detach(), place)
-                if not bool(rule(picked)):
+                g = dense_part(g)
+                if not bool(rule(self._state.take(g, place))):
                     continue
-                position = int(picked.abs().reshape(-1).argmax()) if picked.numel() else 0
-                index = self._state.index_at(g, place, position)
+                element, value = largest_element(name, place, NUMBERS.array(g))
                 hit = Hit(
                     f"the gradient of {text} is such that its rule is true",
                     call.step,
                     call.index,
                     captured=partial(self._state.capture, call, self._parameters),
                     cause="rule",
-                    place=f"{name}[{', '.join(map(str, index))}]" if index else name,
-                    value=float(picked.reshape(-1)[position].real) if picked.numel() else None,
+                    place=element,
+                    value=value,
                     where=self._line_of(call, name),
                     module=name.rpartition(".")[0] if p is not None else name,
                 )
@@ -360,16 +399,26 @@ class TorchWatcher(Watcher):
             if not math.isfinite(_number(norm)):
                 self._judge_parameters(step)
 
-    def _require_finite_parameters(self) -> None:
+    def _require_finite_parameters(self, step: int, when: str) -> None:
         norm = _norm([local_part(p) for p in self._parameters.values() if p.dtype in FLOATS])
         if norm is None or math.isfinite(_number(norm)):
             return
         for name, p in self._parameters.items():
-            element = nonfinite_element(name, p) if p.dtype in FLOATS else None
+            element = nonfinite_element(name, dense_part(p), NUMBERS) if p.dtype in FLOATS else None
             if element is not None:
-                tripped = f"{element[0]} is {element[1]!r} at the start"
-                module = name.rpartition(".")[0]
-                self._stop(Hit(tripped, 0, cause="bad-parameter", place=element[0], value=element[1], module=module))
+                call = self._last
+                hit = Hit(
+                    f"{element.place} is {element.value!r} {when}",
+                    step,
+                    captured=None if call is None else partial(self._state.capture, call, self._parameters),
+                    cause="bad-parameter",
+                    place=element.place,
+                    value=element.value,
+                    where=None if call is None else self._line_of(call, name),
+                    module=name.rpartition(".")[0],
+                )
+                self._stop(hit)
+                return
 
     # Hits
 
@@ -443,9 +492,8 @@ def _optimizers(optimizer: Any) -> list[Any]:
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one number that is not finite if one of these tensors is not; it may also be too large itself."""
-    with torch.no_grad():
-        filled = [x.detach() for x in tensors if x.numel()]
-        return torch.nn.utils.get_total_norm(filled) if filled else None
+    filled = [x.detach() for x in tensors if x.numel()]
+    return torch.nn.utils.get_total_norm(filled) if filled else None
 
 
 def _number(x: Tensor) -> float:
@@ -465,7 +513,7 @@ _watchers: list[TorchWatcher] = []
 
 def _install(replace: Replace) -> None:
     total_norm = getattr(_compat.clip_grad, _compat.TOTAL_NORM)
-    scale, step = torch.amp.GradScaler.scale, torch.amp.GradScaler.step
+    scale, unscale, step = [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step")]
 
     @wraps(total_norm)
     def seen_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kw: Any) -> Any:
@@ -481,6 +529,13 @@ def _install(replace: Replace) -> None:
             watcher.see_scale()
         return scale(self, outputs)
 
+    @wraps(unscale)
+    def seen_unscale(self: Any, optimizer: Any) -> Any:
+        result = unscale(self, optimizer)
+        for watcher in list(_watchers) if self.is_enabled() else ():
+            watcher.see_unscaled(optimizer)
+        return result
+
     @wraps(step)
     def seen_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = [watcher.count for watcher in _watchers]
@@ -491,6 +546,7 @@ def _install(replace: Replace) -> None:
 
     replace(_compat.clip_grad, _compat.TOTAL_NORM, seen_norm)
     replace(torch.amp.GradScaler, "scale", seen_scale)
+    replace(torch.amp.GradScaler, "unscale_", seen_unscale)
     replace(torch.amp.GradScaler, "step", seen_step)
 
 

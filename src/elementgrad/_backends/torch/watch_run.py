@@ -30,11 +30,11 @@ from elementgrad._backends.torch.isolate import (
 from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.trace import TorchOpRecorder
 from elementgrad._backends.torch.trace_memory import version_of
+from elementgrad._backends.torch.watch_update import run_update
 from elementgrad._cleanup import defer, enter, scope
 from elementgrad._names import pytree
 from elementgrad._names.arguments import BoundArguments
 from elementgrad._place.place import Place
-from elementgrad._place.selection import resolve
 from elementgrad._watch.backend import (
     CapturedStep,
     NamedValue,
@@ -43,6 +43,7 @@ from elementgrad._watch.backend import (
     WatchBackend,
     Watcher,
     WatchOptions,
+    positions_of,
 )
 from elementgrad.errors import OptionError
 
@@ -94,7 +95,7 @@ class ModelState:
         self.called = model
         """The module whose calls are seen: inside of DDP and the like, and outside of what is compiled."""
         while not _compat.is_compiled_wrapper(self.called) and unwrap(self.called) is not self.called:
-            self.called = next(iter(self.called._modules.values()))  # type: ignore[assignment]
+            self.called = next(self.called.children())
         self.root = _innermost(model)
         named = list(TorchModel(self.root).named_tensors())
         self.parameters = {name: x for name, kind, x in named if kind == "parameter"}
@@ -139,7 +140,7 @@ class ModelState:
         self, call: ForwardCall, loss: Callable[..., Any] | None, parameters: Mapping[str, Tensor] | None = None
     ) -> StepRecord:
         """Run a forward again under the recorder of explanations, uncompiled, and its loss if that is known."""
-        args, kwargs = pytree.map_tree((call.args, call.kwargs), _as_given)
+        args, kwargs = pytree.map_tree((call.args, call.kwargs), _as_leaf)
         model = TorchModel(self.root)
         recorder = TorchOpRecorder(lambda x: x.requires_grad, model, keeps=True)
         names: dict[int, str] = {}
@@ -154,7 +155,7 @@ class ModelState:
         with self.restored(call.before, parameters or {}), isolated(self.root, call.before.state):
             for path, module in model.modules():
                 if path:
-                    add_hook(module._forward_hooks, partial(note, path))
+                    add_hook(_compat.forward_hooks(module), partial(note, path))
             with checkpointing_disabled(True, faithful=True), in_mode(Freezable()), recorder.recording():
                 result = self.root(*args, **kwargs)
                 value = None if loss is None else _call_loss(loss, call, result)
@@ -184,7 +185,7 @@ class ModelState:
 
     def results(self, call: ForwardCall) -> dict[str, Tensor]:
         """Run a forward and its backward again, as the model is called, and return outputs and gradients."""
-        args, kwargs = pytree.map_tree((call.args, call.kwargs), _as_given)
+        args, kwargs = pytree.map_tree((call.args, call.kwargs), _as_leaf)
         with scope():
             defer(set_random, generators())
             enter(torch.enable_grad())
@@ -214,7 +215,9 @@ class ModelState:
         omitted += ["the parameters from before the step, which the optimizer has overwritten"] if after else []
         results = {} if after else {f"output:{n}": x for n, (_, x) in enumerate(call.outputs)}
         if gradients and not after:
-            unchanged = {name: p.grad for name, p in parameters.items() if p.grad is not None and not p.grad._version}
+            unchanged = {
+                name: p.grad for name, p in parameters.items() if p.grad is not None and not version_of(p.grad)
+            }
             results |= {f"gradient:{name}": g for name, g in unchanged.items()}
         (cpu, devices), autocast = call.before.state[0] or generators(), call.before.state[1]
         settings = {
@@ -251,19 +254,7 @@ class ModelState:
 
     @staticmethod
     def take(x: Tensor, place: Place) -> Tensor:
-        x = x.to_dense() if x.is_sparse else x
-        if not place.index:
-            return x
-        selection = place.select(tuple(x.shape))
-        return x.reshape(-1)[torch.from_numpy(np.array(selection.flat())).to(x.device)]
-
-    @staticmethod
-    def index_at(x: Tensor, place: Place, position: int) -> tuple[int, ...]:
-        """Return the index in a tensor of one of the elements that a place names."""
-        shape = tuple(x.shape)
-        selection = place.select(shape) if place.index else resolve((), shape)
-        flat = int(np.asarray(selection.flat()).reshape(-1)[position])
-        return tuple([int(i) for i in np.unravel_index(flat, shape)])
+        return x.reshape(-1)[torch.from_numpy(positions_of(place, tuple(x.shape))).to(x.device)] if place.index else x
 
     @staticmethod
     def element_state(optimizer: Any, p: Tensor, index: tuple[int, ...]) -> dict[str, float]:
@@ -345,6 +336,8 @@ class TorchWatchRuns(WatchBackend):
                 defer(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(threads)
             results = state.results(call)
+            if settings.get("update"):
+                results |= run_update(settings["update"], captured.held)
         return ReplayedRun(results, partial(state.record, call, loss, parameters))
 
 
@@ -377,16 +370,10 @@ def local_part(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[no-any-return,operator]
 
 
-def nonfinite_element(name: str, x: Tensor) -> tuple[str, float, tuple[int, ...]] | None:
-    """Return the place, the value and the index of the first element that is not finite; None if all are."""
+def dense_part(x: Tensor) -> Tensor:
+    """Return this process's part of a tensor, with all of its elements."""
     x = local_part(x.detach())
-    x = x.to_dense() if x.is_sparse else x
-    if not x.numel() or math.isfinite(NUMBERS.size(x)):
-        return None
-    index = tuple(map(int, torch.nonzero(~torch.isfinite(x))[0].tolist()))
-    value = complex(x[index].item())
-    number = value.real if not math.isfinite(value.real) else value.imag
-    return (f"{name}[{', '.join(map(str, index))}]" if index else name), number, index
+    return x.to_dense() if x.is_sparse else x
 
 
 def _named_inputs(root: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
@@ -426,7 +413,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in pytree.leaves_of(tree) if isinstance(x, Tensor)]
 
 
-def _as_given(x: Any) -> Any:
+def _as_leaf(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
