@@ -66,16 +66,11 @@ def test_a_healthy_program_raises_no_alarm(program, runs):
     assert found.path or found.of in ("the loss", "the result"), "no step was seen"
 
 
-@pytest.mark.parametrize("program", [p for p in [*BROKEN, *HEALTHY[::4]] if not str(p).startswith("jax")], ids=str)
+@pytest.mark.parametrize("program", [*BROKEN, *HEALTHY], ids=str)
 def test_without_a_probe_the_function_runs_at_most_twice(program, runs):
     options = program.options | {"probe": False}
     verdict = dataclasses.replace(program, options=options).explained().verdict
     assert len(runs) <= 2
-    wrong_numbers_are_not_tried = program.verdict == "mismatch" and verdict in ("flows", "zero")
-    assert verdict == program.verdict or wrong_numbers_are_not_tried
-
-
-@pytest.mark.parametrize("program", [p for p in BROKEN if str(p).startswith("jax")][::8], ids=str)
-def test_without_a_probe_a_function_of_jax_runs_at_most_twice(program, runs):
-    dataclasses.replace(program, options=program.options | {"probe": False}).explained()
-    assert len(runs) <= 2
+    expected = getattr(program, "verdict", "flows")
+    wrong_numbers_are_not_tried = expected == "mismatch" and verdict in ("flows", "zero")
+    assert verdict == expected or wrong_numbers_are_not_tried

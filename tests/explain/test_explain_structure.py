@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import elementgrad as eg
 from elementgrad._backends.torch.explain import TorchTrace
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.trace import TorchOpRecorder
@@ -61,3 +62,16 @@ def test_a_factor_of_zero_has_to_be_tried():
     op = recorded(torch.Tensor.mul, (X, 0.0), {})
     (mask,) = dependent_outputs(op, [np.ones(tuple(X.shape), bool)], TorchTrace.numbers)
     assert not mask.any()
+
+
+def test_a_nan_is_explained_though_pytorch_is_to_raise_at_it():
+    def f(x):
+        return torch.where(x > 0, torch.sqrt(x), 0.0).sum()
+
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert eg.explain(f, torch.tensor([0.0, 1.0]), wrt="x[0]").cause == "masked-branch"
+        assert torch.is_anomaly_enabled()
+        assert not torch.is_anomaly_check_nan_enabled()
+    with torch.autograd.set_detect_anomaly(True):
+        assert eg.explain(f, torch.tensor([0.0, 1.0]), wrt="x[0]").cause == "masked-branch"
+        assert torch.is_anomaly_check_nan_enabled()

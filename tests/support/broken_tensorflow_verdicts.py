@@ -139,6 +139,60 @@ def a_slice_from_before_that_is_used():
     return step
 
 
+def _slices_from_before(number):
+    whole = tf.Variable([number, number])
+    part = whole[0]
+    equal = tf.constant(number)
+    weight = tf.Variable(3.0)
+
+    def unused_part():
+        with tf.GradientTape() as tape:
+            loss = whole[0] ** 2
+        return tape.gradient(loss, part)
+
+    def unused_number():
+        with tf.GradientTape() as tape:
+            loss = whole[0] ** 2
+        return tape.gradient(loss, equal)
+
+    def used_part():
+        with tf.GradientTape() as tape:
+            loss = weight * part**2
+        return tape.gradient(loss, whole)
+
+    def used_number():
+        with tf.GradientTape() as tape:
+            loss = weight * equal**2
+        return tape.gradient(loss, whole)
+
+    return unused_part, unused_number, used_part, used_number
+
+
+@BROKEN.says("unconnected", "resliced")
+def a_slice_of_zeros_from_before():
+    return _slices_from_before(0.0)[0]
+
+
+@BROKEN.says("unconnected", "unused")
+def a_number_as_in_a_slice():
+    return _slices_from_before(2.5)[1]
+
+
+@BROKEN.says("unconnected", "outside-tape")
+def a_slice_of_ones_from_before_that_is_used():
+    return _slices_from_before(1.0)[2]
+
+
+@BROKEN.says("unconnected", "unused")
+def a_number_as_in_a_slice_that_is_used():
+    return _slices_from_before(2.5)[3]
+
+
+@BROKEN.says("unconnected", "left-framework")
+def memory_that_is_read_in_a_step():
+    return _step(lambda weight: tf.constant(np.frombuffer(memoryview(weight * 2), np.float32)))  # <- here
+
+
 @BROKEN.says("unconnected", "unused", fix="name a tensor that is used")
 def a_tensor_that_no_step_takes():
     def step():

@@ -1,5 +1,6 @@
 """Training steps and live tensors of PyTorch that went wrong. The line at fault is marked."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -44,6 +45,54 @@ def a_loss_of_items():
         losses = [F.cross_entropy(model(x[None]), y[None]) for x, y in zip(X, Y, strict=True)]
         loss = torch.tensor([loss.item() for loss in losses]).mean()  # <- here
         loss.backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "left-framework")
+def a_loss_of_numpy():
+    model = nn.Linear(3, 2)
+
+    def step():
+        hidden = model(X).detach().numpy()  # <- here
+        loss = torch.from_numpy(np.tanh(hidden)).sum()
+        loss.backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "left-framework")
+def memory_of_numpy_without_gradients():
+    weight = torch.ones(2, requires_grad=True)
+
+    def step():
+        with torch.no_grad():
+            hidden = (weight * 2).numpy()  # <- here
+        torch.from_numpy(hidden).sum().backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "left-framework")
+def a_gradient_of_numpy():
+    model = nn.Linear(3, 2)
+
+    def step():
+        loss = torch.tensor(np.tanh(model(X).detach().numpy()).mean())  # <- here
+        return torch.autograd.grad(loss, model.weight)
+
+    return step
+
+
+_weight = torch.ones(2, requires_grad=True)
+
+
+@BROKEN.says("unconnected", "left-framework", wrt=_weight)
+def a_leaf_made_of_numpy():
+    def step():
+        hidden = torch.tensor((_weight * 2).detach().numpy(), requires_grad=True)  # <- here
+        (hidden**2).sum().backward()
+        _weight.grad.zero_()
 
     return step
 

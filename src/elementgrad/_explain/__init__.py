@@ -4,7 +4,7 @@
 interface: `Op`, which has a jvp, a vjp and a rerun of its own, and `Record`). The framework's own gradient gives the
 verdict. Then `blame.py` looks for the operation to blame: it walks the recorded graph (`path.py`) to where the path is
 cut, or compares tangents, cotangents and masks of elements that `replay.py` follows through the record. `kinds.py`
-says why nothing leaves one operation, by its kind and its numbers; every backend has a table of kinds. `probe.py`
+says why nothing leaves one operation, by its kind and its numbers, and has the table of kinds. `probe.py`
 settles what a record cannot, by running the function at other numbers or in another precision. `diagnosis.py` is the
 answer, and `causes.py` has the words for each cause.
 

@@ -13,6 +13,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
+from elementgrad._cleanup import enter, scope
 from elementgrad._explain.backend import Picked, backend_for_step
 from elementgrad._explain.blame import (
     UNRELATED_CAUSES,
@@ -28,7 +29,7 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, OpGraph, Record, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -104,6 +105,12 @@ def explain(
 def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
     """Answer one question, or the same structure of answers as `of` and `wrt` have, all from one run."""
     targets, places = expand_patterns(call, pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place))
+    with scope():
+        enter(call.backend.load("explain").without_number_checks())
+        return _explain_each(call, targets, places, probe)
+
+
+def _explain_each(call: BoundCall, targets: Any, places: Any, probe: bool) -> Any:
     recording = SharedRun(call, probe)
 
     def ask(target: Place) -> Any:
@@ -313,7 +320,11 @@ class Explanation(pytree.Leaf):
         def tangents() -> Any:
             return (self._follow(replay.tangents) or (None,))[0]
 
-        return why_nonfinite(path, flags, cotangents, finite, tangents, probe.overflows)
+        def overflows(op: Op) -> bool:
+            finite_there = replay.is_finite_in_float64(op, finite)
+            return probe.overflows() if finite_there is None else finite_there
+
+        return why_nonfinite(path, flags, cotangents, finite, tangents, overflows)
 
     def _why_zero(self, trace: Trace, path: DataPath, probe: Probe, rounding: bool) -> CauseFinding:
         """Find why the gradient is zero, or rounding.
@@ -327,9 +338,14 @@ class Explanation(pytree.Leaf):
         if tangents is not None:
             reaches = float(np.abs(tangents[1].reshape(-1)[probe.of]).max(initial=0.0))
             elsewhere = bool(tangents[1].any())
+
+        def precise() -> float | None:
+            size = replay.gradient_size_in_float64()
+            return probe.gradient_size() if size is None else size
+
         further = FurtherEvidence(
             lambda: self._follow(replay.cotangents),
-            (lambda: None) if rounding or trace.graph.is_random else cache(probe.gradient_size),
+            (lambda: None) if rounding or trace.graph.is_random else cache(precise),
             cache(probe.moves) if self._may_probe else lambda: None,
             lambda: self._follow(replay.overlap),
             rounding,

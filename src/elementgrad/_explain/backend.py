@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,10 @@ class ExplainBackend(ABC):
     def maybe_compile(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return a function that is called many times, compiled where that is faster."""
         return function
+
+    def without_number_checks(self) -> AbstractContextManager[None]:
+        """Turn off errors that the user has the framework raise at a NaN, since an explanation follows it instead."""
+        return nullcontext()
 
     def report_live(self, of: Picked, wrt: Picked) -> LiveReport:
         """Report what two live tensors show of the path between them."""

@@ -137,13 +137,12 @@ def why_nonfinite(
     cotangents: Sequence[CotangentSizes | None] | None,
     finite: bool,
     tangents: Callable[[], Sequence[TangentSizes | None] | None] = lambda: None,
-    overflows: Callable[[], bool] = lambda: False,
+    overflows: Callable[[Op], bool] = lambda op: False,
 ) -> CauseFinding:
     """Find why the gradient is not finite; `finite` is True if the value itself is.
 
     `tangents` and `overflows` take more runs. The first is called where several operations may be to blame: then those
-    count that the chosen elements move. The second tells whether the gradient is finite in higher precision, and too
-    large for this one.
+    count that the chosen elements move. The second tells whether an operation gives finite numbers in higher precision.
     """
     ops = path.graph.ops
     flag_of = {} if flags is None else {id(op): flag for op, flag in zip(ops, flags, strict=True) if flag is not None}
@@ -152,7 +151,7 @@ def why_nonfinite(
         if op is None:
             return CauseFinding(None, None, ["the value itself is not finite, and so are numbers that were given"])
         grows = op.operation in GROWING and id(op) in flag_of and flag_of[id(op)].overflows
-        cause = "singular" if op.operation in SINGULAR and not grows and not overflows() else "overflow"
+        cause = "singular" if op.operation in SINGULAR and not grows and not overflows(op) else "overflow"
         for hint in path.graph.hints:
             if hint.cause == "out-of-range" and hint.op is op:
                 return CauseFinding.of_hint(hint)
@@ -177,7 +176,7 @@ def why_nonfinite(
         masked = _is_masked_later(path, op, sizes, cotangents or ())
         cause = "masked-branch" if masked else "singular" if op.operation in SINGULAR else "overflow"
         return CauseFinding(cause, op, ["the gradient that arrives there is zero, and zero times infinity is NaN"])
-    singular = op.operation in SINGULAR and not overflows()
+    singular = op.operation in SINGULAR and not overflows(op)
     known = op.operation in SINGULAR or op.operation in CAUSE_BY_OPERATION
     evidence = f"the gradient is {sizes.at_outputs:.3g} at its output and {sizes.at_inputs} at its input"
     return CauseFinding("singular" if singular else "overflow" if known else None, op, [evidence])

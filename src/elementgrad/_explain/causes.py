@@ -8,6 +8,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from elementgrad._explain import kinds
 from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
 
 Fix = str | Mapping[str, str]
@@ -268,17 +269,11 @@ _OPERATIONS_BY_CAUSE = {
         clamp clamp_ clip clip_ clip_by_value clamp_min clamp_max hardtanh hardtanh_ hardsigmoid hardswish
         hard_sigmoid hard_tanh hard_silu hard_swish interp""",
     "masked": """
-        where masked_fill masked_fill_ mul mul_ multiply div true_divide tril triu masked_scatter select_n
+        where masked_fill masked_fill_ tril triu masked_scatter select_n
         nan_to_num nansum nanmean prod reduce_prod cumprod scaled_dot_product_attention attention boolean_mask
         multiply_no_nan divide_no_nan matrix_band_part band_part""",
     "dropped": "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout",
     "row-not-used": "embedding embedding_bag embedding_lookup",
-    "not-selected": """
-        max min amax amin topk sort kthvalue median mode maximum minimum fmax fmin max_pool1d max_pool2d max_pool3d
-        adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
-        scatter_reduce index_reduce reduce_max reduce_min cummax cummin maxpool max_pool top_k nanmax nanmin nanmedian
-        segment_max segment_min unsorted_segment_max unsorted_segment_min reduce_window reduce_window_max
-        reduce_window_min scatter_max scatter_min .at[].max .at[].min""",
     "unused": """
         indexing getitem select slice narrow index_select gather take take_along_dim masked_select split chunk unbind
         tensor_split strided_slice gather_nd dynamic_slice index diagonal diag trace
@@ -290,18 +285,25 @@ _OPERATIONS_BY_CAUSE = {
         masked_scatter_ slice_scatter select_scatter dynamic_update_slice tensor_scatter_nd_update
         .at[].set dynamic_update_slice_in_dim dynamic_update_index_in_dim""",
     "saturated": """
-        sigmoid sigmoid_ tanh tanh_ softmax log_softmax softmin erf logsigmoid gelu silu elu selu softplus mish celu
-        softsign logistic swish cross_entropy sparse_softmax_cross_entropy_with_logits atan binary_cross_entropy
-        logsumexp log_sigmoid logaddexp""",
-    "cancelled": """
-        sum mean add sub rsub sub_ add_ matmul mm bmm mv dot linear einsum conv1d conv2d conv3d layer_norm batch_norm
-        group_norm instance_norm normalize baddbmm addmm reduce_sum reduce_mean dot_general cumsum
-        bilinear dense subtract average vdot inner tensordot segment_sum""",
+        sigmoid sigmoid_ tanh tanh_ erf logsigmoid gelu silu elu selu softplus mish celu softsign logistic swish atan
+        binary_cross_entropy log_sigmoid logaddexp""",
+    "cancelled": "rsub sub_ add_ normalize average segment_sum",
     "stationary": "var pow power square sin cos mse_loss smooth_l1_loss huber_loss cosh sinc",
     "underflow": "exp exp2",
     "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std atan2 arctan2",
 }
+_CAUSE_BY_KIND = {
+    kinds.LOWER_BOUND: "not-selected",
+    kinds.UPPER_BOUND: "not-selected",
+    kinds.CHOICE: "not-selected",
+    kinds.SHARE: "saturated",
+    kinds.PRODUCT: "masked",
+    kinds.SUM: "cancelled",
+    kinds.MATRIX_PRODUCT: "cancelled",
+    kinds.NORM: "cancelled",
+}
 CAUSE_BY_OPERATION: Mapping[str, str] = {
+    **{word: _CAUSE_BY_KIND[kind] for word, kind in kinds.KINDS.items() if kind in _CAUSE_BY_KIND},
     "item assignment": "overwritten",
     "eg.at(...).set": "overwritten",
     "eg.at(...).stop": "detached",
@@ -311,7 +313,7 @@ CAUSE_BY_OPERATION: Mapping[str, str] = {
     **{word: cause for cause, words in _OPERATIONS_BY_CAUSE.items() for word in words.split()},
 }
 """The cause that usually ends a derivative in an operation; the numbers may say another."""
-SATURATING = frozenset(_OPERATIONS_BY_CAUSE["saturated"].split())
+SATURATING = frozenset(word for word, cause in CAUSE_BY_OPERATION.items() if cause == "saturated")
 """Operations that flatten out."""
 SINGULAR = frozenset(
     """
@@ -322,9 +324,7 @@ SINGULAR = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
-MATRIX_PRODUCTS = frozenset(
-    "matmul mm bmm mv dot linear einsum baddbmm addmm dot_general dense vdot inner tensordot bilinear".split()  # noqa: SIM905
-)
+MATRIX_PRODUCTS = frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.MATRIX_PRODUCT)
 """Sums of products: what is lost for some rows alone was multiplied by zero."""
 DIVISIONS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
 """Divisions, which multiply by zero only where their other part is zero or infinite."""

@@ -140,6 +140,9 @@ def _move(x: np.ndarray, mask: np.ndarray, by: float) -> np.ndarray:
     """Move elements by uneven amounts, since many functions see differences alone."""
     result = np.array(x)
     with np.errstate(over="ignore"):
+        if mask.all() and x.dtype.kind != "b":  # no element is picked
+            result += (by * uneven_weights(x.size).reshape(x.shape)).astype(x.dtype)
+            return result
         result[mask] = by > 0 if x.dtype.kind == "b" else x[mask] + by * uneven_weights(int(mask.sum()))
     return result
 

@@ -1,7 +1,8 @@
 """Kinds of operations: what each does to its operands, and why no derivative leaves it at some numbers.
 
-Every backend has a table from its operations to these kinds. `why_nothing_leaves` is the one place that judges an
-operation by its kind, its numbers and the tangents that arrive, where they say more than its name does.
+`KINDS` has the kind of each operation by the user's word for it, which frameworks mostly share; backends add what is
+their own. `why_nothing_leaves` is the one place that judges an operation by its kind, its numbers and the tangents that
+arrive, where they say more than its name does.
 """
 
 import math
@@ -21,7 +22,7 @@ CHOICE = "choice"
 """Takes some elements by their size, and leaves others."""
 RECTIFIER, CAPPED_RECTIFIER = "rectifier", "capped rectifier"
 SHARE = "share"
-"""Sees differences between elements alone, as a softmax does."""
+"""Weighs elements against each other by their exponentials, as a softmax does."""
 PRODUCT = "product"
 """Multiplies or divides element by element."""
 MATRIX_PRODUCT, SUM, NORM, POWER = "matrix product", "sum", "norm", "power"
@@ -40,6 +41,40 @@ ROUNDING = 64.0
 def kind_table(words: Mapping[str, str]) -> dict[str, str]:
     """Return the kind of each operation, for a string of operations by kind."""
     return {operation: kind for kind, operations in words.items() for operation in operations.split()}
+
+
+KINDS = kind_table(
+    {
+        LOWER_BOUND: "maximum",
+        UPPER_BOUND: "minimum",
+        CHOICE: """
+            max min amax amin fmax fmin nanmax nanmin reduce_max reduce_min ptp topk top_k approx_top_k sort partition
+            lexsort kthvalue nth_element median nanmedian mode quantile percentile cummax cummin scatter_reduce
+            index_reduce segment_reduce scatter_max scatter_min scatter-max scatter-min tensor_scatter_max
+            tensor_scatter_min segment_max segment_min unsorted_segment_max unsorted_segment_min .at[].max .at[].min
+            max_pool max_pool1d max_pool2d max_pool3d max_pool_with_argmax adaptive_max_pool1d adaptive_max_pool2d
+            adaptive_max_pool3d fractional_max_pool fractional_max_pool2d fractional_max_pool3d min_pool dilation2d
+            reduce_window reduce_window_max reduce_window_min select_and_gather_add""",
+        CAPPED_RECTIFIER: "relu6",
+        SHARE: """
+            softmax log_softmax softmin logsumexp cross_entropy softmax_cross_entropy_with_logits
+            sparse_softmax_cross_entropy_with_logits""",
+        PRODUCT: "mul mul_ multiply div true_divide divide truediv",
+        NORM: "layer_norm group_norm instance_norm batch_norm",
+        SUM: "sum reduce_sum mean reduce_mean add sub subtract bias_add cumsum",
+        MATRIX_PRODUCT: """
+            matmul mm bmm mv dot vdot inner tensordot dot_general linear dense einsum addmm baddbmm bilinear conv1d
+            conv2d conv3d""",
+        ELEMENTWISE: """
+            neg negative tanh sigmoid logistic relu gelu silu exp erf sin cos log sqrt rsqrt abs clone contiguous float
+            double half bfloat16""",
+        MOVE: """
+            view reshape flatten transpose permute T mT squeeze unsqueeze expand_dims split chunk unbind unstack cat
+            concat concatenate stack expand tile broadcast_in_dim embedding index_select gather narrow indexing slice
+            rev copy""",
+    }
+)
+"""The kind of each operation by its word."""
 
 
 def why_nothing_leaves(op: Op, tangents: Sequence[Tensor | None], numbers: Numbers, leaves: bool = False) -> str | None:

@@ -6,13 +6,15 @@ on the way has no rule; the diagnosis then leaves open what it would have said.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from elementgrad._explain.dependence import dependent_outputs
 from elementgrad._explain.kinds import why_nothing_leaves
+from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     CotangentSizes,
     FiniteFlags,
@@ -85,6 +87,79 @@ class Replay:
         """Check which inputs and outputs are finite."""
         with self._trace.following():
             return [finite_flags(op, self._numbers) if op.operands else None for op in self._ops]
+
+    def is_finite_in_float64(self, op: Op, gradient: bool) -> bool | None:
+        """Return True if one operation, on its own numbers in float64, gives finite results, or a finite `gradient`.
+
+        None if it does not run in that precision, or ran in it.
+        """
+        numbers = self._numbers
+        narrow = [x for x in op.operands if numbers.is_differentiable(x) and numbers.array(x).dtype.itemsize < 8]
+        if not narrow:
+            return None
+        try:
+            with self._trace.following(), numbers.in_float64():
+                wide = self._widen(op, {})
+                if wide is None:
+                    return None
+                results: Sequence[Tensor | None] = wide.results
+                if gradient:
+                    wanted = [numbers.is_differentiable(x) for x in wide.operands]
+                    seeds = [numbers.like(np.ones(tuple(y.shape)), y) for y in wide.results]
+                    results = wide.vjp(seeds, wanted)
+                return all(math.isfinite(numbers.size(x)) for x in results if x is not None)
+        except Exception:  # it is made for another precision
+            return None
+
+    def gradient_size_in_float64(self) -> float | None:
+        """Run all operations again in float64, with tangents; return the size of the target's.
+
+        Values are dropped after their last use, so that this takes little memory. None if an operation does not run in
+        float64, or gives numbers of less precision.
+        """
+        trace, numbers = self._trace, self._numbers
+        needed = DataPath(trace.graph).to_target
+        ops = [op for op in self._ops if op.results and not needed.isdisjoint(op.outputs)]
+        last_use = {value: op for op in ops for value in op.inputs if value != trace.graph.target}
+        try:
+            with trace.following(), numbers.in_float64():
+                source = numbers.widen(trace.source)
+                tangent = numbers.at(source, self._wrt, uneven_weights(len(self._wrt)))
+                values: dict[int, Tensor] = dict.fromkeys(self._sources, source)
+                tangents: dict[int, Tensor] = dict.fromkeys(self._sources, tangent)
+                for op in ops:
+                    wide = self._widen(op, values)
+                    if wide is None:
+                        return None
+                    arriving = [tangents.get(value) for value in op.inputs]
+                    moving = any(t is not None for t in arriving) and not self._connected.isdisjoint(op.outputs)
+                    leaving = wide.jvp(arriving) if moving else ()
+                    values.update(zip(op.outputs, wide.results, strict=True))
+                    pairs = [(n, t) for n, t in zip(op.outputs, leaving, strict=False) if n in self._connected]
+                    tangents.update({n: t for n, t in pairs if t is not None and numbers.size(t) != 0})
+                    for value in [value for value in op.inputs if last_use.get(value) is op]:
+                        values.pop(value, None)
+                        tangents.pop(value, None)
+                    if not tangents:
+                        return 0.0
+                reached = tangents.get(trace.graph.target)
+                return 0.0 if reached is None else float(np.abs(numbers.array(reached).reshape(-1)[self._of]).max())
+        except Exception:  # it is made for another precision
+            return None
+
+    def _widen(self, op: Op, values: Mapping[int, Tensor]) -> Op | None:
+        """Return an operation that ran on other values in float64; None if it cannot, or rounds them."""
+        numbers = self._numbers
+        inputs = [values.get(value, x) for value, x in zip(op.inputs, op.operands, strict=True)]
+        wide = [numbers.is_differentiable(x) for x in inputs]
+        if not any(wide):
+            return op  # it makes constants
+        if not op.can_rerun:
+            return None
+        operands = [numbers.widen(x) if widened else x for x, widened in zip(inputs, wide, strict=True)]
+        results = op.rerun(operands)
+        floats = [numbers.array(y) for y in results if numbers.is_differentiable(y)]
+        return replace(op, operands=operands, results=results) if all(y.itemsize >= 8 for y in floats) else None
 
     def target_at(self, position: int, by: float) -> np.ndarray:
         """Return the target's chosen elements with one element of the source moved.

@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from elementgrad._backends.autodiff import reason
+from elementgrad._backends.base import NATIVE, Backend
 
 Tensor = Any
 Verdict = Literal["flows", "unconnected", "zero", "nonfinite", "mismatch"]
@@ -91,28 +92,46 @@ class Op:
 AnyOp = TypeVar("AnyOp", bound=Op)
 
 
-class Numbers(ABC):
-    """How the numbers of a framework's tensors are read and made, in sweeps over a record."""
+class Numbers:
+    """The numbers of a framework's tensors, read and made in sweeps over a record."""
 
-    @abstractmethod
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
     def is_differentiable(self, x: Tensor) -> bool:
         """Return True for floating-point and complex tensors."""
+        return self._backend.kind(x) in "fc"
 
-    @abstractmethod
     def size(self, x: Tensor) -> float:
         """Return the largest absolute value; NaN if there is one."""
+        values = self.array(x)
+        if not values.size:
+            return 0.0
+        return float(np.abs(values).max() if values.dtype.kind == "c" else np.maximum(values.max(), -values.min()))
 
-    @abstractmethod
     def array(self, x: Tensor) -> np.ndarray:
         """Return the numbers in a dtype that NumPy has, and no finer one than necessary."""
+        native = not self.is_differentiable(x) or self._backend.dtype(x) in NATIVE
+        values = self._backend.read(x) if native else self._backend.to_float64(x)
+        if values is None or values.dtype.kind == "O":
+            raise TypeError(f"a tensor of {self._backend.dtype(x)} has no numbers to read")
+        return values if native and values.dtype.kind != "V" else values.astype(np.float32)
 
-    @abstractmethod
     def like(self, array: np.ndarray, x: Tensor) -> Tensor:
         """Return a tensor of these numbers, with the dtype and on the device of another."""
+        return self._backend.cast(array if array.flags.writeable else array.copy(), x)
 
-    @abstractmethod
+    def widen(self, x: Tensor) -> Tensor:
+        """Return the same numbers in float64, or in complex128, for use inside of `in_float64`."""
+        return self._backend.convert(x, "complex128" if self._backend.kind(x) == "c" else "float64")
+
+    def in_float64(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations run in float64."""
+        return self._backend.precision("float64")
+
     def is_bfloat16(self, x: Tensor) -> bool:
         """Return True for a tensor of bfloat16, which `array` gives in float32."""
+        return self._backend.dtype(x) == "bfloat16"
 
     def at(self, like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
         """Return values at flat positions of a tensor like another, and zeros elsewhere."""
@@ -255,7 +274,9 @@ MOVING_STATISTIC = "a moving statistic"
 
 def uneven_weights(count: int) -> np.ndarray:
     """Return a weight for each of `count` elements: uneven, so that they do not cancel; 1 for a single one."""
-    return np.ones(1) if count == 1 else 1 + np.modf(np.arange(count) * 0.6180339887498949)[0]
+    # They repeat after a prime number of elements, so that no axis of a usual size meets the same weight again.
+    period = 1 + np.modf(np.arange(min(count, 65_537)) * 0.6180339887498949)[0]
+    return np.ones(1) if count == 1 else np.resize(period, count)
 
 
 def cannot_follow(error: BaseException) -> str:

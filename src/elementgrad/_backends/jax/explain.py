@@ -5,7 +5,8 @@ results have a derivative. Sweeps over the same records follow tangents, cotange
 at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, partial
 from itertools import groupby
@@ -18,8 +19,8 @@ import numpy as np
 from elementgrad._backends.autodiff import TensorFunction, reason
 from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
 from elementgrad._backends.jax.explain_rules import (
+    NUMBERS,
     RANDOM_OPS,
-    JaxNumbers,
     JaxOp,
     cause_of_cut,
     is_differentiable,
@@ -27,6 +28,7 @@ from elementgrad._backends.jax.explain_rules import (
     user_line_of,
 )
 from elementgrad._backends.jax.trace import JaxOpRecorder, TracedValue, value_of
+from elementgrad._cleanup import enter, scope
 from elementgrad._explain.backend import ExplainBackend
 from elementgrad._explain.trace import Hint, Op, OpGraph, Record, Trace
 from elementgrad.errors import TracedError
@@ -58,6 +60,14 @@ class JaxRecord(Record):
         self.differs = recorder.differs
         self.is_random = any(not RANDOM_OPS.isdisjoint({op.op_type, *op.inner}) for op in recorder.ops)
 
+    def linearize(self) -> JaxLinearization:
+        """Linearize the function itself, by one more run of it."""
+        # Where numbers leave JAX no trace of the function succeeds, so that none is tried. The sizes of activations
+        # are known from the record.
+        traceable = not any(op.cut_cause == "left-framework" for op in self.ops)
+        zeros = [jnp.zeros_like(source.value) for source in self.sources]
+        return JaxLinearization.of(self.run, list(self.arguments), zeros, traceable)
+
     def trace(self, source: int, target: int) -> Trace:
         return JaxTrace(self, source, target)
 
@@ -66,7 +76,7 @@ class JaxTrace(Trace):
     """A record, seen from one source to one target."""
 
     graph: OpGraph[JaxOp]
-    numbers = JaxNumbers()
+    numbers = NUMBERS
 
     def __init__(self, record: JaxRecord, source: int, target: int):
         self._record, self._index = record, (source, target)
@@ -85,7 +95,7 @@ class JaxTrace(Trace):
         exits = self._record.differs or any(op.cut_cause == "left-framework" and not op.branches for op in ops)
         if exits or (not connected and any(op.op_type == "cond" for op in ops)):
             source, target = self._index
-            linear = JaxLinearization.of(self._record.run, list(self._record.arguments))
+            linear = self._record.linearize()
             return lambda seed: next((g[0] for g in linear.vjp(target, [source], seed[None]) if g is not None), None)
         if not connected:
             return lambda seed: None
@@ -142,6 +152,13 @@ class JaxExplain(ExplainBackend):
 
     def run_at(self, run: TensorFunction, tensors: Sequence[Array | None]) -> Sequence[Array]:
         return run(*tensors)
+
+    @contextmanager
+    def without_number_checks(self) -> Iterator[None]:
+        with scope():
+            enter(jax.debug_nans(False))
+            enter(jax.debug_infs(False))
+            yield
 
     def maybe_compile(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         return jax.jit(function)

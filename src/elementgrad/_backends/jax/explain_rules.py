@@ -17,6 +17,7 @@ import numpy as np
 
 from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
 from elementgrad._backends.jax.read import JAX_PACKAGES
+from elementgrad._backends.jax.tensor import backend
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._explain import kinds
 from elementgrad._explain.trace import Numbers, Op
@@ -69,26 +70,7 @@ CHOICES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Primitives that take some elements and leave others."""
-CHOICE_WORDS = CHOICES | frozenset(
-    """
-    max min amax amin nanmax nanmin ptp partition lexsort median quantile percentile reduce_window max_pool min_pool
-    segment_max segment_min .at[].max .at[].min
-    """.split()  # noqa: SIM905
-)
-"""The user's words for them. A softmax has a maximum inside as well, but is not a choice."""
-KINDS = kinds.kind_table(
-    {
-        kinds.PRODUCT: "mul multiply div true_divide divide",
-        kinds.POWER: "square integer_pow pow power float_power",
-        kinds.CAPPED_RECTIFIER: "relu6",
-        kinds.SHARE: "softmax log_softmax",
-        kinds.MATRIX_PRODUCT: "dot_general",
-        kinds.SUM: "add sub reduce_sum cumsum",
-        kinds.ELEMENTWISE: "neg exp tanh logistic erf sin cos log sqrt rsqrt abs relu gelu silu",
-        kinds.MOVE: "reshape transpose broadcast_in_dim squeeze concatenate slice rev copy",
-    }
-)
-"""The kinds of primitives, and of functions of JAX that are one operation."""
+POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
 
 
 def kind_of(op_type: str, word: str, inner: frozenset[str]) -> str | None:
@@ -100,9 +82,12 @@ def kind_of(op_type: str, word: str, inner: frozenset[str]) -> str | None:
         return kinds.SELECTION
     if word in ("maximum", "minimum", "fmax", "fmin") or op_type in ("max", "min"):
         return kinds.LOWER_BOUND if "max" in inner else kinds.UPPER_BOUND
-    if inner & CHOICES and names & CHOICE_WORDS:
-        return kinds.CHOICE
-    return KINDS.get(word) or KINDS.get(op_type) or (kinds.MATRIX_PRODUCT if inner == {"dot_general"} else None)
+    if names & POWERS:
+        return kinds.POWER
+    kind = kinds.KINDS.get(word) or kinds.KINDS.get(op_type)
+    if kind == kinds.CHOICE:  # a softmax has a maximum inside as well, but is not a choice
+        return kind if inner & CHOICES else None
+    return kind or (kinds.MATRIX_PRODUCT if inner == {"dot_general"} else None)
 
 
 @dataclass(eq=False)
@@ -353,19 +338,4 @@ def is_differentiable(x: Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact))
 
 
-class JaxNumbers(Numbers):
-    is_differentiable = staticmethod(is_differentiable)
-
-    def size(self, x: Array) -> float:
-        values = self.array(x)  # NumPy compiles nothing
-        return float(np.abs(values).max()) if values.size else 0.0
-
-    def array(self, x: Array) -> np.ndarray:
-        values = np.asarray(x)
-        return values.astype(np.float32) if values.dtype.kind == "V" or values.dtype.name == "bfloat16" else values
-
-    def like(self, array: np.ndarray, x: Array) -> Array:
-        return jnp.asarray(array, jnp.result_type(x))
-
-    def is_bfloat16(self, x: Array) -> bool:
-        return bool(jnp.result_type(x) == jnp.bfloat16)
+NUMBERS = Numbers(backend)

@@ -291,7 +291,7 @@ class JaxOpRecorder(core.Trace):
     def _run_primitive(
         self, name: str, params: Mapping[str, Any], function: Any, operands: Sequence[Any], site: CallSite
     ) -> list[Any]:
-        values = [value_of(x) for x in operands]
+        values = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in map(value_of, operands)]
         custom = name in CUSTOM_JVP or name in CUSTOM_VJP
         word = function_name(params) if custom else site.word
         missed = out_of_range(name, params, values)

@@ -19,7 +19,7 @@ from elementgrad._backends.source_location import location_text
 from elementgrad._backends.tensorflow._compat import is_about_gradients, is_tape_used_up, op_type_without_gradient
 from elementgrad._backends.tensorflow.autodiff import came_through_function, copy_tensor, run_functions_as_python
 from elementgrad._backends.tensorflow.explain_rules import (
-    TensorflowNumbers,
+    NUMBERS,
     TensorflowOp,
     cause_in_compiled,
     cause_of_cut,
@@ -115,7 +115,7 @@ class TensorflowTrace(Trace):
     """A record, seen from one source to one target."""
 
     graph: OpGraph[TensorflowOp]
-    numbers = TensorflowNumbers()
+    numbers = NUMBERS
 
     def __init__(self, record: TensorflowRecord, source: int, target: int):
         self._record, self._index = record, source
@@ -291,7 +291,7 @@ def _report_request(request: TapeRequest) -> LiveReport:
     if verdict == "flows":
         return LiveReport("flows", value=value, wrt=wrt)
     seed = {request.target_id: tf.ones_like(request.target)}
-    sizes = pull_cotangents(graph.ops, graph.connected, seed, TensorflowTrace.numbers)
+    sizes = pull_cotangents(graph.ops, graph.connected, seed, NUMBERS)
     return LiveReport(verdict, graph, None, value=value, cotangents=sizes, wrt=wrt)
 
 
@@ -316,7 +316,34 @@ def _request_graph(request: TapeRequest) -> OpGraph[TensorflowOp]:
 
     hint = _source_hint(request)
     hints = [] if hint is None else [hint]
-    return op_graph([*closures, *request.ops], source, request.target_id, gap_cause, hints)
+    ops = [*closures, *request.ops]
+    return op_graph([*ops, *_unseen_exits(request, ops)], source, request.target_id, gap_cause, hints)
+
+
+def _unseen_exits(request: TapeRequest, ops: Sequence[TensorflowOp]) -> list[TensorflowOp]:
+    """Return operations for numbers that left by a way that is not seen, such as a function of SciPy.
+
+    Such code reads the memory of a tensor. What shows is that operations of the source lead nowhere, and that the
+    target is computed from plain numbers alone.
+    """
+    dependent, leading, read = {request.source_id}, {request.target_id}, set[int]()
+    for op in ops:
+        read.update(op.inputs)
+        if not dependent.isdisjoint(op.inputs):
+            dependent.update(op.outputs)
+    for op in reversed(ops):
+        if not leading.isdisjoint(op.outputs):
+            leading.update(op.inputs)
+    imports = {value: where for value, _, where in request.imports if value in leading}
+    made = {value for op in ops for value in op.outputs}
+    ends = dependent - read
+    left = any(op.cut_cause == "left-framework" and not dependent.isdisjoint(op.inputs) for op in ops)
+    others = [value for value in leading - imports.keys() if value not in made]
+    if left or others or not imports or not ends or not dependent.isdisjoint(leading):
+        return []
+    return [
+        TensorflowOp("numpy", where, "", (min(ends),), (value,), "left-framework") for value, where in imports.items()
+    ]
 
 
 def _closure_op(source: int, value: int, where: str | None) -> TensorflowOp:

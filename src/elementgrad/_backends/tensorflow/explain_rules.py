@@ -4,17 +4,16 @@
 wrote, gives its vjp and, transposed, its jvp. The functions below it say why an operation cuts derivatives.
 """
 
-import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import _gradient_function, context, execute, indexed_slices
+from elementgrad._backends.tensorflow.tensor import backend
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain import kinds
 from elementgrad._explain.trace import Numbers, Op
@@ -117,39 +116,15 @@ _AFFIXES = re.compile(r"^__(forward|inference|backward)_|_\d+$")
 NOT_RERUN = {"", "PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "EagerPyFunc", "PyFunc"}
 """Op types that are not run on other numbers, because they call other code or may never end."""
 SEGMENTS = {"UnsortedSegmentSum", "UnsortedSegmentProd", "UnsortedSegmentMax", "UnsortedSegmentMin"}
-KINDS = kinds.kind_table(
-    {
-        kinds.LOWER_BOUND: "Maximum",
-        kinds.UPPER_BOUND: "Minimum",
-        kinds.CHOICE: """
-            Max Min TopK TopKV2 MaxPool MaxPoolV2 MaxPool3D MaxPoolWithArgmax Dilation2D FractionalMaxPool NthElement
-            SegmentMax SegmentMin SegmentMaxV2 SegmentMinV2 UnsortedSegmentMax UnsortedSegmentMin TensorScatterMax
-            TensorScatterMin""",
-        kinds.SHARE: "Softmax LogSoftmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
-        kinds.PRODUCT: "Mul RealDiv",
-        kinds.MATRIX_PRODUCT: "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum Conv2D Conv3D",
-        kinds.SUM: "Sum Mean AddV2 AddN Sub BiasAdd Cumsum",
-        kinds.CAPPED_RECTIFIER: "Relu6",
-        kinds.LOOKUP: "GatherV2 ResourceGather",
-        kinds.ELEMENTWISE: "Neg Exp Tanh Sigmoid Erf Sin Cos Relu Gelu Sqrt Rsqrt Log",
-        kinds.MOVE: "Reshape Transpose ConcatV2 Pack Unpack Split StridedSlice ExpandDims Squeeze Tile",
-    }
-)
-NOT_OF_THEIR_KIND = {
-    kinds.LOWER_BOUND: ("clip_by_value", "relu6", "hard_sigmoid"),
-    kinds.UPPER_BOUND: ("clip_by_value", "relu6", "hard_sigmoid"),
-    kinds.LOOKUP: ("boolean_mask", "indexing"),
-    kinds.PRODUCT: ("dropout", "norm"),
-    kinds.MATRIX_PRODUCT: ("norm",),
-}
-"""Functions of the user's that have operations of a kind inside, and are of another."""
+LOOKUPS = {"GatherV2", "ResourceGather"}
 
 
 def kind_of(op_type: str, word: str, operands: Sequence[Tensor]) -> str | None:
-    kind = KINDS.get(op_type)
-    if kind == kinds.LOOKUP and (operands[0].shape.rank == 1 or (len(operands) > 2 and int(operands[2]) != 0)):
-        return None  # it takes elements, or columns
-    return None if kind is None or word in NOT_OF_THEIR_KIND.get(kind, ()) else kind
+    """Return the kind of an operation; none inside of a function of another name, such as `clip_by_value`."""
+    if op_type in LOOKUPS and word in ("gather", "embedding_lookup"):
+        takes_rows = operands[0].shape.rank != 1 and (len(operands) < 3 or int(operands[2]) == 0)
+        return kinds.LOOKUP if takes_rows else None
+    return kinds.KINDS.get(word)
 
 
 @dataclass(eq=False)
@@ -294,19 +269,4 @@ def zeros_like(x: Tensor) -> Tensor | None:
     return None if x.dtype in (tf.resource, tf.variant, tf.string) else tf.zeros_like(x)
 
 
-class TensorflowNumbers(Numbers):
-    is_differentiable = staticmethod(is_differentiable)
-
-    def size(self, x: Tensor) -> float:
-        x = tf.convert_to_tensor(x)
-        return float(tf.reduce_max(tf.abs(x))) if math.prod(x.shape) else 0.0
-
-    def array(self, x: Tensor) -> np.ndarray:
-        return np.asarray(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
-
-    def like(self, array: np.ndarray, x: Tensor) -> Tensor:
-        kind = array.dtype.kind
-        return tf.cast(array, x.dtype) if kind in "fc" and x.dtype != tf.bool else tf.constant(array, x.dtype)
-
-    def is_bfloat16(self, x: Tensor) -> bool:
-        return bool(x.dtype == tf.bfloat16)
+NUMBERS = Numbers(backend)

@@ -32,6 +32,7 @@ from elementgrad._backends.tensorflow._compat import (
 from elementgrad._backends.tensorflow.explain_rules import TensorflowOp, inner_op_types, is_differentiable
 from elementgrad._backends.tensorflow.top import see_operations
 from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
+from elementgrad._explain.provenance import is_assigned_from
 from elementgrad._names.backend import Model, add_prefix
 
 Tensor = Any
@@ -87,6 +88,7 @@ class TensorflowOpRecorder:
         self._ids: dict[int, int] = {}
         self._count = 0
         self._prefixes = {id(root): prefix for prefix, root in model.roots.items()}
+        self.function = model.function
         self._entry = entry
         self._first_uid = uid()
 
@@ -191,7 +193,7 @@ class TensorflowOpRecorder:
             before = []
         else:
             before = [self._ids[y._id] for y in results if y._id in self._ids]
-        custom_gradient = _is_user_rule(backward_function)
+        custom_gradient = is_user_rule(backward_function)
         if custom_gradient:
             operation = "custom_gradient" if op_type == "<lambda>" else op_type
         else:
@@ -267,6 +269,8 @@ class TapeRequest:
     """True if the source was cut out of something that the tape watches before the run."""
     slices: Sequence[tuple[int, str | None]] = ()
     """The tensors that were cut out of the source before the run, and the lines that used them first."""
+    imports: Sequence[Leaf] = ()
+    """The floating tensors that were made of plain numbers until then."""
 
 
 class TapeLog:
@@ -300,6 +304,7 @@ class TapeLog:
                 ops = recorder.ops[:count]
                 request = TapeRequest(tape, targets[0], source, ops, *ids, result, recorder.variable_values)
                 if result is None:
+                    request.imports = recorder.imported_tensors()
                     self._find_slices(request)
                 self.requests.append(request)
 
@@ -316,7 +321,10 @@ class TapeLog:
         return read[-1] if read else recorder.value_id(handle)
 
     def _find_slices(self, request: TapeRequest) -> None:
-        # Nothing was recorded before the run, so that only equal numbers can tell what was cut out of what.
+        """Find what was cut out of what before the run, of which nothing was recorded: by the code around the step.
+
+        Where the code cannot be read, equal numbers tell, if they are not everywhere.
+        """
         recorder, tape, source, source_id = self._recorder, request.tape, request.source, request.source_id
         if any(source_id in op.inputs for op in recorder.ops):
             return
@@ -325,12 +333,27 @@ class TapeLog:
             if not hasattr(source, "handle"):
                 watched = [x for n, (x, _) in recorder.leaves.items() if n in tape.watched and n != source_id]
                 watched = [x for x in watched if is_differentiable(x)] + list(tape.tape.watched_variables())
-                request.is_slice = any(_is_part(values, np.asarray(x)) for x in watched)
+                request.is_slice = any(self._is_part(source, values, x, np.asarray(x)) for x in watched)
             others = [leaf for leaf in recorder.outside_tensors() if leaf[0] not in (source_id, *tape.watched)]
-            request.slices = [(n, where) for n, x, where in others if _is_part(np.asarray(x), values)]
+            request.slices = [
+                (n, where) for n, x, where in others if self._is_part(x, np.asarray(x), source, values, computed=True)
+            ]
+
+    def _is_part(
+        self, part: Tensor, values: np.ndarray, whole: Tensor, all_values: np.ndarray, computed: bool = False
+    ) -> bool:
+        """Return True if a tensor was cut out of another one before the run, or `computed` from it in any way."""
+        assigned = is_assigned_from(self._recorder.function, part, whole, _is_same_tensor)
+        fits = computed or (values.size <= all_values.size and bool(np.isin(values, all_values).all()))
+        return _has_same_numbers(values, all_values) if assigned is None else assigned and fits
 
 
-def _is_part(part: np.ndarray, whole: np.ndarray) -> bool:
+def _is_same_tensor(x: Any, tensor: Any) -> bool:
+    handle = getattr(tensor, "handle", None)
+    return x is tensor or (handle is not None and getattr(getattr(x, "_value", x), "handle", None) is handle)
+
+
+def _has_same_numbers(part: np.ndarray, whole: np.ndarray) -> bool:
     """Return True if all numbers of `part` are in `whole`, and not only zeros and ones, which are everywhere."""
     return part.size <= whole.size and not np.isin(part, (0, 1)).all() and bool(np.isin(part, whole).all())
 
@@ -347,11 +370,13 @@ def is_user_file(filename: str) -> bool:
     return AUTOGRAPH not in filename and is_user_code(filename, PACKAGES)
 
 
-def _is_user_rule(rule: Any) -> bool:
+def is_user_rule(rule: Any) -> bool:
     # TensorFlow wraps the user's gradient function in one of its own, which holds it in its closure.
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     codes = [getattr(getattr(cell, "func", cell), "__code__", None) for cell in cells if callable(cell)]
-    return any(is_user_file(code.co_filename) for code in codes if code is not None)
+    if any(is_user_file(code.co_filename) for code in codes if code is not None):
+        return True
+    return any(hasattr(cell, "_tf_decorator") for cell in cells)  # a public function, which no rule of TensorFlow's is
 
 
 def _install(replace: Replace) -> None:

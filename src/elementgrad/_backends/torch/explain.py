@@ -27,6 +27,7 @@ from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
 from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
+from elementgrad._cleanup import defer, scope
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.trace import (
     LEAF_WRITE,
@@ -509,8 +510,11 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
         refused = _compat.is_freed_graph_error(str(error)) or _compat.is_inplace_error(str(error))
         if recorder.failure is not None and (untracked or unused or refused):
             return _unfollowed_step("unconnected", recorder.failure)
-        if untracked and requests.target is not None:
-            return _report_untracked(recorder, root, requests.target)
+        target = requests.target
+        if target is None and requests.sides is not None and requests.sides[0][0]:
+            target = recorder.id_of(requests.sides[0][0][0])
+        if untracked and target is not None:
+            return _report_untracked(recorder, root, target)
         if unused and requests.sides is not None:
             return _report_unused(recorder, *requests.sides)
         hint = RefusedRun.after(recorder).hint(error)
@@ -518,7 +522,8 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
             raise
         return LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint, **STEP_NAMES)
     except (AttributeError, TypeError) as error:  # None is used as if it were a gradient
-        if not _read_missing_grad(recorder, wrt) or "NoneType" not in str(error):
+        lacks_grad = wrt is not None and requests.target is not None and wrt.grad is None
+        if not (lacks_grad or _read_missing_grad(recorder, wrt)) or "NoneType" not in str(error):
             raise
     if recorder.failure is not None and requests.target is not None:
         missing = wrt is not None and requests.gradient is None
@@ -608,6 +613,13 @@ class TorchExplain(ExplainBackend):
     run_at = staticmethod(run_at)
     report_live = staticmethod(report_live)
     report_step = staticmethod(report_step)
+
+    @contextmanager
+    def without_number_checks(self) -> Iterator[None]:
+        with scope():
+            defer(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+            torch.set_anomaly_enabled(False)
+            yield
 
     def record(self, run: TensorFunction, sources: Sequence[Tensor | None], probe: bool) -> Record:
         before = state()

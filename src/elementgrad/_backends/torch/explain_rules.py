@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from elementgrad._backends.torch.isolate import DEVICES, DUAL_NUMBERS, FULL, Precision, RandomState, set_random
 from elementgrad._backends.torch.record.intercept import EXPORTS, VALUE_PROPERTIES, name_of
+from elementgrad._backends.torch.tensor import backend
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain import kinds
 from elementgrad._explain.replay import cotangent_sizes
@@ -58,6 +59,8 @@ DETACHING = {"detach", "detach_", "data.__get__", "__deepcopy__"}
 """Return the same numbers without their derivative."""
 FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
 """Make tensors of plain numbers."""
+UNSEEN_IMPORTS = ("from_numpy", "frombuffer", "from_dlpack")
+"""Functions that make tensors of the memory of others, of which no mode of PyTorch is told."""
 COPYING = {"tensor", "new_tensor"}
 """Make tensors of plain numbers or tensors, and never keep a derivative."""
 BRANCHING = {"__bool__", "is_nonzero", "__contains__", "equal", "allclose"}
@@ -155,29 +158,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for x in pytree.leaves_of(value) if isinstance(x, Tensor)]
 
 
-KINDS = kinds.kind_table(
-    {
-        kinds.LOWER_BOUND: "maximum",
-        kinds.UPPER_BOUND: "minimum",
-        kinds.CHOICE: """
-            max min amax amin topk fmax fmin sort kthvalue median nanmedian mode cummax cummin scatter_reduce
-            index_reduce segment_reduce max_pool1d max_pool2d max_pool3d max_pool1d_with_indices
-            max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-            adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
-            fractional_max_pool2d fractional_max_pool3d""",
-        kinds.RECTIFIER: "clamp clamp_ clip clip_ clamp_min clamp_min_",
-        kinds.CAPPED_RECTIFIER: "relu6",
-        kinds.SHARE: "softmax log_softmax softmin cross_entropy",
-        kinds.PRODUCT: "mul mul_ __rmul__ __imul__ div true_divide",
-        kinds.NORM: "layer_norm group_norm instance_norm batch_norm",
-        kinds.SUM: "sum mean add __radd__ sub __rsub__ cumsum logsumexp",
-        kinds.MATRIX_PRODUCT: "matmul mm bmm mv dot linear einsum addmm baddbmm conv1d conv2d conv3d bilinear",
-        kinds.ELEMENTWISE: "neg __neg__ tanh sigmoid relu gelu silu exp clone contiguous float double half bfloat16",
-        kinds.MOVE: """
-            view reshape flatten transpose permute T.__get__ mT.__get__ squeeze unsqueeze split chunk unbind cat stack
-            expand embedding index_select gather narrow __getitem__""",
-    }
-)
+CLAMPS = {"clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"}
+"""They are rectifiers if their only bound is a lower one of zero."""
 ADDING = {"sum", "mean", "prod"}
 """Reductions that `scatter_reduce` and the like may do instead of choosing."""
 NUMPY_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
@@ -185,13 +167,14 @@ NUMPY_DTYPES |= {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, 
 """The dtypes that NumPy has as well."""
 
 
-def kind_of(name: str, args: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the kind of a function, by its name and its arguments."""
-    kind = KINDS.get(name.removeprefix("linalg_"))
-    if kind == kinds.RECTIFIER:  # only if the only bound is a lower one of zero
+def kind_of(word: str, args: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the kind of a function, by the user's word for it and its arguments."""
+    kind = kinds.KINDS.get(word)
+    if word in CLAMPS:
         named = dict(zip(("input", "min", "max"), args, strict=False)) | dict(kwargs)
         low = named.get("min")
-        return kind if named.get("max") is None and not isinstance(low, Tensor) and low == 0 else None
+        rectifies = named.get("max") is None and not isinstance(low, Tensor) and low == 0
+        return kinds.RECTIFIER if rectifies else None
     flat = [*args, *kwargs.values()]
     adds = kind == kinds.CHOICE and any(isinstance(x, str) and x in ADDING for x in flat)
     return None if adds or any(isinstance(x, torch.dtype) for x in flat) else kind
@@ -345,31 +328,11 @@ def overlay(view: Tensor, written: Tensor, at: Geometry, written_at: Geometry) -
 
 
 class TorchNumbers(Numbers):
-    def is_differentiable(self, x: Tensor) -> bool:
-        return x.is_floating_point() or x.is_complex()
-
-    def size(self, x: Tensor) -> float:
-        x = dense(x.detach())
-        if not x.numel():
-            return 0.0
-        if x.is_complex():
-            return float(x.abs().max())
-        low, high = torch.aminmax(x)
-        return float(torch.maximum(-low, high))
-
     def array(self, x: Tensor) -> np.ndarray:
-        x = dense(x.detach()).cpu().resolve_conj().resolve_neg()
-        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
-
-    def like(self, array: np.ndarray, x: Tensor) -> Tensor:
-        array = np.asarray(array)
-        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(x.device, x.dtype)
-
-    def is_bfloat16(self, x: Tensor) -> bool:
-        return x.dtype == torch.bfloat16
+        return super().array(dense(x))
 
 
-NUMBERS = TorchNumbers()
+NUMBERS = TorchNumbers(backend)
 
 
 def flow_hook(sizes: list[CotangentSizes], slots: Sequence[int], positions: np.ndarray | None) -> Any:

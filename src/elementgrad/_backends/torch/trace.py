@@ -386,7 +386,7 @@ class TorchOpRecorder:
         slots = iter(range(len(flat)))
         op.func, op.writes, op.precision = func, writes, precision()
         op.args = pytree.map_tree((args, dict(kwargs)), lambda x: Slot(next(slots)) if isinstance(x, Tensor) else x)
-        op.kind = explain_rules.kind_of(op.op_type, args, kwargs) if "out" not in kwargs else None
+        op.kind = explain_rules.kind_of(explain_rules.user_name(func), args, kwargs) if "out" not in kwargs else None
         factors = (int, float) if op.kind == PRODUCT else (float,)
         op.scalars = [x for x in flat if type(x) in factors]
         op.can_rerun = op.op_type != "apply" and not op.custom_gradient and not any(map(callable, flat))
@@ -457,6 +457,15 @@ class TorchOpRecorder:
             if any(other.requires_grad for other in (x, *self.ids.aliases(x))):
                 self._share(address, op, x)
         return result
+
+    def on_import(self, name: str, made: Tensor) -> None:
+        """Record a tensor made of numbers of NumPy, unless they are the memory of a tensor that is still there."""
+        if storage_address(made) in self._exports and any(x is not made for x in self.ids.aliases(made)):
+            return
+        value_id = self.ids.assign(made)
+        self.ops.append(
+            TorchOp(name, find_caller().where, self.module, (), (value_id,), from_python=True, op_type=name)
+        )
 
     def _share(self, address: int, op: Op, x: Tensor) -> None:
         with pause_recording():
@@ -610,10 +619,27 @@ def _install(replace: Replace) -> None:
         return made
 
     replace(torch.Tensor, MAKE_SUBCLASS, staticmethod(make_subclass))
+    for name in explain_rules.UNSEEN_IMPORTS:
+        _report_imports(replace, name)
+
+
+def _report_imports(replace: Replace, name: str) -> None:
+    """Have recorders see a function that makes tensors of plain numbers, and that no mode sees."""
+    original = getattr(torch, name)
+
+    @wraps(original)
+    def make_tensor(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        for watcher in active_recorders() if not is_paused() else ():
+            if hasattr(watcher, "on_import"):
+                watcher.on_import(name, made)
+        return made
+
+    replace(torch, name, make_tensor)
 
 
 subclass_patch = AttributePatch(_install)
-"""While it is on, recorders see tensors that take over the memory of others."""
+"""While it is on, recorders see tensors that take over the memory of others, or the numbers of NumPy."""
 
 
 class LenientMode(TorchFunctionMode):
