@@ -2,6 +2,7 @@
 
 import base64
 import math
+import threading
 from functools import cache
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import elementgrad as eg
 from elementgrad._explore.session import Session
 from elementgrad._explore.spelling import Spelling
+from elementgrad._explore.worker import Worker
 from tests.support.explored import NETS
 
 
@@ -146,7 +148,7 @@ def test_the_field_frames_all_gradients_that_are_not_zero(explored):
     gradient = explored.numpy(eg.grad(explored.net, explored.x, of="conv1[0, 0, 0, 0]", wrt=explored.input))
     box = [[int(axis.min()), int(axis.max()) + 1] for axis in np.nonzero(gradient)]
     assert [list(ends) for ends in answer["field"]] == box
-    assert answer["exact"] == (explored.start["framework"] == "torch")
+    assert answer["exact"]
 
 
 def test_the_report_is_the_one_that_exists(explored):
@@ -302,3 +304,32 @@ def test_a_name_may_be_anything():
     code = session.answer({"ask": "code", "tensor": 0, "of": of})["code"]
     assert numbers(view["gradient"], True).tolist() == eval(code).flatten().tolist() == net[0].weight[1].tolist()
     assert session.answer({"ask": "shares", "tensor": 0, "index": [0, 2], "of": of})["total"] == net[0].weight[1, 2]
+
+
+def test_a_walk_names_the_layers_that_it_steps_over():
+    import torch
+
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
+    session = Session(torch.nn.Sequential(inner, torch.nn.Linear(4, 2)), [torch.rand(1, 3)])
+    names = [row.name for row in session.names]
+    target, walked = {"tensor": names.index("output"), "index": [0, 1]}, []
+    for _ in range(2):
+        step = session.answer({"ask": "walk", "of": target})
+        assert all(passed["index"] == tuple(target["index"]) for passed in step["passed"])
+        walked.append((names[step["tensor"]], [names[passed["tensor"]] for passed in step["passed"]]))
+        target = {"tensor": step["tensor"], "index": list(step["index"])}
+    assert walked == [("0", ["1"]), ("0.0", ["0.1"])]
+
+
+def test_slow_questions_wait_until_no_other_does():
+    begun, gate, order = threading.Event(), threading.Event(), []
+    worker = Worker()
+    worker.submit(lambda: (begun.set(), gate.wait(10)))
+    begun.wait(10)
+    last = [worker.submit(order.append, name, slow=name == "slow") for name in ("slow", "first", "second")]
+    gate.set()
+    for future in last:
+        future.result(10)
+    worker.close()
+    assert order == ["first", "second", "slow"]

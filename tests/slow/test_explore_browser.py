@@ -264,6 +264,27 @@ def test_all_of_it_works_by_keys_alone(opened, tmp_path):
         press("Escape")
 
 
+def test_a_walk_of_three_steps_and_its_shares_need_no_mouse(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "output[0, 1]")
+        walked = [page.locator(".eg-question code").text_content()]
+        for _ in range(3):
+            shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+            page.keyboard.press("w")
+            wait_for_answer(page, shown)
+            walked.append(page.locator(".eg-question code").text_content())
+        assert len({eg.Place.parse(place).name for place in walked}) == 4
+        while page.evaluate("!document.activeElement.closest('.eg-drivers tbody button')"):
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.locator(".eg-shares table").wait_for()
+        element = page.locator(".eg-drivers tbody button").first.text_content()
+        total = to_numpy(eg.contributions(net, x, of=walked[-1], wrt=element).total)
+        assert np.float32(page.locator(".eg-shares tbody tr td").last.text_content()) == total
+
+
 def test_a_slider_moves_an_input_element_and_the_numbers_follow(opened):
     net, x = NETS["torch"]()
     with eg.explore(net, x) as explorer:
@@ -335,3 +356,130 @@ def test_a_slow_read_can_be_cancelled(opened):
         gate.set()
         page.wait_for_timeout(500)
         assert page.locator(".eg-question code").text_content() == before
+
+
+def hold(page, *questions):
+    """Hold back questions of the page until the function that is returned is called."""
+    held, released = [], []
+
+    def handle(route):
+        asked = (route.request.post_data_json or {}).get("ask")
+        if asked in questions and not released:
+            held.append(route)
+        else:
+            route.continue_()
+
+    def release():
+        released.append(True)
+        for route in held:
+            route.continue_()
+
+    page.route("**", handle)
+    return release
+
+
+def press_first_driver(page):
+    """Move to the first driver and press the mouse on it; return its text."""
+    driver = page.locator(".eg-drivers tbody button").first
+    driver.scroll_into_view_if_needed()
+    box = driver.bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    return driver.text_content()
+
+
+def test_a_click_on_a_driver_counts_though_the_list_is_drawn_anew(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "conv2[0, 1, 2, 2]")
+        release = hold(page, "drivers")
+        page.keyboard.press("/")
+        page.get_by_role("searchbox").fill("conv2[0, 1, 3, 3]")
+        page.get_by_role("searchbox").press("Enter")
+        page.wait_for_function("() => document.querySelector('.eg-question').textContent.includes('3, 3]')")
+        pressed = press_first_driver(page)
+        release()
+        page.wait_for_timeout(500)
+        page.mouse.up()
+        page.locator(".eg-shares table").wait_for()
+        assert pressed in page.locator(".eg-derivative code").text_content()
+        total = eg.contributions(net, x, of="conv2[0, 1, 3, 3]", wrt=pressed).total
+        assert np.float32(page.locator(".eg-shares td").last.text_content()) == to_numpy(total)
+        page.wait_for_function("() => !document.querySelector('[data-busy]')")
+        gradient = to_numpy(eg.grad(net, x, of="conv2[0, 1, 3, 3]", wrt="input"))
+        first = page.locator(".eg-drivers tbody tr").first.locator("td").nth(1).text_content()
+        assert abs(np.float32(first)) == np.abs(gradient).max()
+
+
+def test_a_click_on_a_driver_is_not_undone_by_what_was_asked_before(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "conv2[0, 1, 2, 2]")
+        release = hold(page, "find")
+        page.keyboard.press("/")
+        page.get_by_role("searchbox").fill("conv2[0, 1, 3, 3]")
+        page.get_by_role("searchbox").press("Enter")
+        press_first_driver(page)
+        page.mouse.up()
+        page.locator(".eg-shares table").wait_for()
+        release()
+        page.wait_for_timeout(500)
+        assert page.locator(".eg-shares table").is_visible()
+        assert page.locator(".eg-question code").text_content() == "conv2[0, 1, 2, 2]"
+
+
+def test_the_drivers_stay_under_the_pointer_when_the_shares_come(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "conv2[0, 1, 2, 2]")
+        press_first_driver(page)
+        before = page.locator(".eg-drivers tbody button").first.bounding_box()["y"]
+        page.mouse.up()
+        page.locator(".eg-shares table").wait_for()
+        assert abs(page.locator(".eg-drivers tbody button").first.bounding_box()["y"] - before) < 2
+
+
+def test_no_part_of_a_picture_is_deaf(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "conv1[0, 0, 0, 0]")
+        canvas = page.locator(".eg-centre canvas.eg-canvas")
+        box = canvas.bounding_box()
+        canvas.hover(position={"x": box["width"] / 2 - 1, "y": 20})  # between the first tile and the second
+        assert page.locator(".eg-centre .eg-readout").text_content().startswith("conv1[0, 0, 0, 5] = ")
+        canvas.hover(position={"x": box["width"] / 2 + 1, "y": 20})
+        assert page.locator(".eg-centre .eg-readout").text_content().startswith("conv1[0, 1, 0, 0] = ")
+
+
+def test_the_breadcrumb_has_the_layers_that_a_walk_steps_over(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer)
+        go_to(page, "output[0, 1]")
+        shown = int(page.locator(".elementgrad-explore").get_attribute("data-shown"))
+        page.keyboard.press("w")
+        wait_for_answer(page, shown)
+        assert page.locator(".eg-passed").all_text_contents() == ["via head"]
+        assert page.locator(".eg-question code").text_content().startswith("flat[0, ")
+        page.locator(".eg-passed button").click()
+        page.wait_for_function("() => document.querySelector('.eg-hand-title').textContent === 'head'")
+        page.wait_for_function("() => !document.querySelector('[aria-busy]')")
+        assert page.locator(".eg-centre .eg-readout").text_content().startswith("head[0, 1] = ")
+        assert page.locator(".eg-question code").text_content().startswith("flat[0, ")
+
+
+def test_a_narrow_window_has_the_bars_and_numbers_of_the_drivers(opened):
+    net, x = NETS["torch"]()
+    with eg.explore(net, x) as explorer:
+        page = opened(explorer, "narrow")
+        go_to(page, "conv2[0, 1, 2, 2]")
+        rows = "[...document.querySelectorAll('.eg-drivers tbody tr')]"
+        sizes = page.evaluate(f"{rows}.map((row) => parseFloat(getComputedStyle(row).backgroundSize))")
+        assert sizes[0] == 100
+        assert sizes == sorted(sizes, reverse=True)
+        ends = page.evaluate(f"{rows}.map((row) => row.children[3].getBoundingClientRect().right)")
+        assert max(ends) < WIDTHS["narrow"] - 5

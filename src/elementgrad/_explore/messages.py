@@ -170,3 +170,5 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "find": (("text",), ()),
 }
 """The fields that each question needs, and those that it may have."""
+SLOW = ("shares", "explain", "report")
+"""Questions for which a model is followed operation by operation; the others do not wait for them."""

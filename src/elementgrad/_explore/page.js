@@ -293,13 +293,18 @@ class Picture {
     const box = this.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
     const { across, gap, cell } = this.geometry, { rows, columns } = this.size, count = this.composite ? 1 : this.size.tiles;
     if (this.bars) return { t: 0, r: 0, c: limit(Math.floor(x / cell), 0, columns - 1) };
-    const i = Math.floor(x / (cell * columns + gap)), j = Math.floor(y / (cell * rows + gap)), t = j * across + i;
-    const c = Math.floor((x - i * (cell * columns + gap)) / cell), r = Math.floor((y - j * (cell * rows + gap)) / cell);
-    return i >= 0 && i < across && t >= 0 && t < count && c >= 0 && c < columns && r >= 0 && r < rows ? this.strongest({ t, r, c }) : null;
+    // Between two tiles, the cell that is nearest: what looks like a part of the picture must not be deaf.
+    const nearest = (at, side, tiles) => {
+      const tile = limit(Math.floor((at + gap / 2) / (side * cell + gap)), 0, tiles - 1);
+      return [tile, limit(Math.floor((at - tile * (side * cell + gap)) / cell), 0, side - 1)];
+    };
+    const [i, c] = nearest(x, columns, across), [j, r] = nearest(y, rows, Math.ceil(count / across)), t = j * across + i;
+    return t < count ? this.strongest({ t, r, c }) : null;
   }
 
   hover(event) {
     this.cursor = this.hit(event);
+    this.canvas.style.cursor = this.cursor ? "" : "default";
     this.paint();
     this.read();
   }
@@ -677,6 +682,11 @@ class App {
     this.chooseTheme(this.remembered());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.chooseTheme(this.theme));
     new ResizeObserver(() => { this.hand.resize(); this.answer.resize(); }).observe(this.root);
+    // Not `:hover`, which is what is under the pointer after the push.
+    this.root.addEventListener("pointerdown", (event) => { this.pointed = this.drivers.contains(event.target); });
+    this.root.addEventListener("pointermove", (event) => { if (event.movementX || event.movementY) this.pointed = this.drivers.contains(event.target); });
+    const above = new ResizeObserver(() => this.keepDriversInPlace());
+    for (const element of [this.hand.element, ...this.right.children]) if (element !== this.drivers) above.observe(element);
     this.root.tabIndex = -1;
     (this.alone ? document : this.root).addEventListener("keydown", (event) => this.key(event));
     this.open();
@@ -775,6 +785,12 @@ class App {
     this.missing = make("div", { className: "eg-callout eg-bad", hidden: true });
     this.elementBox = make("section", { className: "eg-element", "aria-label": "The chosen element", hidden: true });
     this.drivers = make("div", { className: "eg-drivers" });
+    // A list that is drawn anew between press and release would lose the click: it waits for the release.
+    this.drivers.addEventListener("pointerdown", () => {
+      this.released = new Promise((resolve) => {
+        for (const kind of ["pointerup", "pointercancel"]) window.addEventListener(kind, () => setTimeout(resolve), { once: true });
+      });
+    });
     this.code = make("code", {});
     this.alert = make("span", {});
     this.alertBox = make("div", { className: "eg-callout eg-bad", role: "alert", hidden: true }, this.alert, button("Dismiss", "", () => { this.alertBox.hidden = true; }));
@@ -789,7 +805,7 @@ class App {
     const centre = make("main", { className: "eg-centre", "aria-label": "The tensor in hand" }, this.title, this.facts,
       make("div", { className: "eg-actions" }, button("Use as source", "s", () => this.setSource(this.state.hand)), button("Copy as code", "", () => this.copy(true))), this.hand.element,
       make("p", { className: "eg-hint" }, "Click an element to make it the target."));
-    const right = make("aside", { className: "eg-answer", "aria-label": "The answer" },
+    const right = this.right = make("aside", { className: "eg-answer", "aria-label": "The answer" },
       make("div", { className: "eg-trail" }, this.backButton, this.forwardButton, this.crumbs), this.question,
       make("label", { className: "eg-source-choice" }, make("span", {}, "by the source "), this.sourceSelect),
       make("div", { className: "eg-actions" }, button("Walk back", "w", () => this.walk()), button("Copy as code", "c", () => this.copy()), button("Download report", "r", () => this.report()), button("Explain", "e", () => this.explain())),
@@ -834,6 +850,7 @@ class App {
     if (!target) return;
     this.answer.element.setAttribute("aria-busy", "true");
     if (fresh) { this.slots.get("shares")?.controller.abort(); this.slots.get("explain")?.controller.abort(); }
+    if (this.drivers.dataset.source !== String(source)) this.swap(this.drivers);  // the elements of another tensor
     const data = await this.request("gradient", { ask: "view", tensor: source, of: target, index: this.indexFor(source, sourceView), tiles: sourceView.tiles, rows: sourceView.rows, columns: sourceView.columns, edits: this.edits() });
     if (!data) return;
     this.answer.element.removeAttribute("aria-busy");
@@ -860,26 +877,33 @@ class App {
     const { target, source } = this.state;
     const answer = await this.request("drivers", { ask: "drivers", tensor: source, of: target, edits: this.edits() }, true);
     if (!answer || answer.failed) return;
+    await this.released;
+    if (!sameElement(target, this.state.target) || source !== this.state.source) return;
+    this.drivers.dataset.source = String(source);
     const widest = Math.max(...answer.drivers.map((driver) => Math.abs(Number(driver.gradient)) || 0), 0) || 1;
     const rows = answer.drivers.map((driver, place) => {
-      const bar = make("i", { className: Number(driver.gradient) < 0 ? "eg-below" : "eg-above" });
-      bar.style.width = `${Math.round(100 * (Math.abs(Number(driver.gradient)) || 0) / widest)}%`;
-      return make("tr", { "aria-selected": String(sameIndex(driver.index, this.state.picked)) }, make("th", { scope: "row" }, String(place + 1)),
+      const bar = make("i", { className: "eg-part" }), part = Math.round(100 * (Math.abs(Number(driver.gradient)) || 0) / widest);
+      const line = make("tr", { className: Number(driver.gradient) < 0 ? "eg-below" : "eg-above", "aria-selected": String(sameIndex(driver.index, this.state.picked)) }, make("th", { scope: "row" }, String(place + 1)),
         make("td", {}, make("button", { type: "button", className: "eg-link", onclick: () => this.pick(driver.index) }, driver.text)),
         make("td", { className: "eg-number" }, show(driver.gradient, answer.narrow)), make("td", { className: "eg-number" }, show(driver.value, answer.narrowValues)), make("td", { className: "eg-bar" }, bar));
+      line.style.setProperty("--part", `${part}%`);
+      return line;
     });
     const count = answer.drivers.length;
     this.swap(this.drivers, make("h3", {}, `Top ${count} drivers`), make("p", { className: "eg-notes" }, `Of ${answer.size} elements, ${answer.nonzero} have a gradient that is not zero.`),
       make("table", {}, make("thead", {}, make("tr", {}, ...["", "element", "gradient", "value", ""].map((head) => make("th", { scope: "col" }, head)))), make("tbody", {}, ...rows)));
   }
 
-  setTarget(target, source = this.state.source, remember = true) {
+  // `passed`: the layers that hand the target on, which a walk has stepped over.
+  setTarget(target, source = this.state.source, remember = true, passed = []) {
     Object.assign(this.state, { target, source, picked: null, sourceView: source === this.state.source ? this.state.sourceView : {} });
     this.alertBox.hidden = true;
-    this.hand.marked = target.tensor === this.state.hand ? target.index : null;
-    this.hand.paint();
-    this.hand.read();
-    if (remember) this.remember();
+    if (this.hand.row) {
+      this.hand.marked = this.hand.row === this.row(target.tensor) ? target.index : null;
+      this.hand.paint();
+      this.hand.read();
+    }
+    if (remember) this.remember(passed);
     this.tree.draw();
     return this.showAnswer();
   }
@@ -911,12 +935,31 @@ class App {
     if (target) { this.remember(); this.showAnswer(); }
   }
 
-  remember() {
+  remember(passed = []) {
     const { hand, target, source, example } = this.state;
     this.history = this.history.slice(0, this.position + 1);
-    this.history.push({ hand, target, source, example });
+    this.history.push({ view: { hand, target, source, example }, passed });
     this.position = this.history.length - 1;
     this.drawCrumbs();
+  }
+
+  // Take a tensor in hand, at an element that is not the target.
+  async look({ tensor, index }) {
+    await this.take(tensor, { index });
+    this.tree.reveal(tensor);
+    if (this.hand.row !== this.row(tensor)) return;
+    this.hand.cursor = this.hand.cellOf(index);
+    this.hand.paint();
+    this.hand.read();
+  }
+
+  // What comes in above the list would push it away from under the pointer, on its way to the next driver.
+  keepDriversInPlace() {
+    const top = this.drivers.offsetTop, shift = top - this.driversTop;
+    this.driversTop = top;
+    if (!shift || !this.pointed) return;
+    if (this.right.scrollHeight > this.right.clientHeight) this.right.scrollTop += shift;
+    else if (this.alone) window.scrollBy(0, shift);
   }
 
   travel(step) { this.goTo(this.position + step); }
@@ -924,7 +967,7 @@ class App {
   goTo(position) {
     if (position < 0 || position >= this.history.length) return;
     this.position = position;
-    Object.assign(this.state, this.history[position], { picked: null, handView: {}, sourceView: {} });
+    Object.assign(this.state, this.history[position].view, { picked: null, handView: {}, sourceView: {} });
     if (this.exampleSelect) this.exampleSelect.value = String(this.state.example);
     this.tree.reveal(this.state.hand);
     this.drawCrumbs();
@@ -935,15 +978,20 @@ class App {
   drawCrumbs() {
     this.backButton.disabled = this.position <= 0;
     this.forwardButton.disabled = this.position >= this.history.length - 1;
-    const shown = this.history.map((entry, at) => ({ entry, at })).filter(({ entry, at }) => at === 0 || at === this.position || !sameElement(entry.target, this.history[at - 1].target));
-    const items = shown.slice(-8).map(({ entry, at }) => make("li", {}, make("button", { type: "button", className: "eg-link", "aria-current": at === this.position ? "step" : null, onclick: () => this.goTo(at) }, this.elementText(entry.target))));
+    const shown = this.history.map((entry, at) => ({ ...entry, at })).filter(({ view, at }) => at === 0 || at === this.position || !sameElement(view.target, this.history[at - 1].view.target));
+    const items = shown.slice(-8).flatMap(({ view, passed, at }) => [
+      ...passed.map((element) => make("li", { className: "eg-passed" }, make("button", { type: "button", className: "eg-link", title: `${this.elementText(element)} is handed on as it is: look at it`, onclick: () => this.look(element) }, `via ${this.row(element.tensor).name}`))),
+      make("li", {}, make("button", { type: "button", className: "eg-link", "aria-current": at === this.position ? "step" : null, onclick: () => this.goTo(at) }, this.elementText(view.target))),
+    ]);
     if (shown.length > 8) items.unshift(make("li", {}, `${shown.length - 8} earlier`));
     this.swap(this.crumbs, ...items);
   }
 
   // Choose an element of the source: its number, shares, and why it is zero or missing.
   pick(index) {
+    for (const slot of ["place", "walk"]) this.slots.get(slot)?.controller.abort();  // or their answer would take its place
     this.state.picked = index;
+    this.updateCode();
     this.answer.marked = index;
     if (!this.answer.cellOf(index)) {
       const { tile, example } = this.row(this.state.source).layout, view = { index };
@@ -953,7 +1001,6 @@ class App {
       this.showAnswer(false).then(() => this.showElement());
     } else { this.answer.paint(); this.answer.read(); this.answer.makeChips(); this.showElement(); }
     this.drivers.querySelectorAll("tbody tr").forEach((row) => row.setAttribute("aria-selected", String(row.querySelector("button").textContent === this.text(this.row(this.state.source), index))));
-    this.updateCode();
   }
 
   async showElement() {
@@ -1041,7 +1088,7 @@ class App {
     const step = await this.request("walk", { ask: "walk", of: this.state.target, edits: this.edits() });
     if (!step || step.failed) return;
     this.take(step.tensor, { index: step.index });
-    this.setTarget({ tensor: step.tensor, index: step.index }, step.source);
+    this.setTarget({ tensor: step.tensor, index: step.index }, step.source, true, step.passed);
     this.tree.reveal(step.tensor);
     this.say(`The strongest driver is ${this.elementText({ tensor: step.tensor, index: step.index })}`);
   }
@@ -1104,7 +1151,7 @@ class App {
     if (place.failed) { const first = this.tree.visible.find((node) => node.tensor !== null); if (first && !text.includes("[")) this.take(first.tensor); return; }
     this.alertBox.hidden = true;
     this.tree.search.value = this.tree.query = "";
-    await this.take(place.tensor, { index: place.index || undefined });
+    this.take(place.tensor, { index: place.index || undefined });
     this.tree.reveal(place.tensor);
     this.hand.canvas.focus({ preventScroll: true });
     if (place.index) {

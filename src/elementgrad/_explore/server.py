@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future
 from importlib import resources
 from typing import Any
 
-from elementgrad._explore.messages import MAX_BYTES, MessageError, parse_message
+from elementgrad._explore.messages import MAX_BYTES, SLOW, MessageError, parse_message
 from elementgrad._explore.session import Session
 from elementgrad._explore.worker import Worker
 from elementgrad.errors import require_packages, shortened
@@ -156,7 +156,7 @@ def make_app(session: Session, worker: Worker, token: str, port: int) -> Any:
             return refuse(request, 400, "the message breaks off")
         except MessageError as error:
             return refuse(request, 400, str(error))
-        future = worker.submit(session.answer, message)
+        future = worker.submit(session.answer, message, slow=message.ask in SLOW)
         return StreamingResponse(stream_answer(future), media_type="application/x-ndjson", headers=HEADERS)
 
     methods = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]

@@ -276,7 +276,7 @@ class Session:
     def field(self, message: Message) -> dict[str, Any]:
         """Return the receptive field of the target in the source; without one, the box of gradients that are not zero.
 
-        `eg.field` knows it from the operations alone, on PyTorch. Elsewhere the numbers have to do.
+        `eg.field` knows it from the operations alone, where a framework has cones. Elsewhere the numbers have to do.
         """
         of, tensor = _given(message.of), _given(message.tensor)
         shape = self._row(tensor).shape
@@ -320,10 +320,11 @@ class Session:
     def walk(self, message: Message) -> dict[str, Any]:
         """Return the strongest driver of the target in the layer before it, and the layer before that one.
 
-        Layers that only hand the element on, as a container does with the result of its last layer, are skipped.
+        Layers that only hand the element on, as a container does with the result of its last layer, are stepped over;
+        they are in `passed`, the nearest to the target first.
         """
         of = _given(message.of)
-        source, gradient = self._layer_before(of, message.edits)
+        source, gradient, passed = self._layer_before(of, message.edits)
         best = rank(gradient, 1)
         if not best:
             raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
@@ -332,7 +333,13 @@ class Session:
             following = self._layer_before(step, message.edits)[0]
         except PlaceError:
             following = self._default_source
-        return {"tensor": source, "index": step.index, "source": following, "value": plain_number(gradient[best[0]])}
+        return {
+            "tensor": source,
+            "index": step.index,
+            "source": following,
+            "value": plain_number(gradient[best[0]]),
+            "passed": [{"tensor": tensor, "index": of.index} for tensor in passed],
+        }
 
     def code(self, message: Message) -> dict[str, Any]:
         """Return the line of Python that gives the same numbers: the gradient, or without `of` the values."""
@@ -438,8 +445,10 @@ class Session:
             self._kept.put(key, array)
         return array
 
-    def _layer_before(self, of: Element, edits: Edits) -> tuple[int, np.ndarray]:
-        """Return the nearest layer before an element's own that drives it, or the input, and the gradient."""
+    def _layer_before(self, of: Element, edits: Edits) -> tuple[int, np.ndarray, list[int]]:
+        """Return the nearest layer before an element's own that drives it, or the input, its gradient, and the layers
+        between, which hand the element on.
+        """
         computed = [tensor for tensor, row in enumerate(self.names) if row.kind == "activation" and _has_slopes(row)]
         row = self._row(of.tensor)
         if row.kind == "output":
@@ -451,14 +460,17 @@ class Session:
         inputs = [tensor for tensor, row in enumerate(self.names) if row.kind == "input" and _has_slopes(row)]
         default = [tensor for tensor in inputs if tensor == self._default_source]
         candidates = [*before[::-1], *(default or inputs)]
+        passed: list[int] = []
         for first in range(0, len(candidates), STEPS_AT_ONCE):
             group = candidates[first : first + STEPS_AT_ONCE]
             places = [self._place(tensor) for tensor in group]
             slopes = self._call(eg.grad, edits, of=self._place(of), wrt=places, unconnected="zero")
             for tensor, tensor_slopes in zip(group, slopes, strict=True):
                 gradient = self._to_numpy(tensor_slopes)
-                if gradient.any() and not self._hands_on(of, tensor, gradient):
-                    return tensor, gradient
+                if self._hands_on(of, tensor, gradient):
+                    passed.append(tensor)
+                elif gradient.any():
+                    return tensor, gradient, passed
         raise PlaceError(f"nothing before {self._text(of)} has a gradient that is not zero")
 
     def _hands_on(self, of: Element, tensor: int, gradient: np.ndarray) -> bool:

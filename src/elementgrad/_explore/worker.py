@@ -3,37 +3,48 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from itertools import count
+from queue import PriorityQueue
 from typing import Any
+
+Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Worker:
     """A thread that calls functions one after another: reads of one model are never made at the same time."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        # In the order of the first number, then of the second, which no two have alike.
+        self._queue: PriorityQueue[tuple[int, int, Call | None]] = PriorityQueue()
+        self._numbers = count()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elementgrad-explore", daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Return the result to come; `cancel` on it drops a call that has not begun."""
+    def submit(self, function: Callable[..., Any], *args: Any, slow: bool = False) -> "Future[Any]":
+        """Return the result to come; `cancel` on it drops a call that has not begun.
+
+        Args:
+            function: What to call.
+            *args: Its arguments.
+            slow: It waits until no other call does, so that a page stays usable.
+        """
         future: Future[Any] = Future()
         if self._closing:
             future.cancel()
         else:
-            self._queue.put((future, function, args))
+            self._queue.put((int(slow), next(self._numbers), (future, function, args)))
         return future
 
     def close(self) -> None:
         """Wait for the call that is running, drop all that wait, and end the thread. Later calls are dropped too."""
         self._closing = True
-        self._queue.put(None)
+        self._queue.put((2, next(self._numbers), None))
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, function, args = item
+        while (call := self._queue.get()[2]) is not None:
+            future, function, args = call
             if self._closing:
                 future.cancel()
             if not future.set_running_or_notify_cancel():
