@@ -242,3 +242,38 @@ def test_keras_layers_are_given_things_too():
     np.testing.assert_allclose(given[0], model.layers[1].kernel[:, 0], rtol=1e-6)
     assert [row.name for row in eg.names(model, x, kind="given")] == ["a.input", "b.input"]
     np.testing.assert_allclose(eg.grad(model, x, of="a.input[0, 1]", wrt="inputs"), [[0, 1, 0]])
+
+
+def test_the_input_of_one_call_may_be_numbered_behind_the_module(net):
+    x = torch.ones(1, 2, 3, dtype=torch.float64)
+    numbered = eg.grad(net, x, of="output[0, 0, 0]", wrt="cell#38.input")
+    assert torch.equal(numbered, eg.grad(net, x, of="output[0, 0, 0]", wrt="cell.input#38"))
+    assert torch.equal(eg.grad(net, x, of="output[0, 0, 0]", wrt="cell#38.input:0"), numbered)
+
+
+class KerasBlocks(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [keras.layers.Dense(3) for _ in range(3)]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_patterns_match_attribute_paths_of_keras():
+    model, x = KerasBlocks(), np.ones((1, 3), "float32")
+    model(x)
+    automatic = [str(row.name) for row in eg.names(model, match="*/kernel")]
+    assert [row.name for row in eg.names(model, match="blocks.*.kernel")] == automatic
+    assert [row.name for row in eg.names(model, x, match="blocks.*", kind="activation")] == [
+        name.removesuffix("/kernel") for name in automatic
+    ]
+    gradients = eg.grad(model, x, of="output[0, 1]", wrt="blocks.*.kernel[0]")
+    assert list(gradients) == [f"{name}[0]" for name in automatic]
+    for index, gradient in enumerate(gradients.values()):
+        np.testing.assert_array_equal(gradient, eg.grad(model, x, of="output[0, 1]", wrt=f"blocks.{index}.kernel[0]"))
+    elements = eg.trainable(model, "blocks.*.bias[1]")
+    assert [variable.shape for variable in elements.variables] == [(1,)] * 3
+    elements.release()

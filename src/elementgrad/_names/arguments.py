@@ -55,8 +55,12 @@ def _check_spelling(
     for name in keywords:
         if name in kwargs:
             raise OptionError(f"{name} is given both directly and in kwargs=; give it once")
-        close = get_close_matches(name, _options(verb), n=1, cutoff=0.8)
-        if close and name not in parameters:
+        if name in parameters:
+            continue
+        # A function that takes any keyword may well mean this one; any other function would refuse it anyway.
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        close = get_close_matches(name, _options(verb), n=1, cutoff=0.8 if takes_any else 0.6)
+        if close:
             raise OptionError(
                 f"{name}= is not an option of eg.{verb.__name__}; did you mean {close[0]}=? An argument of the "
                 f"function by that name goes into kwargs={{{name!r}: ...}}"
@@ -122,6 +126,7 @@ class NamedFunction:
         self.__wrapped__ = function
         self.roots: dict[str, Any] = {}
         for name, model in pytree.named_leaves(models, ""):
+            registry.require_keras_on_tensorflow(model)
             root = registry.module_of(model)[1]
             if root is None:
                 given = quoted(models) if type(models) in pytree.SIMPLE else type(models).__name__

@@ -1,6 +1,6 @@
 """The interface that a backend implements for names: `NamesBackend`, and the `Model` that it returns."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,9 +61,9 @@ class Model:
         """Return the model's own names of its inputs, each with what that input may be called as an argument."""
         return {}
 
-    def other_names(self) -> Iterable[str]:
-        """Return other spellings of names of tensors and layers."""
-        return ()
+    def aliases(self) -> Mapping[str, str]:
+        """Return other spellings of names of tensors and layers, each with the name."""
+        return {}
 
     def canonical_name(self, name: str) -> str:
         """Return the name under which a tensor is found, for a name that may be another spelling of it."""

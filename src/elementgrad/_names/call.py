@@ -33,6 +33,8 @@ COMPUTED = ("activation", "given", "output")
 """The kinds of tensors that exist only once the function has run."""
 """The keyword arguments of a call that has none."""
 OUTPUT = re.compile(r"output([.:]|$)")
+_NUMBERED_GIVEN = re.compile(rf"(#\d+){re.escape(GIVEN)}(?=:|$)")
+"""The input of one call, `cell#3.input:1`; captures call it `cell.input#3:1`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +235,7 @@ class BoundCall:
             return self._only_input()
         if is_pattern(place.name):
             raise PlaceError(f"{place} is a pattern of several names, and one place is needed here; give one name")
-        name = self.model.canonical_name(place.name)
+        name = self.model.canonical_name(_NUMBERED_GIVEN.sub(rf"{GIVEN}\1", place.name))
         named = [ref for ref in self.inputs if ref.name == name.replace(":", ".")] or self._find_alias(name)
         named += [TensorRef(name, kind, tensor, exact=True) for kind, tensor in self.model.lookup(name)]
         if OUTPUT.match(name):
@@ -459,13 +461,17 @@ class BoundCall:
             raise self._unknown_name_error(key.name, key.kind, [name for name, _ in capture.named_values()])
 
     def _unknown_name_error(self, name: str, kind: str | None, captured: Sequence[str]) -> PlaceError:
+        for argument, value in self._bound.arguments.items():
+            for prefix, leaf in pytree.named_leaves(value, argument):
+                if name.startswith(prefix):  # a Keras model on another backend has no names
+                    registry.require_keras_on_tensorflow(leaf)
         known = [(ref.name, "input") for ref in self.inputs]
         known += [(other, other_kind) for other, other_kind, _ in self.model.named_tensors()]
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in captured]
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
         if name in names:
             return PlaceError(f"{name!r} did not exist before this first run, which has built it; call again")
-        names += [other for other in self.model.other_names() if kind is None]
+        names += [other for other in self.model.aliases() if kind is None]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
 

@@ -108,11 +108,14 @@ def names(
     function, args, kwargs = gather_arguments(names, model, args, kwargs, arguments, names_from)
     backend = None if args or kwargs else registry.backend_of_model(function)
     if backend is None:
-        rows = list_names(BoundCall(function, args, kwargs), kind)
+        call = BoundCall(function, args, kwargs)
+        named_model, rows = call.model, list_names(call, kind)
     else:
-        rows = [_row(backend, *named) for named in backend.names.model(function).named_tensors()]
+        named_model = backend.names.model(function)
+        rows = [_row(backend, *named) for named in named_model.named_tensors()]
     rows = [row for row in rows if kind in (None, row.kind)]
-    matches = None if match is None else set(match_names(match, [row.name for row in rows]))
+    aliases = {} if match is None else named_model.aliases()
+    matches = None if match is None else set(match_names(match, [row.name for row in rows], aliases))
     return Names([row for row in rows if matches is None or row.name in matches])
 
 
@@ -141,16 +144,17 @@ def expand_patterns(call: BoundCall, *trees: Any) -> Sequence[Any]:
     if not patterns:
         return trees
     rows = {kind: list_names(call, kind) for kind in {place.kind for place in patterns}}
+    aliases = call.model.aliases()
 
     def expand(place: Place) -> Any:
-        return _match_rows(place, rows[place.kind]) if is_pattern(place.name) else place
+        return _match_rows(place, rows[place.kind], aliases) if is_pattern(place.name) else place
 
     return [pytree.map_tree(tree, expand) for tree in trees]
 
 
-def _match_rows(place: Place, rows: Iterable[Name]) -> dict[str, Place]:
+def _match_rows(place: Place, rows: Iterable[Name], aliases: Mapping[str, str]) -> dict[str, Place]:
     fitting = [row for row in rows if place.kind in (None, row.kind) and row.dtype.startswith(FLOATING)]
-    matches = match_names(str(place.name), [row.name for row in fitting])
+    matches = match_names(str(place.name), [row.name for row in fitting], aliases)
     kinds: dict[str, list[str]] = {}
     for row in fitting:
         kinds.setdefault(row.name, []).append(row.kind)

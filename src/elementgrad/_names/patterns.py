@@ -1,20 +1,25 @@
 """Patterns of names: `*` stays within one component of a name, and `**` crosses components."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from elementgrad._place.grammar import nearest
 from elementgrad.errors import PlaceError
 
 _WILDCARD = re.compile(r"\*\*[./]|\*+")
+_NAME = re.compile(r"([^#:]*)(.*)")
+"""A name without the number of a call or a part, and these."""
 
 
 def is_pattern(name: str | None) -> bool:
     return name is not None and "*" in name
 
 
-def match_names(pattern: str, names: Sequence[str]) -> list[str]:
+def match_names(pattern: str, names: Sequence[str], aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Return the names that match a pattern, or raise an error with those that come nearest.
+
+    If it matches none of them, `aliases` has other spellings of names, each with the name.
 
     >>> from elementgrad._names.patterns import match_names
     >>> match_names("h.*.weight", ["h.0.weight", "h.0.mlp.weight", "h.1.weight"])
@@ -31,6 +36,10 @@ def match_names(pattern: str, names: Sequence[str]) -> list[str]:
         end = wildcard.end()
     compiled = re.compile(matcher + re.escape(pattern[end:]))
     matches = [name for name in names if compiled.fullmatch(name)]
+    if not matches and aliases:
+        spellings = {name: alias for alias, name in aliases.items()}
+        parts = [(name, *_NAME.fullmatch(name).groups()) for name in names]  # type: ignore[union-attr]
+        matches = [name for name, base, rest in parts if compiled.fullmatch(spellings.get(base, base) + rest)]
     if not matches:
         raise PlaceError(f"no name matches {pattern!r}; {nearest(pattern, names)}")
     return matches

@@ -143,13 +143,24 @@ class KerasModel(Model):
 
     def lookup(self, name: str) -> list[tuple[str, Tensor | None]]:
         name = self.canonical_name(name)
-        variables = [(kind, variable) for other, kind, variable in self._variables() if other == name]
+        variables = []
+        if self._may_name_variable(name):
+            variables = [(kind, variable) for other, kind, variable in self._variables() if other == name]
         layers = [path for path in self.layers() if path == name]
         variables = variables or ([] if layers else self._variables_by_path(name))
         for what, count in (("variables", len(variables)), ("layers", len(layers))):
             if count > 1:
                 raise PlaceError(f"{count} {what} are named {name!r}; give them different names (name=...)")
         return [(kind, variable._value) for kind, variable in variables] + [("activation", None) for _ in layers]
+
+    def _may_name_variable(self, name: str) -> bool:
+        """Return False if no layer on the path of a name has such a variable: to list them all takes longer."""
+        return any(
+            name.endswith(variable.name)
+            for path, layer in self._layers()
+            if name.startswith(path)
+            for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
+        )
 
     def _variables_by_path(self, name: str) -> list[tuple[str, Any]]:
         """Return the variables with this path in Keras, with or without the name of the model."""
@@ -179,21 +190,23 @@ class KerasModel(Model):
     def _layers(self) -> Iterator[tuple[str, Layer]]:
         """Yield every layer by its first path, a root by its prefix, as they were before the function ran."""
         if self._known_layers is None:
-            self._known_layers = list(self._walk_layers())
+            self._known_layers = self._walk_layers()
         return iter(self._known_layers)
 
-    def _walk_layers(self) -> Iterator[tuple[str, Layer]]:
+    def _walk_layers(self) -> list[tuple[str, Layer]]:
+        layers: list[tuple[str, Layer]] = []
         seen: set[int] = set()
 
-        def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
+        def walk(layer: Layer, prefix: str, path: str) -> None:
             if id(layer) not in seen:
                 seen.add(id(layer))
-                yield path, layer
+                layers.append((add_prefix(prefix, path), layer))
                 for inner in layer._layers:
-                    yield from walk(inner, _join(path, inner.name))
+                    walk(inner, prefix, _join(path, inner.name))
 
         for prefix, root in self.roots.items():
-            yield from ((add_prefix(prefix, path), layer) for path, layer in walk(root, ""))
+            walk(root, prefix, "")
+        return layers
 
     def _watch_layers(self, capture: Capture) -> Any:
         if not self.roots:

@@ -168,7 +168,7 @@ class TorchModel(Model):
                 if here:
                     held_in_modules.update([id(tensors[name]) for name in here])
                     defer(_restore_module, module, tensors, dict(tensors), dict(module.__dict__))
-                    tensors.update(here)  # type: ignore[arg-type]
+                    _assign_items(tensors, here)
         closed_over = {key: other for key, other in others.items() if key not in held_in_modules}
         if closed_over:
             # Imported here, since plain reads do not need it.
@@ -239,8 +239,13 @@ def module_of(function: Any) -> Module | None:
 
 
 def _restore_module(module: Module, tensors: Any, before: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
-    tensors.update(before)
+    _assign_items(tensors, before)
     restore_attributes(module, attributes)
+
+
+def _assign_items(tensors: Any, new: Mapping[str, Any]) -> None:
+    for name, x in new.items():  # the tensors of a scripted module are no dict, and have no update()
+        tensors[name] = x
 
 
 def _forget_originals(others: Sequence[int]) -> None:
