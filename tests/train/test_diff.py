@@ -223,3 +223,10 @@ def test_a_file_is_not_loaded_to_be_compared(tmp_path):
     weights = Weights.read(tmp_path / "w.safetensors")
     with pytest.warns(eg.ElementgradWarning, match=r"big \(gone\)"):
         assert eg.diff(weights, {"small": np.float32([3])}, only_common=True).size == 1
+
+
+def test_a_model_is_compared_with_a_state_dict_that_lacks_a_buffer():
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("positions", torch.arange(3), persistent=False)
+    moved = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    assert eg.diff(model, moved).size == 8

@@ -26,6 +26,8 @@ from elementgrad.errors import FrameworkError, OptionError, PatchError, warn
 
 CHUNK = 1 << 18
 """The number of elements that are compared at once: they fit the cache."""
+BLOCK = 1 << 21
+"""Elements after which the pages of mapped files are given back."""
 Progress = Callable[[int, int], None]
 """A function of the bytes that are compared and of all."""
 
@@ -110,7 +112,8 @@ def _pairs(before: Weights, after: Weights, only_common: bool) -> list[tuple[str
         old, new = before.tensors.get(name), after.tensors.get(name)
         if old is None or new is None:
             sides = (before, after, old) if new is None else (after, before, new)
-            if not _has_other_name(name, *sides):
+            # A state dict has no buffers that are not persistent, and a patch of a model none at all.
+            if not (sides[2] and sides[2].is_buffer) and not _has_other_name(name, *sides):
                 problems.append(f"{name} ({'new' if old is None else 'gone'})")
         elif (old.shape, old.dtype) != (new.shape, new.dtype):
             problems.append(f"{name} ({old.dtype} of shape {old.shape}, then {new.dtype} of shape {new.shape})")
@@ -132,11 +135,20 @@ def _has_other_name(name: str, here: Weights, there: Weights, tensor: FileTensor
 
 def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool, before: Weights) -> Entry | None:
     old_bits, new_bits = old.read(), new.read()
-    positions = changed_positions(old_bits, new_bits)
+    parts = []
+    for start in range(0, max(1, len(old_bits)), BLOCK):
+        left, right = old_bits[start : start + BLOCK], new_bits[start : start + BLOCK]
+        found = changed_positions(left, right)
+        parts.append((found + start, take_rows(right, found), take_rows(left, found)))
+        old.unload()
+        new.unload()
+    positions, *rows = (np.concatenate(some) for some in zip(*parts, strict=True))
     if not positions.size:
         return None
-    values, former = (BitArray(old.dtype, take_rows(bits, positions)) for bits in (new_bits, old_bits))
+    values, former = (BitArray(old.dtype, some) for some in rows)
     tied = tuple(other for other, tensor in before.tensors.items() if tensor is old and other != name)
+    mark = fingerprint(old.shape, old.dtype, lambda some: old_bits[some])
+    old.unload()
     return Entry.at(
         name,
         old.shape,
@@ -144,7 +156,7 @@ def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool
         positions,
         values,
         former if originals else None,
-        fingerprint(old.shape, old.dtype, lambda some: old_bits[some]),
+        mark,
         tied=tied if before.knows_ties else None,
         sha256=None if originals else hashlib.sha256(former.bits.data).hexdigest(),
     )

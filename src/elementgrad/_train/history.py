@@ -113,6 +113,9 @@ class TensorHistory:
         other = {id(change) for change in self._all if change.written is not None and change.written.shape[1] != width}
         if other:
             return other
+        if len(self._all) == 1 and (written := self._all[0].written) is not None:
+            same = np.array_equal(self._read(self._all[0].positions), written)
+            return set() if same else {id(self._all[0])}
         latest = self._all[::-1]
         numbers = np.repeat(np.arange(len(latest)), [len(change.positions) for change in latest])
         positions, first = np.unique(np.concatenate([change.positions for change in latest]), return_index=True)
@@ -131,7 +134,9 @@ class TensorHistory:
         """Return the first of some changes that a later change, which is returned too, has elements of."""
         every = self.changes()
         order = {id(change): number for number, change in enumerate(every)}
-        real = [(number, change) for number, change in enumerate(every) if not change.is_noop]
+        changes = list(changes)
+        first = min((order.get(id(change), len(every)) for change in changes), default=len(every))
+        real = [(number, each) for number, each in enumerate(every) if number > first and not each.is_noop]
         if not real:
             return None
         numbers = np.repeat([number for number, _ in real], [len(change.positions) for _, change in real])

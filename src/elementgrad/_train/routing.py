@@ -59,7 +59,7 @@ def _expand(trainer: Trainer, place: Any) -> list[Any]:
     if not isinstance(parsed, Place) or not is_pattern(parsed.name):
         return [parsed]
     every = list(trainer.named_parameters())
-    matches = set(match_names(str(parsed.name), [name for name, _ in every]))
+    matches = set(match_names(str(parsed.name), [name for name, _ in every], trainer.aliases()))
     first = {id(tensor): name for name, tensor in reversed(every) if name in matches}
     return [
         Place(None, name, parsed.index, parsed.kind, pointwise=parsed.pointwise)

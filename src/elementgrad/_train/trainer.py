@@ -205,6 +205,10 @@ class Trainer(ABC):
         """Yield every name of every parameter; tied parameters have several."""
         return ((name, self.parameter(name)) for name in self.names())
 
+    def aliases(self) -> Mapping[str, str]:
+        """Return other spellings of names, each with the name."""
+        return {}
+
     def stable_name(self, name: str) -> str:
         """Return the name of a parameter that is the same in every process and every copy of the model."""
         return name

@@ -48,6 +48,8 @@ class FileTensor:
         """True for a buffer of a model."""
         self.start = 0
         """Where it begins in a mapped file."""
+        self.file: mmap.mmap | None = None
+        """The mapped file."""
         self._bits = bits
 
     @classmethod
@@ -70,6 +72,12 @@ class FileTensor:
         bits = self._bits().view()
         bits.setflags(write=False)
         return bits
+
+    def unload(self) -> None:
+        """Give the pages of a mapped file back to the system, which reads them again when they are needed."""
+        if self.file is not None and hasattr(mmap, "MADV_DONTNEED") and not self.is_copy:
+            first = self.start - self.start % mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_DONTNEED, first, self.start + self.read().size - first)
 
     @property
     def is_copy(self) -> bool:
@@ -244,6 +252,7 @@ def _unpack(path: str, packed: memoryview) -> Iterator[tuple[str, FileTensor]]:
         size = math.prod(shape)
         tensor = FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
         tensor.start = end + first
+        tensor.file = packed.obj if isinstance(packed.obj, mmap.mmap) else None
         yield name, tensor
 
 

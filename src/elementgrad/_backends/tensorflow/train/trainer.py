@@ -262,6 +262,9 @@ class KerasTrainer(Trainer):
                 if variable._value is not None:
                     yield f"{path}/{variable.name}" if path else variable.name, variable._value
 
+    def aliases(self) -> Mapping[str, str]:
+        return self._model.aliases()
+
     def parameter(self, name: str) -> Tensor:
         matches = self._model.lookup(name)
         for kind, tensor in matches:
