@@ -14,7 +14,7 @@ from benchmarks.jacobians import agree, values
 EARLY_BOUND, DEEP = 1.3, 20
 TABLE, TABLE_BOUND, WEIGHT_BOUND = (30_522, 384), 0.8, 1.2
 SMALL_BOUND, WRITE_BOUND, BLOCK_BOUND = 1.7, 2.0, 0.25
-REPORT_BOUND = 1.5
+REPORT_BOUND, DENSE_BOUND = 1.5, 1.0
 
 
 def torch_rows() -> Iterator[Row]:
@@ -64,10 +64,20 @@ def torch_parameters() -> Iterator[Row]:
     def whole_weight() -> Any:
         return torch.autograd.grad(dense(x)[0, 1], dense.get_parameter("0.weight"))[0][7, 3]
 
+    one = x[:1]
+
+    def weight_of_one() -> Any:
+        return eg.grad(dense, one, of="output[0, 1]", wrt="0.weight[7, 3]")
+
+    def whole_weight_of_one() -> Any:
+        return torch.autograd.grad(dense(one)[0, 1], dense.get_parameter("0.weight"))[0][7, 3]
+
     rows, columns = TABLE
     name = f"torch one entry of a {rows} x {columns} embedding"
     yield agree(Row(name, entry, whole_table, "autograd.grad of the table", TABLE_BOUND))
     yield agree(Row("torch one weight of a dense layer", weight, whole_weight, "autograd.grad", WEIGHT_BOUND))
+    name = "torch one weight of a dense layer, batch 1"
+    yield agree(Row(name, weight_of_one, whole_weight_of_one, "autograd.grad", WEIGHT_BOUND))
 
 
 def torch_report() -> Row:
@@ -124,6 +134,40 @@ def tensorflow_rows() -> Iterator[Row]:
     )
 
 
+def jax_rows() -> Iterator[Row]:
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.asarray(values(8))
+
+    def f(x: Any) -> Any:
+        return jnp.sum(jnp.sin(x) * x)
+
+    yield agree(Row("jax small eager grad", lambda: eg.grad(f, x), lambda: jax.grad(f)(x), "jax.grad", SMALL_BOUND))
+
+    weight, vector = jnp.asarray(values(256, 256) / 16), jnp.asarray(values(256))
+
+    def g(x: Any) -> Any:
+        return jnp.tanh(weight @ x)
+
+    whole = jax.jit(jax.jacrev(g))
+
+    def twice_and_traced() -> Any:
+        jax.make_jaxpr(lambda x: g(x))(vector)  # a new function, since JAX remembers traces of one that it knows
+        jax.block_until_ready(whole(vector))
+        return jax.block_until_ready(whole(vector))
+
+    yield agree(
+        Row(
+            "jax a 256 x 256 Jacobian, made anew",
+            lambda: jax.block_until_ready(eg.jacobian(g, vector).dense()),
+            twice_and_traced,
+            "two of jitted jacrev and a trace",
+            DENSE_BOUND,
+        )
+    )
+
+
 def keras_rows() -> Iterator[Row]:
     import keras
     import tensorflow as tf
@@ -150,4 +194,9 @@ def keras_rows() -> Iterator[Row]:
         yield agree(Row(f"keras {layer} of {name}", ours, by_hand, "a model cut by hand", EARLY_BOUND, repeats=8))
 
 
-SUITES = {"named": torch_rows, "named-tensorflow": tensorflow_rows, "named-keras": keras_rows}
+SUITES = {
+    "named": torch_rows,
+    "named-tensorflow": tensorflow_rows,
+    "named-jax": jax_rows,
+    "named-keras": keras_rows,
+}

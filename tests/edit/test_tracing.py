@@ -295,7 +295,8 @@ def test_pytorch_maps_a_value_over_a_compiled_edit():
 def test_coordinates_name_elements_while_compiling(fw):
     edit = fw.jit(lambda x: eg.at(x).coords([[0, 1], [2, -1]]).set(0.0))
     np.testing.assert_allclose(fw.numpy(edit(fw.tensor(X))), numpy_edit("set", X, ([0, 2], [1, -1]), 0.0))
-    with pytest.raises(Exception, match="coordinates in 1 columns for a tensor of 2 axes"):
+    # The compiler of PyTorch 2.8 leaves out what an error says, and names its type alone.
+    with pytest.raises(Exception, match=r"coordinates in 1 columns for a tensor of 2 axes|\(SelectionError\)"):
         fw.jit(lambda x: eg.at(x).coords([[0], [1]]).get())(fw.tensor(X))
 
 

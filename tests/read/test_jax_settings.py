@@ -150,3 +150,31 @@ def test_ranking_explaining_and_checking():
     assert eg.explain(square, X).verdict == "flows"
     assert eg.explain(lambda x: jnp.round(x).sum(), X).cause == "step-function"
     assert eg.check(scaled, X, of="output[0, 1]").verdict == "agrees"
+
+
+def sheltered(x):
+    return jnp.where(x > 0, jnp.sqrt(x), 0).sum()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: eg.grad(sheltered, x),
+        lambda x: eg.grad(sheltered, x, wrt="x[0]"),
+        lambda x: eg.jacobian(lambda x: 0 * jnp.sqrt(x), x).dense(),
+        lambda x: eg.jacobian(lambda x: 0 * jnp.sqrt(x), x)[:, 0],
+        lambda x: eg.check(sheltered, x),
+    ],
+    ids=["gradient", "element", "whole", "column", "check"],
+)
+def test_a_read_raises_at_a_nan_where_the_user_wants_that(read):
+    if jax.config.jax_debug_nans:  # and does not answer by the other direction, in which there is none
+        with pytest.raises(FloatingPointError, match="nan"):
+            read(jnp.array([0.0, 1.0]))
+
+
+def test_an_explanation_follows_a_nan_in_any_case():
+    diagnosis = eg.explain(sheltered, jnp.array([0.0, 1.0]), wrt="x[0]")
+    assert (diagnosis.verdict, diagnosis.cause) == ("nonfinite", "masked-branch")
+    findings = eg.audit({"w": jnp.array([0.0, 1.0])}, lambda params: sheltered(params["w"])).findings
+    assert [finding.cause for finding in findings] == ["masked-branch"]

@@ -93,9 +93,14 @@ def audits():
             r"the step ran and asked for no gradient; call loss.backward\(\)",
         ),
         "an unknown name": (
-            lambda: eg.audit(model, sum_of, except_=["wight"]),
+            lambda: eg.audit(model, lambda model: model(X).sum(), except_=["wight"]),
             eg.PlaceError,
             "except_ names 'wight', and no parameter or module has that name; nearest: weight",
+        ),
+        "a scripted model": (
+            lambda: eg.audit(torch.jit.script(model), sum_of),
+            eg.FrameworkError,
+            "a scripted model is closed; give the module that it was made of",
         ),
         "a pattern of nothing": (
             lambda: eg.audit(model, sum_of, except_="pooler.*"),

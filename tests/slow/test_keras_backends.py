@@ -25,6 +25,8 @@ verbs = {
     "check": lambda: eg.check(model, x, **asked),
     "report": lambda: eg.report("report.html", model, x, **asked),
     "top": lambda: eg.top(model, lambda model: model(x)[0, 0], 1),
+    "names_from": lambda: eg.grad(lambda x: model(x), x, wrt="fc/kernel[0, 0]", names_from=model, **asked),
+    "an argument": lambda: eg.grad(lambda m, x: m(x), model, x, wrt="m/fc/kernel[0, 0]", **asked),
     "trainable": lambda: eg.trainable(model, "fc/kernel[0, 0]"),
     "apply": lambda: eg.apply(model, "patch.safetensors"),
 }
@@ -55,6 +57,16 @@ if sys.argv[1] == "torch":
             said[verb] = f"no error but {ask()}"
         except Exception as error:
             said[verb] = f"{type(error).__name__}: {error}".replace("Dense", "Sequential")
+for verb, ask in {
+    "model argument": lambda: eg.grad(lambda model: model(x)[0, 0], model, wrt="model.fc/kernel[0, 0]"),
+    "names_from": lambda: eg.grad(lambda x: model(x)[0, 0], x, wrt="fc/kernel[0, 0]", names_from=model),
+    "variable": lambda: eg.grad(lambda x: model(x)[0, 0], x, wrt=eg.at(model.get_layer("fc").kernel)[0, 0]),
+}.items():
+    try:
+        said[verb] = f"no error but {ask()}"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        said[verb] = text.replace("Variable is a Keras variable", "Sequential is a Keras model")
 by_inputs = np.asarray(keras.ops.convert_to_numpy(eg.grad(lambda x: model(x), x, of="output[0, 0]", wrt="x")))
 kernel = keras.ops.convert_to_numpy(model.get_layer("fc").kernel)
 print(json.dumps([said, np.array_equal(by_inputs[0], kernel[:, 0])]), file=sys.stderr)

@@ -105,7 +105,7 @@ def surroundings():
         ],
         "random": torch.get_rng_state().numpy().tobytes(),
         "threads": torch._C._is_multithreading_enabled(),
-        "defaults": (torch.get_default_dtype(), torch.get_default_device()),
+        "defaults": (torch.get_default_dtype(), torch.empty(0).device),
         "ways out of a tensor": [vars(torch.Tensor).get(key) for key in ("tolist", "__array__", "__dlpack__")],
         "kernels": [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "math")],
         "stance": torch._dynamo.eval_frame._stance.stance,

@@ -62,6 +62,7 @@ def require_backend(value: Any) -> Backend:
     """Return the backend of a tensor, or raise an error that says what fits."""
     backend = backend_of(value)
     if backend is None:
+        require_keras_on_tensorflow(value)
         raise FrameworkError(_not_a_tensor(value))
     return backend
 
@@ -159,7 +160,7 @@ def imported_backends() -> Iterator[Backend]:
 
 
 def require_keras_on_tensorflow(function: Any) -> None:
-    """Raise an error for a Keras model on another backend.
+    """Raise an error for a model or variable of Keras on another backend.
 
     Its layers do not read their variables from where the model keeps them. On PyTorch such a model is a module whose
     parameters have other names and are not those that it computes with: derivatives by them would be missing, and
@@ -169,10 +170,12 @@ def require_keras_on_tensorflow(function: Any) -> None:
     layer = getattr(keras, "Layer", None)
     if keras is None or layer is None:
         return
-    model = function if isinstance(function, layer) else getattr(function, "__self__", None)
-    if isinstance(model, layer) and (backend := keras.backend.backend()) != "tensorflow":
+    kinds = layer, keras.Variable
+    value = function if isinstance(function, kinds) else getattr(function, "__self__", None)
+    if isinstance(value, kinds) and (backend := keras.backend.backend()) != "tensorflow":
+        kind = "model" if isinstance(value, layer) else "variable"
         raise FrameworkError(
-            f"{type(model).__name__} is a Keras model on the {backend} backend, and only Keras on TensorFlow is "
+            f"{type(value).__name__} is a Keras {kind} on the {backend} backend, and only Keras on TensorFlow is "
             "supported; set KERAS_BACKEND=tensorflow before Keras is imported, or read derivatives with respect to its "
             "inputs by giving a function, such as lambda x: model(x)"
         )

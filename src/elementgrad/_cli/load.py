@@ -455,11 +455,20 @@ def _read_safetensors(path: str) -> NamedInputs:
     return inputs
 
 
+DEEPEST = 200
+"""The number of brackets inside one another in JSON. How many Python itself can take depends on its version."""
+
+
 def _parse_json(text: str, source: str, subject: str) -> Any:
-    try:
-        return _wrap_json(json.loads(text), source)
-    except RecursionError:
-        raise InputError(f"{subject} has too many brackets inside one another; give a list of numbers") from None
+    if _depth(text) > DEEPEST:
+        raise InputError(f"{subject} has too many brackets inside one another; give a list of numbers")
+    return _wrap_json(json.loads(text), source)
+
+
+def _depth(text: str) -> int:
+    characters = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+    opened, closed = np.isin(characters, list(b"[{")), np.isin(characters, list(b"]}"))
+    return int(np.cumsum(opened.astype(np.int64) - closed).max(initial=0))
 
 
 def _wrap_json(value: Any, source: str) -> Any:

@@ -2,6 +2,7 @@
 
 import html
 import os
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -234,22 +235,34 @@ class Pattern:
 
     def __str__(self) -> str:
         """Return a picture of at most 16 lines of 32 characters, with a dot where at least one entry is."""
-        return "\n".join([repr(self)[1:-1], *self.picture()])
+        return "\n".join([repr(self)[1:-1], *self.picture(_can_print_braille())])
 
-    def picture(self) -> list[str]:
-        """Return the lines of the picture."""
-        high = max(1, min(4 * MAX_LINES, self.shape[0]))
-        wide = max(1, min(2 * MAX_CHARACTERS, self.shape[1]))
-        dots = np.zeros((-(-high // 4) * 4, -(-wide // 2) * 2), dtype=bool)
+    def picture(self, braille: bool = True) -> list[str]:
+        """Return the lines of the picture. Without `braille`, which has eight dots, a character is one dot."""
+        down, across = DOTS.shape if braille else (1, 1)
+        high = max(1, min(down * MAX_LINES, self.shape[0]))
+        wide = max(1, min(across * MAX_CHARACTERS, self.shape[1]))
+        dots = np.zeros((-(-high // down) * down, -(-wide // across) * across), dtype=bool)
         if self.size:
-            down = self.rows.astype(np.int64) * high // self.shape[0]
-            dots[down, self.columns.astype(np.int64) * wide // self.shape[1]] = True
-        cells = dots.reshape(dots.shape[0] // 4, 4, dots.shape[1] // 2, 2)
+            rows = self.rows.astype(np.int64) * high // self.shape[0]
+            dots[rows, self.columns.astype(np.int64) * wide // self.shape[1]] = True
+        if not braille:
+            return ["".join(np.where(line, "*", ".")) for line in dots]
+        cells = dots.reshape(dots.shape[0] // down, down, dots.shape[1] // across, across)
         return ["".join(map(chr, line)) for line in 0x2800 + np.einsum("iajb,ab->ij", cells, DOTS)]
 
     def _repr_html_(self) -> str:
         picture = "\n".join(self.picture())
         return f"<div>{html.escape(repr(self)[1:-1])}</div><pre style='line-height: 1.1'>{picture}</pre>"
+
+
+def _can_print_braille() -> bool:
+    """Return True unless the terminal has an encoding without such characters, as on many a Windows."""
+    try:
+        "\u28ff".encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def require_room(entries: int) -> None:

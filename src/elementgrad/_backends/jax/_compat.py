@@ -1,5 +1,6 @@
 """Every private name of JAX that this backend relies on, so that an upgrade is one file."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax._src import core as core
 
 # Functions that JAX wraps for its transformations, as in the parameters of an operation with a rule of its own.
 from jax._src import linear_util
+from jax._src.ad_util import Zero
 
 # The named axes of `vmap`, `pmap` and `shard_map` around a function, and whether two lines run in the same trace.
 from jax._src.core import get_axis_env as get_axis_env
@@ -20,6 +22,9 @@ from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 
 # Programs: those inside an equation's parameters, and the parts of one that an output needs.
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
+
+# The transpose of a linear jaxpr; `jax.linear_transpose` traces it once more, which takes most of a small sweep.
+from jax._src.interpreters import ad
 from jax._src.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
 
 # The user's lines and names, kept when an equation is evaluated again.
@@ -30,11 +35,17 @@ from jax._src.source_info_util import user_context as user_context
 # A recorder has tracers of its own. `get_aval` became `typeof`, and tracers compute what they once stored in a slot.
 typeof = getattr(core, "typeof" if hasattr(core, "typeof") else "get_aval")
 TRACERS_STORE_AVAL = "aval" in core.Tracer.__slots__
+TRANSPOSES = list(inspect.signature(ad.backward_pass).parameters)[1:3] == ["transform_stack", "consts"]
 
 
 def is_wrapped_function(value: Any) -> bool:
     """Return True for a Python function in the parameters of an equation."""
     return isinstance(value, linear_util.WrappedFun)
+
+
+def without_consts(jaxpr: Any) -> Any:
+    """Return a jaxpr without the arrays of its constants, which are its first inputs then. Before 0.12 it has none."""
+    return jaxpr.with_consts([]) if getattr(jaxpr, "consts", None) else jaxpr
 
 
 def linear_jaxpr(program: Any, inputs: Sequence[Any], outputs: int) -> Any:
@@ -43,6 +54,23 @@ def linear_jaxpr(program: Any, inputs: Sequence[Any], outputs: int) -> Any:
     if isinstance(jaxpr, core.Jaxpr) and (len(jaxpr.invars), len(jaxpr.outvars)) == (len(inputs), outputs):
         return jaxpr
     return jax.make_jaxpr(program)(*inputs).jaxpr
+
+
+def transpose_linear(program: Any, jaxpr: Any, cotangents: Sequence[Any]) -> list[Any] | None:
+    """Transpose what `jax.linearize` returned, operation by operation; return None if it is made in another way here.
+
+    A cotangent that is None is zero.
+    """
+    held: Any = getattr(program, "args", ())
+    is_inside = next(iter(getattr(program.func, "args", ())), None) is jaxpr
+    if not TRANSPOSES or not is_inside or len(held) != 1 or len(held[0]) != len(jaxpr.constvars):
+        return None
+    inputs = [ad.UndefinedPrimal(variable.aval) for variable in jaxpr.invars]
+    seeds = [
+        Zero(variable.aval.to_tangent_aval()) if seed is None else seed
+        for variable, seed in zip(jaxpr.outvars, cotangents, strict=True)
+    ]
+    return [ad.instantiate_zeros(x) for x in ad.backward_pass(jaxpr, False, held[0], inputs, seeds)]
 
 
 def has_jvp_rule(equation: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elementgrad._backends.autodiff import (
     Function,
@@ -17,7 +18,13 @@ from elementgrad._backends.autodiff import (
     UnsupportedError,
     reason,
 )
-from elementgrad._backends.jax._compat import dce_jaxpr, is_missing_rule, jaxprs_in_params, linear_jaxpr
+from elementgrad._backends.jax._compat import (
+    dce_jaxpr,
+    is_missing_rule,
+    jaxprs_in_params,
+    linear_jaxpr,
+    transpose_linear,
+)
 from elementgrad._backends.jax.compile_cache import Program, can_compile, find_or_make
 from elementgrad._backends.jax.program import bind_cached, communicating_axes, evaluate, is_reverse_only, shift
 from elementgrad._backends.jax.sharding import make_varying, mapped_axes, varying_axes
@@ -77,9 +84,10 @@ class JaxLinearization(Linearization):
 
     jvp_transposes_vjp = True
 
-    def __init__(self, run: Function, inputs: Sequence[Array]):
+    def __init__(self, run: Function, inputs: Sequence[Array], traceable: bool = True):
         self.inputs = inputs
         self._run = run
+        self._traceable = traceable
         self._compiled: tuple[CompiledLinearization, list[Array]] | None = None
         self._is_compiled = False
         self._sweeps: dict[Any, Sweep] = {}
@@ -97,7 +105,7 @@ class JaxLinearization(Linearization):
         self._like = [x if isinstance(x, jax.core.Tracer) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
 
     def _linearize(self, run: Function) -> None:
-        if can_compile(self.inputs):
+        if self._traceable and can_compile(self.inputs):
             try:
                 program = jax.make_jaxpr(run)(*self.inputs)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # it branches in Python on values
@@ -120,16 +128,29 @@ class JaxLinearization(Linearization):
         self._linear, self._sweeps, self._is_compiled = shared.linear, shared.sweeps, True
 
     @classmethod
-    def of(cls, run: TensorFunction, inputs: Sequence[Array | None]) -> "JaxLinearization":
-        """Evaluate a function at its inputs; the input that stands for an activation is a change of it, at zero."""
+    def of(
+        cls,
+        run: TensorFunction,
+        inputs: Sequence[Array | None],
+        zeros: Sequence[Array] | None = None,
+        traceable: bool = True,
+    ) -> "JaxLinearization":
+        """Evaluate a function at its inputs; the input that stands for an activation is a change of it, at zero.
+
+        `zeros` are such changes, if their shapes are known; otherwise a run finds them. With `traceable=False` the
+        function is not traced first, since it is known to fail then.
+        """
         if not any(x is None for x in inputs):
-            return cls(run, inputs)  # type: ignore[arg-type]
+            return cls(run, inputs, traceable)  # type: ignore[arg-type]
         is_activation = [x is None for x in inputs]
 
         def run_changed(*xs: Array) -> Sequence[Array]:
             return run(*[partial(_add_change, x) if new else x for x, new in zip(xs, is_activation, strict=True)])
 
-        return cls(run_changed, _fill_in_changes(run, inputs))
+        if zeros is None:
+            return cls(run_changed, _fill_in_changes(run, inputs), traceable)
+        known = [zero if x is None else x for x, zero in zip(inputs, zeros, strict=True)]
+        return cls(run_changed, known, traceable)
 
     def gradient(self, output: int, seed: Array) -> "JaxLinearization":
         def gradient(*xs: Array) -> tuple[Array, ...]:
@@ -145,6 +166,22 @@ class JaxLinearization(Linearization):
 
         derivatives = self._sweep(("reverse", output, *inputs), self._make_vjp(output, inputs), seeds)
         return [derivative if path else None for derivative, path in zip(derivatives, paths, strict=True)]
+
+    def vjp_of_element(self, output: int, inputs: Sequence[int], index: tuple[int, ...]) -> list[Array | None] | None:
+        key, y = ("reverse", output, *inputs), self.outputs[output]
+        if self._is_compiled or key in self._ran_once or not can_compile((*self.inputs, y)):
+            return None
+        seed = np.zeros(y.shape, y.dtype)
+        seed[index] = 1
+        seeds = [jnp.asarray(seed) if number == output else None for number in range(len(self.outputs))]
+        try:
+            derivatives = transpose_linear(self._program, self._linear.jaxpr, seeds)
+        except Exception as error:
+            raise UnsupportedError(reason(error)) from error
+        if derivatives is None:
+            return None
+        self._ran_once.add(key)
+        return [derivatives[i] if i in self.paths[output] else None for i in inputs]
 
     def compile_vjp(self, output: int, inputs: Sequence[int]) -> Callable[[Array], list[Array]]:
         """Return a compiled sweep back from one seed that makes the derivatives for some inputs, and no others."""
@@ -181,6 +218,8 @@ class JaxLinearization(Linearization):
                 self._compile()
                 batched = self._jitted((*key, "batch"), lambda: jax.vmap(sweep, (None, 0)))
                 return batched(self._program, seeds)
+            except FloatingPointError:  # the user has turned on `jax_debug_nans`, and the other direction is no answer
+                raise
             except Exception as error:
                 raise NotBatchableError(reason(error)) from error
         if self._is_compiled or key in self._ran_once:  # else compiling pays from the second time on
@@ -190,6 +229,8 @@ class JaxLinearization(Linearization):
             one = _sweep_one(sweep)
         try:
             return one(self._program, seeds)
+        except FloatingPointError:
+            raise
         except Exception as error:
             raise UnsupportedError(reason(error)) from error
 
@@ -212,6 +253,8 @@ class JaxLinearization(Linearization):
                 )
             return sparsity.pattern_everywhere(partial(self._output_at, output, input), self.inputs[input])
         except ElementgradError:
+            raise
+        except FloatingPointError:  # of jax_debug_nans, which the user turned on
             raise
         except Exception as error:  # it has run with numbers, so that this is about their absence
             raise UnsupportedError(reason(error)) from error
@@ -245,12 +288,12 @@ class LinearProgram:
     """The equations of a linear program, and what follows from them for every sweep."""
 
     def __init__(self, jaxpr: Any):
-        self._jaxpr = jaxpr
+        self.jaxpr = jaxpr
 
     @cached_property
     def peak_bytes(self) -> int:
         """The bytes of the largest intermediate result."""
-        return max(map(_bytes, _iter_results(self._jaxpr)), default=0)
+        return max(map(_bytes, _iter_results(self.jaxpr)), default=0)
 
     @cached_property
     def reverse_only(self) -> str:
@@ -260,16 +303,16 @@ class LinearProgram:
         element is what `jax.grad` gives to each member, while a forward sweep would move the same element of all of
         them at once, which is another number.
         """
-        if is_reverse_only(self._jaxpr):
+        if is_reverse_only(self.jaxpr):
             return REVERSE_ONLY
-        axes = communicating_axes(self._jaxpr, mapped_axes())
+        axes = communicating_axes(self.jaxpr, mapped_axes())
         return f"a forward sweep varies all members of the axis {min(map(str, axes))!r} at once" if axes else ""
 
     @cached_property
     def paths(self) -> list[set[int]]:
         """For each output, the inputs that its derivative is computed from."""
-        count = len(self._jaxpr.outvars)
-        used = [dce_jaxpr(self._jaxpr, [o == output for o in range(count)])[1] for output in range(count)]
+        count = len(self.jaxpr.outvars)
+        used = [dce_jaxpr(self.jaxpr, [o == output for o in range(count)])[1] for output in range(count)]
         return [{i for i, is_used in enumerate(inputs) if is_used} for inputs in used]
 
 

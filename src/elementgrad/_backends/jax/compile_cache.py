@@ -15,7 +15,14 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from elementgrad._backends.jax._compat import core, has_jvp_rule, is_wrapped_function, trace_jvp_rule, with_jvp_rule
+from elementgrad._backends.jax._compat import (
+    core,
+    has_jvp_rule,
+    is_wrapped_function,
+    trace_jvp_rule,
+    with_jvp_rule,
+    without_consts,
+)
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate
 
 Made = TypeVar("Made")
@@ -48,12 +55,12 @@ def find_or_make(program: ClosedJaxpr, make: Callable[[Program], Made]) -> tuple
         key, jaxpr = spelling.spell(program.jaxpr, program.consts, opens=True)
     except _IncomparableError:
         return None
-    return _make(make, _Key(key, hash(key), jaxpr)), spelling.arrays
+    return _make(make, _Key(key, hash(key), jaxpr, len(program.consts))), spelling.arrays
 
 
 @lru_cache(maxsize=SIZE)
 def _make(make: Callable[[Program], Made], key: "_Key") -> Made:
-    jaxpr, count = key.jaxpr, len(key.jaxpr.constvars)
+    jaxpr, count = key.jaxpr, key.consts
 
     def run(operands: Sequence[Any], *inputs: Any) -> list[Any]:
         def step(equation: Any, values: list[Any]) -> Sequence[Any]:
@@ -70,8 +77,11 @@ def _make(make: Callable[[Program], Made], key: "_Key") -> Made:
 class _Key:
     """A program as a key: equal if it is spelled the same, whatever its variables are."""
 
-    def __init__(self, spelled: Hashable, hashed: int, jaxpr: Any):
-        self._spelled, self._hashed, self.jaxpr = spelled, hashed, jaxpr
+    def __init__(self, spelled: Hashable, hashed: int, jaxpr: Any, consts: int):
+        self._spelled, self._hashed = spelled, hashed
+        self.jaxpr = jaxpr
+        self.consts = consts
+        """How many of the operands are constants of the jaxpr itself."""
 
     def __hash__(self) -> int:
         return self._hashed
@@ -123,7 +133,8 @@ class _Spelling:
             changed = changed or parameters is not equation.params
             equations.append(equation if parameters is equation.params else equation.replace(params=parameters))
         outputs = tuple([self._atom(atom, numbers) for atom in jaxpr.outvars])
-        return (types, tuple(rows), outputs), jaxpr.replace(eqns=equations) if changed else jaxpr
+        jaxpr = jaxpr.replace(eqns=equations) if changed else jaxpr
+        return (types, tuple(rows), outputs), without_consts(jaxpr)
 
     def _atom(self, atom: Any, numbers: dict[Any, int]) -> Hashable:
         if not isinstance(atom, Literal):

@@ -82,6 +82,7 @@ class JaxBackend(Backend):
     """The operations of `Backend` on `jax.Array`, tracers included."""
 
     name = "jax"
+    records_programs = True
     conjugates = True
 
     def __init__(self) -> None:

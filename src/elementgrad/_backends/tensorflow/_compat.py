@@ -35,6 +35,10 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.eager.polymorphic_function.tf_method_target import TfMethodTarget as TfMethodTarget
 from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies as AutomaticControlDependencies
 
+# Gradients: functions that bring their own, and those registered for each type of operation.
+from tensorflow.python.framework.ops import get_gradient_function as get_gradient_function
+from tensorflow.python.ops import custom_gradient as custom_gradient
+
 # Operations as they run: callbacks on each, their definitions, and values that leave TensorFlow or enter it.
 from tensorflow.python.framework import constant_op as constant_op
 from tensorflow.python.framework import op_callbacks as op_callbacks
@@ -96,6 +100,14 @@ def variable_dtype(handle: Any) -> Any:
     data: Any = getattr(handle, "_handle_data", None)
     known = data is not None and data.is_set and len(data.shape_and_type) == 1
     return tf.as_dtype(data.shape_and_type[0].dtype) if known else None
+
+
+def registered_gradient(op: Any) -> Any:
+    """Return the gradient function of an operation of a graph; None if no derivative flows through it."""
+    try:
+        return get_gradient_function(op)
+    except LookupError:  # a tape raises it when a sweep comes through here
+        return LookupError
 
 
 def keras_backend() -> Any:
@@ -176,3 +188,19 @@ def copy_keras_mask(source: Any, target: Any) -> None:
     mask = getattr(source, "_keras_mask", None)
     if mask is not None:
         target._keras_mask = mask
+
+
+# Watching `fit`: what its training step calls.
+def compute_loss_of(model: Any) -> Any:
+    """Return the method by which a training step computes the loss: the private one also tracks metrics."""
+    return getattr(model, "_compute_loss", model.compute_loss)
+
+
+def takes_training(model: Any) -> bool:
+    """Return True if a training step calls the model with `training=True`."""
+    return bool(getattr(model, "_call_has_training_arg", True))
+
+
+def tensor_id(x: Any) -> int:
+    """Return the number that TensorFlow gives to a tensor or handle."""
+    return int(x._id)

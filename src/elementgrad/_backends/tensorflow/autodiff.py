@@ -86,9 +86,11 @@ class TensorflowLinearization(Linearization):
         with isolated():
             for tape in tapes:
                 enter(tape)
-                tape.watch([x for x in sources if not isinstance(x, _ActivationTap)])
+                for x in sources:
+                    if not isinstance(x, _ActivationTap):
+                        tape.watch(x)
             arguments = [None if held else x for x, held in zip(sources, run.held, strict=True)]
-            outputs = [tf.convert_to_tensor(y) for y in run(*arguments)]
+            outputs = [y if isinstance(y, tf.Tensor) else tf.convert_to_tensor(y) for y in run(*arguments)]
 
         def relinearize(number: int, x: Tensor) -> "TensorflowLinearization":
             is_argument = inputs[number] is not None and not run.held[number]
@@ -253,8 +255,13 @@ class _ActivationTap:
 
 
 def _vjp(tape: Any, y: Tensor, xs: Sequence[Tensor], seed: Tensor | None) -> list[Tensor | None]:
-    gradients = tape.gradient(y, xs, output_gradients=seed)
-    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    # TensorFlow packs a list of results anew several times, which takes as long as some small sweeps.
+    alone = len(xs) == 1
+    gradients = tape.gradient(y, xs[0] if alone else xs, output_gradients=seed)
+    return [
+        gradient if gradient is None or isinstance(gradient, tf.Tensor) else tf.convert_to_tensor(gradient)
+        for gradient in ([gradients] if alone else gradients)
+    ]
 
 
 def _jvp(tape: Any, x: Tensor, y: Tensor, seed: Tensor) -> Tensor | None:

@@ -164,8 +164,9 @@ def _install(replace: Replace) -> None:
         _wrap(replace, module, name, _save_handle)
     _wrap(replace, Context, "call_function", _save_inputs)
     layer = getattr(sys.modules.get("keras"), "Layer", None)
-    for name in LOSSES if hasattr(layer, LOSSES[-1]) else ():
-        _wrap(replace, layer, name, _save_losses)
+    if hasattr(layer, LOSSES[-1]):
+        for name, before in zip(LOSSES, (_save_losses, _save_losses_to_clear), strict=True):
+            _wrap(replace, layer, name, before)
     seeds = getattr(context.context(), "_rng", None)
     if seeds is not None:
         replace(context.context(), "_rng", _DerivedSeeds(seeds))
@@ -208,6 +209,12 @@ def _save(handle: Any, dtype: Any) -> None:
 def _save_losses(layer: Any, *_: Any, **__: Any) -> None:
     for saved in _local.saved:
         saved.save_losses(layer)
+
+
+def _save_losses_to_clear(layer: Any, *_: Any, **__: Any) -> None:
+    # Each call of a model clears the losses of all its layers, most of which have none.
+    if layer._losses or layer._loss_ids:
+        _save_losses(layer)
 
 
 def _save_inputs(_: Any, name: Any, inputs: Any, *__: Any, **___: Any) -> None:

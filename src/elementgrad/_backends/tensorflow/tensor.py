@@ -173,6 +173,7 @@ class TensorflowBackend(Backend):
     """The operations of `Backend` on `tf.Tensor` and `tf.Variable`, eager or inside `tf.function`."""
 
     name = "tensorflow"
+    records_programs = True
 
     def __init__(self) -> None:
         super().__init__(TensorflowEdit(self), TensorflowNames())

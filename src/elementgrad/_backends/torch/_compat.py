@@ -451,13 +451,9 @@ def storage_key(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def upsample(name: str, x: torch.Tensor, size: int, scale: float | None, *corners: bool) -> torch.Tensor:
-    """Resize the last axis of a stack of vectors, with the scale that the caller gave and not the ratio of sizes."""
-    return getattr(torch.ops.aten, name).default(x, [size], *corners, scale)
-
-
-def upsample_cubic(x: torch.Tensor, size: int, corners: bool, scale: float | None) -> torch.Tensor:
-    return torch.ops.aten.upsample_bicubic2d.default(x, [size, 1], corners, scale, None)
+def upsample(name: str, x: torch.Tensor, sizes: list[int], scales: list[float | None], *corners: bool) -> torch.Tensor:
+    """Resize the last axes of a tensor, with the scales that the caller gave and not the ratios of sizes."""
+    return getattr(torch.ops.aten, name).default(x, sizes, *corners, *scales)
 
 
 def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -497,3 +493,17 @@ def call_module(module: Any) -> Callable[..., Any]:
 def is_compiled_wrapper(module: Any) -> bool:
     """Return True for what `torch.compile(model)` returns."""
     return type(module).__module__.startswith("torch._dynamo.")
+
+
+def optimizer_hooks(optimizer: Any) -> tuple[Any, Any]:
+    """Return the hooks that an optimizer calls before and after a step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def forward_hooks(module: Any) -> Any:
+    return module._forward_hooks
+
+
+def forward_pre_hooks_with_kwargs(module: Any) -> tuple[Any, Any]:
+    """Return the two places that a hook must be in to get keyword arguments, in the order to put it there."""
+    return module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks

@@ -75,10 +75,15 @@ def _resize(kernel: str, x: Tensor, a: Arguments, axis: int, count: int, size: i
         scales = [
             a.get(name) for name in (("scales",) if count == 1 else ("scales_d", "scales_h", "scales_w")[-count:])
         ]
-    if kernel == "cubic":
-        return _compat.upsample_cubic(x.unsqueeze(-1), size, a["align_corners"], scales[axis]).squeeze(-1)
-    corners = [a["align_corners"]] if "linear" in kernel else []
-    return _compat.upsample(kernel, x, size, scales[axis], *corners)
+    corners = [a["align_corners"]] if "linear" in kernel or "cubic" in kernel else []
+    # The kernels for one, two and three axes round differently, and a weight that is zero in one of them can be 1e-8 in
+    # another. So the operation itself runs, with one pixel along all other axes.
+    pixels = x.reshape(x.shape[:2] + tuple([x.shape[-1] if i == axis else 1 for i in range(count)]))
+    sizes = [size if i == axis else 1 for i in range(count)]
+    resized = _compat.upsample(
+        kernel, pixels, sizes, [scales[i] if i == axis else None for i in range(count)], *corners
+    )
+    return resized.reshape(*x.shape[:2], size)
 
 
 def _repeat_border(x: Tensor, a: Arguments, axis: int, count: int, size: int) -> Tensor:
@@ -90,16 +95,15 @@ def _names(*stems: str) -> list[str]:
     return [f"{stem}{count}d" for stem in stems for count in (1, 2, 3)]
 
 
+RESIZES = (
+    *_names("upsample_nearest", "_upsample_nearest_exact"),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+)
 PROBES: dict[str, Probe] = {
     **dict.fromkeys(_names("avg_pool"), _average),
     **dict.fromkeys(("adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"), _adapt),
     **dict.fromkeys(("adaptive_max_pool2d", "adaptive_max_pool3d"), _adapt),
-    **dict.fromkeys(_names("upsample_nearest"), partial(_resize, "upsample_nearest1d")),
-    **dict.fromkeys(_names("_upsample_nearest_exact"), partial(_resize, "_upsample_nearest_exact1d")),
-    **dict.fromkeys(
-        ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), partial(_resize, "upsample_linear1d")
-    ),
-    "upsample_bicubic2d": partial(_resize, "cubic"),
+    **{name: partial(_resize, name) for name in RESIZES},
     **dict.fromkeys(_names("replication_pad"), _repeat_border),
 }
 """Of `adaptive_max_pool` the windows, which are those of the average: its result is one element of each."""

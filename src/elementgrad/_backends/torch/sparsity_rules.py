@@ -473,7 +473,7 @@ def _unsample(call: OpCall, ids: Ids, x: Tensor, grid: Tensor) -> Ids:
 
 def distance_backward(call: OpCall) -> Results:
     """The gradient of the distances of each row to all others: all coordinates of a row mix."""
-    ids = call.ids(call["grad"])
+    ids = call.ids(next(iter(call.arguments.values())))  # `grad`, or `grad_output` since 2.15
     if ids is None or any(call.ids(call[name]) is not None for name in ("x1", "x2")):
         return None
     return [np.broadcast_to(call.sets.reduce(ids, [-1], keepdims=True), call.shape)]

@@ -496,8 +496,8 @@ diagnosis.value, diagnosis.sentence, diagnosis.fix
 
 
 # %% routed: usual
-# Add the losses up. Each entry hears both. (The same answer scores ten
-# targets against one row.)
+# Add the losses up. Each entry gets both gradients. (The same answer scores
+# ten targets against one row.)
 @jax.jit
 @jax.grad
 def both(words):

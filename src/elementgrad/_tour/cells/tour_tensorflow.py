@@ -462,8 +462,8 @@ diagnosis = eg.explain(
 diagnosis.value, diagnosis.sentence, diagnosis.fix
 
 # %% routed: usual
-# Add the losses up. Each entry hears both. (The same answer scores ten
-# targets against one row, and raises.)
+# Add the losses up. Each entry gets both gradients. (The same answer scores
+# ten targets against one row, and raises.)
 table = reader.get_layer("embedding").embeddings
 with tf.GradientTape() as tape:
     each = losses(1, 43, 2, 18, 0)

@@ -467,8 +467,8 @@ diagnosis = eg.explain(
 diagnosis.value, diagnosis.sentence, diagnosis.fix
 
 # %% routed: usual
-# Add the losses up. Each entry hears both. (The same answer scores ten
-# targets against one row, and raises.)
+# Add the losses up. Each entry gets both gradients. (The same answer scores
+# ten targets against one row, and raises.)
 each = losses(1, 43, 2, 18, 0)
 (slope,) = torch.autograd.grad(each[2] + each[5], reader.embedding.weight)
 the, a = slope[0, 12], slope[1, 25]
