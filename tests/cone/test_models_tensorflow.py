@@ -8,6 +8,7 @@ import pytest
 
 import elementgrad as eg
 from elementgrad._read.cone import ConeLinearization
+from tests.support.keras_models import computing_in
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
@@ -16,12 +17,10 @@ Shape = tuple[int, ...]
 
 
 @pytest.fixture(autouse=True)
-def _float64():
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_floatx(before)
+def _float64() -> Iterator[None]:
+    with computing_in("float64"):
+        keras.utils.set_random_seed(0)
+        yield
 
 
 def sequential(shape: Shape, *parts: Any) -> Any:

@@ -9,19 +9,15 @@ import pytest
 import tensorflow as tf
 
 import elementgrad as eg
-from tests.support.keras_models import MODELS, input_of
+from tests.support.keras_models import MODELS, computing_in, input_of
 
 Layer = keras.layers.Layer
 
 
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")  # a policy that was made once stays, whatever the float type is
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
+    with computing_in("float64"):
+        yield
 
 
 def layers_of(layer: Any, path: str = "") -> Iterator[tuple[str, Layer]]:

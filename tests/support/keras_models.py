@@ -1,7 +1,8 @@
 """Small Keras models with the layouts that people build: residual, attention, recurrent and U-shaped nets, in each of
 Keras's forms. Layers are named, weights are drawn from a seed, and everything is in Keras's float type."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -12,6 +13,19 @@ from keras import layers
 import elementgrad as eg
 
 Model = keras.Model
+
+
+@contextmanager
+def computing_in(dtype: str) -> Iterator[None]:
+    """Let new models compute in a dtype. A policy that was set once stays, whatever the float type is."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
 
 
 def drawn(model: Model, seed: int = 0) -> Model:

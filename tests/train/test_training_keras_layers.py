@@ -220,11 +220,8 @@ def test_made_layers_and_places(data):
 @pytest.fixture(params=DTYPES)
 def dtype(request):
     """What models are made of."""
-    keras.config.set_floatx(request.param)
-    keras.config.set_dtype_policy(request.param)
-    yield request.param
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
+    with keras_models.computing_in(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("name", keras_models.MODELS)

@@ -174,10 +174,8 @@ class JaxLinearization(Linearization):
         seed = np.zeros(y.shape, y.dtype)
         seed[index] = 1
         seeds = [jnp.asarray(seed) if number == output else None for number in range(len(self.outputs))]
-        try:
+        with _raise_as(UnsupportedError):
             derivatives = transpose_linear(self._program, self._linear.jaxpr, seeds)
-        except Exception as error:
-            raise UnsupportedError(reason(error)) from error
         if derivatives is None:
             return None
         self._ran_once.add(key)
@@ -214,25 +212,17 @@ class JaxLinearization(Linearization):
 
     def _sweep(self, key: Any, sweep: Sweep, seeds: Array) -> Sequence[Array]:
         if len(seeds) > 1:
-            try:
+            with _raise_as(NotBatchableError):
                 self._compile()
                 batched = self._jitted((*key, "batch"), lambda: jax.vmap(sweep, (None, 0)))
                 return batched(self._program, seeds)
-            except FloatingPointError:  # the user has turned on `jax_debug_nans`, and the other direction is no answer
-                raise
-            except Exception as error:
-                raise NotBatchableError(reason(error)) from error
         if self._is_compiled or key in self._ran_once:  # else compiling pays from the second time on
             one = self._jitted(key, lambda: _sweep_one(sweep))
         else:
             self._ran_once.add(key)
             one = _sweep_one(sweep)
-        try:
+        with _raise_as(UnsupportedError):
             return one(self._program, seeds)
-        except FloatingPointError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(reason(error)) from error
 
     def _jitted(self, key: Any, make: Callable[[], Sweep]) -> Sweep:
         if key not in self._sweeps:
@@ -244,7 +234,7 @@ class JaxLinearization(Linearization):
 
         if input not in self.paths[output]:
             return None
-        try:
+        with _raise_as(UnsupportedError):  # it has run with numbers, so that an error is about their absence
             if local:
                 xs, program = self.inputs, self._program
                 zeros = [make_varying(jnp.zeros_like(x), varying_axes(x)) for x in xs]
@@ -252,12 +242,6 @@ class JaxLinearization(Linearization):
                     lambda t: program(*zeros[:input], t, *zeros[input + 1 :])[output], xs[input]
                 )
             return sparsity.pattern_everywhere(partial(self._output_at, output, input), self.inputs[input])
-        except ElementgradError:
-            raise
-        except FloatingPointError:  # of jax_debug_nans, which the user turned on
-            raise
-        except Exception as error:  # it has run with numbers, so that this is about their absence
-            raise UnsupportedError(reason(error)) from error
 
     def _output_at(self, output: int, input: int, x: Array) -> Array:
         return self._run(*[x if i == input else other for i, other in enumerate(self.inputs)])[output]
@@ -319,6 +303,18 @@ class LinearProgram:
 def _sweep_one(sweep: Sweep) -> Sweep:
     """Return a sweep from a batch of one seed to batches of one derivative."""
     return lambda program, seeds: [derivative[None] for derivative in sweep(program, seeds[0])]
+
+
+@contextmanager
+def _raise_as(kind: type[Exception]) -> Iterator[None]:
+    """Raise what goes wrong in a sweep as an error that lets the caller try another way."""
+    try:
+        yield
+    except (ElementgradError, FloatingPointError):
+        # A floating-point error is that of `jax_debug_nans`: the user wants to see it, and another way is no answer.
+        raise
+    except Exception as error:
+        raise kind(reason(error)) from error
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class KerasModel(Model):
             places[id(tensor)] += [f"inputs.{tensor.name}", f"inputs.{index}"]
         return {tensor.name: places[id(tensor)] for tensor in functional.inputs}
 
-    def other_names(self) -> Iterable[str]:
+    def aliases(self) -> Mapping[str, str]:
         return self._attribute_paths()
 
     def canonical_name(self, name: str) -> str:
