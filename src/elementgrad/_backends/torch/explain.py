@@ -44,7 +44,7 @@ from elementgrad._explain.trace import (
     uneven_weights,
 )
 from elementgrad._names import pytree
-from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad.errors import UnconnectedError
 
 Tensor = torch.Tensor
 
@@ -487,7 +487,7 @@ def _multiple(total: Tensor, gradient: Tensor) -> int:
 STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
 
 
-def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport | None:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
     recorder = TorchOpRecorder(lambda x: x.requires_grad, TorchModel(function))
     requests = recorder.requests
@@ -584,14 +584,11 @@ def _first_op(recorder: TorchOpRecorder, target: int) -> Op | None:
     return first
 
 
-def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -> LiveReport:
-    """Report what a step that raised nothing did to the gradient of a tensor."""
+def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -> LiveReport | None:
+    """Report what a step that raised nothing did to the gradient of a tensor; None if it computed no gradient."""
     requests = recorder.requests
     if requests.target is None:
-        raise PlaceError(
-            "the step ran and did not call backward(), so there is nothing to explain; to explain a function give "
-            "its arguments, as in eg.explain(f, x)"
-        )
+        return None
     if wrt is None:
         return LiveReport("flows", **STEP_NAMES)
     names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
