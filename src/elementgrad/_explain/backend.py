@@ -52,10 +52,13 @@ class ExplainBackend(ABC):
             "eg.explain(f, x)"
         )
 
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport | None:
+    def report_step(
+        self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+    ) -> LiveReport | None:
         """Run the user's training step as it is, and report why it raised or what gradient a tensor got.
 
-        Returns None if it computes no gradient, or if steps cannot be watched.
+        With positions, report on these elements of the tensor. Return None if the step computes no gradient, or if
+        steps cannot be watched.
         """
         return None
 
