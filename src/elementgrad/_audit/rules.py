@@ -106,7 +106,9 @@ class _Line:
         """
         numbers, x, y = self._numbers, self._op.operands[self._operand], self._op.results[self._result]
         arrays = [numbers.array(x), numbers.array(y)]
-        names = ["bfloat16" if numbers.is_bfloat16(t) else a.dtype.name for t, a in zip((x, y), arrays, strict=True)]
+        names = [
+            "bfloat16" if numbers.dtype(t) == "bfloat16" else a.dtype.name for t, a in zip((x, y), arrays, strict=True)
+        ]
         here, value = float(arrays[0].reshape(-1)[self._flat]), float(arrays[1].reshape(-1)[self._position])
         dtype = max(names, key=EPSILON.__getitem__)
         line = LineFunctions(self._at, np.array([value]), here, dtype, max(abs(gradient), abs(value), 1e-30))
