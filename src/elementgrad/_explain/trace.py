@@ -151,6 +151,10 @@ class Numbers:
         """Return a context in which operations run in float64."""
         return self._backend.precision("float64")
 
+    def is_bfloat16(self, x: Tensor) -> bool:
+        """Return True for a tensor of bfloat16, which `array` gives in float32."""
+        return self.dtype(x) == "bfloat16"
+
     def at(self, like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
         """Return values at flat positions of a tensor like another, and zeros elsewhere."""
         flat = np.zeros(int(np.prod(like.shape, dtype=int)))
