@@ -573,14 +573,14 @@ def _report_finished(
     if requests.gradient is not None:
         value = _take(dense(requests.gradient), positions)
         if requests.accumulated is not None:
-            hint = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
-            return LiveReport("mismatch", None, hint, value=value, wrt="the tensor")
+            before = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
+            return LiveReport("mismatch", None, before, value=value, wrt="the tensor")
         if (verdict := NUMBERS.verdict(value)) == "flows":
             return LiveReport("flows", value=value, wrt="the tensor")
         step = _step_trace(recorder, root)
         graph = None if step is None else step.graph
         return LiveReport(verdict, graph, value=value, step=step, positions=positions, wrt="the tensor")
-    hint = None
+    hint: Hint | None = None
     if not wrt.requires_grad:
         normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
         statistic = normed and not isinstance(wrt, torch.nn.Parameter)
