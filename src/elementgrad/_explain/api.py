@@ -374,6 +374,8 @@ class Explanation(pytree.Leaf):
             finding.variant = CONSTANT
         if finding.cause is None and path is not None:
             finding.evidence += [hint.evidence for hint in path.graph.hints if hint.cause is None]
+        if path is not None and finding.cause != "out-of-range":
+            finding.evidence += dict.fromkeys([op.misses for op in path.graph.ops if op.misses and path.is_between(op)])
         finding.evidence += self._failures
         return Diagnosis.made(verdict, finding, path, self._backend.name, *self._names, value=self._value)
 
