@@ -29,7 +29,7 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, StepTrace, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -61,7 +61,8 @@ def explain(
 
     Give a function or model with its arguments, and name both sides as for `eg.grad`. On PyTorch also live tensors,
     `eg.explain(of=loss, wrt=x)`. On PyTorch and TensorFlow also a training step that takes nothing, `eg.explain(step)`,
-    which is run as it is: the answer says why it raises, or why its tape gives None.
+    which is run as it is: the answer says why it raises, or why the gradient of `wrt`, a tensor or some elements of
+    one, is None, zero or not finite.
 
     Args:
         f: The function or model; left out for live tensors.
@@ -435,11 +436,11 @@ def _with_index(name: str, place: Place) -> str:
 
 
 def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
-    tensor = None if wrt is None else parse_place(wrt).tensor
-    if wrt is not None and tensor is None:
+    place = Place() if wrt is None else parse_place(wrt)
+    if wrt is not None and place.tensor is None:
         raise PlaceError(f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself")
-    backend = backend_for_step(f, tensor)
-    return _from_report(backend.load("explain").report_step(f, tensor), backend.name)
+    backend = backend_for_step(f, place.tensor)
+    return _from_report(backend.load("explain").report_step(f, *_tensor_and_positions(place)), backend.name)
 
 
 def _explain_live(of: Any, wrt: Any) -> Diagnosis:
@@ -470,6 +471,8 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
         finding = CauseFinding.of_hint(report.hint)
     elif path is None:
         finding = CauseFinding(None)
+    elif report.step is not None:
+        finding = _follow_step(report, report.step, path)
     elif report.verdict == "zero":
         finding = why_zero(path, None, None, False, 0.0, FurtherEvidence(lambda: report.cotangents))
         if finding.cause in UNRELATED_CAUSES:  # a detach leaves no trace in a graph
@@ -482,3 +485,20 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     else:
         finding = why_unconnected(path, None)
     return Diagnosis.made(report.verdict, finding, path, framework, value=report.value, **names)
+
+
+def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFinding:
+    """Find why the gradient that a step computed is zero or not finite, by its operations alone."""
+    numbers = step.numbers
+    size = int(np.prod(tuple(step.target.shape), dtype=int))
+    positions = report.positions
+    if positions is None:
+        positions = np.arange(int(np.prod(tuple(step.source.shape), dtype=int)))
+    replay = Replay(step, np.arange(size), np.ones(size), positions)
+    if report.verdict == "nonfinite":
+        finite = bool(np.isfinite(numbers.array(step.target)).all())
+        return why_nonfinite(path, replay.finite_flags(), replay.cotangents() if finite else None, finite)
+    tangents, reached = replay.tangents() or (None, None)
+    reaches = None if reached is None else float(np.abs(reached).max(initial=0.0))
+    further = FurtherEvidence(replay.cotangents, replay.gradient_size_in_float64, overlap=replay.overlap)
+    return why_zero(path, tangents, reaches, False, EPSILON[str(numbers.array(step.source).dtype)], further)

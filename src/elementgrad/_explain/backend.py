@@ -52,8 +52,13 @@ class ExplainBackend(ABC):
             "eg.explain(f, x)"
         )
 
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        """Run the user's training step as it is, and report why it raised or what gradient a tensor got."""
+    def report_step(
+        self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+    ) -> LiveReport:
+        """Run the user's training step as it is, and report why it raised or what gradient a tensor got.
+
+        With `positions` only these elements of the tensor count.
+        """
         raise FrameworkError(f"a step of {self.name} cannot be watched; give the loss as a function, eg.explain(f, x)")
 
 

@@ -7,7 +7,7 @@ cotangents and dependence are followed through the record (`replay.py`) without 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -241,6 +241,29 @@ class Trace(ABC):
         """
 
 
+class StepTrace(Trace):
+    """A training step that ran as it is, from a tensor to the loss that it got its gradient from."""
+
+    def __init__(
+        self,
+        graph: OpGraph[Any],
+        numbers: Numbers,
+        source: Tensor,
+        target: Tensor,
+        following: Callable[[], AbstractContextManager[Any]],
+        later_ids: Sequence[int] = (),
+    ):
+        self.graph, self.numbers, self.source, self.target = graph, numbers, source, target
+        self.later_ids = later_ids
+        self._following = following
+
+    def following(self) -> AbstractContextManager[Any]:
+        return self._following()
+
+    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+        raise NotImplementedError("the gradient of a step is the one that it computed")
+
+
 class Record(ABC):
     """One run of the user's function, from which all questions about it are answered."""
 
@@ -264,6 +287,10 @@ class LiveReport:
     value: Tensor | None = None
     cotangents: Sequence[CotangentSizes | None] | None = None
     """For each operation of the graph, where the gradient is zero or not finite."""
+    step: StepTrace | None = None
+    """The step, to follow it again, where the gradient is zero or not finite."""
+    positions: np.ndarray | None = None
+    """The elements of the step's source that are asked about; None for all."""
 
 
 LEAF_WRITE = "a write in place to a leaf"

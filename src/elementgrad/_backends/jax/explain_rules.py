@@ -241,7 +241,27 @@ def op_word(name: str) -> str:
 
 
 def is_user_function(params: Mapping[str, Any]) -> bool:
-    return is_user_file(_called_function(params)[1])
+    """Return True if a call runs a function of the user's, also by way of another library, as `filter_jit` does."""
+    file = _called_function(params)[1]
+    return is_user_file(file) or (is_user_code(file, ("jax", "jaxlib")) and _runs_user_code(params))
+
+
+def _runs_user_code(params: Mapping[str, Any]) -> bool:
+    for inner in jaxprs_in_params(dict(params)):
+        for equation in inner.eqns:
+            for frame in _frames_inside(equation):
+                if is_user_file(frame.file_name):
+                    return True
+    return False
+
+
+def _frames_inside(equation: Any) -> Iterator[Any]:
+    """Yield the frames of an equation, the innermost first, up to where JAX traces the program that it is in."""
+    traceback: Any = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
+            return
+        yield frame
 
 
 def function_name(params: Mapping[str, Any]) -> str:
@@ -257,10 +277,7 @@ def _called_function(params: Mapping[str, Any]) -> tuple[str, str]:
         return name.rpartition(".")[2], source.rpartition(":")[0]
     # Without debug info it is the outermost function on the way to the first equation that is not of JAX's tracing.
     function, file = str(inner.eqns[0].params.get("name", "")), ""
-    traceback: Any = inner.eqns[0].source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
-            break
+    for frame in _frames_inside(inner.eqns[0]):
         if is_user_file(frame.file_name) or not function:
             function = frame.function_name.rpartition(".")[2]
         file = frame.file_name

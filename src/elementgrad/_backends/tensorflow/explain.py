@@ -6,7 +6,7 @@ recorded by the gradient functions of the operations.
 
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import Leaf, TapeRequest, TensorflowOpRecorder, is_user_file
 from elementgrad._cleanup import enter
 from elementgrad._explain.backend import ExplainBackend
-from elementgrad._explain.replay import pull_cotangents
 from elementgrad._explain.trace import (
     MOVING_STATISTIC,
     Hint,
@@ -40,6 +39,7 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     Record,
+    StepTrace,
     Trace,
     Verdict,
     cannot_follow,
@@ -208,10 +208,14 @@ class TensorflowTrace(Trace):
         op = next((op for op in self.graph.ops if op.cut_cause == "no-rule"), None)
         return Hint("no-rule", str(error).strip("'\""), op)
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        with isolated(), without_log():
-            yield
+    def following(self) -> AbstractContextManager[None]:
+        return _following()
+
+
+@contextmanager
+def _following() -> Iterator[None]:
+    with isolated(), without_log():
+        yield
 
 
 class TensorflowExplain(ExplainBackend):
@@ -224,7 +228,9 @@ class TensorflowExplain(ExplainBackend):
         with isolated():
             return run(*tensors)
 
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+    def report_step(
+        self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+    ) -> LiveReport:
         # It reports on the first gradient that is None, or else the last one for `wrt`.
         _require_eager()
         recorder = TensorflowOpRecorder(KerasModel(function), TensorflowExplain.report_step.__code__)
@@ -244,7 +250,7 @@ class TensorflowExplain(ExplainBackend):
             return LiveReport("unconnected", None, Hint("unused", "no tape computed its gradient"), wrt="the tensor")
         if missing:
             return _report_request(missing[0])
-        return LiveReport("flows") if wrt is None else _report_request(requests[-1])
+        return LiveReport("flows") if wrt is None else _report_request(requests[-1], positions)
 
 
 implementation = TensorflowExplain()
@@ -279,20 +285,30 @@ def _requests_for(recorder: TensorflowOpRecorder, wrt: Tensor | None) -> Sequenc
     return [each for each in requests if wrt is None or getattr(each.source, "handle", each.source) is handle]
 
 
-def _report_request(request: TapeRequest) -> LiveReport:
+def _report_request(request: TapeRequest, positions: np.ndarray | None = None) -> LiveReport:
     graph = _request_graph(request)
     wrt = getattr(request.source, "path", None) or "the tensor"
     if request.result is None:
         hints = [hint for hint in graph.hints if hint.cause != "custom-rule"]
         return LiveReport("unconnected", graph, hints[0] if hints else None, wrt=wrt)
     value = tf.convert_to_tensor(request.result)
+    if positions is not None:
+        value = tf.gather(tf.reshape(value, [-1]), positions)
     finite = bool(tf.reduce_all(tf.math.is_finite(tf.abs(value))))
     verdict: Verdict = "nonfinite" if not finite else "flows" if bool(tf.reduce_any(value != 0)) else "zero"
     if verdict == "flows":
         return LiveReport("flows", value=value, wrt=wrt)
-    seed = {request.target_id: tf.ones_like(request.target)}
-    sizes = pull_cotangents(graph.ops, graph.connected, seed, NUMBERS)
-    return LiveReport(verdict, graph, None, value=value, cotangents=sizes, wrt=wrt)
+    later = _values_of_variable(request)
+    held = {n: x for op in graph.ops for n, x in zip(op.outputs, op.results, strict=False)}
+    source = next((held[n] for n in later if n in held), request.source)
+    step = StepTrace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
+    return LiveReport(verdict, graph, None, value=value, wrt=wrt, step=step, positions=positions)
+
+
+def _values_of_variable(request: TapeRequest) -> Sequence[int]:
+    """Return the values that a source had in the step, if it is a variable."""
+    handle = getattr(request.source, "handle", None)
+    return () if handle is None else request.variable_values.get(handle._id, ())
 
 
 def _user_line_of(error: Exception) -> str | None:
@@ -362,7 +378,9 @@ def _source_hint(request: TapeRequest) -> Hint | None:
             return None
         if not tape._watch_accessed_variables:
             return Hint("not-tracked", "the tape has watch_accessed_variables=False")
-        return None if source.trainable else Hint("not-tracked", "its trainable is False")
+        statistic = str(source.name).rpartition("/")[2].startswith("moving_")
+        hint = Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if statistic else None)
+        return None if source.trainable else hint
     tracked = _tracked_values(request)
     if request.source_id in tracked:
         return None

@@ -358,9 +358,11 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 class PlainDispatchMode(TorchDispatchMode):
-    """A dispatch mode whose dispatch PyTorch leaves as it is.
+    """A dispatch mode whose dispatch PyTorch leaves as it is; all of ours are such.
 
-    Since 2.9 it wraps that of other modes to keep `torch.compile` off it, which takes as long as the dispatch itself.
+    Since 2.9 it wraps that of other modes to keep `torch.compile` off it, which leaves code under a mode alone anyway.
+    The wrapper takes as long as the dispatch itself, and the first call imports the compiler and, where it is there,
+    triton: as slow as importing PyTorch, and triton 3.9 ends a process that has imported TensorFlow.
     """
 
     @classmethod

@@ -7,7 +7,7 @@ no record, but their autograd graph is walked (`report_live`). A training step r
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     Record,
+    StepTrace,
     Trace,
     Verdict,
     cannot_follow,
@@ -137,11 +138,8 @@ class TorchTrace(Trace):
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         return self._record.gradients(self._index[1], of, weights)[self._index[0]]
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        _compat.load_forward_rules()
-        with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
-            yield
+    def following(self) -> AbstractContextManager[None]:
+        return following()
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         return self._refused.hint(error)
@@ -344,10 +342,14 @@ def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:
     hint = Hint(None, cannot_follow(error))
     if gradient is None:
         return LiveReport("unconnected", None, hint, **LIVE_NAMES)
-    value = _take(gradient, wrt)
-    finite = bool(torch.isfinite(value).all())
-    verdict: Verdict = "nonfinite" if not finite else "flows" if bool(value.any()) else "zero"
-    return LiveReport(verdict, None, hint, value=value, **LIVE_NAMES)
+    value = _take(gradient, wrt[1])
+    return LiveReport(_verdict(value), None, hint, value=value, **LIVE_NAMES)
+
+
+def _verdict(gradient: Tensor) -> Verdict:
+    if not bool(torch.isfinite(gradient).all()):
+        return "nonfinite"
+    return "flows" if bool(gradient.any()) else "zero"
 
 
 def _follow_live(of: Picked, wrt: Picked) -> LiveReport:
@@ -454,12 +456,10 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
         if x.grad is None:
             return _hint_report("unconnected", "freed-graph")
         return LiveReport("flows", value=x.grad.clone(), **LIVE_NAMES)
-    value = _take(gradient, wrt)
+    value = _take(gradient, wrt[1])
     cotangents = [sizes[-1] if sizes else None for sizes in flows]
-    if not bool(torch.isfinite(value).all()):
-        return LiveReport("nonfinite", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
-    if not bool(value.any()):
-        return LiveReport("zero", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
+    if (verdict := _verdict(value)) != "flows":
+        return LiveReport(verdict, path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
     if not keeps_grad:
         return _hint_report("flows", "non-leaf", "its is_leaf is False", value=value)
     times = 1 if x.grad is None else _multiple(x.grad, gradient)
@@ -473,8 +473,10 @@ def _seed(of: Picked) -> Tensor:
     return NUMBERS.at(of[0], chosen, uneven_weights(len(chosen)))
 
 
-def _take(gradient: Tensor, wrt: Picked) -> Tensor:
-    return gradient if wrt[1] is None else gradient.reshape(-1)[torch.from_numpy(wrt[1].copy()).to(gradient.device)]
+def _take(gradient: Tensor, positions: np.ndarray | None) -> Tensor:
+    return (
+        gradient if positions is None else gradient.reshape(-1)[torch.from_numpy(positions.copy()).to(gradient.device)]
+    )
 
 
 def _multiple(total: Tensor, gradient: Tensor) -> int:
@@ -487,9 +489,14 @@ def _multiple(total: Tensor, gradient: Tensor) -> int:
 STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
 
 
-def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+def report_step(function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None) -> LiveReport:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
-    recorder = TorchOpRecorder(lambda x: x.requires_grad, TorchModel(function))
+
+    def leads(x: Tensor) -> bool:
+        # Another leaf than the tensor that is asked about has no gradient to hand on to it.
+        return x.requires_grad and (wrt is None or x is wrt or not x.is_leaf)
+
+    recorder = TorchOpRecorder(leads, TorchModel(function), keeps=wrt is not None)
     requests = recorder.requests
     root = recorder.follow(wrt)
     try:
@@ -502,7 +509,7 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
             return _unfollowed_step("unconnected", recorder.failure)
         loss = recorder.id_of(error.loss)
         if error.leaf is None:
-            return _report_untracked(recorder, root, loss)
+            return _report_untracked(recorder, root, loss, wrt)
         graph = _graph_of(recorder, recorder.id_of(error.leaf), loss)
         return LiveReport("unconnected", graph, of="the loss", wrt="the elements")
     except RuntimeError as error:
@@ -514,7 +521,7 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
         if target is None and requests.sides is not None and requests.sides[0][0]:
             target = recorder.id_of(requests.sides[0][0][0])
         if untracked and target is not None:
-            return _report_untracked(recorder, root, target)
+            return _report_untracked(recorder, root, target, wrt)
         if unused and requests.sides is not None:
             return _report_unused(recorder, *requests.sides)
         hint = RefusedRun.after(recorder).hint(error)
@@ -531,7 +538,7 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
     if requests.missing is not None and _read_missing_grad(recorder, wrt):
         hint = Hint("non-leaf", "its is_leaf is False", requests.missing[1])
         return LiveReport("unconnected", None, hint, of="the loss", wrt="the tensor")
-    return _report_finished(recorder, root, wrt)
+    return _report_finished(recorder, root, wrt, positions)
 
 
 def _graph_of(recorder: TorchOpRecorder, source: int, target: int) -> OpGraph:
@@ -566,9 +573,9 @@ def _leads(y: Tensor, x: Tensor) -> bool:
     return y.requires_grad and x.requires_grad and get_gradient_edge(x).node in _graph_nodes(y)
 
 
-def _report_untracked(recorder: TorchOpRecorder, root: int, target: int) -> LiveReport:
+def _report_untracked(recorder: TorchOpRecorder, root: int, target: int, wrt: Tensor | None) -> LiveReport:
     hint = None
-    if not recorder.any_tracked:
+    if not recorder.any_tracked and (wrt is None or not wrt.requires_grad):
         evidence = "nothing that the step computes with requires gradients"
         hint = Hint("not-tracked", evidence, _first_op(recorder, target))
     return LiveReport("unconnected", _graph_of(recorder, root, target), hint, **STEP_NAMES)
@@ -584,7 +591,9 @@ def _first_op(recorder: TorchOpRecorder, target: int) -> Op | None:
     return first
 
 
-def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -> LiveReport:
+def _report_finished(
+    recorder: TorchOpRecorder, root: int, wrt: Tensor | None, positions: np.ndarray | None
+) -> LiveReport:
     """Report what a step that raised nothing did to the gradient of a tensor."""
     requests = recorder.requests
     if requests.target is None:
@@ -596,16 +605,49 @@ def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -
         return LiveReport("flows", **STEP_NAMES)
     names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
     if requests.gradient is not None:
-        hint = None
+        value = _take(dense(requests.gradient), positions)
         if requests.accumulated is not None:
             hint = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
-        return LiveReport("mismatch" if hint else "flows", None, hint, value=requests.gradient, **names)
+            return LiveReport("mismatch", None, hint, value=value, **names)
+        if (verdict := _verdict(value)) == "flows":
+            return LiveReport("flows", value=value, **names)
+        step = _step_trace(recorder, root)
+        graph = None if step is None else step.graph
+        return LiveReport(verdict, graph, value=value, step=step, positions=positions, **names)
     hint = None
     if not wrt.requires_grad:
-        hint = Hint("not-tracked", "its requires_grad is False")
+        normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
+        statistic = normed and not isinstance(wrt, torch.nn.Parameter)
+        hint = Hint("not-tracked", "its requires_grad is False", Op(MOVING_STATISTIC) if statistic else None)
     elif not wrt.is_leaf and not wrt.retains_grad:
         hint = Hint("non-leaf", "is_leaf is False")
     return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, **names)
+
+
+NORMS = ("batch_norm", "instance_norm")
+"""Operations that read the moving statistics of a layer."""
+
+
+def _step_trace(recorder: TorchOpRecorder, root: int) -> StepTrace | None:
+    """Return a step, from a tensor to the last loss that it got a gradient from; None if that was not recorded."""
+    ops, target = recorder.recorded_ops(), recorder.requests.differentiated
+    reached = {root}
+    for op in ops:
+        if not reached.isdisjoint(op.inputs):
+            reached.update(op.outputs)
+    values = {n: x for op in ops for n, x in zip((*op.inputs, *op.outputs), (*op.operands, *op.results), strict=False)}
+    if root not in values or target not in values:
+        return None
+    graph = OpGraph(ops, root, target, reached & recorder.connected)
+    return StepTrace(graph, NUMBERS, values[root], values[target], following)
+
+
+@contextmanager
+def following() -> Iterator[None]:
+    """Run operations again without disturbing anything."""
+    _compat.load_forward_rules()
+    with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
+        yield
 
 
 class TorchExplain(ExplainBackend):

@@ -131,8 +131,8 @@ class TorchOpRecorder:
             return known
         aliases = self.ids.aliases(x)
         value_id = self.ids.assign(x)
-        if self._connect(x, value_id):
-            self.any_tracked = True
+        self._connect(x, value_id)
+        self.any_tracked = self.any_tracked or x.requires_grad
         if aliases and not any(other.requires_grad and x._base is other for other in aliases):
             self._add_alias(x, value_id, aliases)
         return value_id
@@ -195,14 +195,12 @@ class TorchOpRecorder:
             self.ops.append(op)
         return value_id
 
-    def _connect(self, x: Tensor, value_id: int) -> bool:
+    def _connect(self, x: Tensor, value_id: int) -> None:
         """Note that gradients lead from a value to a source, if they do."""
-        if not self._leads(x):
-            return False
-        self.connected.add(value_id)
-        if self._values is not None:
-            self._nodes[value_id] = x.grad_fn
-        return True
+        if self._leads(x):
+            self.connected.add(value_id)
+            if self._values is not None:
+                self._nodes[value_id] = x.grad_fn
 
     def connected_to(self, source: int, path: Any) -> frozenset[int]:
         """Return the values from which gradients lead to one of the sources."""
@@ -237,7 +235,10 @@ class TorchOpRecorder:
             roots = tensors_in(args[0] if args else kwargs.get("tensors"))
             return self.requests.backward(func, args, kwargs, self.module, [self.id_of(x) for x in roots])
         if name == "grad":
-            self.requests.note_grad(*args, **kwargs)
+            outputs = self.requests.note_grad(*args, **kwargs)
+            result = self._run_op(func, name, explain_rules.user_name(func), args, kwargs)
+            self.requests.note_result([self.id_of(y) for y in outputs], result)
+            return result
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
@@ -527,6 +528,8 @@ class GradientRequests:
         self.followed: Tensor | None = None
         """The tensor whose .grad is followed, if one is."""
         self.gradient: Tensor | None = None
+        self.differentiated = -1
+        """The value whose backward gave it that gradient."""
         self.accumulated: Op | None = None
         """The backward call that added to a .grad that was there before."""
         self.backwards: list[Op] = []
@@ -547,7 +550,7 @@ class GradientRequests:
             result = func(*args, **kwargs)
             after = self._grad_of_followed()
             if after is not None and (before is None or not torch.equal(before, after)):
-                self.gradient = after
+                self.gradient, self.differentiated = after, op.inputs[0] if op.inputs else -1
                 if before is not None and bool(before.any()):
                     self.accumulated = op
         return result
@@ -558,9 +561,19 @@ class GradientRequests:
             return None
         return x.grad.clone()
 
-    def note_grad(self, outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> None:
+    def note_grad(self, outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> Sequence[Tensor]:
+        """Note a call of `torch.autograd.grad` before it runs; return its outputs."""
         tensors = [[x for x in pytree.leaves_of(side) if isinstance(x, Tensor)] for side in (outputs, inputs)]
         self.sides = tensors, find_caller().where
+        return tensors[0]
+
+    def note_result(self, outputs: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Note the gradients that it returned, if that of the followed tensor is one of them."""
+        inputs = self.sides[0][1] if self.sides is not None else ()
+        for x, g in zip(inputs, gradients, strict=False):
+            if x is self.followed and outputs:
+                self.target = self.differentiated = outputs[0]
+                self.gradient = None if g is None else g.detach().clone()
 
     def read(self, func: Callable[..., Any], x: Tensor, path: str) -> Any:
         """Read the .grad of a tensor for the user."""
