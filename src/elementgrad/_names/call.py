@@ -4,6 +4,7 @@
 `Operand` is one side of a Jacobian: a tensor, and which of its elements are indexed.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,8 +18,14 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._names import pytree
-from elementgrad._names.arguments import BoundArguments, NamedFunction, backend_of_code, require_callable
-from elementgrad._names.backend import GIVEN, Model, Replacement
+from elementgrad._names.arguments import (
+    BoundArguments,
+    NamedFunction,
+    backend_of_code,
+    positional_parameters,
+    require_callable,
+)
+from elementgrad._names.backend import GIVEN, Model, Replacement, split_prefix
 from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
 from elementgrad._names.patterns import is_pattern
 from elementgrad._names.stopping import RunStopped, SingleCalls, StopRule, remember, signature, single_calls
@@ -164,14 +171,17 @@ class BoundCall:
         require_callable(function)
         self.function = function
         self._bound = BoundArguments.of(function, args, kwargs)
-        self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
+        self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of all it is
+        self._shared = pytree.SharedObjects()
         self.inputs: list[TensorRef] = []
         self._arrays: set[str] = set()  # the inputs that were given as NumPy arrays
         self._roots: dict[str, Any] = dict(function.roots) if isinstance(function, NamedFunction) else {}
-        backends: dict[str, Backend] = {}
+        owners = [registry.module_of(root)[0] for root in self._roots.values()]
+        backends: dict[str, Backend] = {backend.name: backend for backend in owners if backend is not None}
         arrays: list[tuple[int, TensorRef, tuple[str, int]]] = []
-        for argument, value in self._bound.arguments.items():
-            for index, (name, leaf) in enumerate(pytree.named_leaves(value, argument)):
+        indices = itertools.count()
+        for argument, leaves in self._bound.named_leaves(self._shared):
+            for (name, leaf), index in zip(leaves, indices, strict=False):
                 backend = registry.backend_of(leaf)
                 if backend is not None:
                     self.inputs.append(TensorRef(name, "input", leaf, len(self.inputs)))
@@ -238,6 +248,7 @@ class BoundCall:
         name = self.model.canonical_name(_NUMBERED_GIVEN.sub(rf"{GIVEN}\1", place.name))
         named = [ref for ref in self.inputs if ref.name == name.replace(":", ".")] or self._find_alias(name)
         named += [TensorRef(name, kind, tensor, exact=True) for kind, tensor in self.model.lookup(name)]
+        name = name if named else self._given_by_parameter(name)
         if OUTPUT.match(name):
             named.append(TensorRef(name, "output"))
         fitting = [ref for ref in named if place.kind in (None, ref.kind)]
@@ -396,23 +407,41 @@ class BoundCall:
     def _arguments(self, inputs: Mapping[int, Tensor]) -> dict[str, Any]:
         """Return all arguments by name, with some of the inputs replaced."""
         arguments = dict(self._bound.arguments)
-        leaves: dict[str, dict[int, Tensor]] = {}
+        leaves: dict[int, Tensor] = {}
+        containers = set()
         for index, x in inputs.items():
             argument, leaf = self._leaves[index]
             if arguments[argument] is self.inputs[index].tensor or isinstance(arguments[argument], np.ndarray):
                 arguments[argument] = x
             else:
-                leaves.setdefault(argument, {})[leaf] = x
-        for argument, new in leaves.items():
-            arguments[argument] = pytree.replace_leaves(arguments[argument], new)
-        return arguments
+                leaves[leaf] = x
+                containers.add(argument)
+        if self._arrays and not self.backend.names.mixes_arrays:
+            for ref, (argument, leaf) in zip(self.inputs, self._leaves, strict=True):
+                if argument in containers and ref.name in self._arrays:
+                    leaves.setdefault(leaf, ref.tensor)
+        # All arguments at once, since an object that several of them share stays one.
+        return pytree.replace_leaves(arguments, leaves) if leaves else arguments
 
     def _find_alias(self, name: str) -> list[TensorRef]:
         """Return the input for which the model has a name of its own."""
-        spellings = self.model.input_aliases().get(name, ())
+        name = self._shared.first_path(name.removeprefix(f"{self._bound.keywords}."))
+        spellings = [name, *self.model.input_aliases().get(name, ())]
         matches = [ref for spelling in spellings for ref in self.inputs if ref.name == spelling][:1]
         is_only_input = name == self.model.only_input and len(self.inputs) == 1
         return matches or (self.inputs if is_only_input else [])
+
+    def _given_by_parameter(self, name: str) -> str:
+        """Return `model.input:x` for `model.x`, if `x` is a parameter of a model that is an argument; or the name."""
+        for prefix, root in self.model.roots.items():
+            rest = split_prefix(prefix, name) if prefix else None
+            parameter, mark, part = re.match(r"(\w*)(.?)(.*)", rest or "").groups()  # type: ignore[union-attr]
+            forward = self.backend.names.forward_of(root) if parameter else None
+            if parameter and parameter == self.model.only_input:
+                return f"{prefix}{GIVEN}{mark and ':0.'}{part}"
+            if parameter in positional_parameters(forward):
+                return f"{prefix}{GIVEN}:{parameter}{mark and '.'}{part}"
+        return name
 
     def _find_identical(self, tensor: Tensor) -> TensorRef:
         registry.require_backend(tensor)
@@ -427,8 +456,10 @@ class BoundCall:
             return same[0]
         if same:
             raise PlaceError(f"the tensor was given as {listed([ref.name for ref in same])}; say which by its name")
-        inputs = listed([ref.name for ref in self.inputs])
-        raise PlaceError(f"the tensor is none of the inputs {inputs}; pass it to the function, or name one of these")
+        given = f"none of the inputs {listed([ref.name for ref in self.inputs])}" if self.inputs else "not an input"
+        if not self.backend.names.reads_closures:
+            given += ", and what a function closes over is constant on JAX"
+        raise PlaceError(f"the tensor is {given}; pass it to the function, or name one of the function's tensors")
 
     def _only_input(self) -> TensorRef:
         floats = [ref for ref in self.inputs if self.backend.kind(ref.tensor) in "fc"]
@@ -469,17 +500,17 @@ class BoundCall:
             raise self._unknown_name_error(key.name, key.kind, [name for name, _ in capture.named_values()])
 
     def _unknown_name_error(self, name: str, kind: str | None, captured: Sequence[str]) -> PlaceError:
-        for argument, value in self._bound.arguments.items():
-            for prefix, leaf in pytree.named_leaves(value, argument):
+        for _, leaves in self._bound.named_leaves(pytree.SharedObjects()):
+            for prefix, leaf in leaves:
                 if name.startswith(prefix):  # a Keras model on another backend has no names
                     registry.require_keras_on_tensorflow(leaf)
         known = [(ref.name, "input") for ref in self.inputs]
         known += [(other, other_kind) for other, other_kind, _ in self.model.named_tensors()]
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in captured]
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
+        names += [other for other in self.model.aliases() if kind is None]
         if name in names:
             return PlaceError(f"{name!r} did not exist before this first run, which has built it; call again")
-        names += [other for other in self.model.aliases() if kind is None]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
 

@@ -28,7 +28,7 @@ from elementgrad._read.jacobian import (
     read_together,
     reverse_only,
 )
-from elementgrad.errors import OptionError, PlaceError, SelectionError, quoted
+from elementgrad.errors import OptionError, PlaceError, SelectionError
 
 Tensor = Any
 Tree = Any
@@ -429,6 +429,6 @@ def _count_examples(call: BoundCall, operands: Sequence[Operand]) -> int:
 
 def parse_unconnected(unconnected: str) -> bool:
     """Return True to get zeros instead where there is no path."""
-    if unconnected not in ("error", "zero"):
-        raise OptionError(f'unconnected={quoted(unconnected)} is neither "error" nor "zero"; give one of them')
+    if not isinstance(unconnected, str) or unconnected not in ("error", "zero"):
+        raise option_error("unconnected", unconnected, 'is neither "error" nor "zero"; give one of them')
     return unconnected == "zero"
