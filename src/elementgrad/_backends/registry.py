@@ -87,10 +87,11 @@ def is_shared_object(value: Any) -> bool:
 def backend_of_model(function: Any) -> Backend | None:
     """Return the backend whose model a function is, or None; raise an error for Keras on another backend."""
     require_keras_on_tensorflow(function)
-    model = next((backend for backend in imported_backends() if backend.names.is_model(function)), None)
-    if model is None:
-        _require_supported(type(function))
-    return model
+    for backend in imported_backends():
+        if backend.names.is_model(function):
+            return backend
+    _require_supported(type(function))
+    return None
 
 
 def module_of(value: Any) -> tuple[Backend, Any] | tuple[None, None]:

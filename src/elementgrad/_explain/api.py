@@ -4,6 +4,7 @@ The verdict comes first, from the framework's own gradient; then the operation t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -376,6 +377,8 @@ class Explanation(pytree.Leaf):
             finding.variant = CONSTANT
         if finding.cause is None and path is not None:
             finding.evidence += [hint.evidence for hint in path.graph.hints if hint.cause is None]
+        if path is not None and finding.cause != "out-of-range":
+            finding.evidence += dict.fromkeys([op.misses for op in path.graph.ops if op.misses and path.is_between(op)])
         finding.evidence += self._failures
         return Diagnosis.made(verdict, finding, path, self._backend.name, *self._names, value=self._value)
 
@@ -464,9 +467,8 @@ def _explain_live(of: Any, wrt: Any) -> Diagnosis:
         if place.tensor is None:
             raise PlaceError(f"{place} names no live tensor; give a tensor, or the function and its arguments")
     backend = registry.require_backend(places[0].tensor)
-    return _from_report(
-        backend.load("explain").report_live(*[_tensor_and_positions(place) for place in places]), backend.name
-    )
+    report = backend.load("explain").report_live(*[_tensor_and_positions(place) for place in places])
+    return _from_report(replace(report, of="the result", wrt="the tensor"), backend.name)
 
 
 def _tensor_and_positions(place: Place) -> Picked:

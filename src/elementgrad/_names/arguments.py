@@ -34,7 +34,8 @@ def gather_arguments(
 
     The dict of a tokenizer, given alone to a model that takes its keys as parameters, is all of them by name.
     """
-    require_callable(function)
+    if not callable(function):
+        require_callable(function)
     if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow check comes last
         raise OptionError(
             f"kwargs={quoted(kwargs)} is not a dict; give one of arguments, as in kwargs={{'mask': mask}}"
@@ -45,7 +46,7 @@ def gather_arguments(
     first = args[0] if len(args) == 1 else None
     if isinstance(first, (dict, UserDict)) and _are_parameters(function, first):
         args, kwargs = (), {**first, **kwargs}
-    return with_names(function, names_from), args, kwargs
+    return function if names_from is None else with_names(function, names_from), args, kwargs
 
 
 def _check_spelling(
@@ -147,8 +148,6 @@ class NamedFunction:
 
 def with_names(function: Callable[..., Any], names_from: Any) -> Callable[..., Any]:
     """Return a function that knows the names of models which it closes over."""
-    if names_from is None:
-        return function
     if registry.backend_of_model(function) is not None:
         raise OptionError("names_from= is for a function that calls a model, and this is a model; leave it out")
     return NamedFunction(function, names_from)

@@ -274,7 +274,7 @@ class BoundCall:
     def operand(self, place: Place, ref: TensorRef, index: int, tensor: Tensor, batch: bool) -> Operand:
         """Return one side of a Jacobian, once the tensor of its source or target is known."""
         name = self.output_name if ref is ONLY_OUTPUT else ref.name
-        order = -1 if not ref.computed else math.inf if ref is ONLY_OUTPUT else self.orders.get(ref.key)
+        order = -1 if ref.tensor is not None else math.inf if ref is ONLY_OUTPUT else self.orders.get(ref.key)
         if place.tensor is not None:
             place = Place(None, name, place.index, ref.kind, pointwise=place.pointwise)
         return Operand.at(place, name, index, tensor, self.backend, batch, order)
@@ -301,21 +301,26 @@ class BoundCall:
                 transforms[source.key] = _as_transform(x)
             elif x is not None:
                 replacements.append(Replacement(source.name, source.tensor, x))
-        kept = [target.key for target in targets if target.computed and target is not ONLY_OUTPUT]
+        kept = [target.key for target in targets if target.tensor is None and target is not ONLY_OUTPUT]
         capture = None
-        if transforms or kept:
+        # The output is there after the run, and needs no capture if it is one tensor, which all of its names mean then.
+        only_output = not transforms and {(key.kind, key.name) for key in kept} <= {("output", "output")}
+        if (transforms or kept) and not only_output:
             inner = stops and not any(target.computed and target.kind == "output" for target in targets)
             stop = self._stop_rule((*transforms, *kept)) if inner else None
             capture = Capture(self.backend, transforms, kept, stop=stop)
-        outputs = self._run(inputs, replacements, capture)
+        returned, outputs = self._run(inputs, replacements, capture)
+        if only_output and kept and outputs[0][0] != "output":
+            capture = Capture(self.backend, {}, kept)
+            capture.capture("output", "output", returned)
         if capture is not None:
             self._require_captured(capture)
         results = []
         for target in targets:
             if target is ONLY_OUTPUT:
                 results.append(self._only_output(outputs))
-            elif capture is not None and target.computed:
-                results.append(capture.tensors[target.key])
+            elif target.tensor is None:
+                results.append(outputs[0][1] if capture is None else capture.tensors[target.key])
             else:
                 replaced = [x for source, x in zip(sources, tensors, strict=True) if source == target and x is not None]
                 results.append(replaced[0] if replaced else target.tensor)
@@ -334,8 +339,8 @@ class BoundCall:
 
     def _run(
         self, inputs: Mapping[int, Tensor], replacements: Sequence[Replacement], capture: Capture | None
-    ) -> list[tuple[str, Tensor]]:
-        """Call the function with some tensors replaced, and return its outputs by name."""
+    ) -> tuple[Any, list[tuple[str, Tensor]]]:
+        """Call the function with some tensors replaced, and return what it returned, and its tensors by name."""
         self.runs += 1
         args, kwargs = self._bound.split(self._arguments(inputs))
         inside = capture if capture is not None and capture.inside else None
@@ -350,17 +355,20 @@ class BoundCall:
                 if inside is None or not inside.stopped:
                     raise
                 if isinstance(error, RunStopped):
-                    return []
+                    return None, []
             if inside is not None and inside.stopped:  # the user's code caught what was to leave it
                 if self._single_calls is not None:
                     self._single_calls.stops = False
-                return []
+                return None, []
             if inside is not None and self._single_calls is not None:
                 remember(self._single_calls, self._signature, inside.names_of_one())
         outputs = self._named_outputs(returned)
         if not outputs and not (capture and capture.values):
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
-        return outputs if capture is None else self._named_outputs(capture.capture("output", "output", returned))
+        if capture is not None:
+            returned = capture.capture("output", "output", returned)
+            outputs = self._named_outputs(returned)
+        return returned, outputs
 
     @cached_property
     def _single_calls(self) -> SingleCalls | None:
@@ -531,7 +539,7 @@ class PartialCall:
 
     @property
     def held(self) -> list[bool]:
-        return [source.in_model for source in self.sources]
+        return [source.tensor is not None and source.index is None for source in self.sources]
 
     @property
     def inside(self) -> bool:

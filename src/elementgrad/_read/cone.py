@@ -75,6 +75,7 @@ def is_large(call: BoundCall) -> bool:
 class ConeLinearization(Linearization):
     """A recorded function. Every read runs the operations that its elements depend on, and no others."""
 
+    reads_blocks = True
     missing_rules = {"forward": "a cone is swept in reverse"}  # noqa: RUF012
 
     def __init__(self, backend: Backend, program: RecordedProgram):
