@@ -3,7 +3,7 @@
 import copy
 import sys
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from operator import getitem
 
@@ -162,17 +162,15 @@ def taken_back(model):
 
 def watched(model, x=X, factor=1.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    watch = eg.watch(model, optimizer, capture=None, when={"5.weight": lambda g: False, "4": lambda g: False})
+    rules = {"5.weight": lambda g: False, "4": lambda g: False}
     with taken_back(model):
         try:
-            with suppress(eg.WatchError), watch:
+            with eg.watch(model, optimizer, capture=None, when=rules):
                 (model(x) * factor).sum().backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-        finally:
-            assert not optimizer._optimizer_step_pre_hooks
-            assert not optimizer._optimizer_step_post_hooks
-    return watch.error
+        except eg.WatchError as error:
+            return str(error)
 
 
 READS = {

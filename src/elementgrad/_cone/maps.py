@@ -306,12 +306,12 @@ class Relation:
     @cached_property
     def _kept(self) -> tuple[int | None, ...]:
         """The same axis of the result for each axis of the operand, where there is one."""
-        kept = {link.operand[0]: link.result[0] for link in self.links if _keeps(link.map)}
+        kept = {link.operand[0]: link.result[0] for link in self.links if keeps_positions(link.map)}
         return tuple([kept.get(axis) for axis in range(len(self.operand))])
 
     @cached_property
     def _changed(self) -> list[Link]:
-        return [link for link in self.links if not _keeps(link.map)]
+        return [link for link in self.links if not keeps_positions(link.map)]
 
     @cached_property
     def _widened(self) -> list[Link]:
@@ -351,7 +351,7 @@ class Relation:
         return box
 
 
-def _keeps(axis_map: AxisMap) -> bool:
+def keeps_positions(axis_map: AxisMap) -> bool:
     """Return True for a map that leaves every interval as it is."""
     return type(axis_map) is Along and axis_map.offset == 0 and axis_map.operand == axis_map.result
 

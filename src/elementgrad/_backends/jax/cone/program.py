@@ -291,6 +291,7 @@ class JaxProgram(RecordedProgram):
             isinstance(seeds, np.ndarray),
             tuple([(numbers[value], sizes(cone.needed[value])) for value in needed]),
             tuple([_device(array) for array in arrays]),
+            tuple([step.op.rule.variant for step in cone.steps]),
         )
         operands = [jnp.asarray(array) for array in arrays]
         extra = () if seeds is None else (seeds,)
