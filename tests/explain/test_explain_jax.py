@@ -156,3 +156,15 @@ def test_training_and_ranking_name_the_line_that_cuts():
         eg.top(params, loss, k=1, among="v")
     with pytest.raises(eg.UnconnectedError, match="does not depend on v; give one"):  # nothing is looked into there
         jax.jit(lambda values: elements.grad(loss, values))(elements.values)
+
+
+def test_a_compiled_operation_is_tried_in_float64_by_itself():
+    runs = []
+
+    def f(x):
+        runs.append(1)
+        return jnp.sum(jnp.sqrt(x * 0) + jax.nn.gelu(x))
+
+    found = eg.explain(f, jnp.ones(3, "float32"), wrt="x[0]")
+    assert (found.verdict, found.cause, found.operation) == ("nonfinite", "singular", "sqrt")
+    assert len(runs) == 1
