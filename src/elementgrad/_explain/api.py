@@ -99,9 +99,12 @@ def explain(
     if f is None:
         return _explain_live(of, wrt)
     f, args, kwargs = gather_arguments(explain, f, args, kwargs, arguments, names_from)
-    if not args and not kwargs and of is None and registry.backend_of_model(f) is None:
-        return _explain_step(f, wrt)
-    return explain_together(BoundCall(f, args, kwargs), of, wrt, probe)
+    if not args and not kwargs and of is None and names_from is None and registry.backend_of_model(f) is None:
+        diagnosis = _explain_step(f, wrt)
+        if diagnosis is not None:
+            return diagnosis
+    places = [] if wrt is None else pytree.leaves_of(pytree.map_tree(wrt, parse_place))
+    return explain_together(BoundCall(f, args, kwargs, places), of, wrt, probe)
 
 
 def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
@@ -374,6 +377,8 @@ class Explanation(pytree.Leaf):
             finding.variant = CONSTANT
         if finding.cause is None and path is not None:
             finding.evidence += [hint.evidence for hint in path.graph.hints if hint.cause is None]
+        if path is not None and finding.cause != "out-of-range":
+            finding.evidence += dict.fromkeys([op.misses for op in path.graph.ops if op.misses and path.is_between(op)])
         finding.evidence += self._failures
         return Diagnosis.made(verdict, finding, path, self._backend.name, *self._names, value=self._value)
 
@@ -436,12 +441,22 @@ def _with_index(name: str, place: Place) -> str:
     return str(Place(None, name, place.index, None, pointwise=place.pointwise)) if place.index else name
 
 
-def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
+def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis | None:
+    """Return why a training step raises, or None for a function that computes no gradients itself."""
     place = Place() if wrt is None else parse_place(wrt)
     if wrt is not None and place.tensor is None:
-        raise PlaceError(f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself")
+        raise PlaceError(
+            f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself, and for a "
+            "function that calls a model names_from=model"
+        )
     backend = backend_for_step(f, place.tensor)
-    return _from_report(backend.load("explain").report_step(f, *_tensor_and_positions(place)), backend.name)
+    report = backend.load("explain").report_step(f, *_tensor_and_positions(place))
+    if report is None and wrt is None:
+        raise PlaceError(
+            "the step ran and computed no gradient, so there is nothing to explain; to explain a function give its "
+            "arguments, as in eg.explain(f, x), or the tensor, as in eg.explain(f, wrt=model.weight)"
+        )
+    return None if report is None else _from_report(report, backend.name)
 
 
 def _explain_live(of: Any, wrt: Any) -> Diagnosis:

@@ -54,12 +54,13 @@ class ExplainBackend(ABC):
 
     def report_step(
         self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
-    ) -> LiveReport:
+    ) -> LiveReport | None:
         """Run the user's training step as it is, and report why it raised or what gradient a tensor got.
 
-        With `positions` only these elements of the tensor count.
+        With positions, report on these elements of the tensor. Return None if the step computes no gradient, or if
+        steps cannot be watched.
         """
-        raise FrameworkError(f"a step of {self.name} cannot be watched; give the loss as a function, eg.explain(f, x)")
+        return None
 
 
 def backend_for_step(function: Any, wrt: Any = None) -> Backend:

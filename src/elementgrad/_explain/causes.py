@@ -232,7 +232,9 @@ _OPERATIONS_BY_CAUSE = {
     "cancelled": "rsub sub_ add_ normalize average segment_sum",
     "stationary": "var pow power square sin cos mse_loss smooth_l1_loss huber_loss cosh sinc",
     "underflow": "exp exp2",
-    "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std atan2 arctan2",
+    "kink": """
+        abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance std
+        atan2 arctan2""",
 }
 _CAUSE_BY_KIND = {
     kinds.LOWER_BOUND: "not-selected",
@@ -271,13 +273,14 @@ DIVISIONS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciproc
 """Divisions, which multiply by zero only where their other part is zero or infinite."""
 _ROOTS = """
     sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance hypot
-    normalize cosine_similarity"""
+    normalize cosine_similarity euclidean_norm"""
 _LOGS = "log log_ log2 log10 xlogy logit binary_cross_entropy"
 _PRODUCTS = "mul mul_ multiply div true_divide divide prod reduce_prod cumprod multiply_no_nan divide_no_nan"
 _ARCS = "acos asin atanh arccos arcsin arctanh"
 _POWERS = "pow pow_ power float_power"
+_DECOMPOSITIONS = "eig eigh linalg_eig linalg_eigh svd linalg_svd"
 SINGULAR = DIVISIONS.union(
-    *[words.split() for words in (_ROOTS, _LOGS, _ARCS, _POWERS)],
+    *[words.split() for words in (_ROOTS, _LOGS, _ARCS, _POWERS, _DECOMPOSITIONS)],
     "log1p acosh arccosh std var logdet slogdet atan2 arctan2 logsumexp".split(),  # noqa: SIM905
 )
 """Operations that have points without a finite slope."""
@@ -325,6 +328,13 @@ VARIANTS: Mapping[Variant, Cause] = {
         "give it several different values, or keep the variance above zero, as in sqrt(var + 1e-12)",
     ),
     **_variants("singular", _LOGS, "keep its input above zero, as in log(x + 1e-12), or clamp it first"),
+    **_variants(
+        "singular",
+        _DECOMPOSITIONS,
+        "use the eigenvalues or singular values alone, or move equal ones apart, as by adding a small diagonal matrix "
+        "of different numbers",
+        "{operation} has no finite gradient of its vectors where eigenvalues or singular values are equal",
+    ),
     **_variants("singular", "log1p", "keep its input above -1, or clamp it first"),
     **_variants("singular", DIVISIONS, "keep the denominator away from zero, as in x / (y + 1e-12)"),
     **_variants(
@@ -445,6 +455,12 @@ VARIANTS: Mapping[Variant, Cause] = {
         _SEGMENTS,
         "check the ids first, as in assert ((ids >= 0) & (ids < num_segments)).all()",
         "{operation} gets an id outside of the segments, and drops its elements",
+    ),
+    **_variants(
+        "out-of-range",
+        "dynamic_update_slice dynamic_update_slice_in_dim dynamic_update_index_in_dim",
+        "check the start first, as in assert 0 <= start <= len(x) - len(update)",
+        "{operation} gets a start out of range, for which JAX writes to the nearest place instead, and there over it",
     ),
     **_variants(
         "row-not-used",

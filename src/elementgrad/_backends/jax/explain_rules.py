@@ -277,6 +277,9 @@ def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any
     elif op_type == "dynamic_slice":
         axes, access, mode = range(len(operands[0].shape)), "read", "clip"
         indices, sizes = [np.asarray(start) for start in operands[1:]], params["slice_sizes"]
+    elif op_type == "dynamic_update_slice":
+        axes, access, mode = range(len(operands[0].shape)), "write", "clip"
+        indices, sizes = [np.asarray(start) for start in operands[2:]], operands[1].shape
     else:
         return ""
     shape = operands[0].shape
@@ -284,7 +287,8 @@ def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any
     for column, (axis, size) in enumerate(zip(axes, sizes, strict=True)):
         wrong = [int(i) for i in columns[:, column] if not 0 <= i <= shape[axis] - size]
         if wrong:
-            head = f"index {wrong[0]} is out of range for axis {axis} of size {shape[axis]}"
+            given = wrong[0] - shape[axis] if wrong[0] < 0 else wrong[0]  # JAX has added the size to negative ones
+            head = f"index {given} is out of range for axis {axis} of size {shape[axis]}"
             return f"{head}, and JAX {_behaviour(mode.lower(), access)}"
     return ""
 

@@ -217,7 +217,7 @@ class TensorflowExplain(ExplainBackend):
 
     def report_step(
         self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
-    ) -> LiveReport:
+    ) -> LiveReport | None:
         # It reports on the first gradient that is None, or else the last one for `wrt`.
         _require_eager()
         recorder = TensorflowOpRecorder(KerasModel(function), TensorflowExplain.report_step.__code__)
@@ -231,6 +231,8 @@ class TensorflowExplain(ExplainBackend):
             return report
         requests = _requests_for(recorder, wrt)
         missing = [request for request in requests if request.result is None]
+        if wrt is not None and not recorder.tapes.requests:
+            return None
         if recorder.error is not None:
             return LiveReport.unfollowed("unconnected" if missing else "flows", recorder.error)
         if wrt is not None and not requests:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -146,9 +147,8 @@ def derivative_is_missing(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
 
 
-def dual_level() -> int:
-    """Return the level of forward differentiation that PyTorch counts in Python, -1 for none."""
-    return forward_ad._current_level
+dual_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+"""Returns the level of forward differentiation that PyTorch counts in Python, -1 for none."""
 
 
 def set_dual_level(level: int) -> None:
@@ -256,9 +256,8 @@ def is_fused_attention_error(error: BaseException) -> bool:
     return "scaled_dot_product" in str(error)
 
 
-def is_zero_tensor(x: torch.Tensor) -> bool:
-    """Return True for a tensor of zeros without memory, as some derivative rules return."""
-    return x._is_zerotensor()
+is_zero_tensor = torch.Tensor._is_zerotensor
+"""Tells tensors of zeros without memory, as some derivative rules return."""
 
 
 def storage_uses(x: torch.Tensor) -> int:

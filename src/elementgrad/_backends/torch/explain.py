@@ -43,7 +43,7 @@ from elementgrad._explain.trace import (
     uneven_weights,
 )
 from elementgrad._names import pytree
-from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad.errors import UnconnectedError
 
 Tensor = torch.Tensor
 is_user_file = partial(is_user_code, packages=["torch"])
@@ -463,7 +463,9 @@ def _multiple(total: Tensor, gradient: Tensor) -> int:
     return times if torch.allclose(total, times * gradient, rtol=1e-4) else 1
 
 
-def report_step(function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None) -> LiveReport:
+def report_step(
+    function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+) -> LiveReport | None:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
 
     def leads(x: Tensor) -> bool:
@@ -560,14 +562,11 @@ def _first_op(recorder: TorchOpRecorder, target: int) -> Op | None:
 
 def _report_finished(
     recorder: TorchOpRecorder, root: int, wrt: Tensor | None, positions: np.ndarray | None
-) -> LiveReport:
-    """Report what a step that raised nothing did to the gradient of a tensor."""
+) -> LiveReport | None:
+    """Report what a step that raised nothing did to the gradient of a tensor; None if it computed no gradient."""
     requests = recorder.requests
     if requests.target is None:
-        raise PlaceError(
-            "the step ran and did not call backward(), so there is nothing to explain; to explain a function give "
-            "its arguments, as in eg.explain(f, x)"
-        )
+        return None
     if wrt is None:
         return LiveReport("flows")
     if requests.gradient is not None:
