@@ -261,3 +261,15 @@ def test_a_step_that_fails_otherwise_raises_what_it_raised():
 def test_the_page_lists_every_cause():
     page = (Path(__file__).parents[2] / "docs" / "explaining.md").read_text()
     assert [cause for cause in CAUSES if f"`{cause}`" not in page] == []
+
+
+def test_a_gradient_of_nan_from_before_is_not_one_of_this_step():
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    x.grad = torch.tensor([0.0, float("nan")])
+
+    def step():
+        weight = torch.nn.Parameter(x.clone())
+        (weight**2).sum().backward()
+
+    found = eg.explain(step, wrt=x)
+    assert (found.verdict, found.cause) == ("unconnected", "detached")

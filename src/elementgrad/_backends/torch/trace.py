@@ -475,13 +475,18 @@ class TorchOpRecorder:
         with pause_recording():
             for address in list(addresses):
                 op, x, before = self._shared[address]
-                if not bool(((x == before) | (x != x) & (before != before)).all()):
+                if not is_same(x, before):
                     self.hints.append(Hint("modified-through-data", "NumPy wrote to the same memory", op))
                     del self._shared[address]
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
             self.hints.append(Hint("hook", "", Op("register_hook", find_caller().where, self.module)))
+
+
+def is_same(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors have the same numbers; NaN counts as a number."""
+    return torch.equal(x, y) or bool(((x == y) | (x != x) & (y != y)).all())
 
 
 def _share(x: Tensor, shared: Tensor, at: Geometry, shared_at: Geometry) -> Tensor:
