@@ -29,7 +29,8 @@ def run(torch: str) -> bool:
     with tempfile.TemporaryDirectory(prefix=f"torch-{torch}-") as folder:
         start, python = time.monotonic(), Path(folder, "bin" if os.name != "nt" else "Scripts", "python")
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        pip += ["--no-compile"]  # of thousands of files that are never imported
         if subprocess.run([*pip, *packages(torch)], check=False).returncode:
             print(f"torch {torch}: pip could not install it", flush=True)
             return False

@@ -233,6 +233,17 @@ def test_gpt2_names_the_module_and_the_line():
     assert (found.cause, found.module) == ("row-not-used", "transformer.wpe")
 
 
+def test_an_element_of_a_step_has_a_gradient_though_others_have_none():
+    weight = torch.tensor([1.0, -2.0], requires_grad=True)
+
+    def step():
+        torch.relu(weight).sum().backward()
+
+    found = eg.explain(step, wrt=eg.at(weight)[0])
+    assert (found.verdict, found.value.tolist()) == ("flows", [1.0])
+    assert eg.explain(lambda: torch.autograd.grad((weight**2).sum(), weight), wrt=weight).verdict == "flows"
+
+
 def test_a_step_that_fails_otherwise_raises_what_it_raised():
     def step():
         F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7]))
