@@ -158,6 +158,18 @@ def test_training_and_ranking_name_the_line_that_cuts():
         jax.jit(lambda values: elements.grad(loss, values))(elements.values)
 
 
+def test_a_compiled_operation_is_tried_in_float64_by_itself():
+    runs = []
+
+    def f(x):
+        runs.append(1)
+        return jnp.sum(jnp.sqrt(x * 0) + jax.nn.gelu(x))
+
+    found = eg.explain(f, jnp.ones(3, "float32"), wrt="x[0]")
+    assert (found.verdict, found.cause, found.operation) == ("nonfinite", "singular", "sqrt")
+    assert len(runs) == 1
+
+
 @pytest.mark.parametrize(
     ("f", "wrt", "index"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from copy import copy
 from typing import Any
 
+from elementgrad._explain.kinds import ELEMENTWISE, MATRIX_PRODUCT, MOVE, PRODUCT, SUM
 from elementgrad._explain.trace import AnyOp, Hint, Numbers, Op, OpGraph
 
 Tensor = Any
@@ -16,6 +17,8 @@ Cut = tuple[str | None, str]
 """A cause for which a derivative ends, and an observation."""
 Cuts = Mapping[str, Cut]
 """For each type of operation that lets no derivative through, the cause."""
+PASSING = (SUM, PRODUCT, MATRIX_PRODUCT, MOVE, ELEMENTWISE)
+"""Kinds of operations that have a derivative by each of their operands."""
 EXITS = ("left-framework", "no-rule")
 """Causes of operations that hand numbers to other code."""
 
@@ -49,7 +52,9 @@ def connect(
             continue
         missing = gap(index, op)
         reached: AbstractSet[int] = frozenset()
-        if missing is None:
+        if missing is None and _passes(op, active, numbers, cuts):
+            reached = {0}
+        elif missing is None:
             try:
                 reached = op.connected_results(active)
             except Exception as error:  # there is no rule
@@ -67,6 +72,14 @@ def connect(
     hints = [*hints, *[Hint("custom-rule", "", op) for op in custom]]
     hints += [Hint("out-of-range", op.misses, op) for op in missed]
     return OpGraph(ops, next(iter(sources)), target, frozenset(connected), hints, is_random)
+
+
+def _passes(op: Op, active: Sequence[int], numbers: Numbers, cuts: Cuts) -> bool:
+    """Return True if the kind of an operation says that it has a derivative by its operands: then no rule is asked."""
+    if op.kind not in PASSING or len(op.results) != 1 or op.compares or op.custom_gradient:
+        return False
+    floats = [op.results[0], *[op.operands[n] for n in active if n < len(op.operands)]]
+    return len(floats) > 1 and all(map(numbers.is_differentiable, floats)) and cuts.keys().isdisjoint(op.inner)
 
 
 def cause_of_cut(op: Op, lost: Sequence[Tensor], numbers: Numbers, cuts: Cuts, gap: Cut | None = None) -> Cut:
