@@ -370,6 +370,15 @@ def test_an_optimizer_with_a_closure_is_as_before_an_audit():
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+def test_a_single_row_with_dead_units_gives_no_warning_of_numpy():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.copy_(torch.tensor([-1.0, 1.0, 2.0, 3.0]))
+    audit = eg.audit(model, lambda model: model(torch.ones(1, 3)).sum())
+    assert [(note.problem, note.cause) for note in audit.notes] == [("dead units", "dead-relu")]
+
+
 def test_a_scaler_that_backs_off_from_its_first_factor_is_no_finding():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))

@@ -3,13 +3,16 @@
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 import elementgrad as eg
+from elementgrad._show.pictures import draw_side_by_side
 from elementgrad._show.style import Picture
+from elementgrad._show.theme import get_theme
 
 RNG = np.random.default_rng(0)
 KINDS = {
@@ -70,6 +73,26 @@ def test_tensorflow_has_its_channels_last(fw):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_dtypes_of_every_framework_are_read(fw, dtype):
     np.testing.assert_array_equal(data(eg.plot(fw.tensor([[1, 2], [3, 4]], dtype))), [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (5, 6)], ids=str)
+def test_several_gradients_are_drawn_in_one_scale_under_their_names(shape):
+    matrices = [RNG.normal(size=shape) * size for size in (1, 5, 2)]
+    picture, _, alt = draw_side_by_side(matrices, ["a", "b", "c"], get_theme("dark"))
+    images = picture.axes[0].images
+    for image, matrix in zip(images, matrices, strict=True):
+        np.testing.assert_array_equal(np.ma.filled(image.get_array(), np.nan), matrix)
+        assert image.get_clim() == images[0].get_clim()
+    names = artists(picture, "name")
+    assert [name.get_text() for name in names] == ["a", "b", "c"]
+    for name, image in zip(names, images, strict=True):
+        left, _, _, top = image.get_extent()
+        assert name.get_position()[0] == left
+        assert name.get_position()[1] < top  # rows are counted downwards
+    boxes = [image.get_extent() for image in images]
+    apart = [a[1] < b[0] or a[2] < b[3] for a, b in pairwise(boxes)]
+    assert all(apart)
+    assert alt.startswith("Heat maps of 3 gradients, a, b, c: ")
 
 
 def test_zero_is_in_the_middle_and_a_few_large_numbers_decide_nothing():

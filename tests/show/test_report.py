@@ -71,6 +71,26 @@ def test_several_places_are_reported_one_after_another(tmp_path):
     assert "output by 2.weight[0]: The plan" in headings(html)
 
 
+def pictures(html):
+    return re.findall(r'<img class="on-light" src="[^"]*" alt="([^"]*)"', html)
+
+
+def test_gradients_of_one_shape_share_a_picture(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    path, x = tmp_path / "r.html", torch.ones(2, 3)
+    (alt,) = pictures(eg.report(path, net, x, of=["output[0, 0]", "output[1, 1]"], wrt="input").read_text())
+    assert alt.startswith("By input. Heat maps of 2 gradients, output[0, 0], output[1, 1]: 12 numbers from ")
+    found = pictures(eg.report(path, net, x, of="output[0, 0]", wrt=["input", "0.weight", "2.weight"]).read_text())
+    assert [text.partition(". ")[0] for text in found] == [
+        f"output[0, 0] by {name}" for name in ("input", "0.weight", "2.weight")
+    ]
+    found = pictures(eg.report(path, net, x, of=["output[0, 0]", "output[1, 1]"], wrt=["0.bias", "1"]).read_text())
+    assert [text.partition(". ")[0] for text in found] == ["By 0.bias", "By 1"]
+    (alt,) = pictures(eg.report(path, net, x, of="output[0, 0]", wrt=["input[0]", "input[1]"]).read_text())
+    names = "output[0, 0] by input[0], output[0, 0] by input[1]"
+    assert alt.startswith(f"Side by side. Heat maps of 2 gradients, {names}: 6 numbers from ")
+
+
 def test_no_gradient_is_reported_with_the_line_that_cut_it(fw, tmp_path):
     stops = {"torch": "x.detach()", "tensorflow": "tf.stop_gradient(x)", "jax": "jax.lax.stop_gradient(x)"}
     import jax

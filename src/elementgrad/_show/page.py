@@ -8,12 +8,12 @@ import csv
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from elementgrad import __version__
 from elementgrad._files import replace_file, writable
 from elementgrad._show.plot import plot
 from elementgrad.errors import require_packages
+
+if TYPE_CHECKING:
+    from elementgrad._show.style import Picture
 
 Tone = Literal["good", "bad", "odd", "calm"]
 MAX_ROWS = 20
@@ -119,8 +122,13 @@ class Image:
 
     @classmethod
     def of(cls, what: Any, **options: Any) -> "Image":
-        """Draw with `eg.plot` in both themes, as PNG or SVG, whichever is smaller."""
-        light, dark = [plot(what, theme=theme, **options) for theme in ("light", "dark")]
+        """Draw with `eg.plot`, as `drawn_by` does."""
+        return cls.drawn_by(lambda theme: plot(what, theme=theme, **options))
+
+    @classmethod
+    def drawn_by(cls, draw: "Callable[[str], Picture]") -> "Image":
+        """Draw in both themes, given by name, as PNG or SVG, whichever is smaller."""
+        light, dark = draw("light"), draw("dark")
         files = {"png": light.save("png")}
         light.set_layout_engine("none")  # its parts are where they belong now, and finding out takes most of the time
         files["svg"] = light.save("svg")

@@ -152,6 +152,51 @@ def draw_channels(planes: Planes, theme: Theme, limit: float | None) -> tuple[Pi
     return picture, notes
 
 
+def draw_side_by_side(
+    matrices: Sequence[np.ndarray], names: Sequence[str], theme: Theme
+) -> tuple[Picture, list[str], str]:
+    """Draw several matrices of one shape in one scale, each under its name; those of one row below each other.
+
+    They share one set of axes, since to lay out and draw axes takes far longer than to draw what is in them.
+    """
+    stack = np.stack(matrices)
+    scale, (count, rows, columns) = Scale.of(stack), stack.shape
+    across = 1 if rows == 1 else 3 if count == 3 else math.ceil(math.sqrt(count))
+    down = math.ceil(count / across)
+    width, gap = 5.2 / across, 0.34  # inches, as all sizes of the sheet
+    height = float(np.clip(min(width / columns, CELL_SIDE) * rows, 0.3, 3.6))
+    picture = Picture(theme, 7.0, down * (height + gap) + 0.8)
+    axes = picture.add_panel()
+    # The axes count rows and columns of one matrix, and go on counting through the gaps.
+    step_down, step_across = rows * (1 + gap / height), columns * (1 + gap / width)
+    block = (1, 1)
+    for number, (matrix, name) in enumerate(zip(matrices, names, strict=True)):
+        top, left = number // across * step_down, number % across * step_across
+        shown, block = pool(matrix, MAX_CELLS // across)
+        right, bottom = left + columns - 0.5, top + rows - 0.5
+        draw_cells(picture, axes, shown, scale, (left - 0.5, right, bottom, top - 0.5))
+        axes.plot([left - 0.5, right, right, left - 0.5, left - 0.5], [top - 0.5, top - 0.5, bottom, bottom, top - 0.5],
+                  color=theme.faint, linewidth=0.8, clip_on=False)  # fmt: skip
+        axes.text(left - 0.5, top - 0.5 - 0.05 * rows / height, _shorten(name), va="bottom", gid="name",
+                  **picture.text_style(size=SMALL))  # fmt: skip
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlim(-0.5, across * step_across - columns * gap / width - 0.5)
+    axes.set_ylim(down * step_down - rows * gap / height - 0.5, -0.5 - rows * gap / height)
+    for set_ticks, size, step, repeats in (
+        (axes.set_xticks, columns, step_across, across),
+        (axes.set_yticks, rows, step_down, down),
+    ):
+        ends = sorted({0, size - 1}) if size > 1 else []
+        set_ticks(
+            [end + repeat * step for repeat in range(repeats) for end in ends], [str(end) for end in ends] * repeats
+        )
+    picture.label_axes(axes, "column", "row" if rows > 1 else "")
+    add_colorbar(picture, axes, scale)
+    description = f"Heat maps of {count} gradients, {', '.join(names)}: {scale.description}"
+    return picture, [*scale.notes, *_block_notes(block)], description
+
+
 def draw_receptive_field(
     planes: Planes, background: np.ndarray, theme: Theme, limit: float | None
 ) -> tuple[Picture, list[str]]:

@@ -42,7 +42,8 @@ from elementgrad._show.page import (
     Table,
     Tone,
 )
-from elementgrad._show.plot import MAX_ENTRIES
+from elementgrad._show.plot import MAX_ENTRIES, drop_leading_ones
+from elementgrad._show.theme import get_theme
 from elementgrad._show.values import IMAGE_CHANNELS, Scale, has_channels_last, to_floats
 from elementgrad._train.elements import Elements, patch_of
 from elementgrad._train.patch import Patch, shorten
@@ -51,6 +52,8 @@ from elementgrad.errors import DtypeError, ElementgradError, PlaceError, SizeErr
 TONES: dict[str, Tone] = {"flows": "good", "zero": "odd", "unconnected": "bad", "nonfinite": "bad", "mismatch": "bad"}
 MAX_STEPS = 40
 """Steps of a path that are shown."""
+MAX_PANELS = 16
+"""Gradients in one picture."""
 MAX_ELEMENTS = 200
 """Rows of the table of elements before and after."""
 
@@ -119,17 +122,52 @@ def report(
     shared = _answer_together(f, args, kwargs, targets, places, budget) if len(queries) > 1 else None
     answers = [(None, None)] * len(queries) if shared is None else shared
     items = [query.answer(budget, *answer) for query, answer in zip(queries, answers, strict=True)]
+    together, pictures = _draw_together(items, tokens)
     sections = []
     for item in items:
         prefix = "" if len(items) == 1 else f"{' by '.join(item.names)}: "
-        for number, section in enumerate(item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels)):
+        parts = item.make_sections(DOWNLOAD_LIMIT // len(items), tokens, channels, item not in together)
+        for number, section in enumerate(parts):
             # Of several questions, the contents has one entry for each.
             entry = None if len(items) == 1 else " by ".join(item.names) if number == 0 else ""
             sections.append(Section(prefix + section.title, section.parts, entry))
     first = items[0]
     others = f", and {len(items) - 1} more" if len(items) > 1 else ""
     lead = f"How {first.names[0]} changes with {first.names[1]}{others}."
-    return Page(title or f"The gradient of {first.query.name}", sections, lead).write(path)
+    return Page(title or f"The gradient of {first.query.name}", sections, lead, pictures).write(path)
+
+
+def _draw_together(items: "Sequence[ReportItem]", tokens: Any) -> "tuple[list[ReportItem], list[Part]]":
+    """Draw gradients that are matrices of one shape in one picture; return whose they are, and the pictures."""
+    by_shape: dict[tuple[int, ...], list[tuple[ReportItem, np.ndarray]]] = {}
+    for item in items if tokens is None else ():
+        matrix = item.matrix
+        if matrix is not None:
+            by_shape.setdefault(matrix.shape, []).append((item, matrix))
+    drawn: list[ReportItem] = []
+    pictures: list[Part] = []
+    for group in by_shape.values():
+        for several in [group[start : start + MAX_PANELS] for start in range(0, len(group), MAX_PANELS)]:
+            if len(several) > 1:
+                drawn += [item for item, _ in several]
+                pictures.append(_picture_together(*zip(*several, strict=True)))
+    return drawn, pictures
+
+
+def _picture_together(items: "Sequence[ReportItem]", matrices: Sequence[np.ndarray]) -> Part:
+    from elementgrad._show.pictures import draw_side_by_side  # imports matplotlib
+
+    names = [" by ".join(item.names) for item in items]
+    wrt = {item.names[1] for item in items}
+    title = "Side by side"
+    if len(wrt) == 1:
+        names, title = [item.names[0] for item in items], f"By {next(iter(wrt))}"
+
+    def draw(theme: str) -> Any:
+        picture, notes, alt = draw_side_by_side(matrices, names, get_theme(theme))
+        return picture.finish(title, alt, notes)
+
+    return Image.drawn_by(draw)
 
 
 def _answer_together(
@@ -244,7 +282,7 @@ class ReportQuery:
         return str(getattr(self.f, "__name__", None) or type(self.f).__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReportItem:
     """A query with its derivative and diagnosis, either of which may be missing."""
 
@@ -266,8 +304,21 @@ class ReportItem:
         of, wrt = [_place_text(side.name, place) for side, place in zip(operands(self.jacobian), places, strict=True)]
         return of, wrt
 
-    def make_sections(self, download_limit: int, tokens: Sequence[str] | None, channels: str | None) -> list[Section]:
-        """Return the question, the answer, the numbers, the plan and the path."""
+    @property
+    def matrix(self) -> np.ndarray | None:
+        """The gradient of one element, if it is drawn as rows and columns; None for images and feature maps."""
+        if self.values is None or self.jacobian is None or not self.values.size:
+            return None
+        of, wrt = operands(self.jacobian)
+        shape = drop_leading_ones(wrt.shape)
+        if math.prod(of.shape) != 1 or len(shape) > 2:
+            return None
+        return self.values.reshape(shape if len(shape) == 2 else (1, -1))
+
+    def make_sections(
+        self, download_limit: int, tokens: Sequence[str] | None, channels: str | None, draws: bool
+    ) -> list[Section]:
+        """Return the question, the answer, the numbers, the plan and the path; with `draws` also a picture."""
         answer: list[Part] = [self._verdict()]
         sections = [Section("The question", self._question_parts()), Section("The answer", answer)]
         if self.values is not None and self.jacobian is not None:
@@ -278,7 +329,9 @@ class ReportItem:
                 coords = None if wrt.base is None else wrt.base.coords().reshape(-1, len(wrt.of))
             if inputs is not None and wrt.base is not None:
                 inputs = inputs.reshape(-1)[wrt.base.flat()]
-            answer += [Facts(_summarize(self.values)), self._picture(of, wrt, gradient, inputs, tokens, channels)]
+            answer.append(Facts(_summarize(self.values)))
+            if draws:
+                answer.append(self._picture(of, wrt, gradient, inputs, tokens, channels))
             name = f"gradient of {self.names[0]} by {self.names[1]}"
             sections.append(Section("The numbers", [NumbersTable.of(gradient, name, inputs, download_limit, coords)]))
             sections.append(Section("The plan", [Facts(self.jacobian.plan().lines)]))
