@@ -33,7 +33,7 @@ class TensorflowAudit(AuditBackend):
     """Audits Keras models."""
 
     def parameters(self, model: KerasModel) -> list[AuditedParameter]:  # type: ignore[override]
-        if not model.function.built:
+        if not getattr(model.function, "built", True):
             raise FrameworkError("the model is not built and has no variables yet; call it once, and then audit it")
         found = []
         for name, kind, variable in model._variables():
