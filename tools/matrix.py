@@ -31,8 +31,11 @@ def run(torch: str) -> bool:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
         pip += ["--no-compile"]  # of thousands of files that are never imported
-        if subprocess.run([*pip, *packages(torch)], check=False).returncode:
-            print(f"torch {torch}: pip could not install it", flush=True)
+        installation = subprocess.run([*pip, *packages(torch)], capture_output=True, text=True, check=False)
+        if installation.returncode:
+            errors = [line for line in installation.stderr.split("\n") if line.startswith("ERROR")]
+            causes = "\n".join(errors) or installation.stderr[-2000:]
+            print(f"torch {torch}: pip could not install it\n{causes}", flush=True)
             return False
         installed = time.monotonic()
         options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}

@@ -244,6 +244,12 @@ def test_an_element_of_a_step_has_a_gradient_though_others_have_none():
     assert eg.explain(lambda: torch.autograd.grad((weight**2).sum(), weight), wrt=weight).verdict == "flows"
 
 
+def test_a_grad_of_nan_from_before_is_no_gradient_of_the_step():
+    weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    weight.grad = torch.tensor([0.0, float("nan")])
+    assert eg.explain(lambda: (weight.detach() * other).sum().backward(), wrt=weight).cause == "detached"
+
+
 def test_a_step_that_fails_otherwise_raises_what_it_raised():
     def step():
         F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7]))

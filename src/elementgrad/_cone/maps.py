@@ -60,8 +60,12 @@ class Whole(AxisMap):
     operand: Shape
     result: Shape
 
-    def need(self, result: Intervals) -> Box:
+    @cached_property
+    def _all(self) -> Box:
         return whole(self.operand)
+
+    def need(self, result: Intervals) -> Box:
+        return self._all
 
     def reach(self, operand: Intervals) -> Box:
         return whole(self.result)
@@ -113,7 +117,8 @@ class Window(AxisMap):
 
     def padding(self, result: Interval) -> tuple[int, int]:
         """Return how far the windows of a part of the result stand out of the operand, before and behind it."""
-        seen, (inside,) = self._seen(result), self.need([result])
+        seen = self._seen(result)
+        inside = seen.clip(self.operand)
         return inside.start - seen.start, seen.stop - inside.stop
 
     def reach(self, operand: Intervals) -> Box:

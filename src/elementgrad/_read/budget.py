@@ -34,7 +34,7 @@ def parse_budget(budget: int | str | None) -> int | None:
         if match is None or match[2].upper() not in UNITS:
             raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
         budget = int(float(match[1]) * UNITS[match[2].upper()])
-    if type(budget) not in SIMPLE:
+    if not isinstance(budget, int) and type(budget) not in SIMPLE:
         raise option_error("budget", budget, f"is not an amount of memory; {FITS}")
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
         raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")

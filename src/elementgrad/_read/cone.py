@@ -118,7 +118,9 @@ class ConeLinearization(Linearization):
         of = self.program.outputs[output]
         box = box_of(rows, of.shape)
         cone = self.plan(output, box)
-        positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
+        positions = inverse = np.zeros(1, np.intp)  # the only element of its box
+        if rows.size != 1:
+            positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
         values = [self.program.inputs[number] for number in inputs]
         parts = self.program.gradients(cone, of, values, positions)
         blocks: list[Tensor | None] = []

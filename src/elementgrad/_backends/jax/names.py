@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -72,7 +72,7 @@ class JaxNames(NamesBackend):
         return next(iter(JaxModel(function).named_tensors()), None) is not None
 
     def is_shared_object(self, value: Any) -> bool:
-        return any(name in _nnx_bases(type(value)) for name in ("Pytree", "Object", "Variable"))
+        return not {"Pytree", "Object", "Variable"}.isdisjoint(_nnx_bases(value))
 
     def from_numpy(self, array: Any, model: Model) -> Array | None:
         return jax.numpy.asarray(array) if array.dtype.kind in "biufc" else None
@@ -186,13 +186,12 @@ def _is_writable(value: Any) -> bool:
 
 def _variable_kind(value: Any) -> str | None:
     """Return the kind of the arrays inside a variable of flax NNX; None for another object."""
-    names = _nnx_bases(type(value))
+    names = _nnx_bases(value)
     return None if "Variable" not in names else "parameter" if "Param" in names else "buffer"
 
 
-@cache
-def _nnx_bases(kind: type) -> tuple[str, ...]:
-    return tuple([base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax.nnx")])
+def _nnx_bases(value: Any) -> list[str]:
+    return [base.__name__ for base in type(value).__mro__ if base.__module__.startswith("flax.nnx")]
 
 
 def _key_of(entry: Any) -> Any:

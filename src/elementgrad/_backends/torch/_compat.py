@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -386,6 +386,7 @@ def schema_of(func: Any) -> Any:
     return func._schema
 
 
+@cache
 def operation_name(func: Any) -> str:
     """Return the name of an operation without its overload, such as `convolution`."""
     return func._schema.name.removeprefix("aten::")
@@ -394,11 +395,19 @@ def operation_name(func: Any) -> str:
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the tensors that an operation writes to."""
     written = []
-    for position, parameter in enumerate(func._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(parameter.name)
-            written += [given] if isinstance(given, torch.Tensor) else []
+    for position, name in _written_parameters(func):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        written += [given] if isinstance(given, torch.Tensor) else []
     return written
+
+
+@cache
+def _written_parameters(func: Any) -> list[tuple[int, str]]:
+    return [
+        (position, parameter.name)
+        for position, parameter in enumerate(func._schema.arguments)
+        if parameter.alias_info is not None and parameter.alias_info.is_write
+    ]
 
 
 def returns_views(func: Any) -> bool:

@@ -69,8 +69,8 @@ SWITCHES: list[Switch] = [
 ]
 # All of them are written in C, so that no interrupt comes between the last two, of which the second undoes the first
 # and returns the number of open autocast blocks.
-_READS = (*[read for read, _ in SWITCHES], *_NESTING)
-_WRITES = (*[write for _, write in SWITCHES], lambda _: None, _set_autocast_nesting)
+_READS: tuple[Callable[[], Any], ...] = (*[read for read, _ in SWITCHES], *_NESTING)
+_WRITES: tuple[Callable[[Any], Any], ...] = (*[write for _, write in SWITCHES], lambda _: None, _set_autocast_nesting)
 
 
 class Stack(NamedTuple):

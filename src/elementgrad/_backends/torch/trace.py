@@ -549,20 +549,20 @@ class GradientRequests:
         self.backwards.append(op)
         self.target = op.inputs[0] if op.inputs else None
         before = self._grad_of_followed()
+        version, old = (None, None) if before is None else (before._version, before.clone())
         with pause_recording():
             result = func(*args, **kwargs)
             after = self._grad_of_followed()
-            if after is not None and (before is None or not is_same(before, after)):
-                self.gradient, self.differentiated = after, op.inputs[0] if op.inputs else -1
-                if before is not None and bool(before.any()):
+            # Numbers may be the same, or NaN, after a gradient was added to them.
+            if after is not None and (after is not before or after._version != version):
+                self.gradient, self.differentiated = after.clone(), op.inputs[0] if op.inputs else -1
+                if old is not None and bool(old.any()):
                     self.accumulated = op
         return result
 
     def _grad_of_followed(self) -> Tensor | None:
         x = self.followed
-        if x is None or not (x.is_leaf or x.retains_grad) or x.grad is None:
-            return None
-        return x.grad.clone()
+        return None if x is None or not (x.is_leaf or x.retains_grad) else x.grad
 
     def note_grad(self, outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> Sequence[Tensor]:
         """Note a call of `torch.autograd.grad` before it runs; return its outputs."""

@@ -35,6 +35,8 @@ Operation = Any
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 ALIASES = {"Identity", "IdentityN", "Snapshot", "PlaceholderWithDefault"}
 """Operations whose results are their operands."""
+RESHAPES = {"Reshape", "Squeeze", "ExpandDims"}
+"""Operations that copy nothing. Those on constants, such as the bias of a layer, run once, while recording."""
 CONTROL = {"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"}
 STATELESS = {"ReadVariableOp", "ResourceGather", "Placeholder", "VarHandleOp", *CALLS, *CONTROL}
 """Operations with a state that only read it, or only change what those inside them change."""
@@ -401,6 +403,10 @@ class _Builder:
             operands = [env[id(x)] for x in op.inputs if x.dtype != tf.resource]
             if kind == "ResourceGather":
                 operands.insert(0, self._variable(op, env))
+            if kind in RESHAPES and all(value.known is not None for value in operands):
+                (made,) = GraphCall(op).run(*[value.known for value in operands])
+                env[id(op.outputs[0])] = self._constant(made)
+                return
             self._note(op, kind, operands, op.outputs, GraphCall(op), env)
 
     def _note(
