@@ -1,6 +1,7 @@
 """What one element costs by its cone, against the best plain way: forward to the layer, backward to the input."""
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import elementgrad as eg
@@ -18,39 +19,60 @@ MIXING = 1.25
 """The bound where a cone does not pay, and the recording is dropped."""
 
 
+def _torch_pair(
+    name: str,
+    model: Any,
+    x: Any,
+    places: list[tuple[int, ...]],
+    first: float | None,
+    other: float,
+    most_mb: float | None = None,
+) -> Iterator[Row]:
+    """Yield a row for the first element, and one for other elements of one recording, each time another one."""
+    import torch
+
+    def whole(place: tuple[int, ...]) -> Any:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(model(leaf)[place], leaf)[0]
+
+    jacobian = eg.jacobian(model, x, cone=True)
+    ours, plain, peer = cycle(places), cycle(places), "forward and backward"
+    if first is not None:
+        of = eg.at("output")[places[0]]
+        alone = Row(
+            f"{name}, first element",
+            lambda: eg.grad(model, x, of=of),
+            lambda: whole(places[0]),
+            peer,
+            first,
+            most_mb=most_mb,
+            repeats=5,
+        )
+        yield agree(alone)
+    another = Row(
+        f"{name}, another element", lambda: jacobian[next(ours), :], lambda: whole(next(plain)), peer, other, repeats=5
+    )
+    yield agree(another)
+
+
+def _six_convolutions() -> Any:
+    from torch import nn
+
+    layers = [nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(6)]
+    return nn.Sequential(*[module for layer in layers for module in (layer, nn.ELU())])
+
+
 def torch_rows() -> Iterator[Row]:
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-
-    def convolutions() -> Any:
-        layers = [nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(6)]
-        return nn.Sequential(*[module for layer in layers for module in (layer, nn.ELU())])
-
-    def plain(model: Any, x: Any, place: tuple[int, ...]) -> Any:
-        leaf = x.detach().requires_grad_()
-        return torch.autograd.grad(model(leaf)[place], leaf)[0]
-
-    model = convolutions()
     for size in (SIDE, LARGE):
-        x, place = torch.randn(1, 3, size, size), (0, 3, size // 2, size // 2)
-        jacobian = eg.jacobian(model, x, cone=True)
-
-        def first(x: Any = x, place: Any = place) -> Any:
-            return eg.grad(model, x, of=eg.at("output")[place], wrt="input")
-
-        def other(jacobian: Any = jacobian, place: Any = place) -> Any:
-            return jacobian[place, :]
-
-        def whole(x: Any = x, place: Any = place) -> Any:
-            return plain(model, x, place)
-
-        name = f"torch six convolutions, {size} pixels"
+        x = torch.randn(1, 3, size, size)
+        places = [(0, 3, size // 2, size // 2), (0, 5, size // 3, size // 4)]
         limit = 20 if size == LARGE else None
-        peer = "forward and backward"
-        yield agree(Row(f"{name}, first element", first, whole, peer, FIRST, most_mb=limit, repeats=5))
-        yield agree(Row(f"{name}, another element", other, whole, peer, OTHER, repeats=5))
+        name = f"torch six convolutions, {size} pixels"
+        yield from _torch_pair(name, _six_convolutions(), x, places, FIRST, OTHER, limit)
 
     mixer = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Softmax(0), nn.Linear(512, 512))
     x = torch.randn(512, 512)
@@ -59,9 +81,80 @@ def torch_rows() -> Iterator[Row]:
         return eg.grad(mixer, x, of="output[3, 4]", wrt="input")
 
     def by_hand() -> Any:
-        return plain(mixer, x, (3, 4))
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(mixer(leaf)[3, 4], leaf)[0]
 
     yield agree(Row("torch an element that depends on all", mixed, by_hand, "forward and backward", MIXING))
+
+
+def torch_model_rows() -> Iterator[Row]:
+    """Elements of well-known models with random weights, at the size of a photograph, a second of sound and a page."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import relu
+
+    torch.manual_seed(0)
+
+    def conv(before: int, after: int, size: int = 3, **options: Any) -> Any:
+        return nn.Conv2d(before, after, size, padding=size // 2, **options)
+
+    widths = [(3, 64), (64, 64), None, (64, 128), (128, 128), None, (128, 256), (256, 256), (256, 256), None]
+    vgg = nn.Sequential(
+        *[m for pair in widths for m in ([nn.MaxPool2d(2)] if pair is None else [conv(*pair), nn.ReLU()])]
+    )
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Sequential(conv(64, 64, bias=False), nn.BatchNorm2d(64)) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            return relu(self.b(relu(self.a(x))) + x)
+
+    stem = [conv(3, 64, 7, stride=2, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    resnet = nn.Sequential(*stem, Residual(), Residual()).eval()
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList([conv(3, 16), conv(16, 32), conv(32, 64)])
+            self.up = nn.ModuleList([nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)])
+            self.join = nn.ModuleList([conv(64, 32), conv(32, 16)])
+
+        def forward(self, x: Any) -> Any:
+            skips: list[Any] = []
+            for layer in self.down:
+                x = relu(layer(nn.functional.max_pool2d(x, 2) if skips else x))
+                skips.append(x)
+            for up, join, skip in zip(self.up, self.join, skips[-2::-1], strict=True):
+                x = relu(join(torch.cat([skip, up(x)], 1)))
+            return x
+
+    class WaveNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Conv1d(16, 32, 2, dilation=2**i) for i in range(8)])
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                a, b = layer(nn.functional.pad(x, (layer.dilation[0], 0))).chunk(2, 1)
+                x = x + torch.tanh(a) * torch.sigmoid(b)
+            return x
+
+    image = torch.randn(1, 3, SIDE, SIDE)
+    yield from _torch_pair("torch VGG16 features.16", vgg, image, [(0, 3, 32, 32), (0, 7, 20, 40)], None, 1 / 60)
+    yield from _torch_pair("torch ResNet18 layer1", resnet, image, [(0, 3, 64, 64), (0, 7, 40, 90)], 1 / 6, 1 / 20)
+    yield from _torch_pair("torch U-Net", UNet(), image, [(0, 3, 256, 256), (0, 7, 100, 300)], 1 / 6, 1 / 15)
+    sound = torch.randn(1, 16, 65_536)
+    places = [(0, 3, 32_768), (0, 5, 60_000)]
+    yield from _torch_pair("torch WaveNet, 65536 steps", WaveNet(), sound, places, None, 1 / 20)
+    from transformers import GPT2Config, GPT2Model
+
+    gpt = GPT2Model(GPT2Config(attn_implementation="sdpa")).eval()
+    page = torch.randn(1, 512, 768)
+    run = lambda x: gpt(inputs_embeds=x, use_cache=False).last_hidden_state  # noqa: E731
+    places = [(0, 8, 5), (0, 8, 600)]
+    yield from _torch_pair("torch GPT-2, 512 tokens, position 8", run, page, places, None, 1 / 5)
 
 
 def jax_rows() -> Iterator[Row]:
@@ -79,11 +172,14 @@ def jax_rows() -> Iterator[Row]:
 
     sweep = jax.jit(lambda x, i: jax.vjp(lambda x: model(x)[0, 3, i, i], x)[1](jnp.ones(()))[0])
 
+    ours, plain = cycle([SIDE // 2, SIDE // 3]), cycle([SIDE // 2, SIDE // 3])
+
     def other() -> Any:
-        return eg.grad(model, x, of=eg.at("output")[0, 3, SIDE // 2, SIDE // 2]).block_until_ready()
+        at = next(ours)
+        return eg.grad(model, x, of=eg.at("output")[0, 3, at, at]).block_until_ready()
 
     def whole() -> Any:
-        return sweep(x, SIDE // 2).block_until_ready()
+        return sweep(x, next(plain)).block_until_ready()
 
     eg.grad(model, x, of="output[0, 3, 7, 9]")  # compiled for another element
     name = f"jax six convolutions, {SIDE} pixels, another element"
@@ -107,8 +203,10 @@ def tensorflow_rows() -> Iterator[Row]:
             y = model(x)[place]
         return tape.gradient(y, x)
 
+    elsewhere = cycle([place, (0, SIDE // 3, SIDE // 4, 5)])
+
     def other() -> Any:
-        return jacobian[place, :]
+        return jacobian[next(elsewhere), :]
 
     def first() -> Any:
         return eg.grad(model, x, of=eg.at("output")[place])
@@ -121,4 +219,9 @@ def tensorflow_rows() -> Iterator[Row]:
     yield agree(Row(f"{name}, another element", other, whole, peer, OTHER_OF_GRAPH, repeats=5))
 
 
-SUITES = {"cone-torch": torch_rows, "cone-tensorflow": tensorflow_rows, "cone-jax": jax_rows}
+SUITES = {
+    "cone-torch": torch_rows,
+    "cone-models": torch_model_rows,
+    "cone-tensorflow": tensorflow_rows,
+    "cone-jax": jax_rows,
+}

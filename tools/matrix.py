@@ -29,9 +29,13 @@ def run(torch: str) -> bool:
     with tempfile.TemporaryDirectory(prefix=f"torch-{torch}-") as folder:
         start, python = time.monotonic(), Path(folder, "bin" if os.name != "nt" else "Scripts", "python")
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
-        if subprocess.run([*pip, *packages(torch)], check=False).returncode:
-            print(f"torch {torch}: pip could not install it", flush=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        pip += ["--no-compile"]  # of thousands of files that are never imported
+        installation = subprocess.run([*pip, *packages(torch)], capture_output=True, text=True, check=False)
+        if installation.returncode:
+            errors = [line for line in installation.stderr.split("\n") if line.startswith("ERROR")]
+            causes = "\n".join(errors) or installation.stderr[-2000:]
+            print(f"torch {torch}: pip could not install it\n{causes}", flush=True)
             return False
         installed = time.monotonic()
         options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src")}}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
+from operator import call
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -378,7 +379,7 @@ def with_rollback(function: Function) -> Function:
 
     @wraps(function)
     def verb(*args: Any, **kwargs: Any) -> Any:
-        block = _Verb(ends=False)
+        block = _LastingVerb()
         scopes = _thread.scopes
         height = len(scopes)
         try:
@@ -406,7 +407,7 @@ def close_scopes_after(function: Function) -> Function:
     """
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def inner(*args: Any, **kwargs: Any) -> Any:
         scopes = _thread.scopes
         height = len(scopes)
         try:
@@ -415,8 +416,8 @@ def close_scopes_after(function: Function) -> Function:
             if len(scopes) > height:
                 scopes[height].close()
 
-    _verbs.add(call.__code__)  # type: ignore[attr-defined]
-    return cast(Function, call)
+    _verbs.add(inner.__code__)  # type: ignore[attr-defined]
+    return cast(Function, inner)
 
 
 _verbs: set[CodeType] = set()
@@ -424,15 +425,27 @@ _verbs: set[CodeType] = set()
 
 
 class _Verb(scope):
-    __slots__ = ("_ambient", "ends")
+    """The scope of a verb. The first of its undos, which run last, restore what frameworks keep for each thread."""
 
-    def __init__(self, ends: bool = True):
-        self.ends = ends
-        """False if what is registered may outlast the verb."""
+    __slots__ = ()
 
     def __enter__(self) -> Any:
-        _undo_leftovers()
-        self._ambient = [snapshot() for snapshot in _snapshots]
+        if _thread.owned or _thread.scopes:
+            _undo_leftovers()
+        self.undos = list(map(call, _snapshots))
+        _thread.scopes.append(self)
+        return self
+
+
+class _LastingVerb(scope):
+    """The scope of a verb whose changes may outlast it: frameworks are restored only if it does not return."""
+
+    __slots__ = ("_ambient",)
+
+    def __enter__(self) -> Any:
+        if _thread.owned or _thread.scopes:
+            _undo_leftovers()
+        self._ambient = list(map(call, _snapshots))
         return super().__enter__()
 
     def undo(self) -> None:
@@ -491,7 +504,7 @@ class AttributePatch:
         A verb whose changes may outlast it has no such end, and its innermost scope is as good then.
         """
         verb = _thread.scopes[0]
-        if not isinstance(verb, _Verb) or not verb.ends:
+        if not isinstance(verb, _Verb):
             self.enter(*of)
             return
         patch = self._patches.get(of)

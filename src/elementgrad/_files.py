@@ -85,6 +85,9 @@ def replace_file(path: str | os.PathLike[str], *parts: Any, mode: int | None = N
             os.unlink(temporary)
         if isinstance(error, OSError) and error.filename == temporary and error.filename2 is None:
             error.filename = os.fspath(path)  # the name that the caller knows
+        elif isinstance(error, OSError) and error.filename is None and error.strerror:  # a disk that is full
+            text = f"{error.strerror}, so that nothing was changed; make room, or give another path"
+            raise OSError(error.errno, text, os.fspath(path)) from error
         raise
     sync_directory(directory)
 

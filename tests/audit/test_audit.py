@@ -368,3 +368,73 @@ def test_an_optimizer_with_a_closure_is_as_before_an_audit():
     assert eg.audit(model, step).ok
     assert not optimizer.state
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_single_row_with_dead_units_gives_no_warning_of_numpy():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.copy_(torch.tensor([-1.0, 1.0, 2.0, 3.0]))
+    audit = eg.audit(model, lambda model: model(torch.ones(1, 3)).sum())
+    assert [(note.problem, note.cause) for note in audit.notes] == [("dead units", "dead-relu")]
+
+
+def test_a_scaler_that_backs_off_from_its_first_factor_is_no_finding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**24), torch.optim.SGD(model.parameters(), 0.1)
+    x, before = torch.randn(4, 6), scaler.state_dict()
+    runs = []
+
+    def step():
+        runs.append(scaler.get_scale())
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert eg.audit(model, step).ok
+    assert len(runs) > 1
+    assert scaler.state_dict() == before
+    with torch.no_grad():
+        model[0].weight[1, 2] = torch.inf
+    assert [finding.problem for finding in eg.audit(model, step).findings] == ["not finite"]
+    assert scaler.state_dict() == before
+
+
+def test_scripted_submodules_are_said_and_lazy_ones_refused():
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(3, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+        def forward(self, x):
+            return self.inner(self.first(x).detach())
+
+    audit = eg.audit(Scripted(), lambda model: model(torch.ones(2, 3)).sum())
+    assert audit.findings[0].parameters == ("first.weight", "first.bias")
+    assert "inner is scripted" in str(audit)
+    with pytest.raises(eg.FrameworkError, match="weight has no shape yet; call the model once"):
+        eg.audit(nn.LazyLinear(2), lambda model: model(torch.ones(2, 3)).sum())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dead_units_of_equinox_are_found_in_compiled_losses_too(compiled):
+    jax, equinox = pytest.importorskip("jax"), pytest.importorskip("equinox")
+    model = equinox.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
+    model = equinox.tree_at(lambda model: model.layers[0].bias, model, model.layers[0].bias.at[3].set(-1e3))
+    x = jax.random.normal(jax.random.key(1), (8, 6))
+
+    def loss(model):
+        return (jax.vmap(model)(x) ** 2).mean()
+
+    (finding,) = eg.audit(model, equinox.filter_jit(loss) if compiled else loss).findings
+    assert (finding.parameters, finding.cause) == (("layers.0.weight[3]", "layers.0.bias[3]"), "dead-relu")
+
+
+def test_a_keras_model_without_variables_is_to_be_called_first():
+    keras = pytest.importorskip("keras")
+    with pytest.raises(eg.FrameworkError, match="is not built and has no variables yet; call it once"):
+        eg.audit(keras.Sequential([keras.layers.Dense(2)]), lambda model: model)

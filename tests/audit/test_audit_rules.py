@@ -45,12 +45,12 @@ def loss(model):
 
 
 def test_a_wrong_rule_is_a_finding_about_what_is_in_front_of_it():
-    audit = eg.audit(Net(rule(torch.clone, lambda g, x: 2 * g)), loss)
+    audit = eg.audit(Net(rule(lambda x: 3 * x, lambda g, x: 2 * g)), loss)
     (finding,) = audit.findings
     assert (finding.problem, finding.cause, finding.operation) == ("wrong", "custom-rule", "Rule")
     assert finding.parameters == ("trunk.weight", "trunk.bias")
     assert finding.where.startswith("test_audit_rules.py:")
-    assert finding.evidence == ("its rule gives 2 for an element whose slope is 1",)
+    assert finding.evidence == ("its rule gives 2 for an element whose slope is 3",)
     assert "except_=['Rule']" in str(audit)
 
 
@@ -60,23 +60,134 @@ def test_a_rule_that_is_wrong_for_one_operand_is_about_that_one():
     assert finding.parameters == ("factor",)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        rule(torch.tanh, lambda g, x: g * (1 - torch.tanh(x) ** 2)),
-        rule(torch.relu, lambda g, x: g * (x > 0)),
-        rule(torch.round, lambda g, x: g),
-        rule(torch.sign, lambda g, x: g),
-    ],
-    ids=["right", "kink", "straight through", "binary"],
-)
-def test_right_rules_and_those_that_stand_in_for_steps_are_fine(change):
+def quantize(x):
+    scale = x.abs().max() / 127
+    return torch.round(x / scale) * scale
+
+
+def quantize_by(x, scale):
+    return (x / scale).round().clamp(-8, 7) * scale
+
+
+def learn_scale(g, x, scale):
+    steps = x / scale
+    return g, (g * torch.where(steps.abs() < 7, steps.round() - steps, steps.sign() * 7)).sum(0, keepdim=True)
+
+
+def keep_largest(x):
+    return x * (x.abs() >= x.abs().topk(3, -1).values[:, -1:])
+
+
+class Attention(torch.autograd.Function):
+    """Attention that keeps a sum instead of the weights, and computes them again, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        scores = q @ k.T / 3
+        sums = scores.logsumexp(-1, keepdim=True)
+        result = (scores - sums).exp() @ v
+        ctx.save_for_backward(q, k, v, result, sums)
+        ctx.mark_non_differentiable(sums)
+        return result, sums
+
+    @staticmethod
+    def backward(ctx, g, _):
+        q, k, v, result, sums = ctx.saved_tensors
+        weights = (q @ k.T / 3 - sums).exp()
+        scores = weights * (g @ v.T - (g * result).sum(-1, keepdim=True)) / 3
+        return scores @ k, scores.T @ q, weights.T @ g
+
+
+class Dropping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mask = torch.rand_like(x) > 0.3
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.mask
+
+
+def attend(h):
+    return Attention.apply(h, 2 * h, h + 1)[0]
+
+
+def attend_roughly(h):
+    h = h.bfloat16()
+    return Attention.apply(h, 2 * h, h + 1)[0].float()
+
+
+HEALTHY = {
+    "tanh": rule(torch.tanh, lambda g, x: g * (1 - torch.tanh(x) ** 2)),
+    "rectifier": rule(torch.relu, lambda g, x: g * (x > 0)),
+    "attention": attend,
+    "attention in bfloat16": attend_roughly,
+    "dropout": Dropping.apply,
+}
+
+
+@pytest.mark.parametrize("change", HEALTHY.values(), ids=HEALTHY)
+def test_right_rules_are_fine(change):
     audit = eg.audit(Net(change), loss)
     assert audit.ok, str(audit)
+    assert not [note for note in audit.notes if note.problem == "surrogate"], str(audit)
 
 
-def test_a_rule_that_is_meant_to_differ_is_excepted_by_its_name():
-    model = Net(rule(torch.clone, lambda g, x: -g))
+MEANT = {
+    "rounding": (rule(torch.round, lambda g, x: g), "goes in steps"),
+    "binary": (rule(torch.sign, lambda g, x: g * (x.abs() <= 1)), "goes in steps"),
+    "quantizer": (rule(quantize, lambda g, x: g), "goes in steps"),
+    "clamp": (rule(lambda x: x.clamp(-0.3, 0.3), lambda g, x: g), "stands still"),
+    "sparsity": (rule(keep_largest, lambda g, x: g), "stands still"),
+    "reversal": (rule(torch.clone, lambda g, x: -g), "as it is"),
+    "scaling": (rule(lambda x: x.view_as(x), lambda g, x: 0.1 * g), "as it is"),
+    "clipping": (rule(torch.clone, lambda g, x: g.clamp(-0.01, 0.01)), "as it is"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("change", "reason"), MEANT.values(), ids=MEANT)
+def test_rules_that_differ_on_purpose_are_notes_at_most(change, reason, seed):
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))
+    audit = eg.audit(Net(change), lambda model: model(x).square().mean())
+    assert audit.ok, str(audit)
+    notes = [note for note in audit.notes if note.problem == "surrogate"]
+    assert all(reason in note.reason and note.parameters == ("trunk.weight", "trunk.bias") for note in notes)
+    assert notes or reason != "as it is"
+
+
+def test_a_learned_scale_of_a_quantizer_is_a_surrogate_too():
+    model = Net(rule(quantize_by, learn_scale))
+    model.factor = nn.Parameter(torch.full((1, 8), 0.1))
+    audit = eg.audit(model, loss)
+    assert audit.ok, str(audit)
+    assert "factor" in {name for note in audit.notes for name in note.parameters}, str(audit)
+
+
+def test_units_that_a_right_rule_has_off_for_a_batch_are_notes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 2))
+
+    def loss(model):
+        return model[1](HEALTHY["rectifier"](model[0](X[:4]))).square().mean()
+
+    audit = eg.audit(model, loss)
+    assert audit.ok, str(audit)
+    assert [note.cause for note in audit.notes] == ["clamped"], str(audit)
+    with torch.no_grad():
+        model[0].bias[5] = -1e3
+    (finding,) = eg.audit(model, loss).findings
+    assert (finding.parameters, finding.cause) == (("0.weight[5]", "0.bias[5]"), "clamped")
+
+
+def test_units_that_a_wrong_rule_stops_are_a_finding():
+    (finding,) = eg.audit(Net(rule(torch.tanh, lambda g, x: g * (torch.arange(8) != 3))), loss).findings[:1]
+    assert (finding.problem, finding.cause) == ("dead units", "custom-rule")
+
+
+def test_another_rule_that_is_meant_to_differ_is_excepted_by_its_name():
+    model = Net(rule(lambda x: 3 * x, lambda g, x: -g))
     assert eg.audit(model, loss, except_=["Rule"]).ok
     assert not eg.audit(model, lambda: loss(model).backward()).ok
     with pytest.raises(eg.PlaceError, match="except_ names 'Ruler'"):
@@ -96,6 +207,16 @@ def test_wrong_rules_of_keras():
     (finding,) = eg.audit(model, lambda model: tf.reduce_mean(model(x) ** 2)).findings
     assert (finding.problem, finding.operation, len(finding.parameters)) == ("wrong", "scaled", 2)
 
+    @tf.custom_gradient
+    def reverse(x):
+        return tf.identity(x), lambda g: -g
+
+    model = keras.Sequential([keras.layers.Dense(8), keras.layers.Lambda(reverse), keras.layers.Dense(2)])
+    model(x)
+    audit = eg.audit(model, lambda model: tf.reduce_mean(model(x) ** 2))
+    assert audit.ok, str(audit)
+    assert [note.problem for note in audit.notes] == ["surrogate"], str(audit)
+
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_wrong_rules_of_jax(compiled):
@@ -112,3 +233,13 @@ def test_wrong_rules_of_jax(compiled):
     x = jnp.asarray(X.numpy())
     (finding,) = eg.audit(params, lambda params: jnp.mean((function(x @ params["a"]) @ params["b"]) ** 2)).findings
     assert (finding.problem, finding.operation, finding.parameters) == ("wrong", "wave", ("a",))
+
+    @jax.custom_vjp
+    def reverse(x):
+        return x
+
+    reverse.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+    function = jax.jit(reverse) if compiled else reverse
+    audit = eg.audit(params, lambda params: jnp.mean((function(x @ params["a"]) @ params["b"]) ** 2))
+    assert audit.ok, str(audit)
+    assert [note.problem for note in audit.notes] == ["surrogate"], str(audit)

@@ -257,3 +257,39 @@ def test_what_cannot_be_recorded_says_why():
 def test_unconnected_is_an_error():
     with pytest.raises(eg.UnconnectedError):
         eg.grad(lambda x: lax.stop_gradient(x) * 2, jnp.ones(3), of="output[0]", cone=True)
+
+
+def test_constants_that_change_between_calls_are_those_of_the_call():
+    """A compiled part serves all programs with equal equations, and a rule may have looked at their constants."""
+    x = jnp.arange(1.0, 7.0)
+    for start in (0, 2):
+        first = jnp.array([start])
+        f = lambda x, first=first: lax.dynamic_slice(x, (first[0],), (3,)) * 2 + x[3:]  # noqa: E731
+        np.testing.assert_array_equal(eg.grad(f, x, of="output[0]", cone=True), jax.jacobian(f)(x)[0])
+    for rows in ([0, 5], [0, 9]):  # the second is outside, and filled with NaN
+        rows = jnp.array(rows)
+        f = lambda x, rows=rows: jnp.take(x, rows)  # noqa: E731
+        np.testing.assert_array_equal(eg.value(f, x, of="output[0:2]", cone=True), f(x))
+    for matrix in (jnp.eye(6), jnp.eye(6)[::-1], jnp.ones((6, 6))):
+        f = lambda x, matrix=matrix: x @ matrix  # noqa: E731
+        for place in (0, 2):
+            of = eg.at("output")[place]
+            np.testing.assert_array_equal(eg.grad(f, x, of=of, cone=True), jax.jacobian(f)(x)[place])
+
+
+@jax.custom_jvp
+def swapped(x):
+    """Two rows in the middle change places, and the derivative is no derivative."""
+    row = jnp.arange(6)
+    return x[jnp.where(row == 2, 3, jnp.where(row == 3, 2, row))]
+
+
+swapped.defjvp(lambda primals, tangents: (swapped(*primals), 3 * swapped(*tangents)))
+
+
+def test_rules_of_their_own_that_move_positions():
+    x = jnp.arange(1.0, 7.0)
+    for place in range(6):
+        of = eg.at("output")[place]
+        expected = jax.grad(lambda x, place=place: (swapped(x) * x)[place])(x)
+        np.testing.assert_array_equal(eg.grad(lambda x: swapped(x) * x, x, of=of, cone=True), expected)

@@ -253,3 +253,43 @@ def test_changed_variables_do_not_change_what_was_recorded():
     J = eg.jacobian(lambda x: weight * x, x, cone=True)
     weight.assign(5.0)
     assert J[0, 0].numpy() == 3
+
+
+def test_windows_that_are_infinite_all_over_have_their_maximum_inside():
+    numbers = np.random.default_rng(0).normal(size=(1, 6, 7, 1))
+    numbers[0, :2, :2] = -np.inf
+    x = tf.constant(numbers)
+    f = lambda x: tf.nn.max_pool2d(x, 3, 1, "SAME")  # noqa: E731
+    for place in ((0, 0, 0, 0), (0, 5, 6, 0)):
+        of = eg.at("output")[place]
+        assert eg.value(f, x, of=of, cone=True) == f(x)[place]
+        np.testing.assert_array_equal(eg.grad(f, x, of=of, cone=True), eg.grad(f, x, of=of, cone=False))
+
+
+def test_maps_over_rows_are_followed():
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, 6)))
+    f = lambda x: tf.map_fn(lambda row: tf.cumsum(row) * row, x)  # noqa: E731
+    by_cone, plain = (eg.grad(f, x, of="output[1, 2]", cone=cone) for cone in (True, False))
+    np.testing.assert_allclose(by_cone, plain, rtol=1e-12)
+
+
+def test_gradients_of_their_own_inside_a_loop_have_no_cone():
+    x = tf.constant(np.random.default_rng(0).normal(size=(4, 6)))
+    f = lambda x: tf.nn.silu(x) * 3 + tf.scan(lambda a, b: tf.nn.silu(a) + b, x)  # noqa: E731
+    with pytest.raises(eg.FrameworkError, match="inside a loop or a branch"):
+        eg.grad(f, x, of="output[1, 2]", cone=True)
+
+
+def test_a_variable_of_a_rule_of_its_own_must_not_change_between_reads():
+    scale, weight = tf.Variable(2.0, dtype=tf.float64), tf.Variable(3.0, dtype=tf.float64)
+
+    @tf.custom_gradient
+    def scaled(x):
+        return x * scale, lambda gradient, variables=None: (gradient * scale, [tf.reduce_sum(gradient)])
+
+    J = eg.jacobian(lambda x: scaled(x * weight), tf.ones(3, tf.float64), cone=True)
+    weight.assign(5.0)
+    assert J[1, 1] == 6
+    scale.assign(9.0)
+    with pytest.raises(eg.FrameworkError, match="has changed since the function was recorded"):
+        J[1, 1]

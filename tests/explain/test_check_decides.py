@@ -164,3 +164,12 @@ def test_many_slow_runs_are_compiled_where_that_can_be(monkeypatch):
         counts.append(len(calls))
         calls.clear()
     assert counts[0] < 8 < 24 < counts[1]
+
+
+def test_a_gradient_of_nan_differs_from_a_slope_and_not_from_a_jump():
+    found = eg.check(lambda A: torch.linalg.eigh(A)[1], torch.eye(2), of="output[0, 0]")
+    # `eigh` reads the lower triangle alone, and the vectors change at once with any element of it.
+    assert [entry.wrt for entry in found.mismatches] == ["A[0, 1]"]
+    assert {entry.wrt for entry in found.undecided} == {"A[0, 0]", "A[1, 0]", "A[1, 1]"}
+    assert found.diagnosis.cause == "singular"
+    assert "eigenvalues" in found.diagnosis.fix

@@ -233,6 +233,23 @@ def test_gpt2_names_the_module_and_the_line():
     assert (found.cause, found.module) == ("row-not-used", "transformer.wpe")
 
 
+def test_an_element_of_a_step_has_a_gradient_though_others_have_none():
+    weight = torch.tensor([1.0, -2.0], requires_grad=True)
+
+    def step():
+        torch.relu(weight).sum().backward()
+
+    found = eg.explain(step, wrt=eg.at(weight)[0])
+    assert (found.verdict, found.value.tolist()) == ("flows", [1.0])
+    assert eg.explain(lambda: torch.autograd.grad((weight**2).sum(), weight), wrt=weight).verdict == "flows"
+
+
+def test_a_grad_of_nan_from_before_is_no_gradient_of_the_step():
+    weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    weight.grad = torch.tensor([0.0, float("nan")])
+    assert eg.explain(lambda: (weight.detach() * other).sum().backward(), wrt=weight).cause == "detached"
+
+
 def test_a_step_that_fails_otherwise_raises_what_it_raised():
     def step():
         F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7]))
@@ -244,3 +261,15 @@ def test_a_step_that_fails_otherwise_raises_what_it_raised():
 def test_the_page_lists_every_cause():
     page = (Path(__file__).parents[2] / "docs" / "explaining.md").read_text()
     assert [cause for cause in CAUSES if f"`{cause}`" not in page] == []
+
+
+def test_a_gradient_of_nan_from_before_is_not_one_of_this_step():
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    x.grad = torch.tensor([0.0, float("nan")])
+
+    def step():
+        weight = torch.nn.Parameter(x.clone())
+        (weight**2).sum().backward()
+
+    found = eg.explain(step, wrt=x)
+    assert (found.verdict, found.cause) == ("unconnected", "detached")

@@ -156,3 +156,38 @@ def test_training_and_ranking_name_the_line_that_cuts():
         eg.top(params, loss, k=1, among="v")
     with pytest.raises(eg.UnconnectedError, match="does not depend on v; give one"):  # nothing is looked into there
         jax.jit(lambda values: elements.grad(loss, values))(elements.values)
+
+
+def test_a_compiled_operation_is_tried_in_float64_by_itself():
+    runs = []
+
+    def f(x):
+        runs.append(1)
+        return jnp.sum(jnp.sqrt(x * 0) + jax.nn.gelu(x))
+
+    found = eg.explain(f, jnp.ones(3, "float32"), wrt="x[0]")
+    assert (found.verdict, found.cause, found.operation) == ("nonfinite", "singular", "sqrt")
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("f", "wrt", "index"),
+    [
+        (lambda x: x[-5], "x[0]", "index -5 is"),
+        (lambda x: jax.lax.dynamic_index_in_dim(x, -5)[0], "x[0]", "index -5 is"),
+        (lambda x: jax.lax.dynamic_update_slice(jnp.zeros(4), x[:2], (3,)).sum(), "x[0]", "index 3 is"),
+        (lambda x: jax.lax.dynamic_update_slice(jnp.zeros(4), x[:2], (-7,)).sum(), "x[0]", "index -7 is"),
+        (lambda x: jnp.take(x, jnp.array([0, 5]), mode="fill", fill_value=0.0)[1], "x", "index 5 is"),
+        (lambda x: jnp.take(x, jnp.array([0, 5]), mode="fill", fill_value=0.0).sum(), "x[2]", "index 5 is"),
+    ],
+)
+def test_every_index_out_of_range_is_in_the_evidence(f, wrt, index):
+    found = eg.explain(f, jnp.array([1.0, 2.0, 3.0]), wrt=wrt)
+    assert any(index in each for each in found.evidence), found
+
+
+def test_an_update_beside_the_array_is_named():
+    found = eg.explain(lambda x: jax.lax.dynamic_update_slice(x, jnp.zeros(2), (5,)).sum(), jnp.ones(3), wrt="x[2]")
+    assert (found.verdict, found.cause) == ("zero", "out-of-range")
+    assert "index 5 is out of range for axis 0 of size 3" in found.evidence[0]
+    assert "writes to the nearest place" in str(found)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import elementgrad as eg
+from elementgrad._backends.tensorflow.explain_rules import TensorflowOp
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,9 @@ def test_numpy_is_as_it_was_and_works_while_code_is_watched():
     assert [getattr(np, name) for name in names] == before
     assert pickle.loads(kept[0]) is np.tanh
     assert not hasattr(tf.constant(1.0), "__array_function__")
+
+
+def test_a_compiled_function_is_of_no_kind_whatever_its_name_is():
+    op = TensorflowOp("sum", op_type="__forward_sum_12", inner=frozenset({"StopGradient", "Sum"}))
+    assert (op.kind, op.inner_cause) == (None, "detached")
+    assert TensorflowOp("sum", op_type="Sum").kind == "sum"

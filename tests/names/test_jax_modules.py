@@ -234,3 +234,34 @@ def test_parameters_of_linen():
     expected = jax.jacobian(lambda h: jnp.tanh(h) @ second["kernel"] + second["bias"])
     hidden = eg.jacobian(model.apply, variables, X, of="hidden", wrt="args.0").value
     assert_near(eg.jacobian(model.apply, variables, X, wrt="hidden").dense(), expected(hidden))
+
+
+def test_what_nnx_shares_is_one_among_arguments():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.Linear(3, 3, param_dtype=X.dtype, rngs=rngs)
+            self.b = self.a
+            self.c = nnx.Linear(3, 3, param_dtype=X.dtype, rngs=rngs)
+            self.c.bias = self.a.bias
+
+        def __call__(self, x):
+            return self.c(self.b(jnp.tanh(self.a(x))))
+
+    def loss(model):
+        return (model(X) ** 2).sum()
+
+    net = Net(nnx.Rngs(0))
+    expected = nnx.grad(loss)(net)
+    kernel, bias = expected["a"]["kernel"][...], expected["a"]["bias"][...]
+    for name in ("a", "b"):
+        assert_near(eg.grad(loss, net, wrt=f"model.{name}.kernel"), kernel)
+    for name in ("a", "b", "c"):
+        assert_near(eg.grad(loss, net, wrt=f"model.{name}.bias"), bias)
+    assert eg.check(loss, net, wrt="model.b.bias")
+    listed = [row.name for row in eg.names(loss, net, kind="input")]
+    assert listed == ["model.a.bias", "model.a.kernel", "model.c.kernel"]
+    for wrt in ("left.a.kernel", "right.b.kernel"):  # one model, given twice
+        assert_near(eg.grad(lambda left, right: (left(X) * right(X)).sum(), net, net, wrt=wrt), kernel)
+    assert_near(eg.grad(net, X, of="output[0]", wrt="b.bias"), eg.grad(net, X, of="output[0]", wrt="a.bias"))

@@ -135,3 +135,75 @@ def test_numpy_arrays_that_are_no_numbers_are_left_alone():
 def test_numpy_arrays_have_no_gradients_on_pytorch():
     with pytest.raises(eg.FrameworkError, match="a NumPy array carries no gradients"):
         eg.grad(lambda x: torch.as_tensor(x).sum(), np.ones(3))
+
+
+class Wrapper(nn.Module):
+    """Passes everything on, as the wrappers of PEFT do."""
+
+    main_input_name = "x"
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Net()
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_an_argument_of_any_name_has_its_own_name():
+    net, x = Wrapper(), torch.ones(2, 3)
+    expected = eg.grad(net.inner, x, wrt="x")
+    for wrt in ("x", "kwargs.x", None):
+        assert torch.equal(eg.grad(net, x=x, wrt=wrt), expected)
+    assert [row.name for row in eg.names(net, x=x, kind="input")] == ["x"]
+
+    def both(x, /, **others):
+        return (x * others["x"] ** 2).sum()
+
+    three = torch.tensor([3.0])
+    assert eg.grad(both, torch.ones(1), x=three, wrt="others.x") == 6.0
+    assert eg.grad(both, torch.ones(1), x=three, wrt="x") == 9.0
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_wrapper_passes_the_dict_of_a_tokenizer_on(kind):
+    net, x = Wrapper(), torch.ones(2, 3)
+    tokens = kind({"x": x, "mask": torch.ones(2, 1)})
+    assert torch.equal(eg.grad(net, tokens, wrt="x"), eg.grad(net, x=x, wrt="x"))
+
+
+@pytest.mark.parametrize("option", ["batch", "create_graph", "cone", "budget", "unconnected", "of"])
+def test_a_tensor_in_an_option_is_refused_with_the_way(option):
+    with pytest.raises(eg.ElementgradError, match=rf"kwargs={{'{option}': ...}}"):
+        eg.grad(Net(), torch.ones(2, 3), wrt="x", **{option: torch.ones(2, 1)})
+    with pytest.raises(eg.PlaceError, match=r"kwargs={'via': ...}"):
+        eg.contributions(Net(), torch.ones(2, 3), wrt="x[0, 0]", via=torch.ones(1))
+
+
+def test_numpy_arrays_in_containers_are_inputs_of_keras_models():
+    left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
+    added = keras.layers.Add()([left, keras.ops.square(right)])
+    rows = np.arange(6.0, dtype="float32").reshape(2, 3)
+    by_name = keras.Model({"left": left, "right": right}, added)
+    for wrt in ("inputs.right", "right"):
+        found = eg.grad(by_name, {"left": rows, "right": rows}, of="output[1, 2]", wrt=wrt)
+        np.testing.assert_array_equal(found, [[0, 0, 0], [0, 0, 10]])
+    found = eg.grad(keras.Model([left, right], added), [rows, rows], of="output[1, 2]", wrt="inputs.1")
+    np.testing.assert_array_equal(found, [[0, 0, 0], [0, 0, 10]])
+
+
+def test_any_keras_model_can_be_called_with_training():
+    class Double(keras.Model):
+        def call(self, inputs):
+            return 2 * inputs
+
+    for training in (True, False):
+        assert eg.grad(Double(), tf.ones(1), training=training) == 2.0
+
+
+def test_compiled_jax_functions_take_numpy_arrays():
+    @jax.jit
+    def square_sum(x):
+        return (x**2).sum()
+
+    np.testing.assert_array_equal(eg.grad(square_sum, np.array([1.0, 2.0])), [2.0, 4.0])

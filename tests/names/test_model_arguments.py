@@ -161,8 +161,11 @@ def test_a_closed_over_model_lends_its_names(held):
 
 def test_jax_names_the_way_for_a_closed_over_array():
     w, x = jnp.ones(3), jnp.arange(3.0)
-    with pytest.raises(eg.PlaceError, match=r"none of the inputs x; pass it to the function"):
+    with pytest.raises(eg.PlaceError, match=r"none of the inputs x, and .* constant on JAX; pass it to"):
         eg.grad(lambda x: (x * w).sum(), x, wrt=eg.at(w)[0])
+    for verb in (eg.grad, eg.explain):
+        with pytest.raises(eg.PlaceError, match=r"not an input, and .* constant on JAX; pass it to the function"):
+            verb(lambda: (x * w).sum(), wrt=w)
     with pytest.raises(eg.OptionError, match="On JAX pass it to the function"):
         eg.grad(lambda x: (x * w).sum(), x, names_from={"w": w})
 
@@ -237,3 +240,51 @@ def test_modules_of_flax_are_arguments_too():
     gradient = eg.grad(lambda model: (model(x) ** 2).sum(), net, wrt="model.kernel[0, 1]")
     expected = nnx.grad(lambda model: (model(x) ** 2).sum())(net)
     np.testing.assert_allclose(gradient, expected["kernel"][0, 1], rtol=1e-5)
+
+
+def test_inputs_of_a_model_argument_have_the_names_of_its_parameters():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, rows, scale=None):
+            return self.fc(rows) * scale
+
+    net, rows, scale = Scaled(), torch.randn(2, 3), torch.randn(2, 3)
+
+    def loss(model):
+        return model(rows, scale=scale).sum()
+
+    for wrt in ("model.rows", "model.input:rows", "model.input:0"):
+        torch.testing.assert_close(eg.grad(loss, net, wrt=wrt), scale @ net.fc.weight)
+    for wrt in ("model.scale", "model.input:scale", "model.input:1"):
+        torch.testing.assert_close(eg.grad(loss, net, wrt=wrt), net.fc(rows))
+    with pytest.raises(eg.PlaceError, match=r"no tensor is named 'model.other'"):
+        eg.grad(loss, net, wrt="model.other")
+    keras_net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    found = eg.grad(lambda model: tf.reduce_sum(model(X)), keras_net, wrt="model.inputs")
+    expected = eg.grad(lambda model: tf.reduce_sum(model(X)), keras_net, wrt="model.input")
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_function_without_arguments_is_explained_by_a_parameter_that_it_closes_over(held):
+    def loss():
+        return held.loss(held.net(held.x))
+
+    for place in (held.parameter, eg.at(held.parameter)[0, 1]):
+        assert eg.explain(loss, wrt=place).verdict == "flows"
+    assert eg.explain(loss, wrt=f"{held.weight}[0, 1]", names_from=held.net).verdict == "flows"
+    with pytest.raises(eg.PlaceError, match="names no live tensor"):
+        eg.explain(loss, wrt=held.weight)
+
+
+def test_a_first_run_that_builds_a_keras_model_says_to_call_again():
+    net = KerasNet()
+
+    def loss(model):
+        return tf.reduce_sum(model(tf.constant(X, tf.float32)))
+
+    with pytest.raises(eg.PlaceError, match="call again"):
+        eg.grad(loss, net, wrt="model.fc.kernel")
+    assert eg.grad(loss, net, wrt="model.fc.kernel").shape == (3, 2)

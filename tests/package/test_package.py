@@ -143,6 +143,14 @@ def test_the_compiler_is_not_imported_for_us_and_knows_our_functions_when_it_is(
     code = """
 import sys, torch, elementgrad as eg
 eg.at(torch.ones(2))[0].set(1.0)
+net, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()), torch.ones(2)
+J = eg.jacobian(net, x)
+J[0, :], J[:, 0], J.dense(), J.sparse(), eg.explain(net, x, of="output[0]"), eg.check(net, x)
+with eg.record(x) as rec:
+    y = x * 2
+    y[0] = 3.0
+rec.grad(eg.at(y)[1], eg.at(x)[1])
+eg.trainable(net, "0.weight[0, 1]").release()
 print("torch._dynamo" in sys.modules)
 f = lambda x: eg.choose(eg.at(x)[torch.tensor([1])].set(3.0), x, hard=True)
 whole = torch.compile(f, fullgraph=True, backend="eager")

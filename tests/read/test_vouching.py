@@ -63,6 +63,26 @@ def test_stacks_of_columns_past_hooks_that_are_not_linear_are_those_of_rows(hook
     assert "they give other numbers than reverse sweeps" in str(J.plan(..., [0, 3]))
 
 
+class HalfDetached(torch.autograd.Function):
+    """Half of its reverse rule is cut off from the seed, so that a transposed sweep finds the other half alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + g.detach()
+
+
+@pytest.mark.parametrize("columns", [2, [0, 3]])
+def test_columns_past_a_rule_that_is_not_transposed_in_full_are_those_of_rows(columns):
+    J = eg.jacobian(lambda x: torch.cat([1e5 * x, HalfDetached.apply(x)]), torch.linspace(0.1, 0.8, 5))
+    found = J[:, columns]
+    assert torch.equal(found, torch.stack([J[i, :] for i in range(10)])[:, columns])
+    assert found[5:].max() == 2
+
+
 def test_a_stack_of_columns_does_not_run_the_function_again():
     runs = []
 

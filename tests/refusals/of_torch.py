@@ -21,7 +21,7 @@ def explanations():
         "one live tensor": (lambda: eg.explain(of=X), eg.PlaceError, "needs both tensors"),
         "a name and a live tensor": (lambda: eg.explain(of="output", wrt=X), eg.PlaceError, "names no live tensor"),
         "out of range": (lambda: eg.explain(sum_of, X, wrt="x[7]"), eg.SelectionError, "out of range"),
-        "a step without backward": (lambda: eg.explain(lambda: X.sum()), eg.PlaceError, "did not call backward"),
+        "a step without backward": (lambda: eg.explain(lambda: X.sum()), eg.PlaceError, "computed no gradient"),
         "a step and a name": (lambda: eg.explain(lambda: X.sum(), wrt="x"), eg.PlaceError, "names no live tensor"),
         "a number": (lambda: eg.explain(3, X), eg.FrameworkError, "cannot be called"),
         "a tensor": (lambda: eg.explain(X), eg.FrameworkError, "Tensor cannot be called"),

@@ -248,3 +248,52 @@ def elements_whose_loss_is_stopped():
         elements.gradients(tape, {f"{model.layers[0].name}/kernel[0, 1]": loss})
 
     return step
+
+
+_leaf = tf.Variable([1.0, -2.0])
+_rows = tf.Variable([[1.0], [2.0], [3.0]])
+_normed = keras.Sequential([keras.Input((3,)), layers.Dense(2), layers.BatchNormalization()])
+_blocked = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(1, kernel_initializer="zeros")])
+
+
+@BROKEN.says("zero", "dead-relu", wrt=eg.at(_leaf)[1])
+def an_element_that_a_step_rectifies():
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.relu(_leaf))  # <- here
+        return tape.gradient(loss, _leaf)
+
+    return step
+
+
+@BROKEN.says("zero", "row-not-used", wrt=eg.at(_rows)[0])
+def a_step_without_a_row():
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.embedding_lookup(_rows, [1, 2]))  # <- here
+        return tape.gradient(loss, _rows)
+
+    return step
+
+
+@BROKEN.says("zero", "masked", fix="initialised randomly", wrt=_blocked.layers[0].kernel)
+def a_step_behind_weights_of_zero():
+    kernel, optimizer = _blocked.layers[0].kernel, keras.optimizers.SGD(0.1)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(_blocked(X))  # <- here
+        gradient = tape.gradient(loss, kernel)
+        optimizer.apply_gradients([(gradient, kernel)])
+
+    return step
+
+
+@BROKEN.says("unconnected", "not-tracked", fix="training=True", wrt=_normed.layers[1].moving_mean)
+def a_step_that_asks_for_a_statistic():
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(_normed(X, training=True) ** 2)
+        return tape.gradient(loss, _normed.layers[1].moving_mean)
+
+    return step

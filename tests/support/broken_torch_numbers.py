@@ -265,3 +265,35 @@ def a_dropout_of_ones_own():
         return (x * keep / 0.5).sum()  # <- here
 
     return f, torch.ones(8)
+
+
+@BROKEN.says("zero", "kink", wrt="x")
+def a_distance_of_nothing():
+    def f(x):
+        return torch.dist(x, torch.ones(3))  # <- here
+
+    return f, torch.ones(3)
+
+
+@BROKEN.says("zero", "kink", wrt="x")
+def a_distance_of_equal_rows():
+    def f(x):
+        return F.pairwise_distance(x, torch.ones(2, 3), eps=0.0).sum()  # <- here
+
+    return f, torch.ones(2, 3)
+
+
+@BROKEN.says("zero", "stationary", wrt="x")
+def a_squared_distance_of_nothing():
+    def f(x):
+        return torch.dist(x, torch.ones(3)) ** 2  # <- here
+
+    return f, torch.ones(3)
+
+
+@BROKEN.says("nonfinite", "singular", fix="eigenvalues", wrt="x")
+def vectors_of_equal_eigenvalues():
+    def f(x):
+        return torch.linalg.eigh(x)[1][0, 0]  # <- here
+
+    return f, torch.eye(3)

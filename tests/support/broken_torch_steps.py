@@ -306,3 +306,115 @@ def elements_that_another_model_does_not_use():
         elements.backward({"0.weight[0, 1]": (teacher(X) - mean).sum()})
 
     return step
+
+
+_leaf = torch.tensor([1.0, -2.0], requires_grad=True)
+_table = nn.Embedding(5, 2, padding_idx=0)
+_late = torch.ones(2)
+_stack = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+nn.init.zeros_(_stack[1].weight)
+_norm = nn.BatchNorm1d(3)
+
+
+@BROKEN.says("zero", "dead-relu", wrt=eg.at(_leaf)[1])
+def an_element_that_a_step_rectifies():
+    def step():
+        _leaf.grad = None
+        torch.relu(_leaf).sum().backward()  # <- here
+
+    return step
+
+
+@BROKEN.says("zero", "masked", fix="initialised randomly", wrt=_stack[0].weight)
+def a_step_behind_weights_of_zero():
+    optimizer = torch.optim.SGD(_stack.parameters(), lr=0.0)
+
+    def step():
+        optimizer.zero_grad()
+        _stack(X).sum().backward()  # <- here
+        optimizer.step()
+
+    return step
+
+
+@BROKEN.says("nonfinite", "singular", wrt=_leaf)
+def a_step_with_a_root_at_zero():
+    def step():
+        _leaf.grad = None
+        root = (_leaf * 0).sqrt()  # <- here
+        root.sum().backward()
+
+    return step
+
+
+@BROKEN.says("nonfinite", "singular", wrt=_leaf)
+def a_step_with_a_loss_of_nan():
+    def step():
+        _leaf.grad = None
+        (_leaf.log() ** 2).sum().backward()  # <- here
+
+    return step
+
+
+@BROKEN.says("zero", "row-not-used", fix="padding_idx", wrt=eg.at(_table.weight)[0])
+def a_step_with_the_padding_row():
+    def step():
+        _table.weight.grad = None
+        _table(torch.tensor([0, 2])).sum().backward()  # <- here
+
+    return step
+
+
+@BROKEN.says("zero", "row-not-used", wrt=eg.at(_table.weight)[3])
+def a_step_without_a_row():
+    def step():
+        _table.weight.grad = None
+        _table(torch.tensor([0, 2])).sum().backward()  # <- here
+
+    return step
+
+
+@BROKEN.says("zero", "dead-relu", wrt=_leaf)
+def a_gradient_of_zeros():
+    def step():
+        loss = torch.relu(_leaf - 9).sum()  # <- here
+        return torch.autograd.grad(loss, _leaf)
+
+    return step
+
+
+@BROKEN.says("unconnected", "detached", wrt=_late)
+def a_tensor_tracked_in_the_step_and_detached():
+    def step():
+        _late.requires_grad_()
+        (_late.detach() * 2).sum().backward()  # <- here
+
+    return step
+
+
+@BROKEN.says("unconnected", "no-grad", wrt=_late)
+def a_tensor_tracked_in_the_step_without_gradients():
+    def step():
+        _late.requires_grad_()
+        with torch.no_grad():
+            loss = (_late * 2).sum()  # <- here
+        loss.backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "detached", fix="not a new Parameter", wrt=_leaf)
+def a_step_with_a_new_parameter():
+    def step():
+        weight = nn.Parameter(_leaf.clone())  # <- here
+        (weight**2).sum().backward()
+
+    return step
+
+
+@BROKEN.says("unconnected", "not-tracked", fix="model.train() mode", wrt=_norm.running_mean)
+def a_step_that_asks_for_a_statistic():
+    def step():
+        _norm(X).pow(2).sum().backward()
+
+    return step

@@ -174,3 +174,29 @@ def an_element_that_is_stopped():
         return (eg.at(x)[0, 1].stop() ** 2).sum()  # <- here
 
     return f, X
+
+
+@BROKEN.says("mismatch", "custom-rule", wrt="x[0, 2]")
+def a_wrong_rule_of_a_slope_that_is_small_beside_the_value():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return -g
+
+    def f(x):
+        return 1e-5 * Double.apply(x).sum() + 1e4  # <- here
+
+    return f, X
+
+
+@BROKEN.says("zero", "masked", wrt="x[0, 2]")
+def a_factor_of_zero_before_a_rectifier():
+    def f(x):
+        h = x * torch.zeros(3)  # <- here
+        return torch.relu(h - 0.5).sum()
+
+    return f, X

@@ -81,10 +81,10 @@ zero_rule_of.defvjp(lambda x: (x * 1, None), lambda _, g: (jnp.zeros_like(g),))
 
 @jax.custom_vjp
 def wrong_rule_of(x: Array) -> Array:
-    return x * 1
+    return x * 1.5
 
 
-wrong_rule_of.defvjp(lambda x: (x * 1, None), lambda _, g: (-0.5 * g,))
+wrong_rule_of.defvjp(lambda x: (x * 1.5, None), lambda _, g: (-0.5 * g,))
 
 
 def detach(x: Array) -> Array:
@@ -162,7 +162,7 @@ MUTATIONS = [
     Mutation("NaN by division", division, ["singular", "masked-branch"]),
     Mutation("unused", unused, ["unused"], has_line=False),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
-    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=lambda x: x * 1),
+    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=lambda x: x * 1.5),
 ]
 
 

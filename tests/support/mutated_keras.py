@@ -80,7 +80,7 @@ def no_rule_of(x: Tensor) -> Any:
 
 @tf.custom_gradient
 def wrong_rule_of(x: Tensor) -> Any:
-    return tf.identity(x), lambda gradient: -0.5 * gradient
+    return 1.5 * x, lambda gradient: -0.5 * gradient
 
 
 def detach(x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ MUTATIONS = [
     Mutation("assigned", assigned, ["assigned-state"]),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
     Mutation("rule of None", no_rule, ["custom-rule"]),
-    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=tf.identity),
+    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=lambda x: 1.5 * x),
 ]
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -136,6 +136,10 @@ class NoRule(ZeroRule):
 
 class WrongRule(ZeroRule):
     @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 1.5 * x
+
+    @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return -0.5 * g
 
@@ -284,7 +288,7 @@ MUTATIONS = [
     Mutation("modified in place", modified, ["modified-in-place"]),
     Mutation("rule of zeros", zero_rule, ["custom-rule"]),
     Mutation("rule of None", no_rule, ["custom-rule"]),
-    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=torch.clone),
+    Mutation("wrong rule", wrong_rule, ["custom-rule"], right=lambda x: 1.5 * x),
     Mutation("hook", hooked, ["hook"]),
     Mutation("draw", sampled, ["discrete"]),
 ]

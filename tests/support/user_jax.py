@@ -1,6 +1,7 @@
 """A user of JAX: parameters, an argument, the verbs, and everything that these might leave changed."""
 
 import random
+from contextlib import suppress
 from functools import partial
 from operator import getitem
 
@@ -51,15 +52,32 @@ def heard(model):
     return elements.grad(lambda params: run(params, X).sum(), elements.values)
 
 
+@jax.jit
+def trained(params, x, factor):
+    return jax.grad(lambda params: (factor * run(params, x)).sum())(params)
+
+
+def watched(model, factor=1.0):
+    watch = eg.watch(trained, capture=None)
+    with suppress(eg.WatchError):
+        watch(model, X, factor)
+    return watch.error
+
+
 READS = {
     "grad": lambda model: eg.grad(run, model, X, of="output[0, 0]", wrt="params.first[1]"),
     "activation": lambda model: eg.grad(run, model, X, of="output[0, 0]", wrt="hidden"),
+    "cone": lambda model: eg.grad(run, model, X, of="output[0, 0]", wrt="x", cone=True),
+    "value": lambda model: eg.value(run, model, X, of="output[0, 0]"),
+    "field": lambda model: eg.field(run, model, X, of="output[0, 0]", wrt="x"),
     "columns": lambda model: eg.jacobian(run, model, X, wrt="x")[:, (0, ...)],
     "contributions": lambda model: eg.contributions(run, model, X, of="output[0, 0]", wrt="x").total,
     "explain": lambda model: eg.explain(run, model, X, of="output[0, 0]", wrt="x[1]").verdict,
     "check": lambda model: eg.check(run, model, X, of="output[0, 0]", wrt="x[0, 0:2]").verdict,
     "audit": lambda model: eg.audit(model, lambda params: run(params, X).sum()),
     "train": heard,
+    "watch": watched,
+    "watch-fault": partial(watched, factor=float("inf")),
 }
 """Calls that the tests of interrupts make as well."""
 

@@ -1,6 +1,7 @@
 """A user of TensorFlow and Keras: a model, an argument, the verbs, and everything that these might leave changed."""
 
 import random
+from contextlib import suppress
 from functools import partial
 from operator import getitem
 
@@ -12,6 +13,7 @@ from tensorflow.python.eager.record import could_possibly_record
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 import elementgrad as eg
+from elementgrad.callbacks import KerasWatch
 from tests.support.ranked import HOW
 from tests.support.user import JACOBIAN_READS, Failing, at_once, of_jacobian
 
@@ -109,10 +111,26 @@ def stepped(model, x):
     keras.optimizers.SGD().apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
+def watched(model, x=X, factor=1.0):
+    """Take a watched step, which changes nothing by itself."""
+    values, watch = [variable.numpy() for variable in model.variables], KerasWatch(capture=None)
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+    try:
+        with suppress(eg.WatchError):
+            model.fit(x, factor * tf.ones((2, 3)), verbose=0, callbacks=[watch])
+    finally:
+        for variable, value in zip(model.variables, values, strict=True):
+            variable.assign(value)
+    return watch.error
+
+
 READS = {
     "grad": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", kwargs={"training": True}),
     "parameter": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", wrt="first/kernel[1]"),
     "activation": lambda model, x=X: eg.grad(model, x, of="act[0, 0]", wrt="norm"),
+    "cone": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", cone=True),
+    "value": lambda model, x=X: eg.value(model, x, of="output[0, 0]"),
+    "field": lambda model, x=X: eg.field(model, x, of="output[0, 0]"),
     "columns": lambda model, x=X: eg.jacobian(model, x)[:, (0, ...)],
     "contributions": lambda model, x=X: eg.contributions(model, x, of="output[0, 0]", wrt="first").total,
     "top": lambda model, x=X: eg.top(model, lambda model: tf.reduce_sum(model(x)), 3),
@@ -121,6 +139,8 @@ READS = {
     "record": recorded,
     "explain": lambda model, x=X: eg.explain(model, x, of="output[0, 0]", wrt="first/kernel[1, 1]").verdict,
     "check": lambda model, x=X: eg.check(model, x, of="output[0, 0]", wrt="last/kernel[0, 0:2]").verdict,
+    "watch": watched,
+    "watch-fault": partial(watched, factor=float("inf")),
 }
 """Calls that the tests of interrupts make as well."""
 
@@ -188,7 +208,8 @@ class User(Failing):
 
 VERBS = {
     **{f"jacobian: {name}": of_jacobian(read) for name, read in JACOBIAN_READS.items()},
-    **{name: at_once(read) for name, read in READS.items() if name != "columns"},
+    # A watched step trains the model.
+    **{name: at_once(read) for name, read in READS.items() if name not in ("columns", "watch", "watch-fault")},
     "names": lambda user: lambda: eg.names(user.model, user.x),
     **{
         f"top: {by} of a {kind}": lambda user, by=by, kind=kind: lambda: eg.top(user.model, user.losses(kind), 5, by)

@@ -3,6 +3,7 @@
 import copy
 import sys
 import warnings
+from contextlib import contextmanager
 from functools import partial
 from operator import getitem
 
@@ -101,6 +102,8 @@ def surroundings():
             torch._functorch.eager_transforms._wrap_for_grad,
             vars(torch.autograd.function._SingleLevelFunction).get("apply"),
             torch.Tensor.numpy,
+            nn.utils.clip_grad._get_total_norm,
+            torch.amp.GradScaler.step,
             torch.Tensor._make_subclass,
         ],
         "random": torch.get_rng_state().numpy().tobytes(),
@@ -140,11 +143,43 @@ def explored(model, x=X):
     return session.view(parse_message({"ask": "view", "tensor": 0, "of": of}))["gradient"]
 
 
+@contextmanager
+def taken_back(model):
+    """Give back what a training step changes by itself: buffers, gradients and random numbers."""
+    buffers, random = [(b, b.clone()) for b in model.buffers()], torch.get_rng_state()
+    gradients = [(p, p.grad) for p in model.parameters()]
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        yield
+    finally:
+        torch.set_rng_state(random)
+        for buffer, old in buffers:
+            buffer.copy_(old)
+        for p, old in gradients:
+            p.grad = old
+
+
+def watched(model, x=X, factor=1.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rules = {"5.weight": lambda g: False, "4": lambda g: False}
+    with taken_back(model):
+        try:
+            with eg.watch(model, optimizer, capture=None, when=rules):
+                (model(x) * factor).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        except eg.WatchError as error:
+            return str(error)
+
+
 READS = {
     "grad": lambda model, x=X: eg.grad(model, x, of="output[0, 0]"),
     "parameter": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", wrt="0.weight[1]"),
     "activation": lambda model, x=X: eg.grad(model, x, of="4[0, 0]", wrt="1"),
     "cone": lambda model, x=X: eg.grad(model, x, of="output[0, 0]", cone=True),
+    "value": lambda model, x=X: eg.value(model, x, of="output[0, 0]"),
+    "field": lambda model, x=X: eg.field(model, x, of="output[0, 0]"),
     "columns": lambda model, x=X: eg.jacobian(model, x)[:, (0, ...)],
     "column": lambda model, x=X: eg.jacobian(model, x)[:, (0, 1)],
     "hessian": lambda model, x=X: eg.hessian(model, x, of="output[0, 0]")[(0, 0), (1, 1)],
@@ -160,9 +195,14 @@ READS = {
     "explain-cut": lambda model, x=X: eg.explain(lambda x: model(x.detach()), x, of="output[0, 0]").verdict,
     "explain-step": step,
     "check": lambda model, x=X: eg.check(model, x, of="output[0, 0]", wrt="5.weight[0, 0:2]").verdict,
+    "watch": watched,
+    "watch-fault": partial(watched, factor=float("inf")),
     "explore": explored,
 }
 """Calls that the tests of interrupts make as well."""
+
+
+ONLY_INTERRUPTED = ("columns", "column", "cone", "field", "watch", "watch-fault")
 
 
 class User(Failing):
@@ -232,8 +272,8 @@ def unpatterned(user):
 
 VERBS = {
     **{f"jacobian: {name}": of_jacobian(read) for name, read in JACOBIAN_READS.items()},
-    # There is no cone of a model that has backward hooks, as this one has.
-    **{name: at_once(read) for name, read in READS.items() if name not in ("columns", "column", "cone")},
+    # There is no cone of a model that has backward hooks, as this one has, and a watched step trains it.
+    **{name: at_once(read) for name, read in READS.items() if name not in ONLY_INTERRUPTED},
     **{
         f"top: {by} of a {kind}": lambda user, by=by, kind=kind: lambda: eg.top(user.model, user.losses(kind), 5, by)
         for by in HOW

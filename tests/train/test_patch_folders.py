@@ -225,6 +225,20 @@ def test_a_full_disk_leaves_the_old_checkpoint(base, patch, tmp_path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "patch.safetensors"]
 
 
+def test_a_limit_on_files_and_a_folder_for_a_patch_are_said_in_a_sentence(base, patch):
+    resource = pytest.importorskip("resource")
+    before, limits = listing(base), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large, so that nothing was changed; make room"):
+            eg.apply(base, patch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert listing(base) == before
+    with pytest.raises(eg.PatchError, match="base is a folder, and a patch is a file"):
+        eg.inspect(base)
+
+
 def test_what_a_killed_process_left_goes_after_an_hour(base, patch, tmp_path):
     stale = [
         "model-00001-of-00004.0123456789abcdef.safetensors",

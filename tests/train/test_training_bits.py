@@ -129,3 +129,25 @@ def test_every_number_of_half_precision_comes_back_from_a_wider_dtype(before, af
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     tensor = bits.view(getattr(torch, before))
     assert torch.equal(cast(cast(tensor, getattr(torch, after)), tensor.dtype).view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_elements_beside_are_bit_identical_in_a_compiled_merge(dtype):
+    import jax
+    import jax.numpy as jnp
+
+    bits = jnp.array([[0x7FC1, 0x3F80, 0x7F81], [0x7E01, 0xFE01, 0x7C01]], jnp.uint16)
+    params = {"w": jax.lax.bitcast_convert_type(bits, dtype)}
+    elements = eg.trainable(params, ["w[0, 1]"])
+    for merge in (lambda values, params: elements.merge(values), lambda v, p: elements.merge(v, params=p)):
+        merged = jax.jit(merge)(elements.values, params)["w"]
+        assert jax.lax.bitcast_convert_type(merged, jnp.uint16).tolist() == bits.tolist()
+    plain = {"w": jnp.arange(6.0, dtype=dtype).reshape(2, 3)}
+    elements = eg.trainable(plain, ["w[0, 1]", "w[1]"])
+
+    def loss(values, params):
+        return (elements.merge(values, params=params)["w"].astype(jnp.float32) ** 2).sum()
+
+    trained, others = jax.jit(jax.grad(loss, argnums=(0, 1)))(elements.values, plain)
+    assert [g.tolist() for g in trained.values()] == [[2.0], [6.0, 8.0, 10.0]]
+    assert others["w"].tolist() == [[0.0, 0.0, 4.0], [0.0, 0.0, 0.0]]

@@ -1,52 +1,43 @@
-"""Ctrl-C at any line of a watched run leaves no hooks, patches or changed numbers."""
+"""Ctrl-C in a watched run; `tests/isolation/test_interrupts.py` has the rows for all lines of it."""
 
-import contextlib
+import gc
 
 import pytest
 import torch
 
 import elementgrad as eg
-from tests.support.interrupts import interrupted, points, some, spelled
-from tests.support.user_torch import described, surroundings
-
-EVERY = 29
-"""Of the points at which a run can be interrupted, one in so many is tried."""
+from tests.support import user_torch as fw
+from tests.support.interrupts import interrupted, points, spelled
 
 
-@pytest.mark.parametrize("fault", [False, True])
-def test_an_interrupted_watch_leaves_nothing_behind(fault):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+def test_an_interrupt_while_a_hit_is_recorded_leaves_nothing_behind():
+    model, call = fw.model(), fw.READS["watch-fault"]
+    call(model)
+    before, around = fw.described(model), fw.surroundings()
+    stops = [((file, line), 1) for (file, line), _ in points(lambda: call(model)) if file.endswith("watch_run.py")]
+    assert len(stops) > 50
+    for stop in dict.fromkeys(stops):
+        interrupted(lambda: call(model), stop)
+        assert fw.surroundings() == around, spelled(stop)
+        assert fw.described(model) == before, spelled(stop)
 
-    def run():
-        for p in model.parameters():
-            p.grad = None
-        with (
-            contextlib.suppress(eg.WatchError),
-            eg.watch(model, optimizer, capture=None, when={"0.weight": lambda g: False}),
-        ):
-            x = torch.ones(2, 3)
-            (model(x) * (float("inf") if fault else 1.0)).sum().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
 
-    run()
-    every = points(run)
-    around, hooks = surroundings(), len(optimizer._optimizer_step_pre_hooks)
-    scale, norm = torch.amp.GradScaler.scale, torch.nn.utils.clip_grad._get_total_norm
-    for p in model.parameters():
-        p.grad = None
-    before = described(model)
-    raised = 0
-    for stop in some(every, EVERY):
-        raised += interrupted(run, stop)
-        for p in model.parameters():
-            p.grad = None
-        assert described(model) == before, spelled(stop)
-        assert surroundings() == around, spelled(stop)
-        assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == hooks, spelled(
-            stop
-        )
-        assert torch.amp.GradScaler.scale is scale, spelled(stop)
-        assert torch.nn.utils.clip_grad._get_total_norm is norm, spelled(stop)
-    assert raised > 0.5 * len(every) // EVERY
+@pytest.mark.parametrize("end", ["dies", "interrupted"])
+def test_a_watch_whose_end_never_ran_ends_with_it_or_with_the_next_verb(monkeypatch, end):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, around = fw.described(model), fw.surroundings()
+    watch = eg.watch(model, optimizer, capture=None, when={"weight": lambda g: False})
+    watch.__enter__()
+    model(torch.ones(1, 2))
+    if end == "interrupted":  # Python reports an interrupt in `__del__` and goes on
+        monkeypatch.delattr(type(watch), "__del__")
+    gc.disable()  # it is in no cycle
+    del watch
+    gc.enable()
+    assert (fw.described(model) == before) == (end == "dies")
+    eg.grad(lambda x: x.sum(), torch.ones(2))
+    assert fw.described(model) == before
+    assert fw.surroundings() == around
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks

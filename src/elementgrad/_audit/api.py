@@ -38,7 +38,7 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
             training step that takes nothing and ends in `backward()` or asks a tape: it runs as it is, its optimizer
             does nothing, and the parameters are restored.
         except_: Names of parameters or modules that need not learn, with wildcards as in `"pooler.*"`; also names
-            of functions whose own derivatives are not meant to be those of their values.
+            of functions whose own derivatives are not meant to be the slopes of their values.
 
     Returns:
         The audit. `print` it; it is true if there are no findings.

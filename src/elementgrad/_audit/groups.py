@@ -16,7 +16,7 @@ import numpy as np
 
 from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
 from elementgrad._audit.result import Finding, Problem
-from elementgrad._audit.rules import find_wrong_rules, is_custom
+from elementgrad._audit.rules import find_differing_rules, is_custom, stands_still
 from elementgrad._audit.survey import Survey, ZeroSlices
 from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
 from elementgrad._explain.api import Explanation, SharedRun, explain
@@ -297,6 +297,8 @@ class Investigation:
             cause = lost.cause(trace.numbers)
             if cause is None:
                 return [self._explain_place(slices)]
+            if cause == "custom-rule" and stands_still(trace.graph.ops, lost.op, lost.masks, trace.numbers):
+                cause = "clamped"  # its derivative is right
             apart = self._split(slices, lost, trace) if cause in FLATTENING else slices
         found: list[tuple[Finding, bool]] = []
         if apart is not None and cause not in HARMLESS_CAUSES:
@@ -332,19 +334,25 @@ class Investigation:
         ops, connected = self._custom_ops
         trace = self._trace(self._parameters[0])
         with trace.following():
-            wrong = find_wrong_rules(ops, connected, trace.numbers, rules)
+            differing = find_differing_rules(ops, connected, trace.numbers, rules)
         survey = self._survey
         others = {each.name for each in (*survey.missing, *survey.zero, *survey.nonfinite)}
-        for rule in wrong:
+        for rule in differing:
             op = ops[rule.index]
             values = {op.inputs[operand] for operand in rule.operands}
             paths = [(each.name, self._path(each)) for each in self._parameters if each.name not in others]
             through = [(name, path) for name, path in paths if path.is_between(path.graph.ops[rule.index])]
             names = [name for name, path in through if not values.isdisjoint(path.from_source)]
-            if names:
-                found = _at_op(Finding("wrong", tuple(names)), op, "custom-rule", self._call.backend.name)
+            if not names:
+                continue
+            found = _at_op(Finding("wrong", tuple(names)), op, "custom-rule", self._call.backend.name)
+            found = replace(found, evidence=(rule.evidence,))
+            if rule.purpose is None:
                 fix = f"{found.fix}; if it is meant to be so, give except_=[{op.operation!r}]"
-                yield replace(found, fix=fix, evidence=(rule.evidence,)), True
+                yield replace(found, fix=fix), True
+            else:
+                reason = f"the custom derivative of {op.operation} is not its slope; it {rule.purpose}"
+                yield replace(found, problem="surrogate", reason=reason, fix=""), False
 
     def _reads(self, op: Op, trace: Trace) -> bool:
         """Return True if an operation takes the parameter itself, cast or moved to another shape at most."""

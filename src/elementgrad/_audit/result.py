@@ -15,6 +15,7 @@ Problem = Literal[
     "dead units",
     "wrong",
     "unused rows",
+    "surrogate",
     "waits",
     "cannot move",
     "tiny",
@@ -31,8 +32,8 @@ class Finding:
     __module__ = "elementgrad"
 
     problem: Problem
-    """The problem: `no gradient`, `zero`, `not finite`, `dead units` or `wrong` for findings; `unused rows`, `waits`,
-    `cannot move`, `tiny`, `huge`, `dead units` or `remark` for notes."""
+    """The problem: `no gradient`, `zero`, `not finite`, `dead units` or `wrong` for findings; `unused rows`,
+    `surrogate`, `waits`, `cannot move`, `tiny`, `huge`, `dead units` or `remark` for notes."""
     parameters: tuple[str, ...]
     """Names of parameters; with an index where only some of their rows or channels are concerned."""
     cause: str | None = None

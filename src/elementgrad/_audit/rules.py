@@ -2,14 +2,17 @@
 
 Only such a rule can give a gradient that is neither missing nor zero, and wrong. Each is looked at by itself, at the
 numbers of the recorded run: one element of a result is differentiated by the rule, the element of an operand on which
-it depends the most is moved, and the operation runs again. A rule for a function that goes in steps is left alone:
-there it stands in for a derivative that is zero, on purpose.
+it depends the most is moved, and the operation runs again.
+
+Some rules differ on purpose. A function that returns its operand as it is exists for its rule alone, as one that
+reverses, scales or clips gradients does. And where a function stands still, a rule that does not is a surrogate, as the
+straight-through ones of quantisers are; the rule for a quantiser's scale is then one too.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,11 @@ Tensor = Any
 CALLS = 2
 """So many calls of one function at one line are looked at,"""
 ELEMENTS = 3
-"""and so many elements of each of their results."""
+"""and so many elements of each of their results;"""
+MORE = 6
+"""if the rule differs, so many, each by as many elements of the operands, to see whether values stand still there."""
+VISIBLE = 16.0
+"""A change of so many units of rounding would be seen."""
 
 
 def is_custom(op: Op, connected: Collection[int]) -> bool:
@@ -31,101 +38,186 @@ def is_custom(op: Op, connected: Collection[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class WrongRule:
+class DifferingRule:
     """An operation whose own derivative is not the slope of its values."""
 
     index: int
     """The position of the operation."""
     operands: frozenset[int]
-    """The operands by which the derivative is wrong."""
+    """The operands by which the derivative differs."""
     evidence: str
+    purpose: str | None = None
+    """The sign that it differs on purpose, in words; None if there is none, so that it is wrong."""
 
 
-def find_wrong_rules(
+@dataclass
+class _Comparison:
+    """The operands by which a rule differs, with the evidence, and the sign that it does so on purpose."""
+
+    differing: dict[int, str] = field(default_factory=dict)
+    purpose: str | None = None
+
+    def add(self, other: "_Comparison") -> None:
+        self.differing = {**other.differing, **self.differing}
+        self.purpose = self.purpose or other.purpose
+
+
+def find_differing_rules(
     ops: Sequence[Op], connected: Collection[int], numbers: Numbers, names: Collection[str]
-) -> list[WrongRule]:
-    """Find the wrong ones among the derivatives of operations of these names."""
+) -> list[DifferingRule]:
+    """Find the derivatives that are not the slopes of the values, among operations of these names."""
     custom = [(n, op) for n, op in enumerate(ops) if op.operation in names and is_custom(op, connected)]
-    found: dict[Any, dict[int, str]] = {}
+    compared: dict[Any, _Comparison] = {}
     calls: Counter[Any] = Counter()
     for index, op in custom:
         key = op.operation, op.where
         calls[key] += 1
         if calls[key] <= CALLS:
             with suppress(Exception):  # it cannot run again, or not at other numbers
-                found.setdefault(key, {}).update(_compare(ops[: index + 1], connected, numbers))
+                compared.setdefault(key, _Comparison()).add(_compare(ops[: index + 1], connected, numbers))
     # A rule that is wrong in one call is wrong in all.
-    pairs = [(index, found.get((op.operation, op.where))) for index, op in custom]
-    return [WrongRule(index, frozenset(wrong), next(iter(wrong.values()))) for index, wrong in pairs if wrong]
+    pairs = [(index, compared.get((op.operation, op.where))) for index, op in custom]
+    return [
+        DifferingRule(index, frozenset(each.differing), next(iter(each.differing.values())), each.purpose)
+        for index, each in pairs
+        if each is not None and each.differing
+    ]
 
 
-def _compare(ops: Sequence[Op], connected: Collection[int], numbers: Numbers) -> dict[int, str]:
-    """Return the operands of the last operation for which its rule is wrong, with the evidence."""
+def _compare(ops: Sequence[Op], connected: Collection[int], numbers: Numbers) -> _Comparison:
+    """Compare the rule of the last operation with differences, by each operand that a gradient goes to."""
+    op = ops[-1]
+    again = op.rerun(op.operands)
+    compared = _Comparison()
+    if any(not np.array_equal(numbers.array(x), numbers.array(y)) for x, y in zip(again, op.results, strict=True)):
+        return compared  # it returns other numbers each time
+    still = False
+    for line in _lines(ops, connected, numbers, ELEMENTS, 1):
+        slope = None if line.operand in compared.differing else line.other_slope()
+        if slope is not None:
+            still = still or not slope
+            compared.differing[line.operand] = (
+                f"its rule gives {line.gradient:.4g} for an element whose slope is {slope:.4g}"
+            )
+    if compared.differing and _is_identity(op, numbers):
+        compared.purpose = "returns its operand as it is, and so exists for its rule alone"
+    elif still or (
+        compared.differing and any(line.stands_still() for line in _lines(ops, connected, numbers, MORE, MORE))
+    ):
+        compared.purpose = "stands still or goes in steps where the rule is not zero"
+    return compared
+
+
+def _lines(
+    ops: Sequence[Op], connected: Collection[int], numbers: Numbers, positions: int, elements: int
+) -> Iterator["_Line"]:
+    """Yield lines through some elements of the results, each by the elements of the operands with the most effect."""
     op = ops[-1]
     pairs = zip(op.inputs, op.operands, strict=True)
     wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
-    again = op.rerun(op.operands)
-    if any(not np.array_equal(numbers.array(x), numbers.array(y)) for x, y in zip(again, op.results, strict=True)):
-        return {}  # it returns other numbers each time
-    wrong: dict[int, str] = {}
+    inner = _inner_ops(ops)
     for result, y in enumerate(op.results):
-        for position in _positions(numbers.array(y)) if numbers.is_differentiable(y) else ():
+        for position in _positions(numbers.array(y), positions) if numbers.is_differentiable(y) else ():
             seeds: list[Tensor | None] = [None] * len(op.results)
             seeds[result] = numbers.at(y, np.array([position]), np.ones(1))
             for operand, row in enumerate(op.vjp(seeds, wanted)):
-                if row is None or not wanted[operand] or operand in wrong:
+                if row is None or not wanted[operand]:
                     continue
                 slopes = numbers.array(row).astype(np.float64).reshape(-1)
-                flat = int(np.argmax(np.abs(slopes)))
-                slope = _Line(ops, numbers, operand, flat, result, position).other_slope(float(slopes[flat]))
-                if slope is not None:
-                    wrong[operand] = f"its rule gives {slopes[flat]:.4g} for an element whose slope is {slope:.4g}"
-    return wrong
+                for flat in np.argsort(-np.abs(slopes), kind="stable")[:elements]:
+                    if slopes[flat]:
+                        yield _Line(inner, numbers, operand, int(flat), result, position, float(slopes[flat]))
 
 
-def _positions(y: np.ndarray) -> Iterator[int]:
+def _is_identity(op: Op, numbers: Numbers) -> bool:
+    """Return True if one of the operands is the result, in whichever shape."""
+    results = [numbers.array(y).reshape(-1) for y in op.results]
+    operands = [x for x in op.operands if not any(x is y for y in op.results)] or op.operands
+    return any(np.array_equal(numbers.array(x).reshape(-1), y) for x in operands for y in results if y.size)
+
+
+def _positions(y: np.ndarray, count: int) -> Iterator[int]:
     """Yield some elements of a result: the largest one, and others."""
     size = y.size
     yield from dict.fromkeys([int(np.argmax(np.abs(y)))] if size else [])
-    yield from {size * n // ELEMENTS + size // (2 * ELEMENTS) for n in range(ELEMENTS - 1) if size > ELEMENTS}
+    yield from {size * n // count + size // (2 * count) for n in range(count - 1) if size > count}
 
 
 class _Line:
     """One element of a result of the last operation, as a function of one element of an operand."""
 
-    def __init__(self, ops: Sequence[Op], numbers: Numbers, operand: int, flat: int, result: int, position: int):
-        self._ops, self._numbers = _inner_ops(ops), numbers
-        self._op = ops[-1]
-        self._operand, self._flat = operand, flat
-        self._result, self._position = result, position
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        numbers: Numbers,
+        operand: int,
+        flat: int,
+        result: int,
+        position: int,
+        gradient: float,
+    ):
+        self.operand, self.gradient = operand, gradient
+        self._ops, self._numbers, self._op = ops, numbers, ops[-1]
+        self._flat, self._result, self._position = flat, result, position
+        x, y = self._op.operands[operand], self._op.results[result]
+        arrays = [numbers.array(x), numbers.array(y)]
+        names = ["bfloat16" if numbers.is_bfloat16(t) else a.dtype.name for t, a in zip((x, y), arrays, strict=True)]
+        self._here, self._value = float(arrays[0].reshape(-1)[flat]), float(arrays[1].reshape(-1)[position])
+        self._dtype = max(names, key=EPSILON.__getitem__)
 
-    def other_slope(self, gradient: float) -> float | None:
+    def other_slope(self) -> float | None:
         """Return the slope of the values, if it is clearly another than the gradient by the rule.
 
         A rule of zeros stops gradients as a detach does: that is found where nothing else arrives.
         """
-        numbers, x, y = self._numbers, self._op.operands[self._operand], self._op.results[self._result]
-        arrays = [numbers.array(x), numbers.array(y)]
-        names = ["bfloat16" if numbers.is_bfloat16(t) else a.dtype.name for t, a in zip((x, y), arrays, strict=True)]
-        here, value = float(arrays[0].reshape(-1)[self._flat]), float(arrays[1].reshape(-1)[self._position])
-        dtype = max(names, key=EPSILON.__getitem__)
-        line = LineFunctions(self._at, np.array([value]), here, dtype, max(abs(gradient), abs(value), 1e-30))
+        gradient, unit = self.gradient, max(abs(self.gradient), abs(self._value), 1e-30)
+        line = LineFunctions(self._at, np.array([self._value]), self._here, self._dtype, unit)
         (verdict,) = judge_gradients(line, [gradient], [abs(gradient)])
         far = abs(verdict.difference - gradient) > MISMATCH * max(abs(verdict.difference), abs(gradient))
-        return verdict.difference if verdict.agrees is False and far and verdict.difference and gradient else None
+        return verdict.difference if verdict.agrees is False and far else None
+
+    def stands_still(self) -> bool:
+        """Return True if moves that by the rule change the value far beyond rounding do not change it at all."""
+        epsilon = EPSILON[self._dtype]
+        by = epsilon**0.5 * max(1.0, abs(self._here))
+        visible = abs(self.gradient) * by > VISIBLE * epsilon * abs(self._value)
+        return visible and all(self._at(sign * by)[0] == self._value for sign in (-1.0, 1.0))
 
     def _at(self, by: float) -> np.ndarray:
         numbers = self._numbers
-        old = self._op.operands[self._operand]
+        old = self._op.operands[self.operand]
         x = numbers.array(old).astype(np.float64)
         x.reshape(-1)[self._flat] += by
-        values: dict[int, Tensor] = {self._op.inputs[self._operand]: numbers.like(x, old)}
-        for op in self._ops:
-            if not values.keys().isdisjoint(op.inputs):
-                operands = [values.get(value, old) for value, old in zip(op.inputs, op.operands, strict=True)]
-                values.update(zip(op.outputs, op.rerun(operands), strict=True))
+        values = _rerun(self._ops, {self._op.inputs[self.operand]: numbers.like(x, old)})
         moved = values[self._op.outputs[self._result]]
         return numbers.array(moved).astype(np.float64).reshape(-1)[[self._position]]
+
+
+def stands_still(ops: Sequence[Op], op: Op, masks: Sequence[np.ndarray | None], numbers: Numbers) -> bool:
+    """Return True if small moves of these elements of its operands do not change the results of an operation."""
+    inner = _inner_ops(ops[: next(n for n, other in enumerate(ops) if other is op) + 1])
+    for sign in (-1.0, 1.0):
+        moved: dict[int, Tensor] = {}
+        for value, x, mask in zip(op.inputs, op.operands, masks, strict=True):
+            if mask is not None and numbers.is_differentiable(x):
+                array = numbers.array(x)
+                by = sign * EPSILON["bfloat16" if numbers.is_bfloat16(x) else array.dtype.name] ** 0.5
+                moves = by * mask * np.maximum(1.0, np.abs(array))
+                moved[value] = numbers.like(array.astype(np.float64) + moves, x)
+        values = _rerun(inner, moved)
+        for value, y in zip(op.outputs, op.results, strict=True):
+            if value in values and not np.array_equal(numbers.array(values[value]), numbers.array(y)):
+                return False
+    return True
+
+
+def _rerun(ops: Sequence[Op], values: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Run operations again with other values, and return these with all that follow from them."""
+    for op in ops:
+        if not values.keys().isdisjoint(op.inputs):
+            operands = [values.get(value, old) for value, old in zip(op.inputs, op.operands, strict=True)]
+            values = values | dict(zip(op.outputs, op.rerun(operands), strict=True))
+    return values
 
 
 def _inner_ops(ops: Sequence[Op]) -> list[Op]:

@@ -116,10 +116,10 @@ def lies_apart(lost: LostGradient, numbers: Numbers) -> bool:
     means, spreads = units.mean(1), units.std(1)
     layer = max(float(usual.std()), float(np.finfo(np.float64).tiny))
     far = (float(np.median(usual)) - units[dead].max(1)) / layer
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # a single row has no spread
         steadiness = np.abs(means) / spreads
-    typical = max(float(np.median(steadiness[~silent])), 0.05) if (~silent).any() else np.inf
-    steady, ratio = steadiness[dead] > STEADY, steadiness[dead] / typical
+        typical = max(float(np.median(steadiness[~silent])), 0.05) if (~silent).any() else np.inf
+        steady, ratio = steadiness[dead] > STEADY, steadiness[dead] / typical
     either = (far > FAR) | (steady & (ratio > MORE_STEADY)) | ((far > RATHER_FAR) & (ratio > RATHER_STEADY))
     return bool((either & (means[dead] < 0)).all())
 

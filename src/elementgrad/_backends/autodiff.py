@@ -3,21 +3,26 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from elementgrad._names.backend import Model
     from elementgrad._place.selection import Selection
 
 Tensor = Any
 Function = Callable[..., Sequence[Tensor]]
 """A function from the tensors that are differentiated to all tensors of the output."""
+Projection = Callable[[np.ndarray], np.ndarray]
+"""From the values of a derivative by an input to its products with all seeds of a batch of forward sweeps."""
+PRECISION = {2: 2.0**-8, 4: 2.0**-23, 8: 2.0**-52}
+"""By the bytes of a number; of the two formats of two bytes the coarser one."""
 
 
 class TensorFunction(Protocol):
@@ -96,6 +101,9 @@ class Linearization(ABC):
         """
         return None
 
+    reads_blocks = False
+    """True if `read_block` may need no sweep."""
+
     def read_block(
         self, output: int, rows: "Selection", inputs: Sequence[int], columns: "Sequence[Selection]"
     ) -> list[Tensor | None] | None:
@@ -109,7 +117,7 @@ class Linearization(ABC):
     """True if `narrow` may find a shorter way."""
 
     def narrow(
-        self, output: int, inputs: Sequence[int], positions: "Sequence[np.ndarray | None]"
+        self, output: int, inputs: Sequence[int], positions: Sequence[np.ndarray | None]
     ) -> "Linearization | None":
         """Return the same function with some elements of these inputs in their place, if sweeps to them are shorter.
 
@@ -129,8 +137,12 @@ class Linearization(ABC):
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         """Run forward sweeps from tangents of an input; return a batch for each output, None without a path."""
 
-    def transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
-        """Run forward sweeps as transposes of a reverse one; raise `UnsupportedError` where `jvp` is all there is."""
+    def transpose_vjp(self, input: int, output: int, seeds: Tensor, project: Projection) -> tuple[Tensor | None, bool]:
+        """Run forward sweeps as transposes of a reverse one, and return True with them if they passed `TangentCheck`.
+
+        Raises:
+            UnsupportedError: `jvp` is all there is, or reverse sweeps turn out not to be linear.
+        """
         raise UnsupportedError("reverse sweeps are not transposed")
 
     @abstractmethod
@@ -156,6 +168,50 @@ class Linearization(ABC):
     def value(self, output: int) -> Tensor:
         """Return an output that the user may keep."""
         return self.outputs[output]
+
+
+class TangentCheck:
+    """Compares a batch of forward sweeps with reverse ones: `u @ (J @ v)` is `(u @ J) @ v`.
+
+    A forward sweep goes by other rules, and may run the function again: it knows nothing of gradient hooks, of a state
+    that the first run has changed, of a reverse rule that is no derivative or not linear. Or it transposes a reverse
+    sweep, as if that were linear. Reverse sweeps from a generic seed and from its negative are enough to compare a
+    batch of forward ones with: what is cut off on one side of zero, as by guided backpropagation, shows on the other.
+    The seed is scaled so that no large row hides a small one.
+
+    Args:
+        tangents: the results of the forward sweeps, in numbers of at least four bytes.
+        precision: the coarser one of the dtypes of both ends.
+    """
+
+    def __init__(self, tangents: np.ndarray, precision: float):
+        self._precision = precision
+        self._tangents = tangents.reshape(len(tangents), -1)
+        self._memory = np.abs(self._tangents)  # used for all that follows, as new memory takes longer than sums
+        largest = self._memory.max(0)
+        if not np.isfinite(largest.max()):
+            raise UnsupportedError("they are not finite, and then the two directions differ")
+        largest[largest == 0] = 1
+        self.seed = np.divide(_generic_weights(len(largest), largest.dtype), largest, out=largest)
+        """The seed of the reverse sweeps, flattened."""
+
+    def expect(self, seed: np.ndarray) -> None:
+        """Compute the products of the forward sweeps with the seed, as it is in the dtype of the output."""
+        # NumPy sums pairwise, so that errors stay far below the tolerance in single precision as well. A matrix library
+        # has threads of its own, which would wait for those of the framework.
+        self._expected = np.multiply(self._tangents, seed.reshape(-1), out=self._memory).sum(-1)
+        self._tolerance = self._precision**0.5 * np.abs(self._memory, out=self._memory).sum(-1)
+
+    def compare(self, sign: int, products: np.ndarray) -> None:
+        """Raise `UnsupportedError` unless a reverse sweep from `sign` times the seed has these products."""
+        if not (np.abs(sign * self._expected - products) <= self._tolerance).all():
+            raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
+
+
+@lru_cache(maxsize=8)
+def _generic_weights(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return weights that cancel in no function but by chance; positive, as the seeds of rows are."""
+    return np.random.default_rng(0).uniform(0.5, 1.5, size).astype(dtype)
 
 
 def reason(error: BaseException) -> str:

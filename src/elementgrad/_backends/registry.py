@@ -16,7 +16,7 @@ _opaque: list[Callable[..., Any]] = []
 _compilers: list[Callable[..., Any]] = []
 _unsupported: dict[str, Exception] = {}
 """Why a framework that is imported has no backend: it is too old, or so new that names we rely on are gone."""
-_PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax", "jaxlib": "jax"}
+PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow", "jax": "jax", "jaxlib": "jax"}
 """The packages whose classes belong to a framework."""
 
 
@@ -77,15 +77,24 @@ def flatten_node(value: Any) -> tuple[Any, Any, Any] | None:
     return None
 
 
+def is_shared_object(value: Any) -> bool:
+    """Return True for a container that is one object, and no copy, wherever a tree has it."""
+    kind = type(value)
+    if kind in (dict, list, tuple):
+        return False
+    return any(backend.names.is_shared_object(value) for backend in imported_backends())
+
+
 def backend_of_model(function: Any) -> Backend | None:
     """Return the backend whose model a function is, or None; raise an error for Keras on another backend."""
     if type(function) is FunctionType and not function.__dict__:
         return None  # models are objects, or methods of one; a function with attributes may wrap such a method
     require_keras_on_tensorflow(function)
-    model = next((backend for backend in imported_backends() if backend.names.is_model(function)), None)
-    if model is None:
-        _require_supported(type(function))
-    return model
+    for backend in imported_backends():
+        if backend.names.is_model(function):
+            return backend
+    _require_supported(type(function))
+    return None
 
 
 def module_of(value: Any) -> tuple[Backend, Any] | tuple[None, None]:
@@ -128,7 +137,7 @@ def _require_supported(kind: type) -> None:
     """Raise if a class is of a framework that has no backend in the version that is installed."""
     if _unsupported:
         for base in kind.__mro__:
-            package = _PACKAGES.get(base.__module__.partition(".")[0], "")
+            package = PACKAGES.get(base.__module__.partition(".")[0], "")
             error = _unsupported.get(package)
             if error is not None:
                 version = sys.modules[package].__version__

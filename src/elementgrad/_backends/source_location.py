@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any, TypeVar
@@ -60,6 +61,13 @@ def is_user_code(filename: str, packages: Iterable[str]) -> bool:
 def location_text(filename: str, line: int) -> str:
     """Return a line as `model.py:12`."""
     return f"{os.path.basename(filename)}:{line}"
+
+
+def user_line_of(error: BaseException, is_user_file: Callable[[str], bool]) -> str | None:
+    """Return the innermost line of the user's on which an error was raised."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [location_text(file, line) for file, line in frames if is_user_file(file)]
+    return lines[-1] if lines else None
 
 
 def _folders(package: str) -> list[str]:

@@ -16,7 +16,8 @@ class Interval(NamedTuple):
     @property
     def size(self) -> int:
         """The number of positions."""
-        return max(0, self.stop - self.start)
+        start, stop = self
+        return stop - start if stop > start else 0
 
     def join(self, other: "Interval") -> "Interval":
         """Return the smallest interval around both.
@@ -68,7 +69,7 @@ def meet(left: Box, right: Box) -> Box:
 
 def sizes(box: Box) -> Shape:
     """Return the shape of the elements in a box."""
-    return tuple([interval.size for interval in box])
+    return tuple([stop - start if stop > start else 0 for start, stop in box])
 
 
 def volume(box: Box) -> int:

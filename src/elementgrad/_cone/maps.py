@@ -60,8 +60,12 @@ class Whole(AxisMap):
     operand: Shape
     result: Shape
 
-    def need(self, result: Intervals) -> Box:
+    @cached_property
+    def _all(self) -> Box:
         return whole(self.operand)
+
+    def need(self, result: Intervals) -> Box:
+        return self._all
 
     def reach(self, operand: Intervals) -> Box:
         return whole(self.result)
@@ -113,7 +117,8 @@ class Window(AxisMap):
 
     def padding(self, result: Interval) -> tuple[int, int]:
         """Return how far the windows of a part of the result stand out of the operand, before and behind it."""
-        seen, (inside,) = self._seen(result), self.need([result])
+        seen = self._seen(result)
+        inside = seen.clip(self.operand)
         return inside.start - seen.start, seen.stop - inside.stop
 
     def reach(self, operand: Intervals) -> Box:
@@ -306,12 +311,12 @@ class Relation:
     @cached_property
     def _kept(self) -> tuple[int | None, ...]:
         """The same axis of the result for each axis of the operand, where there is one."""
-        kept = {link.operand[0]: link.result[0] for link in self.links if _keeps(link.map)}
+        kept = {link.operand[0]: link.result[0] for link in self.links if keeps_positions(link.map)}
         return tuple([kept.get(axis) for axis in range(len(self.operand))])
 
     @cached_property
     def _changed(self) -> list[Link]:
-        return [link for link in self.links if not _keeps(link.map)]
+        return [link for link in self.links if not keeps_positions(link.map)]
 
     @cached_property
     def _widened(self) -> list[Link]:
@@ -351,7 +356,7 @@ class Relation:
         return box
 
 
-def _keeps(axis_map: AxisMap) -> bool:
+def keeps_positions(axis_map: AxisMap) -> bool:
     """Return True for a map that leaves every interval as it is."""
     return type(axis_map) is Along and axis_map.offset == 0 and axis_map.operand == axis_map.result
 

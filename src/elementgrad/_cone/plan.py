@@ -53,7 +53,8 @@ class Rule(ABC):
         for box, row in zip(boxes, self.relations, strict=True):
             for operand, relation in enumerate(row):
                 if box is not None and relation is not None:
-                    needed[operand] = join(needed[operand], relation.need(box))
+                    here, before = relation.need(box), needed[operand]
+                    needed[operand] = here if before is None else join(before, here)
         return needed
 
     def cost(self, boxes: Sequence[Box | None]) -> float:
@@ -142,7 +143,7 @@ def plan_need(ops: Sequence[ProgramOp], of: ProgramValue, box: Box) -> Cone:
     steps: list[ConeStep] = []
     for op in reversed(ops):
         boxes = [None if result is None else needed.get(result) for result in op.results]
-        if all(one is None for one in boxes):
+        if boxes.count(None) == len(boxes):
             continue
         needs = op.rule.needs(boxes)
         used: list[Box | None] = []
@@ -151,7 +152,7 @@ def plan_need(ops: Sequence[ProgramOp], of: ProgramValue, box: Box) -> Cone:
             touches = need is not None and (not is_empty(need) or 0 in value.shape)
             used.append(need if touches else None)
             if touches:
-                joined = join(needed.get(value), need)
+                joined = join(needed[value], need) if value in needed else need
                 assert joined is not None
                 needed[value] = joined
         steps.append(ConeStep(op, used, boxes))

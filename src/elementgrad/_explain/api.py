@@ -4,6 +4,7 @@ The verdict comes first, from the framework's own gradient; then the operation t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.probe import Probe
 from elementgrad._explain.replay import Replay
-from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, Trace, Verdict, cannot_follow
+from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, StepTrace, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, PartialCall, TensorRef
@@ -61,7 +62,8 @@ def explain(
 
     Give a function or model with its arguments, and name both sides as for `eg.grad`. On PyTorch also live tensors,
     `eg.explain(of=loss, wrt=x)`. On PyTorch and TensorFlow also a training step that takes nothing, `eg.explain(step)`,
-    which is run as it is: the answer says why it raises, or why its tape gives None.
+    which is run as it is: the answer says why it raises, or why the gradient of `wrt`, a tensor or some elements of
+    one, is None, zero or not finite.
 
     Args:
         f: The function or model; left out for live tensors.
@@ -97,9 +99,12 @@ def explain(
     if f is None:
         return _explain_live(of, wrt)
     f, args, kwargs = gather_arguments(explain, f, args, kwargs, arguments, names_from)
-    if not args and not kwargs and of is None and registry.backend_of_model(f) is None:
-        return _explain_step(f, wrt)
-    return explain_together(BoundCall(f, args, kwargs), of, wrt, probe)
+    if not args and not kwargs and of is None and names_from is None and registry.backend_of_model(f) is None:
+        diagnosis = _explain_step(f, wrt)
+        if diagnosis is not None:
+            return diagnosis
+    places = [] if wrt is None else pytree.leaves_of(pytree.map_tree(wrt, parse_place))
+    return explain_together(BoundCall(f, args, kwargs, places), of, wrt, probe)
 
 
 def explain_together(call: BoundCall, of: Any, wrt: Any, probe: bool) -> Any:
@@ -372,6 +377,8 @@ class Explanation(pytree.Leaf):
             finding.variant = CONSTANT
         if finding.cause is None and path is not None:
             finding.evidence += [hint.evidence for hint in path.graph.hints if hint.cause is None]
+        if path is not None and finding.cause != "out-of-range":
+            finding.evidence += dict.fromkeys([op.misses for op in path.graph.ops if op.misses and path.is_between(op)])
         finding.evidence += self._failures
         return Diagnosis.made(verdict, finding, path, self._backend.name, *self._names, value=self._value)
 
@@ -434,12 +441,22 @@ def _with_index(name: str, place: Place) -> str:
     return str(Place(None, name, place.index, None, pointwise=place.pointwise)) if place.index else name
 
 
-def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis:
-    tensor = None if wrt is None else parse_place(wrt).tensor
-    if wrt is not None and tensor is None:
-        raise PlaceError(f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself")
-    backend = backend_for_step(f, tensor)
-    return _from_report(backend.load("explain").report_step(f, tensor), backend.name)
+def _explain_step(f: Callable[[], Any], wrt: Any) -> Diagnosis | None:
+    """Return why a training step raises, or None for a function that computes no gradients itself."""
+    place = Place() if wrt is None else parse_place(wrt)
+    if wrt is not None and place.tensor is None:
+        raise PlaceError(
+            f"wrt={quoted(wrt)} names no live tensor; for a step without arguments give the tensor itself, and for a "
+            "function that calls a model names_from=model"
+        )
+    backend = backend_for_step(f, place.tensor)
+    report = backend.load("explain").report_step(f, *_tensor_and_positions(place))
+    if report is None and wrt is None:
+        raise PlaceError(
+            "the step ran and computed no gradient, so there is nothing to explain; to explain a function give its "
+            "arguments, as in eg.explain(f, x), or the tensor, as in eg.explain(f, wrt=model.weight)"
+        )
+    return None if report is None else _from_report(report, backend.name)
 
 
 def _explain_live(of: Any, wrt: Any) -> Diagnosis:
@@ -450,9 +467,8 @@ def _explain_live(of: Any, wrt: Any) -> Diagnosis:
         if place.tensor is None:
             raise PlaceError(f"{place} names no live tensor; give a tensor, or the function and its arguments")
     backend = registry.require_backend(places[0].tensor)
-    return _from_report(
-        backend.load("explain").report_live(*[_tensor_and_positions(place) for place in places]), backend.name
-    )
+    report = backend.load("explain").report_live(*[_tensor_and_positions(place) for place in places])
+    return _from_report(replace(report, of="the result", wrt="the tensor"), backend.name)
 
 
 def _tensor_and_positions(place: Place) -> Picked:
@@ -470,6 +486,8 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
         finding = CauseFinding.of_hint(report.hint)
     elif path is None:
         finding = CauseFinding(None)
+    elif report.step is not None:
+        finding = _follow_step(report, report.step, path)
     elif report.verdict == "zero":
         finding = why_zero(path, None, None, False, 0.0, FurtherEvidence(lambda: report.cotangents))
         if finding.cause in UNRELATED_CAUSES:  # a detach leaves no trace in a graph
@@ -482,3 +500,20 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     else:
         finding = why_unconnected(path, None)
     return Diagnosis.made(report.verdict, finding, path, framework, value=report.value, **names)
+
+
+def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFinding:
+    """Find why the gradient that a step computed is zero or not finite, by its operations alone."""
+    numbers = step.numbers
+    size = int(np.prod(tuple(step.target.shape), dtype=int))
+    positions = report.positions
+    if positions is None:
+        positions = np.arange(int(np.prod(tuple(step.source.shape), dtype=int)))
+    replay = Replay(step, np.arange(size), np.ones(size), positions)
+    if report.verdict == "nonfinite":
+        finite = bool(np.isfinite(numbers.array(step.target)).all())
+        return why_nonfinite(path, replay.finite_flags(), replay.cotangents() if finite else None, finite)
+    tangents, reached = replay.tangents() or (None, None)
+    reaches = None if reached is None else float(np.abs(reached).max(initial=0.0))
+    further = FurtherEvidence(replay.cotangents, replay.gradient_size_in_float64, overlap=replay.overlap)
+    return why_zero(path, tangents, reaches, False, EPSILON[str(numbers.array(step.source).dtype)], further)

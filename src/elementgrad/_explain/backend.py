@@ -52,9 +52,15 @@ class ExplainBackend(ABC):
             "eg.explain(f, x)"
         )
 
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
-        """Run the user's training step as it is, and report why it raised or what gradient a tensor got."""
-        raise FrameworkError(f"a step of {self.name} cannot be watched; give the loss as a function, eg.explain(f, x)")
+    def report_step(
+        self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+    ) -> LiveReport | None:
+        """Run the user's training step as it is, and report why it raised or what gradient a tensor got.
+
+        With positions, report on these elements of the tensor. Return None if the step computes no gradient, or if
+        steps cannot be watched.
+        """
+        return None
 
 
 def backend_for_step(function: Any, wrt: Any = None) -> Backend:

@@ -356,7 +356,10 @@ class _VanishedTangent:
         """Return True if a zero made by `end` may be why `lost` loses the gradient."""
         if self._path.is_cut(end) or self._cause(end) in (*UNRELATED_CAUSES, "kink"):  # a kink is not flat
             return False
-        return self._cause(lost) in CONSEQUENT_CAUSES and not self._path.ancestors(lost).isdisjoint(end.outputs)
+        # A factor of zero may also be why a rectifier is at or below zero.
+        dead = self._cause(end) == "masked" and self._cause(lost) == "dead-relu"
+        follows = dead or self._cause(lost) in CONSEQUENT_CAUSES
+        return follows and not self._path.ancestors(lost).isdisjoint(end.outputs)
 
     def _is_rounding(self, size: TangentSizes) -> bool:
         return 0 < size.at_outputs <= ROUNDING * self._epsilon * size.at_inputs

@@ -1,20 +1,22 @@
 """The words for every cause: the clause that says what is wrong, and the fix, one table for all frameworks.
 
 `CAUSES` has the general words, and `VARIANTS` closer ones where the operation says more than the cause alone:
-"multiplies it by zero" for `mul` where the cause is `masked`. `{operation}`, `{of}` and `{wrt}` are filled in.
+"multiplies it by zero" for `mul` where the cause is `masked`. `{operation}`, `{of}` and `{wrt}` are filled in, and of
+`<a|b|c>` a user of PyTorch reads a, one of TensorFlow b, and one of JAX c.
 `CAUSE_BY_OPERATION` says what it usually means that a derivative goes into an operation and none comes out.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elementgrad._explain import kinds
 from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
 
-Fix = str | Mapping[str, str]
-"""The remedy: one text, or one for each framework."""
 Variant = tuple[str, str]
 """A cause and an operation, or a phrase that stands for one."""
+FRAMEWORKS = ("torch", "tensorflow", "jax")
+_ALTERNATIVES = re.compile(r"<([^<>|]*)\|([^<>|]*)\|([^<>|]*)>")
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class Cause:
 
     clause: str
     """The clause that follows the verdict and says what is wrong."""
-    fix: Fix
+    fix: str
+    """The remedy, with `<a|b|c>` where frameworks differ."""
 
     def fix_in(self, framework: str) -> str:
-        return self.fix if isinstance(self.fix, str) else self.fix[framework]
+        return _ALTERNATIVES.sub(lambda texts: texts[1 + FRAMEWORKS.index(framework)], self.fix)
 
 
 def words_for(cause: str | None, operation: str | None) -> Cause:
@@ -36,23 +39,18 @@ def words_for(cause: str | None, operation: str | None) -> Cause:
     return VARIANTS.get((cause, operation or ""), CAUSES[cause])
 
 
+_WHERE = "<torch.where|tf.where|jnp.where>"
 CAUSES: Mapping[str, Cause] = {
     "not-tracked": Cause(
         "nothing tracks {wrt}",
-        {
-            "torch": "call requires_grad_(True) on it before it is used",
-            "tensorflow": "call tape.watch(x) before it is used, if it is a plain tensor; otherwise set "
-            "layer.trainable = True, or trainable of the variable",
-            "jax": "make it an argument of the function and name it in argnums",
-        },
+        "<call requires_grad_(True) on it before it is used|call tape.watch(x) before it is used, if it is a plain "
+        "tensor; otherwise set layer.trainable = True, or trainable of the variable|make it an argument of the "
+        "function and name it in argnums>",
     ),
     "integer": Cause(
         "{wrt} holds integers, which have no gradients",
-        {
-            "torch": "take the gradient of the weight that it indexes, or convert it first, as in x.float()",
-            "tensorflow": "take the gradient of the weight that it indexes, or convert it: tf.cast(x, tf.float32)",
-            "jax": "take the gradient of the table that it indexes, or convert it first, as in x.astype(float)",
-        },
+        "take the gradient of the <weight|weight|table> that it indexes, or convert it<"
+        " first, as in x.float()|: tf.cast(x, tf.float32)| first, as in x.astype(float)>",
     ),
     "non-leaf": Cause(
         "{wrt} is not a leaf: it is computed from other tensors, so its .grad is not kept",
@@ -65,45 +63,27 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "resliced": Cause(
         "{wrt} is not the slice that was used, but a new one of the same tensor",
-        {
-            "torch": "keep the slice in a variable and use that variable everywhere, or name elements of the "
-            "whole tensor",
-            "tensorflow": "take the slice once, inside the tape, and use it everywhere, or take the "
-            "gradient of the whole tensor and slice that",
-            "jax": "name elements of the whole array, as in wrt='x[0]'",
-        },
+        "<keep the slice in a variable and use that variable everywhere, or name elements of the whole tensor|take the "
+        "slice once, inside the tape, and use it everywhere, or take the gradient of the whole tensor and slice that|"
+        "name elements of the whole array, as in wrt='x[0]'>",
     ),
     "detached": Cause(
         "{operation} cuts the gradient",
-        {
-            "torch": "leave {operation} out, or apply it only where no gradient is wanted",
-            "tensorflow": "leave tf.stop_gradient out, or apply it only where no gradient is wanted",
-            "jax": "leave stop_gradient out, or apply it only where no gradient is wanted",
-        },
+        "leave <{operation}|tf.stop_gradient|stop_gradient> out, or apply it only where no gradient is wanted",
     ),
     "left-framework": Cause(
         "its values leave the framework in {operation}",
-        {
-            "torch": "use operations of torch instead of {operation}, and torch.stack to combine tensors",
-            "tensorflow": "use operations of tf instead of {operation}",
-            "jax": "use functions of jnp instead of {operation}",
-        },
+        "use <operations of torch|operations of tf|functions of jnp> instead of {operation}<"
+        ", and torch.stack to combine tensors||>",
     ),
     "no-grad": Cause(
         "{operation} runs where gradients are disabled",
-        {
-            "torch": "move it out of torch.no_grad() or inference_mode()",
-            "tensorflow": "move it out of tape.stop_recording()",
-            "jax": "move it out of stop_gradient",
-        },
+        "move it out of <torch.no_grad() or inference_mode()|tape.stop_recording()|stop_gradient>",
     ),
     "outside-tape": Cause(
         "{operation} is computed outside of the recorded code",
-        {
-            "torch": "compute it inside the function",
-            "tensorflow": "compute it inside the with block of the tape",
-            "jax": "use the argument of the function, and compute everything that depends on it inside the function",
-        },
+        "<compute it inside the function|compute it inside the with block of the tape|use the argument of the "
+        "function, and compute everything that depends on it inside the function>",
     ),
     "discrete": Cause(
         "{operation} returns integers, booleans or random draws, which have no gradient",
@@ -111,53 +91,34 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "step-function": Cause(
         "{operation} is a step function, whose gradient is zero",
-        {
-            "torch": "use a smooth substitute, or straight-through: x + (x.round() - x).detach()",
-            "tensorflow": "use a smooth substitute, or straight-through: x + tf.stop_gradient(tf.round(x) - x)",
-            "jax": "use a smooth substitute, or straight-through: x + stop_gradient(jnp.round(x) - x)",
-        },
+        "use a smooth substitute, or straight-through: x + <(x.round() - x).detach()|tf.stop_gradient(tf.round(x) - x)|"
+        "stop_gradient(jnp.round(x) - x)>",
     ),
     "assigned-state": Cause(
         "{operation} stores the value, and not how it was computed",
-        {
-            "torch": "use the new value itself, and store it in the state afterwards",
-            "tensorflow": "use the tensor itself instead of reading the variable that it was assigned to",
-            "jax": "use the new value itself instead of the state that stores it",
-        },
+        "use the <new value itself, and store it in the state afterwards|tensor itself instead of reading the variable "
+        "that it was assigned to|new value itself instead of the state that stores it>",
     ),
     "no-rule": Cause(
         "{operation} has no derivative",
-        {
-            "torch": "use an operation that has one, or write a torch.autograd.Function",
-            "tensorflow": "use an operation that has one, or write a tf.custom_gradient",
-            "jax": "use an operation that has one, or write a jax.custom_vjp",
-        },
+        "use an operation that has one, or write a <torch.autograd.Function|tf.custom_gradient|jax.custom_vjp>",
     ),
     "inner-gradient": Cause(
         "the inner gradient, {operation}, is computed without a graph",
-        {
-            "torch": "call it with create_graph=True",
-            "tensorflow": "compute it inside the outer tape",
-            "jax": "use the argument of the function, and compute everything that depends on it inside the function",
-        },
+        "<call it with create_graph=True|compute it inside the outer tape|use the argument of the function, and "
+        "compute everything that depends on it inside the function>",
     ),
     "custom-rule": Cause(
         "the custom derivative of {operation} does not return the right gradient",
-        {
-            "torch": "correct the backward of {operation}; test it with torch.autograd.gradcheck",
-            "tensorflow": "correct the gradient function of {operation}",
-            "jax": "correct the custom rule of {operation}; test it with jax.test_util.check_grads",
-        },
+        "correct the <backward|gradient function|custom rule> of {operation}<; test it with torch.autograd.gradcheck||"
+        "; test it with jax.test_util.check_grads>",
     ),
     "hook": Cause("a hook changes the gradient", "remove the hook, or let it return the gradient unchanged"),
     "freed-graph": Cause(
         "the graph was freed by an earlier backward",
-        {
-            "torch": "compute the loss again in each step, with h = h.detach() between steps for a state that is "
-            "carried over, or call the first backward with retain_graph=True",
-            "tensorflow": "use tf.GradientTape(persistent=True) to call gradient twice",
-            "jax": "compute it again",
-        },
+        "<compute the loss again in each step, with h = h.detach() between steps for a state that is carried over, or "
+        "call the first backward with retain_graph=True|use tf.GradientTape(persistent=True) to call gradient twice|"
+        "compute it again>",
     ),
     "dead-relu": Cause(
         "the input of {operation} is not above zero, where its gradient is zero",
@@ -177,11 +138,8 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "dropped": Cause(
         "{operation} dropped it in this run",
-        {
-            "torch": "call model.eval(), or average over several runs",
-            "tensorflow": "call the model with training=False, or average over several runs",
-            "jax": "pass deterministic=True, or average over several keys",
-        },
+        "<call model.eval()|call the model with training=False|pass deterministic=True>, or average over several "
+        "<runs|runs|keys>",
     ),
     "row-not-used": Cause(
         "{operation} does not look up its row: the input does not contain that index, or it is the padding row",
@@ -193,11 +151,9 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "overwritten": Cause(
         "{operation} overwrites it before it is used",
-        {
-            "torch": "write to a copy, as in x.clone(), or use eg.at(x)[...].set(value), which returns a new tensor",
-            "tensorflow": "use what was there before, or write to other elements; eg.at(x)[...].set(value) is a copy",
-            "jax": "use what was there before: x.at[...].set(value) gives a new array and keeps x",
-        },
+        "<write to a copy, as in x.clone(), or use eg.at(x)[...].set(value), which returns a new tensor|use what was "
+        "there before, or write to other elements; eg.at(x)[...].set(value) is a copy|use what was there before: "
+        "x.at[...].set(value) gives a new array and keeps x>",
     ),
     "modified-in-place": Cause(
         "{operation} changes a tensor in place that the gradient still needs",
@@ -214,15 +170,8 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "underflow": Cause(
         "values in {operation} are too small for the precision",
-        {
-            "torch": "compute it in a wider dtype (float32 for half precision, float64 for float32), or scale the "
-            "loss with "
-            "torch.amp.GradScaler",
-            "tensorflow": "compute it in a wider dtype (float32 for half precision, float64 for float32), or use a "
-            "LossScaleOptimizer",
-            "jax": "compute it in a wider dtype (float32 for half precision, float64 for float32), or scale the "
-            "loss up",
-        },
+        "compute it in a wider dtype (float32 for half precision, float64 for float32), or <scale the loss with "
+        "torch.amp.GradScaler|use a LossScaleOptimizer|scale the loss up>",
     ),
     "overflow": Cause(
         "values in {operation} become too large for the precision",
@@ -230,11 +179,7 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "masked-branch": Cause(
         "{operation} has no finite value or gradient there, and masking its result does not help",
-        {
-            "torch": "make the input safe: {operation}(torch.where(ok, x, 1.0)), and mask the result too",
-            "tensorflow": "make the input safe: {operation}(tf.where(ok, x, 1.0)), and mask the result too",
-            "jax": "make the input safe: {operation}(jnp.where(ok, x, 1.0)), and mask the result too",
-        },
+        f"make the input safe: {{operation}}({_WHERE}(ok, x, 1.0)), and mask the result too",
     ),
     "singular": Cause(
         "{operation} has no finite gradient at this input", "keep the input away from there, or clamp it first"
@@ -245,11 +190,8 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "tie": Cause(
         "it is equal to another element in {operation}, which selects only one of them",
-        {
-            "torch": "use amax, which distributes the gradient over equal elements",
-            "tensorflow": "break the tie, or use reduce_max, which distributes the gradient",
-            "jax": "break the tie, or use jnp.max, which distributes the gradient",
-        },
+        "<use amax|break the tie, or use reduce_max|break the tie, or use jnp.max>, which distributes the gradient"
+        "< over equal elements||>",
     ),
     "stationary": Cause(
         "{operation} has a gradient of zero at this input, as at a minimum",
@@ -290,7 +232,9 @@ _OPERATIONS_BY_CAUSE = {
     "cancelled": "rsub sub_ add_ normalize average segment_sum",
     "stationary": "var pow power square sin cos mse_loss smooth_l1_loss huber_loss cosh sinc",
     "underflow": "exp exp2",
-    "kink": "abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist std atan2 arctan2",
+    "kink": """
+        abs absolute l1_loss norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance std
+        atan2 arctan2""",
 }
 _CAUSE_BY_KIND = {
     kinds.LOWER_BOUND: "not-selected",
@@ -315,19 +259,8 @@ CAUSE_BY_OPERATION: Mapping[str, str] = {
 """The cause that usually ends a derivative in an operation; the numbers may say another."""
 SATURATING = frozenset(word for word, cause in CAUSE_BY_OPERATION.items() if cause == "saturated")
 """Operations that flatten out."""
-SINGULAR = frozenset(
-    """
-    sqrt sqrt_ rsqrt log log_ log2 log10 log1p div true_divide div_ reciprocal pow power float_power divide norm
-    linalg_norm linalg_vector_norm vector_norm cdist pdist acos asin atanh acosh xlogy logit std var normalize
-    cosine_similarity truediv rdiv realdiv dist pairwise_distance binary_cross_entropy logdet slogdet atan2 logsumexp
-    hypot arctan2 arccos arcsin arctanh arccosh pow_
-    """.split()  # noqa: SIM905
-)
-"""Operations that have points without a finite slope."""
 MATRIX_PRODUCTS = frozenset(word for word, kind in kinds.KINDS.items() if kind == kinds.MATRIX_PRODUCT)
 """Sums of products: what is lost for some rows alone was multiplied by zero."""
-DIVISIONS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
-"""Divisions, which multiply by zero only where their other part is zero or infinite."""
 SELECTING = frozenset(["where", "masked_fill", "masked_fill_", "select_n"])
 """Operations that replace some of the numbers."""
 ADDITIONS = frozenset(["add", "add_", "sub", "sub_", "rsub", "subtract"])
@@ -336,19 +269,23 @@ SOFTMAXES = frozenset(["softmax", "log_softmax", "softmin", "logsumexp"])
 """Operations in which a masked element counts for nothing."""
 OWN_MASK = frozenset(["scaled_dot_product_attention", "attention", "tril", "triu", "matrix_band_part", "band_part"])
 """Operations with a mask of their own, which no tensor shows."""
-GROWING = frozenset(
-    "pow pow_ power float_power square div div_ true_divide divide truediv realdiv rdiv reciprocal".split()  # noqa: SIM905
-)
-"""Operations that give infinity for an input of zero, or where numbers become too large."""
-
-
+DIVISIONS = frozenset("div div_ true_divide divide truediv rdiv realdiv reciprocal".split())  # noqa: SIM905
+"""Divisions, which multiply by zero only where their other part is zero or infinite."""
 _ROOTS = """
     sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance hypot
-    normalize cosine_similarity"""
+    normalize cosine_similarity euclidean_norm"""
 _LOGS = "log log_ log2 log10 xlogy logit binary_cross_entropy"
 _PRODUCTS = "mul mul_ multiply div true_divide divide prod reduce_prod cumprod multiply_no_nan divide_no_nan"
 _ARCS = "acos asin atanh arccos arcsin arctanh"
 _POWERS = "pow pow_ power float_power"
+_DECOMPOSITIONS = "eig eigh linalg_eig linalg_eigh svd linalg_svd"
+SINGULAR = DIVISIONS.union(
+    *[words.split() for words in (_ROOTS, _LOGS, _ARCS, _POWERS, _DECOMPOSITIONS)],
+    "log1p acosh arccosh std var logdet slogdet atan2 arctan2 logsumexp".split(),  # noqa: SIM905
+)
+"""Operations that have points without a finite slope."""
+GROWING = DIVISIONS.union(_POWERS.split(), ["square"])
+"""Operations that give infinity for an input of zero, or where numbers become too large."""
 _COPIES = "tensor as_tensor asarray from_numpy new_tensor"
 _POOLS = """
     max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
@@ -364,35 +301,19 @@ ELSEWHERE = "another result"
 CONSTANT = "a constant"
 """Stands for the operation where the result is computed from plain numbers alone."""
 
-_ZERO_FACTOR = (
-    "check the other factor of {operation}: a mask, or weights that are initially zero, which block all gradients "
-    "and must be initialised randomly"
-)
 _COPY_FIRST = "write to a clone(), as in y = x.clone(), or build it with torch.stack or torch.where"
 
 
-def _variants(cause: str, operations: str | Iterable[str], fix: Fix, clause: str | None = None) -> dict[Variant, Cause]:
+def _variants(cause: str, operations: str | Iterable[str], fix: str, clause: str | None = None) -> dict[Variant, Cause]:
     """Return the words for a cause at some operations, given as one string of words or one by one."""
     words = operations.split() if isinstance(operations, str) else operations
     known = CAUSES[cause]
     return {(cause, word): replace(known, clause=clause or known.clause, fix=fix) for word in words}
 
 
-def _clamped(call: str) -> dict[str, str]:
-    """Return a call with its input kept in an interval, in each framework."""
-    interval = "-1 + 1e-6, 1 - 1e-6"
-    return {
-        "torch": call.format(f"x.clamp({interval})"),
-        "tensorflow": call.format(f"tf.clip_by_value(x, {interval})"),
-        "jax": call.format(f"jnp.clip(x, {interval})"),
-    }
-
-
-def _safe(call: str, value: str = "1.0", x: str = "x") -> dict[str, str]:
-    """Return a call with what it cannot take replaced before, in each framework."""
-    functions = {"torch": "torch.where", "tensorflow": "tf.where", "jax": "jnp.where"}
-    inner = {framework: call.format(f"{where}(ok, {x}, {value})") for framework, where in functions.items()}
-    return {framework: f"make the input safe: {text}, and mask the result too" for framework, text in inner.items()}
+def _safe(call: str) -> str:
+    """Return the advice to replace what a call cannot take before it is called."""
+    return f"make the input safe: {call}, and mask the result too"
 
 
 VARIANTS: Mapping[Variant, Cause] = {
@@ -407,33 +328,39 @@ VARIANTS: Mapping[Variant, Cause] = {
         "give it several different values, or keep the variance above zero, as in sqrt(var + 1e-12)",
     ),
     **_variants("singular", _LOGS, "keep its input above zero, as in log(x + 1e-12), or clamp it first"),
+    **_variants(
+        "singular",
+        _DECOMPOSITIONS,
+        "use the eigenvalues or singular values alone, or move equal ones apart, as by adding a small diagonal matrix "
+        "of different numbers",
+        "{operation} has no finite gradient of its vectors where eigenvalues or singular values are equal",
+    ),
     **_variants("singular", "log1p", "keep its input above -1, or clamp it first"),
     **_variants("singular", DIVISIONS, "keep the denominator away from zero, as in x / (y + 1e-12)"),
-    **_variants("singular", _ARCS, _clamped("keep its input inside its domain, as in {{operation}}({})")),
+    **_variants(
+        "singular",
+        _ARCS,
+        "keep its input inside its domain, as in {operation}(<x.clamp(|tf.clip_by_value(x, |jnp.clip(x, >-1 + 1e-6, "
+        "1 - 1e-6))",
+    ),
     **_variants("singular", _POWERS, "keep its base above zero, as in pow(x + 1e-12, p)"),
     **_variants("singular", "atan2 arctan2", "avoid that both inputs are zero, as in {operation}(y, x + 1e-12)"),
-    **_variants("masked-branch", DIVISIONS, _safe("x / {}", x="y")),
-    **_variants("masked-branch", _ARCS, _safe("{{operation}}({})", "0.0")),
-    **_variants("masked-branch", _POWERS, _safe("pow({}, p)")),
+    **_variants("masked-branch", DIVISIONS, _safe(f"x / {_WHERE}(ok, y, 1.0)")),
+    **_variants("masked-branch", _ARCS, _safe(f"{{operation}}({_WHERE}(ok, x, 0.0))")),
+    **_variants("masked-branch", _POWERS, _safe(f"pow({_WHERE}(ok, x, 1.0), p)")),
     **_variants(
         "masked-branch",
         ("mul", "mul_", "multiply", *MATRIX_PRODUCTS),
-        {
-            "torch": "replace it before {operation}, as in torch.nan_to_num(x), and mask the result too",
-            "tensorflow": "replace it before {operation}, as in tf.where(tf.math.is_finite(x), x, 0.0), and mask "
-            "the result too",
-            "jax": "replace it before {operation}, as in jnp.nan_to_num(x), and mask the result too",
-        },
+        "replace it before {operation}, as in <torch.nan_to_num(x)|tf.where(tf.math.is_finite(x), x, 0.0)|"
+        "jnp.nan_to_num(x)>, and mask the result too",
         "an input of {operation} is not finite, and masking the result does not help",
     ),
     **_variants(
         "masked",
         (*_PRODUCTS.split(), *MATRIX_PRODUCTS),
-        {
-            "torch": f"{_ZERO_FACTOR}, as with torch.nn.init.xavier_uniform_(weight)",
-            "tensorflow": f"{_ZERO_FACTOR}, as with kernel_initializer='glorot_uniform'",
-            "jax": f"{_ZERO_FACTOR}, as with jax.nn.initializers.glorot_uniform()",
-        },
+        "check the other factor of {operation}: a mask, or weights that are initially zero, which block all gradients "
+        "and must be initialised randomly, as with <torch.nn.init.xavier_uniform_(weight)|"
+        "kernel_initializer='glorot_uniform'|jax.nn.initializers.glorot_uniform()>",
         "{operation} multiplies it by zero",
     ),
     **_variants("masked", OWN_MASK, CAUSES["masked"].fix, "the mask of {operation} removes it"),
@@ -498,13 +425,8 @@ VARIANTS: Mapping[Variant, Cause] = {
     **_variants(
         "not-tracked",
         [MOVING_STATISTIC],
-        {
-            "torch": "train the weight and the bias of the layer; its statistics are updated from the data "
-            "in model.train() mode",
-            "tensorflow": "train gamma and beta of the layer; its statistics are updated from the data when "
-            "it is called with training=True",
-            "jax": "train the scale and the bias of the layer; its statistics are updated from the data",
-        },
+        "train <the weight and the bias|gamma and beta|the scale and the bias> of the layer; its statistics are "
+        "updated from the data< in model.train() mode| when it is called with training=True|>",
         "{wrt} is a running statistic, which is not trained by gradients",
     ),
     **_variants(
@@ -533,6 +455,12 @@ VARIANTS: Mapping[Variant, Cause] = {
         _SEGMENTS,
         "check the ids first, as in assert ((ids >= 0) & (ids < num_segments)).all()",
         "{operation} gets an id outside of the segments, and drops its elements",
+    ),
+    **_variants(
+        "out-of-range",
+        "dynamic_update_slice dynamic_update_slice_in_dim dynamic_update_index_in_dim",
+        "check the start first, as in assert 0 <= start <= len(x) - len(update)",
+        "{operation} gets a start out of range, for which JAX writes to the nearest place instead, and there over it",
     ),
     **_variants(
         "row-not-used",

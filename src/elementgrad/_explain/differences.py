@@ -308,6 +308,8 @@ def _judge_by_all_widths(
     best = best if local is None else local
     slope, bound = float(central[best]), float(errors[best])
     if not np.isfinite(gradient):
+        if math.isnan(gradient) and _is_jumpy(table):
+            return DifferenceVerdict(None, slope, bound, UNSETTLED)
         steeper = math.isinf(gradient) and _grows_towards(table, gradient)
         return DifferenceVerdict(None, slope, bound, STEEPER) if steeper else DifferenceVerdict(False, slope, bound)
     if not _is_exact_enough(bound, slope, gradient, negligible):

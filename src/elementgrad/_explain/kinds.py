@@ -38,6 +38,11 @@ ROUNDING = 64.0
 """Tangents of so many units of rounding count as zero."""
 
 
+def parse_words(pairs: str) -> dict[str, str]:
+    """Return the words in a text of pairs, `AddN=add`."""
+    return dict([pair.split("=") for pair in pairs.split()])
+
+
 def kind_table(words: Mapping[str, str]) -> dict[str, str]:
     """Return the kind of each operation, for a string of operations by kind."""
     return {operation: kind for kind, operations in words.items() for operation in operations.split()}

@@ -14,7 +14,7 @@ import numpy as np
 
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
-from elementgrad._explain.differences import EPSILON, LineFunctions, judge_gradients
+from elementgrad._explain.differences import EPSILON, DifferenceVerdict, LineFunctions, judge_gradients
 from elementgrad._explain.replay import Replay
 from elementgrad._explain.trace import uneven_weights
 from elementgrad._names.call import BoundCall, Operand, PartialCall, TensorRef
@@ -100,26 +100,35 @@ class Probe:
         return moves
 
     def mismatches(self, gradient: np.ndarray, replay: Replay) -> bool:
-        """Return True if the largest element of the gradient is clearly not the slope of the values."""
-        _, weights = self.seeds
+        """Return True if the largest element of the gradient is clearly not the slope of the values.
+
+        Values of float32 are followed in float64 where all operations run in it: a small slope shows in no others.
+        """
         index = int(np.argmax(np.abs(gradient)))
         position, entry = int(self.wrt[index]), float(gradient[index])
-        try:
-            values, numbers = [real_parts(self.backend, each.tensor) for each in (self.of_operand, self.wrt_operand)]
-            unit = slope_unit(values, numbers, abs(entry))
-            middle = weights[None] @ values[self.of]
-            line = LineFunctions(
-                lambda by: weights[None] @ replay.target_at(position, by),
-                middle,
-                float(numbers[position]),
-                self.dtype,
-                unit,
-            )
-            (verdict,) = judge_gradients(line, [entry], [abs(entry)])
-        except Exception:  # an operation that cannot run again, or not at other numbers
+        verdict = self._compare(position, entry, replay, wide=True) if self.dtype == "float32" else None
+        verdict = verdict or self._compare(position, entry, replay, wide=False)
+        if verdict is None:
             return False
         far = abs(verdict.difference - entry) > MISMATCH * max(abs(verdict.difference), abs(entry))
         return verdict.agrees is False and far
+
+    def _compare(self, position: int, entry: float, replay: Replay, wide: bool) -> DifferenceVerdict | None:
+        """Compare an element of the gradient with differences; None if an operation cannot run at other numbers."""
+        weights = self.seeds[1][None]
+        try:
+            values, numbers = [real_parts(self.backend, each.tensor) for each in (self.of_operand, self.wrt_operand)]
+            unit = slope_unit(values, numbers, abs(entry))
+            line = LineFunctions(
+                lambda by: weights @ replay.target_at(position, by, wide),
+                weights @ (replay.target_at(position, 0.0, wide) if wide else values[self.of]),
+                float(numbers[position]),
+                "float64" if wide else self.dtype,
+                unit,
+            )
+            return judge_gradients(line, [entry], [abs(entry)])[0]
+        except Exception:
+            return None
 
     def mismatches_runs(self, gradient: np.ndarray) -> bool:
         """Return True if two runs of the function itself show another slope than the gradient.

@@ -7,6 +7,7 @@ on the way has no rule; the diagnosis then leaves open what it would have said.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -161,20 +162,26 @@ class Replay:
         floats = [numbers.array(y) for y in results if numbers.is_differentiable(y)]
         return replace(op, operands=operands, results=results) if all(y.itemsize >= 8 for y in floats) else None
 
-    def target_at(self, position: int, by: float) -> np.ndarray:
-        """Return the target's chosen elements with one element of the source moved.
+    def target_at(self, position: int, by: float, wide: bool = False) -> np.ndarray:
+        """Return the target's chosen elements with one element of the source moved, in float64 if `wide`.
 
-        What left the framework in the run stays as it was.
+        What left the framework in the run stays as it was. TypeError if an operation rounds what is `wide`.
         """
         trace, numbers = self._trace, self._numbers
-        with trace.following():
+        with trace.following(), numbers.in_float64() if wide else nullcontext():
             x = numbers.array(trace.source).astype(np.float64)
             x.reshape(-1)[position] += by
-            values: dict[int, Tensor] = dict.fromkeys(self._sources, numbers.like(x, trace.source))
+            source = numbers.like(x, numbers.widen(trace.source) if wide else trace.source)
+            values: dict[int, Tensor] = dict.fromkeys(self._sources, source)
             for op in self._ops:
                 if op.results and not values.keys().isdisjoint(op.inputs):
                     operands = [values.get(value, old) for value, old in zip(op.inputs, op.operands, strict=True)]
-                    values.update(zip(op.outputs, op.rerun(operands), strict=True))
+                    if wide:
+                        operands = [numbers.widen(x) if numbers.is_differentiable(x) else x for x in operands]
+                    results = op.rerun(operands)
+                    if wide and any(numbers.is_differentiable(y) and numbers.array(y).itemsize < 8 for y in results):
+                        raise TypeError(f"{op.operation} rounds")
+                    values.update(zip(op.outputs, results, strict=True))
             target = values.get(trace.graph.target, trace.target)
             return numbers.array(target).astype(np.float64).reshape(-1)[self._of]
 

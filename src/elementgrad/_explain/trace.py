@@ -6,11 +6,12 @@ where it was cut. Each operation keeps its tensors and can be differentiated and
 cotangents and dependence are followed through the record (`replay.py`) without another run of the function.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -75,6 +76,18 @@ class Op:
     """Ids of the values among `inputs` that it writes into."""
     can_rerun: bool = True
     """False if it must not run on other numbers, as it calls the user's code or may never end."""
+    inner: Collection[str] = frozenset()
+    """The types of the operations that it is made of, if they are known."""
+    loops: bool = False
+    """True for a loop, which counts its iterations in integers that say nothing about its other results."""
+    compares: bool = False
+    """True if it is made of others, and some of them make integers or booleans."""
+    error: Exception | None = field(default=None, repr=False)
+    """Why the framework cannot differentiate it, if it cannot."""
+
+    def connected_results(self, active: Sequence[int]) -> AbstractSet[int]:
+        """Return the indices of the results with a derivative by one of the operands at indices `active`."""
+        raise NotImplementedError
 
     def jvp(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the tangents of the results for those of the operands; None for one that has none."""
@@ -102,12 +115,21 @@ class Numbers:
         """Return True for floating-point and complex tensors."""
         return self._backend.kind(x) in "fc"
 
+    def dtype(self, x: Tensor) -> str:
+        """Return the name of the dtype, `int64`."""
+        return self._backend.dtype(x)
+
     def size(self, x: Tensor) -> float:
         """Return the largest absolute value; NaN if there is one."""
         values = self.array(x)
         if not values.size:
             return 0.0
         return float(np.abs(values).max() if values.dtype.kind == "c" else np.maximum(values.max(), -values.min()))
+
+    def verdict(self, gradient: Tensor) -> Verdict:
+        """Return the verdict that the numbers of a gradient show."""
+        size = self.size(gradient)
+        return "zero" if size == 0 else "flows" if math.isfinite(size) else "nonfinite"
 
     def array(self, x: Tensor) -> np.ndarray:
         """Return the numbers in a dtype that NumPy has, and no finer one than necessary."""
@@ -131,7 +153,7 @@ class Numbers:
 
     def is_bfloat16(self, x: Tensor) -> bool:
         """Return True for a tensor of bfloat16, which `array` gives in float32."""
-        return self._backend.dtype(x) == "bfloat16"
+        return self.dtype(x) == "bfloat16"
 
     def at(self, like: Tensor, positions: np.ndarray, values: np.ndarray) -> Tensor:
         """Return values at flat positions of a tensor like another, and zeros elsewhere."""
@@ -241,6 +263,29 @@ class Trace(ABC):
         """
 
 
+class StepTrace(Trace):
+    """A training step that ran as it is, from a tensor to the loss that it got its gradient from."""
+
+    def __init__(
+        self,
+        graph: OpGraph[Any],
+        numbers: Numbers,
+        source: Tensor,
+        target: Tensor,
+        following: Callable[[], AbstractContextManager[Any]],
+        later_ids: Sequence[int] = (),
+    ):
+        self.graph, self.numbers, self.source, self.target = graph, numbers, source, target
+        self.later_ids = later_ids
+        self._following = following
+
+    def following(self) -> AbstractContextManager[Any]:
+        return self._following()
+
+    def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+        raise NotImplementedError("the gradient of a step is the one that it computed")
+
+
 class Record(ABC):
     """One run of the user's function, from which all questions about it are answered."""
 
@@ -260,10 +305,19 @@ class LiveReport:
     graph: OpGraph | None = None
     hint: Hint | None = None
     of: str = "the loss"
-    wrt: str = "what it is computed from"
+    wrt: str = "its inputs"
     value: Tensor | None = None
     cotangents: Sequence[CotangentSizes | None] | None = None
     """For each operation of the graph, where the gradient is zero or not finite."""
+    step: StepTrace | None = None
+    """The step, to follow it again, where the gradient is zero or not finite."""
+    positions: np.ndarray | None = None
+    """The elements of the step's source that are asked about; None for all."""
+
+    @classmethod
+    def unfollowed(cls, verdict: Verdict, error: Exception, **more: Any) -> "LiveReport":
+        """Return a verdict without a cause, as the run could not be followed."""
+        return cls(verdict, None, Hint(None, cannot_follow(error)), **more)
 
 
 LEAF_WRITE = "a write in place to a leaf"

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from types import FunctionType, MappingProxyType, ModuleType
@@ -34,7 +34,8 @@ def gather_arguments(
 
     The dict of a tokenizer, given alone to a model that takes its keys as parameters, is all of them by name.
     """
-    require_callable(function)
+    if not callable(function):
+        require_callable(function)
     if type(kwargs) not in (dict, MappingProxyType) and not isinstance(kwargs, Mapping):  # a slow check comes last
         raise OptionError(
             f"kwargs={quoted(kwargs)} is not a dict; give one of arguments, as in kwargs={{'mask': mask}}"
@@ -45,7 +46,7 @@ def gather_arguments(
     first = args[0] if len(args) == 1 else None
     if isinstance(first, (dict, UserDict)) and _are_parameters(function, first):
         args, kwargs = (), {**first, **kwargs}
-    return with_names(function, names_from), args, kwargs
+    return function if names_from is None else with_names(function, names_from), args, kwargs
 
 
 def _check_spelling(
@@ -94,18 +95,22 @@ def _are_parameters(function: Any, arguments: Mapping[Any, Any]) -> bool:
         return False
     parameters = _parameters(function)
     others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return next(iter(parameters), None) in arguments and all(others or name in parameters for name in arguments)
+    first = next(iter(parameters.values()), None)
+    if first is not None and first.kind is first.VAR_POSITIONAL:
+        # A wrapper passes all on to a model of Hugging Face, which says what its first parameter is called.
+        return others and getattr(function, "main_input_name", "") in arguments
+    return first is not None and first.name in arguments and all(others or name in parameters for name in arguments)
 
 
 def backend_of_code(function: Any) -> Backend | None:
     """Return the only framework whose modules, tensors or models the code of a function refers to; or None."""
     matches = {}
-    for value in referenced_values(function):
+    for value in (function, *referenced_values(function)):
         package = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
-        name = package.partition(".")[0]
+        names = {registry.PACKAGES.get(each.partition(".")[0]) for each in (package, type(value).__module__)}
         owner = registry.backend_of(value) or registry.module_of(value)[0]
         for backend in registry.imported_backends():
-            if owner is backend or backend.name == ("tensorflow" if name == "keras" else name):
+            if owner is backend or backend.name in names:
                 matches[backend.name] = backend
     return next(iter(matches.values())) if len(matches) == 1 else None
 
@@ -143,8 +148,6 @@ class NamedFunction:
 
 def with_names(function: Callable[..., Any], names_from: Any) -> Callable[..., Any]:
     """Return a function that knows the names of models which it closes over."""
-    if names_from is None:
-        return function
     if registry.backend_of_model(function) is not None:
         raise OptionError("names_from= is for a function that calls a model, and this is a model; leave it out")
     return NamedFunction(function, names_from)
@@ -159,6 +162,22 @@ class BoundArguments:
         self._signature = signature
         """None if all were given by position."""
 
+    @property
+    def keywords(self) -> str | None:
+        """The parameter that takes arguments of any name, if there are such; each of them has its own name."""
+        parameters = [] if self._signature is None else self._signature.parameters.values()
+        return next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
+
+    def named_leaves(self, shared: pytree.SharedObjects) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+        """Yield each argument with its leaves by name."""
+        for argument, value in self.arguments.items():
+            if argument == self.keywords:
+                names = [key if key not in self.arguments else f"{argument}.{key}" for key in value]
+                leaves = [pytree.named_leaves(*pair, shared=shared) for pair in zip(value.values(), names, strict=True)]
+                yield argument, [leaf for named in leaves for leaf in named]
+            else:
+                yield argument, pytree.named_leaves(value, argument, shared=shared)
+
     @classmethod
     def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "BoundArguments":
         """Bind arguments to the parameters of a function; for a model, to those of the user's forward."""
@@ -168,6 +187,8 @@ class BoundArguments:
         if names is not None:
             return cls(dict(zip(names, args, strict=True)), len(args), None)
         signature = _signature(function)
+        if backend is not None:
+            signature = _with_keywords(signature, [name for name in backend.names.extra_keywords if name in kwargs])
         return cls(dict(signature.bind(*args, **kwargs).arguments), len(args), signature)
 
     def split(self, arguments: dict[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -198,6 +219,22 @@ def _positional_names(function: Callable[..., Any], count: int) -> Sequence[str]
     required = limit - len(plain.__defaults__ or ())
     fits = required <= count <= limit and not code.co_kwonlyargcount
     return code.co_varnames[first : first + count] if fits else None
+
+
+def positional_parameters(function: Callable[..., Any] | None) -> list[str]:
+    """Return the names of the parameters that a function takes by position."""
+    parameters = [] if function is None else _signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
+def _with_keywords(signature: inspect.Signature, names: Sequence[str]) -> inspect.Signature:
+    """Return a signature that takes arguments of these names as well."""
+    parameters = list(signature.parameters.values())
+    missing = [name for name in names if name not in signature.parameters]
+    if not missing or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return signature
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in missing]
+    return signature.replace(parameters=[*parameters, *more])
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

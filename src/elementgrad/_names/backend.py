@@ -110,6 +110,12 @@ class NamesBackend:
     """The type of a function together with the names that it holds."""
     takes_arrays = False
     """True if functions of the framework take NumPy arrays for tensors."""
+    mixes_arrays = True
+    """True if they take a container of both, arrays and tensors."""
+    extra_keywords: tuple[str, ...] = ()
+    """The arguments by name that any model may be called with, whether its forward takes them or not."""
+    reads_closures = True
+    """True if derivatives by what a function closes over can be read."""
 
     def is_model(self, function: Any) -> bool:
         """Return True if a function holds tensors or layers that have names."""
@@ -130,6 +136,10 @@ class NamesBackend:
     def flatten_node(self, value: Any) -> Node | None:
         """Return one level of a container of the framework's own, or None for anything else."""
         return None
+
+    def is_shared_object(self, value: Any) -> bool:
+        """Return True for a container that is one object wherever a tree has it, as modules of flax NNX are."""
+        return False
 
     def from_numpy(self, array: Any, model: Model) -> Tensor | None:
         """Return the tensor that the framework would make of an array given to a function; None if it makes none."""

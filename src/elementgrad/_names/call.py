@@ -4,6 +4,7 @@
 `Operand` is one side of a Jacobian: a tensor, and which of its elements are indexed.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,8 +18,14 @@ import numpy as np
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._names import pytree
-from elementgrad._names.arguments import BoundArguments, NamedFunction, backend_of_code, require_callable
-from elementgrad._names.backend import GIVEN, Model, Replacement
+from elementgrad._names.arguments import (
+    BoundArguments,
+    NamedFunction,
+    backend_of_code,
+    positional_parameters,
+    require_callable,
+)
+from elementgrad._names.backend import GIVEN, Model, Replacement, split_prefix
 from elementgrad._names.capture import Capture, CaptureKey, Transform, without_capture
 from elementgrad._names.patterns import is_pattern
 from elementgrad._names.stopping import RunStopped, SingleCalls, StopRule, remember, signature, single_calls
@@ -164,14 +171,17 @@ class BoundCall:
         require_callable(function)
         self.function = function
         self._bound = BoundArguments.of(function, args, kwargs)
-        self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of it
+        self._leaves: list[tuple[str, int]] = []  # the argument in which each input is, and which leaf of all it is
+        self._shared = pytree.SharedObjects()
         self.inputs: list[TensorRef] = []
         self._arrays: set[str] = set()  # the inputs that were given as NumPy arrays
         self._roots: dict[str, Any] = dict(function.roots) if isinstance(function, NamedFunction) else {}
-        backends: dict[str, Backend] = {}
+        owners = [registry.module_of(root)[0] for root in self._roots.values()]
+        backends: dict[str, Backend] = {backend.name: backend for backend in owners if backend is not None}
         arrays: list[tuple[int, TensorRef, tuple[str, int]]] = []
-        for argument, value in self._bound.arguments.items():
-            for index, (name, leaf) in enumerate(pytree.named_leaves(value, argument)):
+        indices = itertools.count()
+        for argument, leaves in self._bound.named_leaves(self._shared):
+            for (name, leaf), index in zip(leaves, indices, strict=False):
                 backend = registry.backend_of(leaf)
                 if backend is not None:
                     self.inputs.append(TensorRef(name, "input", leaf, len(self.inputs)))
@@ -238,6 +248,7 @@ class BoundCall:
         name = self.model.canonical_name(_NUMBERED_GIVEN.sub(rf"{GIVEN}\1", place.name))
         named = [ref for ref in self.inputs if ref.name == name.replace(":", ".")] or self._find_alias(name)
         named += [TensorRef(name, kind, tensor, exact=True) for kind, tensor in self.model.lookup(name)]
+        name = name if named else self._given_by_parameter(name)
         if OUTPUT.match(name):
             named.append(TensorRef(name, "output"))
         fitting = [ref for ref in named if place.kind in (None, ref.kind)]
@@ -263,7 +274,7 @@ class BoundCall:
     def operand(self, place: Place, ref: TensorRef, index: int, tensor: Tensor, batch: bool) -> Operand:
         """Return one side of a Jacobian, once the tensor of its source or target is known."""
         name = self.output_name if ref is ONLY_OUTPUT else ref.name
-        order = -1 if not ref.computed else math.inf if ref is ONLY_OUTPUT else self.orders.get(ref.key)
+        order = -1 if ref.tensor is not None else math.inf if ref is ONLY_OUTPUT else self.orders.get(ref.key)
         if place.tensor is not None:
             place = Place(None, name, place.index, ref.kind, pointwise=place.pointwise)
         return Operand.at(place, name, index, tensor, self.backend, batch, order)
@@ -290,21 +301,26 @@ class BoundCall:
                 transforms[source.key] = _as_transform(x)
             elif x is not None:
                 replacements.append(Replacement(source.name, source.tensor, x))
-        kept = [target.key for target in targets if target.computed and target is not ONLY_OUTPUT]
+        kept = [target.key for target in targets if target.tensor is None and target is not ONLY_OUTPUT]
         capture = None
-        if transforms or kept:
+        # The output is there after the run, and needs no capture if it is one tensor, which all of its names mean then.
+        only_output = not transforms and {(key.kind, key.name) for key in kept} <= {("output", "output")}
+        if (transforms or kept) and not only_output:
             inner = stops and not any(target.computed and target.kind == "output" for target in targets)
             stop = self._stop_rule((*transforms, *kept)) if inner else None
             capture = Capture(self.backend, transforms, kept, stop=stop)
-        outputs = self._run(inputs, replacements, capture)
+        returned, outputs = self._run(inputs, replacements, capture)
+        if only_output and kept and outputs[0][0] != "output":
+            capture = Capture(self.backend, {}, kept)
+            capture.capture("output", "output", returned)
         if capture is not None:
             self._require_captured(capture)
         results = []
         for target in targets:
             if target is ONLY_OUTPUT:
                 results.append(self._only_output(outputs))
-            elif capture is not None and target.computed:
-                results.append(capture.tensors[target.key])
+            elif target.tensor is None:
+                results.append(outputs[0][1] if capture is None else capture.tensors[target.key])
             else:
                 replaced = [x for source, x in zip(sources, tensors, strict=True) if source == target and x is not None]
                 results.append(replaced[0] if replaced else target.tensor)
@@ -323,8 +339,8 @@ class BoundCall:
 
     def _run(
         self, inputs: Mapping[int, Tensor], replacements: Sequence[Replacement], capture: Capture | None
-    ) -> list[tuple[str, Tensor]]:
-        """Call the function with some tensors replaced, and return its outputs by name."""
+    ) -> tuple[Any, list[tuple[str, Tensor]]]:
+        """Call the function with some tensors replaced, and return what it returned, and its tensors by name."""
         self.runs += 1
         args, kwargs = self._bound.split(self._arguments(inputs))
         inside = capture if capture is not None and capture.inside else None
@@ -339,17 +355,20 @@ class BoundCall:
                 if inside is None or not inside.stopped:
                     raise
                 if isinstance(error, RunStopped):
-                    return []
+                    return None, []
             if inside is not None and inside.stopped:  # the user's code caught what was to leave it
                 if self._single_calls is not None:
                     self._single_calls.stops = False
-                return []
+                return None, []
             if inside is not None and self._single_calls is not None:
                 remember(self._single_calls, self._signature, inside.names_of_one())
         outputs = self._named_outputs(returned)
         if not outputs and not (capture and capture.values):
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
-        return outputs if capture is None else self._named_outputs(capture.capture("output", "output", returned))
+        if capture is not None:
+            returned = capture.capture("output", "output", returned)
+            outputs = self._named_outputs(returned)
+        return returned, outputs
 
     @cached_property
     def _single_calls(self) -> SingleCalls | None:
@@ -388,23 +407,41 @@ class BoundCall:
     def _arguments(self, inputs: Mapping[int, Tensor]) -> dict[str, Any]:
         """Return all arguments by name, with some of the inputs replaced."""
         arguments = dict(self._bound.arguments)
-        leaves: dict[str, dict[int, Tensor]] = {}
+        leaves: dict[int, Tensor] = {}
+        containers = set()
         for index, x in inputs.items():
             argument, leaf = self._leaves[index]
             if arguments[argument] is self.inputs[index].tensor or isinstance(arguments[argument], np.ndarray):
                 arguments[argument] = x
             else:
-                leaves.setdefault(argument, {})[leaf] = x
-        for argument, new in leaves.items():
-            arguments[argument] = pytree.replace_leaves(arguments[argument], new)
-        return arguments
+                leaves[leaf] = x
+                containers.add(argument)
+        if self._arrays and not self.backend.names.mixes_arrays:
+            for ref, (argument, leaf) in zip(self.inputs, self._leaves, strict=True):
+                if argument in containers and ref.name in self._arrays:
+                    leaves.setdefault(leaf, ref.tensor)
+        # All arguments at once, since an object that several of them share stays one.
+        return pytree.replace_leaves(arguments, leaves) if leaves else arguments
 
     def _find_alias(self, name: str) -> list[TensorRef]:
         """Return the input for which the model has a name of its own."""
-        spellings = self.model.input_aliases().get(name, ())
+        name = self._shared.first_path(name.removeprefix(f"{self._bound.keywords}."))
+        spellings = [name, *self.model.input_aliases().get(name, ())]
         matches = [ref for spelling in spellings for ref in self.inputs if ref.name == spelling][:1]
         is_only_input = name == self.model.only_input and len(self.inputs) == 1
         return matches or (self.inputs if is_only_input else [])
+
+    def _given_by_parameter(self, name: str) -> str:
+        """Return `model.input:x` for `model.x`, if `x` is a parameter of a model that is an argument; or the name."""
+        for prefix, root in self.model.roots.items():
+            rest = split_prefix(prefix, name) if prefix else None
+            parameter, mark, part = re.match(r"(\w*)(.?)(.*)", rest or "").groups()  # type: ignore[union-attr]
+            forward = self.backend.names.forward_of(root) if parameter else None
+            if parameter and parameter == self.model.only_input:
+                return f"{prefix}{GIVEN}{mark and ':0.'}{part}"
+            if parameter in positional_parameters(forward):
+                return f"{prefix}{GIVEN}:{parameter}{mark and '.'}{part}"
+        return name
 
     def _find_identical(self, tensor: Tensor) -> TensorRef:
         registry.require_backend(tensor)
@@ -419,8 +456,10 @@ class BoundCall:
             return same[0]
         if same:
             raise PlaceError(f"the tensor was given as {listed([ref.name for ref in same])}; say which by its name")
-        inputs = listed([ref.name for ref in self.inputs])
-        raise PlaceError(f"the tensor is none of the inputs {inputs}; pass it to the function, or name one of these")
+        given = f"none of the inputs {listed([ref.name for ref in self.inputs])}" if self.inputs else "not an input"
+        if not self.backend.names.reads_closures:
+            given += ", and what a function closes over is constant on JAX"
+        raise PlaceError(f"the tensor is {given}; pass it to the function, or name one of the function's tensors")
 
     def _only_input(self) -> TensorRef:
         floats = [ref for ref in self.inputs if self.backend.kind(ref.tensor) in "fc"]
@@ -461,17 +500,17 @@ class BoundCall:
             raise self._unknown_name_error(key.name, key.kind, [name for name, _ in capture.named_values()])
 
     def _unknown_name_error(self, name: str, kind: str | None, captured: Sequence[str]) -> PlaceError:
-        for argument, value in self._bound.arguments.items():
-            for prefix, leaf in pytree.named_leaves(value, argument):
+        for _, leaves in self._bound.named_leaves(pytree.SharedObjects()):
+            for prefix, leaf in leaves:
                 if name.startswith(prefix):  # a Keras model on another backend has no names
                     registry.require_keras_on_tensorflow(leaf)
         known = [(ref.name, "input") for ref in self.inputs]
         known += [(other, other_kind) for other, other_kind, _ in self.model.named_tensors()]
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in captured]
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
+        names += [other for other in self.model.aliases() if kind is None]
         if name in names:
             return PlaceError(f"{name!r} did not exist before this first run, which has built it; call again")
-        names += [other for other in self.model.aliases() if kind is None]
         return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
 
 
@@ -500,7 +539,7 @@ class PartialCall:
 
     @property
     def held(self) -> list[bool]:
-        return [source.in_model for source in self.sources]
+        return [source.tensor is not None and source.index is None for source in self.sources]
 
     @property
     def inside(self) -> bool:

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import Lock, defer, push, scope
 from elementgrad._names import pytree
+from elementgrad._names.arguments import positional_parameters
 from elementgrad._names.backend import GIVEN, NamesBackend
 from elementgrad._names.stopping import RunStopped, StopRule
 from elementgrad.errors import PlaceError
@@ -112,16 +114,22 @@ class CapturedValue:
     """How many tensors were captured before it."""
     alone: bool = False
     """True if it is the only tensor in the named value, which the name without the part then means too."""
+    other_key: str = ""
+    """Another name of the part: the parameter for what a module is given by position, and the position if by name."""
 
     def spellings(self, numbered: bool) -> list[str]:
         """Return all names of the tensor, with or without the number of the call, the usual one first."""
-        head = f"{self.base}#{self.call}" if numbered else self.base
+        heads = [f"{self.base}#{self.call}" if numbered else self.base]
         tails = [f":{self.key}"] if self.key else [""]
         if self.key and self.kind == "output":
             tails = [f".{self.key}", *tails]
         if self.key and self.alone:
             tails = ["", *tails] if self.kind == "given" else [*tails, ""]
-        return [head + tail for tail in tails]
+        if self.other_key:
+            tails.append(f":{self.other_key}")
+        if numbered and self.kind == "given":
+            heads.insert(0, f"{self.base.removesuffix(GIVEN)}#{self.call}{GIVEN}")
+        return [head + tail for head in heads for tail in tails]
 
 
 @dataclass(frozen=True)
@@ -201,8 +209,12 @@ class Capture:
         with _open_capture(self, here):
             yield
 
-    def capture(self, kind: str, base: str, value: Value) -> Value:
+    def capture(
+        self, kind: str, base: str, value: Value, other_keys: Mapping[str, str] = MappingProxyType({})
+    ) -> Value:
         """Capture a value that has a name, and return what the run goes on with.
+
+        `other_keys` has another name for some of its parts.
 
         Raises:
             RunStopped: nothing that the run may still compute is asked for.
@@ -212,7 +224,12 @@ class Capture:
         leaves = list(pytree.named_leaves(value, ""))
         alone = sum([registry.backend_of(leaf) is self._backend for _, leaf in leaves]) == 1
         keys = iter([key[1:] for key, _ in leaves])
-        value = pytree.map_tree(value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone))
+        # All parts of a value have the number of one call, also where an earlier call had fewer parts.
+        call, count = self._calls[kind, base, ""], len(self.values)
+        value = pytree.map_tree(
+            value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone, call, other_keys)
+        )
+        self._calls[kind, base, ""] = call + (len(self.values) > count)
         if kind != "output" and self._is_complete():
             self.stopped = True
             raise RunStopped
@@ -241,17 +258,37 @@ class Capture:
         counts = Counter(spelling for value in self.values for spelling in value.spellings(False))
         return [spelling for spelling, count in counts.items() if count == 1]
 
-    def capture_given(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def capture_given(
+        self, path: str, args: Any, kwargs: Any, forward: Callable[..., Any] | None = None
+    ) -> tuple[Any, Any]:
         """Capture what a module is given, by position or by name, and return what it goes on with."""
-        value = self.capture("given", path + GIVEN, {**dict(enumerate(args)), **kwargs})
+        positions = [(str(index), name) for index, name in enumerate(positional_parameters(forward))]
+        other_keys = dict(positions[: len(args)]) | {name: index for index, name in positions[len(args) :]}
+        value = self.capture("given", path + GIVEN, {**dict(enumerate(args)), **kwargs}, other_keys)
         return tuple([value[index] for index in range(len(args))]), {name: value[name] for name in kwargs}
 
-    def capture_part(self, kind: str, base: str, key: str, tensor: Any, alone: bool = False) -> Any:
-        """Capture one tensor of a value that has a name, and return what the run goes on with."""
+    def capture_part(
+        self,
+        kind: str,
+        base: str,
+        key: str,
+        tensor: Any,
+        alone: bool = False,
+        call: int | None = None,
+        other_keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> Any:
+        """Capture one tensor of a value that has a name, and return what the run goes on with.
+
+        Without the number of the call, parts of the same key are counted.
+        """
         if registry.backend_of(tensor) is not self._backend or not self._backend.names.is_real_call(tensor):
             return tensor
-        value = CapturedValue(kind, base, self._calls[kind, base, key], key, len(self.values), alone)
-        self._calls[kind, base, key] += 1
+        head, dot, rest = key.partition(".")
+        other_key = other_keys[head] + dot + rest if head in other_keys else ""
+        if call is None:
+            call = self._calls[kind, base, key]
+            self._calls[kind, base, key] += 1
+        value = CapturedValue(kind, base, call, key, len(self.values), alone, other_key)
         self.values.append(value)
         matching = [wanted for wanted in self.matches if wanted.matches(value)]
         for wanted in matching:
@@ -272,7 +309,8 @@ class Capture:
 
     def named_values(self) -> list[tuple[str, CapturedValue]]:
         """Return all that was captured, each with the shortest name that no other has."""
-        return [(x.spellings(self._calls[x.kind, x.base, x.key] > 1)[0], x) for x in self.values]
+        again = {(x.kind, x.base, x.key) for x in self.values if x.call}
+        return [(x.spellings((x.kind, x.base, x.key) in again)[0], x) for x in self.values]
 
 
 def without_capture() -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from elementgrad._backends.registry import not_compiled
 from elementgrad._html import Rows, Tabular
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
+from elementgrad._names.backend import GIVEN
 from elementgrad._names.call import BoundCall
 from elementgrad._names.patterns import is_pattern, match_names
 from elementgrad._place.grammar import KINDS
@@ -18,7 +19,8 @@ from elementgrad._place.place import Place
 Tensor = Any
 FLOATING = ("float", "bfloat", "complex")
 """How the names of dtypes begin that have gradients."""
-_CALL = re.compile(r"(.*)#\d+(:.*)?")
+_CALL = re.compile(rf"(.*)#\d+((?:{re.escape(GIVEN)})?(?::.*)?)")
+_GIVEN_CALL = re.compile(rf"{re.escape(GIVEN)}(#[^:]*)")
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def names(
         rows = [_row(backend, *named) for named in named_model.named_tensors()]
     rows = [row for row in rows if kind in (None, row.kind)]
     aliases = {} if match is None else named_model.aliases()
-    matches = None if match is None else set(match_names(match, [row.name for row in rows], aliases))
+    matches = None if match is None else set(_match(match, [row.name for row in rows], aliases))
     return Names([row for row in rows if matches is None or row.name in matches])
 
 
@@ -143,18 +145,33 @@ def expand_patterns(call: BoundCall, *trees: Any) -> Sequence[Any]:
     patterns = [place for tree in trees for place in pytree.leaves_of(tree) if is_pattern(place.name)]
     if not patterns:
         return trees
-    rows = {kind: list_names(call, kind) for kind in {place.kind for place in patterns}}
+    rows = {kind: list_names(call, kind) for kind in set(map(_kind_to_list, patterns))}
     aliases = call.model.aliases()
 
     def expand(place: Place) -> Any:
-        return _match_rows(place, rows[place.kind], aliases) if is_pattern(place.name) else place
+        return _match_rows(place, rows[_kind_to_list(place)], aliases) if is_pattern(place.name) else place
 
     return [pytree.map_tree(tree, expand) for tree in trees]
 
 
+def _kind_to_list(place: Place) -> str | None:
+    """Return "given" for a pattern of what modules are given, which `list_names` leaves out otherwise."""
+    base = _normalize(str(place.name)).partition(":")[0]
+    return "given" if place.kind is None and base.endswith(GIVEN) else place.kind
+
+
+def _normalize(pattern: str) -> str:
+    """Return a pattern with the number of a call before `.input`, as in names that are listed."""
+    return _GIVEN_CALL.sub(rf"\1{GIVEN}", pattern)
+
+
+def _match(pattern: str, names: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
+    return match_names(_normalize(pattern), names, aliases)
+
+
 def _match_rows(place: Place, rows: Iterable[Name], aliases: Mapping[str, str]) -> dict[str, Place]:
     fitting = [row for row in rows if place.kind in (None, row.kind) and row.dtype.startswith(FLOATING)]
-    matches = match_names(str(place.name), [row.name for row in fitting], aliases)
+    matches = _match(str(place.name), [row.name for row in fitting], aliases)
     kinds: dict[str, list[str]] = {}
     for row in fitting:
         kinds.setdefault(row.name, []).append(row.kind)

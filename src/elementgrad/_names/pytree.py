@@ -26,14 +26,50 @@ class Leaf:
     __slots__ = ()
 
 
-def named_leaves(tree: Any, name: str, above: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:
+class SharedObjects:
+    """Objects that are one wherever they are met, such as modules of flax NNX; a walk visits each of them once."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[Any, str, Any]] = {}  # the object too, so that no other gets its id
+        self.aliases: dict[str, str] = {}
+        """The path at which each object was met again, and its first path."""
+
+    def __bool__(self) -> bool:
+        return bool(self._first)
+
+    def add(self, value: Any, name: str = "", new: Any = None) -> None:
+        if registry.is_shared_object(value):
+            self._first[id(value)] = value, name, new
+
+    def find(self, value: Any, name: str = "") -> tuple[Any, str, Any] | None:
+        """Return the object, its first path and what it became; None if it is met for the first time."""
+        first = self._first.get(id(value)) if self._first else None
+        if first is not None:
+            self.aliases[name] = first[1]
+        return first
+
+    def first_path(self, name: str) -> str:
+        """Return the path of a leaf by which it was met first."""
+        for other, first in self.aliases.items():
+            if name == other or name.startswith(f"{other}."):
+                return self.first_path(first + name[len(other) :])  # what is inside may be shared as well
+        return name
+
+
+def named_leaves(
+    tree: Any, name: str, above: tuple[Any, ...] = (), shared: SharedObjects | None = None
+) -> list[tuple[str, Any]]:
     """Return every leaf with its path, such as `"x.weights.0"`. A reference back to a container above is a leaf."""
     node = None if type(tree) in _leaf_types else _flatten_checked(tree, above)
     if node is None:
         return [(name, tree)]
+    shared = SharedObjects() if shared is None else shared
+    if shared.find(tree, name) is not None:
+        return []
+    shared.add(tree, name)
     leaves = []
     for key, branch in zip(*node[:2], strict=True):
-        leaves += named_leaves(branch, name if key is None else f"{name}.{key}", (*above, tree))
+        leaves += named_leaves(branch, name if key is None else f"{name}.{key}", (*above, tree), shared)
     return leaves
 
 
@@ -41,7 +77,9 @@ def leaves_of(tree: Any) -> list[Any]:
     return [tree] if type(tree) in _leaf_types else [leaf for _, leaf in named_leaves(tree, "")]
 
 
-def map_tree(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = ()) -> Any:
+def map_tree(
+    tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] = (), shared: SharedObjects | None = None
+) -> Any:
     """Return the same structure with a function applied to each leaf, in the order of `leaves_of`.
 
     A container in which nothing changes is returned as it is.
@@ -49,9 +87,15 @@ def map_tree(tree: Any, function: Callable[[Any], Any], above: tuple[Any, ...] =
     node = None if type(tree) in _leaf_types else _flatten_checked(tree, above)
     if node is None:
         return function(tree)
+    shared = SharedObjects() if shared is None else shared
+    first = shared.find(tree)
+    if first is not None:
+        return first[2]
     _, branches, rebuild = node
-    entries = [map_tree(branch, function, (*above, tree)) for branch in branches]
-    return tree if all(map(is_, entries, branches)) else rebuild(entries)
+    entries = [map_tree(branch, function, (*above, tree), shared) for branch in branches]
+    new = tree if all(map(is_, entries, branches)) else rebuild(entries)
+    shared.add(tree, new=new)
+    return new
 
 
 def replace_leaves(tree: Any, new: Mapping[int, Any]) -> Any:

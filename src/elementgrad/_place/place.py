@@ -432,5 +432,8 @@ def parse_target(named: Named) -> Place:
     """Return the place of an output, which must be named as it is not there before the function has run."""
     place = parse_place(named)
     if place.tensor is not None:
-        raise PlaceError('of is given by name, as in of="output[0]", since the output is not there yet')
+        raise PlaceError(
+            'of is given by name, as in of="output[0]", since the output is not there yet; an argument of the function '
+            "by that name goes into kwargs={'of': ...}"
+        )
     return place

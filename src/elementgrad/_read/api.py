@@ -15,6 +15,7 @@ from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, Operand, PartialCall, TensorRef
 from elementgrad._names.names import expand_patterns
+from elementgrad._names.patterns import is_pattern
 from elementgrad._place.place import Place, parse_place, parse_target
 from elementgrad._place.selection import Selection
 from elementgrad._read.budget import parse_budget
@@ -27,7 +28,7 @@ from elementgrad._read.jacobian import (
     read_together,
     reverse_only,
 )
-from elementgrad.errors import OptionError, PlaceError, SelectionError, quoted
+from elementgrad.errors import OptionError, PlaceError, SelectionError
 
 Tensor = Any
 Tree = Any
@@ -92,7 +93,7 @@ def jacobian(
     (2, 2)
     """
     f, args, kwargs = gather_arguments(jacobian, f, args, kwargs, arguments, names_from)
-    recorded = parse_cone(cone) is True
+    recorded = cone is not None and parse_cone(cone) is True
     evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=recorded)
     return pytree.map_tree(
         evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: Jacobian(evaluation, of, wrt, pattern))
@@ -201,7 +202,7 @@ def grad(
     tensor(7.)
     """
     f, args, kwargs = gather_arguments(grad, f, args, kwargs, arguments, names_from)
-    cone = parse_cone(cone)
+    cone = None if cone is None else parse_cone(cone)
     evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=cone, kept=False)
     return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
@@ -338,15 +339,14 @@ def _evaluate(
     for name, flag in (("batch", batch), ("create_graph", create_graph)):
         if not isinstance(flag, bool):
             raise option_error(name, flag, "is neither True nor False; give one of them")
-    limit = parse_budget(budget)
+    limit = None if budget is None else parse_budget(budget)
     of, wrt = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
     call = BoundCall(f, args, kwargs, pytree.leaves_of(wrt))
-    of, wrt = expand_patterns(call, of, wrt)
     of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
-    sources, targets = (
-        [call.find_source(place) for place in wrt_places],
-        [call.find_target(place) for place in of_places],
-    )
+    if any(map(is_pattern, [place.name for place in (*of_places, *wrt_places)])):
+        of, wrt = expand_patterns(call, of, wrt)
+        of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
+    sources, targets = list(map(call.find_source, wrt_places)), list(map(call.find_target, of_places))
     inputs, outputs = _distinct(sources), _distinct(targets)
     if not inputs or not outputs:
         raise PlaceError("of or wrt names nothing; name a tensor, or leave it out where there is only one")
@@ -355,12 +355,12 @@ def _evaluate(
     def make_operands(
         places: Sequence[Place], refs: Sequence[TensorRef], distinct: list[TensorRef], tensors: Sequence[Tensor]
     ) -> list[Operand]:
-        numbers = [distinct.index(ref) for ref in refs]
-        return [
-            call.operand(place, ref, number, tensors[number], batch)
-            for place, ref, number in zip(places, refs, numbers, strict=True)
-            if tensors[number] is not None  # an activation is there after the run
-        ]
+        operands = []
+        for place, ref in zip(places, refs, strict=True):
+            number = distinct.index(ref)
+            if tensors[number] is not None:  # an activation is there after the run
+                operands.append(call.operand(place, ref, number, tensors[number], batch))
+        return operands
 
     def linearize(tensors: Sequence[Tensor]) -> Linearization:
         return call.backend.linearize(PartialCall(call, inputs, outputs), tensors, create_graph, order)
@@ -378,7 +378,7 @@ def _evaluate(
         linear = linearize(tensors)
     if not all(map(is_, linear.inputs, tensors)):
         ins = make_operands(wrt_places, sources, inputs, linear.inputs)
-    values = [linear.value(number) for number in range(len(outputs))] if kept else linear.outputs
+    values = list(map(linear.value, range(len(outputs)))) if kept else linear.outputs
     outs = make_operands(of_places, targets, outputs, values)
     examples = _count_examples(call, [*outs, *ins]) if batch else None
     options = ReadOptions(zero, limit, examples, reverse_only(call.backend, [*outs, *ins]))
@@ -429,6 +429,6 @@ def _count_examples(call: BoundCall, operands: Sequence[Operand]) -> int:
 
 def parse_unconnected(unconnected: str) -> bool:
     """Return True to get zeros instead where there is no path."""
-    if unconnected not in ("error", "zero"):
-        raise OptionError(f'unconnected={quoted(unconnected)} is neither "error" nor "zero"; give one of them')
+    if not isinstance(unconnected, str) or unconnected not in ("error", "zero"):
+        raise option_error("unconnected", unconnected, 'is neither "error" nor "zero"; give one of them')
     return unconnected == "zero"

@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from elementgrad._cleanup import assign, scope
+from elementgrad._names.arguments import option_error
+from elementgrad._names.pytree import SIMPLE
 from elementgrad.errors import OptionError, quoted
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -32,6 +34,8 @@ def parse_budget(budget: int | str | None) -> int | None:
         if match is None or match[2].upper() not in UNITS:
             raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
         budget = int(float(match[1]) * UNITS[match[2].upper()])
+    if not isinstance(budget, int) and type(budget) not in SIMPLE:
+        raise option_error("budget", budget, f"is not an amount of memory; {FITS}")
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
         raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
     return budget

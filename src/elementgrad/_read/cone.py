@@ -15,9 +15,10 @@ from elementgrad._cone import cost
 from elementgrad._cone.backend import RecordedProgram
 from elementgrad._cone.boxes import Box, around, sizes, volume, whole
 from elementgrad._cone.plan import Cone, NoConeError, plan_need
+from elementgrad._names.arguments import option_error
 from elementgrad._names.call import BoundCall, PartialCall, TensorRef
 from elementgrad._place.selection import Selection
-from elementgrad.errors import FrameworkError, OptionError, quoted
+from elementgrad.errors import FrameworkError
 
 Tensor = Any
 MOST_PICKED = 100_000
@@ -27,7 +28,7 @@ MOST_PICKED = 100_000
 def parse_cone(cone: Any) -> bool | None:
     """Return the option `cone`, checked."""
     if cone is not None and not isinstance(cone, bool):
-        raise OptionError(f"cone={quoted(cone)} is none of None, True and False; give one of them")
+        raise option_error("cone", cone, "is none of None, True and False; give one of them")
     return cone
 
 
@@ -74,6 +75,7 @@ def is_large(call: BoundCall) -> bool:
 class ConeLinearization(Linearization):
     """A recorded function. Every read runs the operations that its elements depend on, and no others."""
 
+    reads_blocks = True
     missing_rules = {"forward": "a cone is swept in reverse"}  # noqa: RUF012
 
     def __init__(self, backend: Backend, program: RecordedProgram):
@@ -116,7 +118,9 @@ class ConeLinearization(Linearization):
         of = self.program.outputs[output]
         box = box_of(rows, of.shape)
         cone = self.plan(output, box)
-        positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
+        positions = inverse = np.zeros(1, np.intp)  # the only element of its box
+        if rows.size != 1:
+            positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
         values = [self.program.inputs[number] for number in inputs]
         parts = self.program.gradients(cone, of, values, positions)
         blocks: list[Tensor | None] = []

@@ -22,7 +22,7 @@ from elementgrad._place.place import Named, Place, parse_place, parse_target
 from elementgrad._read.api import parse_unconnected
 from elementgrad._read.jacobian import unconnected_error
 from elementgrad._read.sweeps import SweepRunner
-from elementgrad.errors import FrameworkError, PlaceError
+from elementgrad.errors import FrameworkError, PlaceError, quoted
 
 Tensor = Any
 
@@ -145,7 +145,7 @@ def contributions(
     wrt_place, of_place = parse_place(wrt), parse_target(of)
     call = BoundCall(*gather_arguments(contributions, f, args, kwargs, arguments, names_from), [wrt_place])
     targets, sources, via, without = expand_patterns(
-        call, of_place, wrt_place, _parse_waypoints(via), _parse_waypoints(without)
+        call, of_place, wrt_place, _parse_waypoints("via", via), _parse_waypoints("without", without)
     )
     stops = {_resolve_waypoint(call, place): place for place in pytree.leaves_of(via)}
     cuts = {_resolve_waypoint(call, place).key: _make_cut(call.backend, place) for place in pytree.leaves_of(without)}
@@ -264,9 +264,16 @@ def _require_single_places(**sides: Any) -> None:
             raise PlaceError(f'{argument}={named!r} is not a single place; give one, such as "x[2]"')
 
 
-def _parse_waypoints(names: Any) -> list[Place]:
+def _parse_waypoints(option: str, names: Any) -> list[Place]:
     listed = list(names) if isinstance(names, (list, tuple)) else [names]
     for name in listed:
         if not isinstance(name, str) and not (isinstance(name, Place) and name.name):
-            raise PlaceError(f"{name!r} names no activation or tag; give a name or a list of them, such as 'block1'")
+            more = (
+                ""
+                if type(name) in pytree.SIMPLE
+                else f"; an argument of the function goes into kwargs={{{option!r}: ...}}"
+            )
+            raise PlaceError(
+                f"{quoted(name)} names no activation or tag; give a name or a list of them, such as 'block1'{more}"
+            )
     return [parse_place(name) for name in listed]

@@ -7,8 +7,10 @@ from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
 from elementgrad._cone.boxes import Box
 from elementgrad._cone.plan import empty, plan_need, plan_reach
+from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, TensorRef
+from elementgrad._names.names import expand_patterns
 from elementgrad._place.place import Place, at, parse_place, parse_target
 from elementgrad._read.cone import box_of, record
 from elementgrad.errors import OptionError
@@ -24,7 +26,7 @@ def field(
     wrt: Any = None,
     names_from: Any = None,
     **arguments: Any,
-) -> Place:
+) -> Any:
     """Return the receptive field of elements of `of`, or the projective field of elements of `wrt`.
 
     It is found from the operations of `f` and their shapes, and nothing is computed. It is the smallest box that holds
@@ -40,7 +42,8 @@ def field(
         arguments: More keyword arguments of `f`.
 
     Returns:
-        The field as a place, without elements if there are none.
+        The field as a place, without elements if there are none; for a pattern, such as `of="conv*[0, 0, 5, 5]"`, a
+        dict of them by the places that it matches.
 
     Raises:
         OptionError: Both `of` and `wrt` have an index, or neither has.
@@ -61,6 +64,11 @@ def field(
             "one of of and wrt"
         )
     call = BoundCall(f, args, kwargs)
+    targets, sources = expand_patterns(call, target, source)
+    return pytree.map_tree(targets, lambda each: pytree.map_tree(sources, lambda other: _field(call, each, other)))
+
+
+def _field(call: BoundCall, target: Place, source: Place) -> Place:
     refs = call.find_target(target), call.find_source(source)
     linear = record(call, [refs[1]], [refs[0]], required=True)
     assert linear is not None

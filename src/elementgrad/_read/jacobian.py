@@ -625,8 +625,9 @@ def to_numpy(x: Tensor, backend: Backend) -> np.ndarray:
 
 def reverse_only(backend: Backend, sides: Sequence[Operand]) -> Mapping[str, str]:
     """Return that forward sweeps are not used for complex numbers, where the directions mean different derivatives."""
-    if any(backend.kind(side.tensor) == "c" for side in sides):
-        return {"forward": "derivatives of complex numbers follow reverse mode"}
+    for side in sides:
+        if backend.kind(side.tensor) == "c":
+            return {"forward": "derivatives of complex numbers follow reverse mode"}
     return {}
 
 

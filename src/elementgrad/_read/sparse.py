@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from elementgrad._backends.autodiff import UnsupportedError
+from elementgrad._backends.autodiff import PRECISION, UnsupportedError
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import backend_of, not_compiled
 from elementgrad._read.plan import Mode, Plan, Task
-from elementgrad._read.sweeps import PRECISION, SweepRunner
+from elementgrad._read.sweeps import SweepRunner
 from elementgrad._sparsity.coloring import Coloring, Shapes, color
 from elementgrad._sparsity.pattern import Pattern, scipy_sparse
 from elementgrad.errors import BroadcastError, FrameworkError, OptionError, PatternError, TracedError

@@ -9,13 +9,20 @@ returned.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from elementgrad._backends.autodiff import Linearization, NotBatchableError, UnsupportedError
+from elementgrad._backends.autodiff import (
+    PRECISION,
+    Linearization,
+    NotBatchableError,
+    Projection,
+    TangentCheck,
+    UnsupportedError,
+)
 from elementgrad._backends.base import Backend
 from elementgrad._place.selection import Selection
 from elementgrad._read.budget import Progress, default_budget, format_bytes, free_memory
@@ -25,8 +32,6 @@ from elementgrad.errors import BatchError, FrameworkError, SizeError
 Tensor = Any
 Pick = Callable[[Tensor, int, int], Tensor]
 """From a batch of sweeps, (k, examples, elements), and its start and stop among all to the part that is kept."""
-PRECISION = {2: 2.0**-8, 4: 2.0**-23, 8: 2.0**-52}
-"""By the bytes of a number; of the two formats of two bytes the coarser one."""
 WIDEST = 16
 """No number takes more bytes."""
 ROOM = 10**8
@@ -98,7 +103,7 @@ class SweepRunner:
         numbers = self.batch * rows.size * sum([selection.size for selection in columns])
         if not numbers:
             return [self.zeros((self.batch, rows.size, selection.size)) for selection in columns]
-        if self.batch == 1:
+        if self.linear.reads_blocks and self.batch == 1:
             blocks = self.linear.read_block(self.output, rows, self.inputs, columns)
             if blocks is not None:
                 return [
@@ -267,10 +272,11 @@ class SweepRunner:
         They are transposed reverse sweeps, where the framework can and these turn out to be linear.
         """
         linear = self.linear
+        project = partial(self._project, seeds, positions)
         if self.transposes and not linear.jvp_transposes_vjp:
             try:
-                tangents = linear.transpose_vjp(number, self.output, seeds)
-                if tangents is None or self._check_jvp_against_vjp(number, seeds, positions, tangents):
+                tangents, checked = linear.transpose_vjp(number, self.output, seeds, project)
+                if tangents is None or checked or self._check_jvp_against_vjp(number, tangents, project):
                     return [tangents]
             except UnsupportedError:
                 pass
@@ -279,7 +285,7 @@ class SweepRunner:
         if tangents is None or linear.jvp_transposes_vjp:
             return [tangents]
         try:
-            return [tangents if self._check_jvp_against_vjp(number, seeds, positions, tangents) else None]
+            return [tangents if self._check_jvp_against_vjp(number, tangents, project) else None]
         except UnsupportedError as error:
             if self.backend.shape(seeds)[0] == 1:
                 raise
@@ -308,37 +314,18 @@ class SweepRunner:
                 progress.advance_to(start)
 
     @np.errstate(all="ignore")  # what overflows in half precision fails the comparison
-    def _check_jvp_against_vjp(
-        self, number: int, seeds: Tensor, positions: np.ndarray | None, tangents: Tensor
-    ) -> bool:
+    def _check_jvp_against_vjp(self, number: int, tangents: Tensor, project: Projection) -> bool:
         """Return True if there is a path; raise `UnsupportedError` if the tangents are not those of reverse sweeps.
 
-        A forward sweep goes by other rules, and may run the function again: it knows nothing of gradient hooks, of a
-        state that the first run has changed, of a reverse rule that is no derivative or not linear. Or it transposes a
-        reverse sweep, as if that were linear. Reverse sweeps from a generic seed and from its negative are enough to
-        compare a batch of forward ones with: what is cut off on one side of zero, as by guided backpropagation, shows
-        on the other. The seed is scaled so that no large row hides a small one. A traced program has no numbers to
-        compare.
+        A traced program has no numbers to compare.
         """
         backend, y = self.backend, self.linear.outputs[self.output]
         forward = self._to_numpy(tangents)
-        tangent_seeds = None if positions is not None or forward is None else self._to_numpy(seeds)
-        if forward is None or (tangent_seeds is None and positions is None):
+        if forward is None:
             return True
-        forward = forward.reshape(len(forward), -1)
-        numbers = np.abs(forward)  # its memory is used for all that follows, as new memory would take longer than sums
-        largest = numbers.max(0) if len(numbers) > 1 else numbers[0].copy()
-        if not np.isfinite(largest.max(initial=0)):
-            raise UnsupportedError("they are not finite, and then the two directions differ")
-        largest[largest == 0] = 1
-        scaled = np.divide(_generic_weights(largest.size, largest.dtype), largest, out=largest)
-        seed = backend.cast(scaled.reshape(1, *backend.shape(y)), y)
-        weights = np.asarray(self._to_numpy(seed)).reshape(-1)  # as they are in the dtype of the output
-        precision = max(PRECISION[backend.itemsize(end)] for end in (y, self.linear.inputs[number]))
-        # NumPy sums pairwise, so that errors stay far below the tolerance in single precision as well. A matrix library
-        # has threads of its own, which would wait for those of the framework.
-        expected = np.multiply(forward, weights, out=numbers).sum(-1)
-        tolerance = precision**0.5 * np.abs(numbers, out=numbers).sum(-1)
+        check = TangentCheck(forward, max(PRECISION[backend.itemsize(end)] for end in (y, self.linear.inputs[number])))
+        seed = backend.cast(check.seed.reshape(1, *backend.shape(y)), y)
+        check.expect(np.asarray(self._to_numpy(seed)))
         for sign, cotangent in ((1, seed), (-1, -seed)):
             try:
                 (gradient,) = self.linear.vjp(self.output, [number], cotangent)
@@ -346,14 +333,15 @@ class SweepRunner:
                 return True
             if gradient is None:
                 return False
-            reverse = np.asarray(self._to_numpy(gradient))
-            if tangent_seeds is not None:
-                products = (tangent_seeds.reshape(len(forward), -1) * reverse.reshape(-1)).sum(-1)
-            else:
-                products = reverse.reshape(self.batch, -1)[:, positions].sum(0)
-            if not (np.abs(sign * expected - products) <= tolerance).all():
-                raise UnsupportedError("they give other numbers than reverse sweeps, or not the same when run again")
+            check.compare(sign, project(np.asarray(self._to_numpy(gradient))))
         return True
+
+    def _project(self, seeds: Tensor, positions: np.ndarray | None, derivative: np.ndarray) -> np.ndarray:
+        """Return the products of a derivative with seeds; `positions` has the ones of one-hot seeds."""
+        if positions is not None:
+            return np.asarray(derivative.reshape(self.batch, -1)[:, positions].sum(0))
+        values = np.asarray(self._to_numpy(seeds))
+        return np.asarray((values.reshape(len(values), -1) * derivative.reshape(-1)).sum(-1))
 
     def _to_numpy(self, x: Tensor) -> np.ndarray | None:
         # Numbers of four bytes are enough to compare with, and need not be copied; fewer are widened.
@@ -527,9 +515,3 @@ def _distinct(selection: Selection) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the positions to sweep from, each once, and where each named element is among them."""
     flat = selection.flat().reshape(-1)
     return (flat, None) if selection.unique else np.unique(flat, return_inverse=True)
-
-
-@lru_cache(maxsize=8)
-def _generic_weights(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return weights that cancel in no function but by chance; positive, as the seeds of rows are."""
-    return np.random.default_rng(0).uniform(0.5, 1.5, size).astype(dtype)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from elementgrad._backends.autodiff import PRECISION
 from elementgrad._backends.base import Backend
 from elementgrad._cleanup import close_scopes_after
 from elementgrad._place.place import Place
@@ -33,7 +34,6 @@ from elementgrad._read import api
 from elementgrad._read.budget import default_budget, no_progress
 from elementgrad._read.jacobian import Jacobian, to_numpy
 from elementgrad._read.plan import BlockLayout, Plan
-from elementgrad._read.sweeps import PRECISION
 from elementgrad._read.zarr import Store
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError, OptionError, WorkerError, require_packages

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from elementgrad._backends.autodiff import PRECISION
 from elementgrad._backends.registry import backend_of
 from elementgrad._names import pytree
 from elementgrad._read.jacobian import Jacobian, to_numpy
 from elementgrad._read.plan import BlockLayout
-from elementgrad._read.sweeps import PRECISION
 from elementgrad.errors import OptionError, WorkerError, quoted, require_packages
 
 VERSION = 3

@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
+from weakref import WeakMethod
 
 from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
-from elementgrad._cleanup import InterruptSafeExit, OwnedUndos, defer, with_rollback
+from elementgrad._cleanup import InterruptSafeExit, OwnedUndos, defer, with_cleanup, with_rollback
 from elementgrad._explain.trace import cannot_follow
 from elementgrad._files import writable
 from elementgrad._names.arguments import option_error
@@ -95,7 +96,8 @@ class Watch:
         """The arguments of the step that was captured, some of which a file may lack."""
         self._begun = False
         self._outer: BaseException | None = None
-        options = WatchOptions(parse_rules(when), loss, self._stop, captures=capture is not None)
+        stop = _WhileAlive(self._stop)
+        options = WatchOptions(parse_rules(when), loss, stop, captures=capture is not None)
         self._watcher = self._backend.watcher(model, optimizer, options)
 
     @with_rollback
@@ -106,7 +108,7 @@ class Watch:
         self._outer = sys.exc_info()[1]
         self._undos.adopt(self)
         self._watcher.start()
-        defer(self._finish)
+        defer(_WhileAlive(self._finish))
         return self
 
     __exit__ = InterruptSafeExit()
@@ -192,7 +194,8 @@ class Watch:
             raise OptionError("nothing was captured; give a file, as in watch.replay('nan.capture')")
         return replay(path, self._model, self._loss, self._arguments if capture is None else None)
 
-    def _stop(self, hit: Hit) -> NoReturn:
+    @with_cleanup  # a hook of the user's loop gets here, without a verb around it
+    def _stop(self, hit: Hit) -> None:
         report, decided, hit = _explain(hit)
         content, writes = self._watcher.agree(report.to_json(), decided)
         report = WatchReport.from_json(content)
@@ -210,6 +213,22 @@ class Watch:
         if self._begun:  # a callback has no block that would end with the error
             self._undos.undo()
         raise self._error
+
+
+class _WhileAlive:
+    """A method of a watch as the model and the registered undos hold it: it does nothing once the watch is gone.
+
+    They must not keep the watch alive, since its `__del__` runs the undos where several interrupts kept the end of the
+    block from it.
+    """
+
+    def __init__(self, method: Callable[..., None]):
+        self._method = WeakMethod(method)
+
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*args)
 
 
 def _explain(hit: Hit) -> tuple[WatchReport, bool, Hit]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -116,8 +116,8 @@ class WatchOptions:
 
     rules: Mapping[str, tuple[Place, Rule]]
     loss: Callable[..., Any] | None
-    stop: Callable[[Hit], NoReturn]
-    """Reports a hit, and raises the `WatchError`."""
+    stop: Callable[[Hit], None]
+    """Reports a hit, and raises the `WatchError`, unless the watch is gone."""
     captures: bool = True
     """False if no capture is to be written."""
 

@@ -108,6 +108,8 @@ class _Spelling:
     def __init__(self) -> None:
         self.arrays: list[Any] = []
         self._contexts: dict[int, str] = {}
+        self._spelled: dict[tuple[int, bool, bool], tuple[Any, Hashable, Any]] = {}
+        """Inner programs without arrays of their own, by their identity."""
         self._in_rule = False
 
     def spell(self, jaxpr: Any, consts: Sequence[Any], opens: bool = False) -> tuple[Hashable, Any]:
@@ -173,12 +175,19 @@ class _Spelling:
         if isinstance(value, PLAIN):
             return (type(value), value), value
         if isinstance(value, ClosedJaxpr):
+            # JAX traces a jitted function once for all calls with the same types.
+            seen = id(value), opens, self._in_rule
+            if seen in self._spelled:
+                return self._spelled[seen][1:]
             start = len(self.arrays)
             key, jaxpr = self.spell(value.jaxpr, value.consts, opens)
-            if jaxpr is value.jaxpr and not value.consts:
-                return key, value
-            opened = _Opened(jaxpr, start, start + len(value.consts))
-            return key, opened if opens else value.replace(jaxpr=jaxpr)
+            made: Any = value
+            if jaxpr is not value.jaxpr or value.consts:
+                opened = _Opened(jaxpr, start, start + len(value.consts))
+                made = opened if opens else value.replace(jaxpr=jaxpr)
+            if len(self.arrays) == start:
+                self._spelled[seen] = value, key, made  # which keeps it alive, and its identity its own
+            return key, made
         if isinstance(value, Jaxpr):
             return self.spell(value, ())
         if isinstance(value, tuple | list):
@@ -186,8 +195,8 @@ class _Spelling:
             key = type(value), *[key for key, _ in items]
             if all(new is old for (_, new), old in zip(items, value, strict=True)):
                 return key, value
-            made = [new for _, new in items]
-            return key, type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+            entries = [new for _, new in items]
+            return key, type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
         if isinstance(value, dict):
             return tuple([(name, self._value(item)[0]) for name, item in value.items()]), value
         if isinstance(value, float | complex | np.generic):

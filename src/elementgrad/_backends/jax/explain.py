@@ -7,7 +7,6 @@ at a time.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -19,23 +18,23 @@ import numpy as np
 from elementgrad._backends.autodiff import TensorFunction, reason
 from elementgrad._backends.jax.autodiff import JaxLinearization, plain_errors
 from elementgrad._backends.jax.explain_rules import (
+    CUTS,
     NUMBERS,
     RANDOM_OPS,
     JaxOp,
-    cause_of_cut,
     is_differentiable,
+    is_user_file,
     kind_of,
-    user_line_of,
 )
 from elementgrad._backends.jax.trace import JaxOpRecorder, TracedValue, value_of
+from elementgrad._backends.source_location import user_line_of
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain.backend import ExplainBackend
+from elementgrad._explain.connect import connect
 from elementgrad._explain.trace import Hint, Op, OpGraph, Record, Trace
 from elementgrad.errors import TracedError
 
 Array = Any
-LOOPS = {"while", "scan"}
-"""Loops count their iterations in integers, which says nothing about their other results."""
 
 
 class JaxRecord(Record):
@@ -82,7 +81,8 @@ class JaxTrace(Trace):
         self._record, self._index = record, (source, target)
         start, (target_id, self.target) = record.sources[source], record.targets[target]
         self.source = start.value
-        self.graph = op_graph(record.ops, start.value_id, target_id, record.is_random)
+        # The rules are asked only now that the run is over: the user's own may expect to be called once in a run.
+        self.graph = connect(record.ops, [start.value_id], target_id, NUMBERS, CUTS, is_random=record.is_random)
 
     @cached_property
     def _pull(self) -> Callable[[Array], Array | None]:
@@ -126,7 +126,7 @@ class JaxTrace(Trace):
             if missing is not None:
                 return Hint(op.cut_cause or "no-rule", reason(missing), op)
         # The function itself ran without an error, so that this one comes from tracing it.
-        return Hint(None, why, Op("a transformation of jax", user_line_of(error)))
+        return Hint(None, why, Op("a transformation of jax", user_line_of(error, is_user_file)))
 
     def _vjp_error(self, op: JaxOp) -> Exception | None:
         """Return why an operation cannot be differentiated in reverse, if it cannot."""
@@ -211,7 +211,7 @@ def _merge(call: Sequence[JaxOp], index: int, last_use: Mapping[int, int]) -> Ja
         function=function,
         inner=inner,
         updates=first.updates,
-        discrete_values=[x for op in call for x in op.results if not is_differentiable(x)],
+        compares=any(op.compares or not all(map(is_differentiable, op.results)) for op in call),
     )
 
 
@@ -223,24 +223,3 @@ def _written_values(call: Sequence[JaxOp]) -> frozenset[int]:
         if not written.isdisjoint(op.outputs) and not op.written:
             written.update(op.inputs)
     return frozenset(written)
-
-
-def op_graph(ops: Sequence[JaxOp], source: int, target: int, is_random: bool) -> OpGraph:
-    """Connect the values that lead from the source by JAX's derivative, and note why the others do not."""
-    # This waits until the run is over: it calls rules that the user wrote, which may expect to be called once in a run.
-    connected = {source}
-    ops = [copy(op) for op in ops]
-    for op in ops:
-        active = [n for n, value in enumerate(op.inputs) if value in connected]
-        if not active or op.cut_cause is not None:
-            continue
-        results = op.connected_results(active)
-        connected.update([op.outputs[n] for n in results])
-        if not results:
-            op.cut_cause, note = cause_of_cut(op)
-            op.note = op.note or note
-        elif not op.note and op.op_type not in LOOPS and not all(map(is_differentiable, op.results)):
-            op.cut_cause = "discrete"  # for the other results, such as the indices beside the largest
-    hints = [Hint("custom-rule", "", op) for op in ops if op.custom_gradient and connected & set(op.outputs)]
-    hints += [Hint("out-of-range", op.note, op) for op in ops if op.note and op.cut_cause is None]
-    return OpGraph(ops, source, target, frozenset(connected), hints, is_random)

@@ -5,6 +5,7 @@ that the user called, and say why an operation lets no derivative through.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from elementgrad._backends.jax.read import JAX_PACKAGES
 from elementgrad._backends.jax.tensor import backend
 from elementgrad._backends.source_location import is_user_code, location_text
 from elementgrad._explain import kinds
+from elementgrad._explain.connect import Cuts
 from elementgrad._explain.trace import Numbers, Op
 
 Array = Any
@@ -27,38 +29,29 @@ PACKAGES = (*JAX_PACKAGES, "optax", "equinox", "chex", "haiku", "jaxtyping", "nu
 """Packages whose lines are not the user's."""
 PUBLIC = (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax, jax.random, jax.scipy.special, jax.ops, jax)
 """Modules with the functions that users call by name."""
-WORDS = {
-    "select_n": "where",
-    "logistic": "sigmoid",
-    "max": "maximum",
-    "min": "minimum",
-    "integer_pow": "pow",
-    "power": "pow",
-    "clamp": "clip",
-    "convert_element_type": "astype",
-    "gather": "indexing",
-    "dynamic_slice": "indexing",
-    "slice": "indexing",
-    "scatter": ".at[].set",
-    "scatter-add": ".at[].add",
-    "scatter_add": ".at[].add",
-    "name": "checkpoint_name",
-    "while": "while_loop",
-    "gt": "greater",
-    "lt": "less",
-    "ge": "greater_equal",
-    "le": "less_equal",
-    "eq": "equal",
-    "ne": "not_equal",
-}
+WORDS = kinds.parse_words(
+    """
+    select_n=where logistic=sigmoid max=maximum min=minimum integer_pow=pow power=pow clamp=clip
+    convert_element_type=astype gather=indexing dynamic_slice=indexing slice=indexing scatter=.at[].set
+    scatter-add=.at[].add scatter_add=.at[].add name=checkpoint_name while=while_loop gt=greater lt=less
+    ge=greater_equal le=less_equal eq=equal ne=not_equal
+    """
+)
 """The user's words for primitives whose name is another."""
 UPDATES = ("set", "add", "subtract", "multiply", "divide", "power", "min", "max", "apply", "get", "mul")
 """The methods of `x.at[index]`."""
 RANDOM_OPS = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
-STEP_OPS = {"round", "floor", "ceil", "sign", "round_nearest_even"}
-CALLBACKS = {"pure_callback": "no-rule", "io_callback": "left-framework"}
-NOT_RERUN = {*CALLBACKS, "while", "debug_callback"}
+_PYTHON = "it passes values to Python code, which JAX cannot differentiate"
+CUTS: Cuts = {
+    "pure_callback": ("no-rule", _PYTHON),
+    "io_callback": ("left-framework", _PYTHON),
+    "stop_gradient": ("detached", ""),
+    **dict.fromkeys(("round", "floor", "ceil", "sign", "round_nearest_even"), ("step-function", "")),
+}
+"""Primitives that let no derivative through."""
+NOT_RERUN = {"pure_callback", "io_callback", "while", "debug_callback"}
 """Primitives that are not run on other numbers, because they call the user's code or may never end."""
+LOOPS = {"while", "scan"}
 CUSTOM_JVP = {"custom_jvp_call"}
 CUSTOM_VJP = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 COMPARISONS = {"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "is_finite"}
@@ -73,7 +66,7 @@ CHOICES = frozenset(
 POWERS = {"square", "integer_pow", "pow", "power", "float_power"}
 
 
-def kind_of(op_type: str, word: str, inner: frozenset[str]) -> str | None:
+def kind_of(op_type: str, word: str, inner: AbstractSet[str]) -> str | None:
     """Return the kind of an operation, by its primitive, the user's word, and the primitives that it is made of."""
     names = {op_type, word}
     if "gather" in inner and names & LOOKUPS:
@@ -99,14 +92,8 @@ class JaxOp(Op):
     params: Mapping[str, Any] = field(default_factory=dict)
     call: tuple[str | None, str] | None = None
     """The line and name of the function of JAX that it is a part of."""
-    error: Exception | None = field(default=None, repr=False)
-    """Why JAX cannot differentiate it, if it cannot."""
-    inner: frozenset[str] = frozenset()
-    """The primitives that it is made of."""
     updates: bool = False
     """True if it is a part of an optimizer's update."""
-    discrete_values: Sequence[Array] = ()
-    """The integers and booleans that are made inside, if it is one call of several operations."""
 
     def __post_init__(self) -> None:
         if self.inner:  # it is a copy, or was put together from others
@@ -117,6 +104,7 @@ class JaxOp(Op):
         keys = any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in self.operands)
         self.can_rerun = not keys and NOT_RERUN.isdisjoint({self.op_type, *inner})
         self.kind = kind_of(self.op_type, self.operation, self.inner)
+        self.loops, self.compares = self.op_type in LOOPS, not COMPARISONS.isdisjoint(self.inner)
 
     def rerun(self, operands: Sequence[Array]) -> list[Array]:
         return [x if hasattr(x, "shape") else jnp.asarray(x) for x in self.function(*operands)]
@@ -129,12 +117,8 @@ class JaxOp(Op):
             return set()
         if self.op_type in CUSTOM_VJP:
             return set(differentiable)
-        try:
-            primals = [self.operands[index] for index in active]
-            jaxpr = jax.make_jaxpr(lambda *ts: self._jvp(active, ts, differentiable))(*primals).jaxpr
-        except Exception as error:  # there is no rule
-            self.error = error
-            return set()
+        primals = [self.operands[index] for index in active]
+        jaxpr = jax.make_jaxpr(lambda *ts: self._jvp(active, ts, differentiable))(*primals).jaxpr
         count = len(differentiable)
         uses_input = [any(dce_jaxpr(jaxpr, [other == n for other in range(count)])[1]) for n in range(count)]
         return {index for index, used in zip(differentiable, uses_input, strict=True) if used}
@@ -219,16 +203,6 @@ def _public_function(frames: Sequence[Any]) -> str | None:
     return None
 
 
-def user_line_of(error: BaseException) -> str | None:
-    """Return the innermost line of the user's on which an error was raised."""
-    line, frame = None, error.__traceback__
-    while frame is not None:
-        if is_user_file(frame.tb_frame.f_code.co_filename):
-            line = location_text(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
-        frame = frame.tb_next
-    return line
-
-
 @lru_cache(1024)
 def is_user_file(filename: str) -> bool:
     return is_user_code(filename, PACKAGES)
@@ -241,7 +215,27 @@ def op_word(name: str) -> str:
 
 
 def is_user_function(params: Mapping[str, Any]) -> bool:
-    return is_user_file(_called_function(params)[1])
+    """Return True if a call runs a function of the user's, also by way of another library, as `filter_jit` does."""
+    file = _called_function(params)[1]
+    return is_user_file(file) or (is_user_code(file, ("jax", "jaxlib")) and _runs_user_code(params))
+
+
+def _runs_user_code(params: Mapping[str, Any]) -> bool:
+    for inner in jaxprs_in_params(dict(params)):
+        for equation in inner.eqns:
+            for frame in _frames_inside(equation):
+                if is_user_file(frame.file_name):
+                    return True
+    return False
+
+
+def _frames_inside(equation: Any) -> Iterator[Any]:
+    """Yield the frames of an equation, the innermost first, up to where JAX traces the program that it is in."""
+    traceback: Any = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
+            return
+        yield frame
 
 
 def function_name(params: Mapping[str, Any]) -> str:
@@ -257,10 +251,7 @@ def _called_function(params: Mapping[str, Any]) -> tuple[str, str]:
         return name.rpartition(".")[2], source.rpartition(":")[0]
     # Without debug info it is the outermost function on the way to the first equation that is not of JAX's tracing.
     function, file = str(inner.eqns[0].params.get("name", "")), ""
-    traceback: Any = inner.eqns[0].source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
-            break
+    for frame in _frames_inside(inner.eqns[0]):
         if is_user_file(frame.file_name) or not function:
             function = frame.function_name.rpartition(".")[2]
         file = frame.file_name
@@ -286,6 +277,9 @@ def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any
     elif op_type == "dynamic_slice":
         axes, access, mode = range(len(operands[0].shape)), "read", "clip"
         indices, sizes = [np.asarray(start) for start in operands[1:]], params["slice_sizes"]
+    elif op_type == "dynamic_update_slice":
+        axes, access, mode = range(len(operands[0].shape)), "write", "clip"
+        indices, sizes = [np.asarray(start) for start in operands[2:]], operands[1].shape
     else:
         return ""
     shape = operands[0].shape
@@ -293,7 +287,8 @@ def out_of_range(op_type: str, params: Mapping[str, Any], operands: Sequence[Any
     for column, (axis, size) in enumerate(zip(axes, sizes, strict=True)):
         wrong = [int(i) for i in columns[:, column] if not 0 <= i <= shape[axis] - size]
         if wrong:
-            head = f"index {wrong[0]} is out of range for axis {axis} of size {shape[axis]}"
+            given = wrong[0] - shape[axis] if wrong[0] < 0 else wrong[0]  # JAX has added the size to negative ones
+            head = f"index {given} is out of range for axis {axis} of size {shape[axis]}"
             return f"{head}, and JAX {_behaviour(mode.lower(), access)}"
     return ""
 
@@ -304,34 +299,6 @@ def _behaviour(mode: str, access: str) -> str:
     if "fill" in mode or "drop" in mode:
         return "gives NaN there" if access == "read" else "drops what is written there"
     return "reads the nearest one and drops its gradient" if access == "read" else "does what it likes"
-
-
-def cause_of_cut(op: JaxOp) -> tuple[str | None, str]:
-    """Return why no result of an operation is connected although an operand is: a cause, and an observation."""
-    inner = op.inner | {op.op_type}
-    for callback, cause in CALLBACKS.items():
-        if callback in inner:
-            return cause, "it passes values to Python code, which JAX cannot differentiate"
-    if op.op_type == "stop_gradient":
-        return "detached", ""
-    if op.custom_gradient:
-        return "custom-rule", "its rule gives a derivative that does not depend on what comes in"
-    if not any(map(is_differentiable, op.results)):
-        return "discrete", _dtype_note(op.results)
-    if op.error is not None:
-        return "no-rule", ""
-    if inner & STEP_OPS:
-        return "step-function", ""
-    if "stop_gradient" in inner:
-        return "detached", "it calls stop_gradient inside"
-    if inner & COMPARISONS or op.discrete_values:
-        return "discrete", _dtype_note(op.discrete_values)
-    return None, ""
-
-
-def _dtype_note(values: Sequence[Array]) -> str:
-    dtypes = [str(x.dtype) for x in values if hasattr(x, "dtype")][:1]
-    return f"{dtypes[0]} comes out" if dtypes else ""
 
 
 def is_differentiable(x: Array) -> bool:

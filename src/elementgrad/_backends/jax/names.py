@@ -35,9 +35,20 @@ class JaxModel(Model):
     """A function, or a callable that is a pytree such as a module of flax NNX or Equinox, or a method or partial."""
 
     def named_tensors(self) -> Iterator[tuple[str, str, Array]]:
-        return (
-            (".".join(path), kind, leaf) for path, kind, leaf in _find_arrays(self.function, (), "parameter", set())
-        )
+        return ((".".join(path), kind, leaf) for path, kind, leaf in _find_arrays(self.function, (), "parameter", {}))
+
+    def aliases(self) -> Mapping[str, str]:
+        again: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+        paths = [path for path, _, _ in _find_arrays(self.function, (), "parameter", {}, again)]
+        return {
+            ".".join(other + path[len(first) :]): ".".join(path)
+            for other, first in again
+            for path in paths
+            if path[: len(first)] == first
+        }
+
+    def canonical_name(self, name: str) -> str:
+        return self.aliases().get(name, name)
 
     def lookup(self, name: str) -> list[tuple[str, Array | None]]:
         return [(kind, array) for other, kind, array in self.named_tensors() if other == name]
@@ -53,11 +64,15 @@ class JaxNames(NamesBackend):
 
     model = JaxModel
     takes_arrays = True
+    reads_closures = False
     flatten_node = staticmethod(flatten_node)
     name_in_graph = staticmethod(name_in_graph)
 
     def is_model(self, function: Any) -> bool:
         return next(iter(JaxModel(function).named_tensors()), None) is not None
+
+    def is_shared_object(self, value: Any) -> bool:
+        return not {"Pytree", "Object", "Variable"}.isdisjoint(_nnx_bases(value))
 
     def from_numpy(self, array: Any, model: Model) -> Array | None:
         return jax.numpy.asarray(array) if array.dtype.kind in "biufc" else None
@@ -90,20 +105,29 @@ def copy_with(value: Any, replacements: Mapping[str, Array]) -> Any:
 
 
 def _find_arrays(
-    value: Any, path: tuple[str, ...], kind: str, seen: set[int]
+    value: Any,
+    path: tuple[str, ...],
+    kind: str,
+    seen: dict[int, tuple[str, ...]],
+    again: list[tuple[tuple[str, ...], tuple[str, ...]]] | None = None,
 ) -> Iterator[tuple[tuple[str, ...], str, Array]]:
-    """Yield path, kind and array; an object that two others share, and that can be written to, is visited once."""
+    """Yield path, kind and array; an object that two others share, and that can be written to, is visited once.
+
+    `again` gets the path by which an object is met again, with its first path.
+    """
     if is_array(value):
         yield path, kind, value
         return
     node = _flatten(value)
     if node is None or id(value) in seen:
+        if node is not None and again is not None:
+            again.append((path, seen[id(value)]))
         return
     if _is_writable(value):
-        seen.add(id(value))
+        seen[id(value)] = path
     kind = _variable_kind(value) or kind
     for key, branch in zip(*node[:2], strict=True):
-        yield from _find_arrays(branch, path if key is None else (*path, str(key)), kind, seen)
+        yield from _find_arrays(branch, path if key is None else (*path, str(key)), kind, seen, again)
 
 
 def _copy(
@@ -162,8 +186,12 @@ def _is_writable(value: Any) -> bool:
 
 def _variable_kind(value: Any) -> str | None:
     """Return the kind of the arrays inside a variable of flax NNX; None for another object."""
-    names = [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("flax.nnx")]
+    names = _nnx_bases(value)
     return None if "Variable" not in names else "parameter" if "Param" in names else "buffer"
+
+
+def _nnx_bases(value: Any) -> list[str]:
+    return [base.__name__ for base in type(value).__mro__ if base.__module__.startswith("flax.nnx")]
 
 
 def _key_of(entry: Any) -> Any:

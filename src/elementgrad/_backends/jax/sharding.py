@@ -49,14 +49,31 @@ def put(array: Array, positions: np.ndarray, values: Array) -> Array:
         return values.reshape(()) if len(positions) else array
     index, values, mode = _with_spare_index(np.unravel_index(positions, array.shape), values)
     typed = explicit_sharding(array)
-    if typed is not None:
-        return _set(array, index, values, mode, out_sharding=typed)
+    options = {} if typed is None else {"out_sharding": typed}
     traced = isinstance(array, jax.core.Tracer) or isinstance(values, jax.core.Tracer)
-    if array.dtype.itemsize == 2 and not traced:
+    if array.dtype.itemsize == 2 and traced:
+        return _set_traced_bits(array, index, values, mode, **options)
+    if typed is not None:
+        return _set(array, index, values, mode, **options)
+    if array.dtype.itemsize == 2:
         return _set_bits(array, index, values, mode, array.sharding if _is_constrained(array.sharding) else None)
     if isinstance(array, jax.core.Tracer) or not _is_constrained(array.sharding):
         return _set(array, index, values, mode)
     return _set_sharded(array, index, values, mode, array.sharding)
+
+
+def _set_traced_bits(array: Array, index: tuple[Any, ...], values: Array, mode: str, **options: Any) -> Array:
+    """Set elements as `_set_bits` does in code that is traced, and may be differentiated."""
+
+    @jax.custom_jvp
+    def write(array: Array, values: Array) -> Array:
+        return _set_as_integers(array, index, values, mode, **options)
+
+    @write.defjvp
+    def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+        return write(*primals), _set(tangents[0], index, tangents[1], mode, **options)
+
+    return write(array, values)
 
 
 def put_at(array: Array, index: tuple[Any, ...], values: Array, axis: int = 0) -> Array:
@@ -153,9 +170,13 @@ def _set_bits(array: Array, index: tuple[Any, ...], values: Array, mode: str, sh
 
     That would turn signalling NaNs into quiet ones, also in elements that are not written.
     """
-    bits = [jax.lax.bitcast_convert_type(each, jnp.int16) for each in (array, values)]
-    new = jax.lax.bitcast_convert_type(_set(bits[0], index, bits[1], mode), array.dtype)
+    new = _set_as_integers(array, index, values, mode)
     return new if sharding is None else jax.lax.with_sharding_constraint(new, sharding)
+
+
+def _set_as_integers(array: Array, index: tuple[Any, ...], values: Array, mode: str, **more: Any) -> Array:
+    bits = [jax.lax.bitcast_convert_type(each, jnp.int16) for each in (array, values)]
+    return jax.lax.bitcast_convert_type(_set(bits[0], index, bits[1], mode, **more), array.dtype)
 
 
 @cache

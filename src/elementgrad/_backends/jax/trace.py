@@ -18,10 +18,12 @@ from elementgrad._backends.jax._compat import TRACERS_STORE_AVAL, core, current,
 from elementgrad._backends.jax.explain_rules import (
     CUSTOM_JVP,
     CUSTOM_VJP,
+    NUMBERS,
     CallSite,
     JaxOp,
     call_site,
     function_name,
+    is_differentiable,
     is_user_function,
     op_word,
     out_of_range,
@@ -305,7 +307,7 @@ class JaxOpRecorder(core.Trace):
             op_type=name,
             operands=values,
             misses=missed,
-            function=function,
+            function=in_any_precision(name, params, function),
             params=params,
         )
         closures = set(self._closure_ids.values())
@@ -326,6 +328,26 @@ class JaxOpRecorder(core.Trace):
             return [TracedValue(self, x, value_id) for x, value_id in zip(op.results, op.outputs, strict=True)]
         self._ids.update({id(x): (value_id, x) for x, value_id in zip(op.results, op.outputs, strict=True)})
         return list(op.results)
+
+
+def in_any_precision(name: str, params: Mapping[str, Any], function: Any) -> Any:
+    """Return an operation that runs in float64 too, if it is a compiled call: then by what it is made of."""
+    inner = params.get(FOLLOWED.get(name, ""))
+    if inner is None:
+        return function
+    jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+
+    def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
+        wide = [NUMBERS.widen(jnp.asarray(x)) if is_differentiable(x) else x for x in operands]
+        run = in_any_precision(equation.primitive.name, equation.params, lambda *xs: bind(equation, xs))
+        return list(run(*wide))
+
+    def call(*operands: Any) -> Sequence[Any]:
+        pairs = zip(operands, jaxpr.invars, strict=True)
+        same = all(jnp.result_type(x) == variable.aval.dtype for x, variable in pairs)
+        return function(*operands) if same else evaluate(jaxpr, consts, list(operands), step)
+
+    return call
 
 
 def value_of(x: Any) -> Any:

@@ -33,6 +33,8 @@ class TensorflowAudit(AuditBackend):
     """Audits Keras models."""
 
     def parameters(self, model: KerasModel) -> list[AuditedParameter]:  # type: ignore[override]
+        if not model.function.built:
+            raise FrameworkError("the model is not built and has no variables yet; call it once, and then audit it")
         found = []
         for name, kind, variable in model._variables():
             owner = getattr(variable, OWNER, None)

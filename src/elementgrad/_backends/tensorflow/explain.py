@@ -4,9 +4,8 @@ Both run the user's code eagerly under a recorder, with compiled functions as pl
 recorded by the gradient functions of the operations.
 """
 
-import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -15,24 +14,22 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._backends.source_location import location_text
+from elementgrad._backends.source_location import user_line_of
 from elementgrad._backends.tensorflow._compat import is_about_gradients, is_tape_used_up, op_type_without_gradient
 from elementgrad._backends.tensorflow.autodiff import came_through_function, copy_tensor, run_functions_as_python
 from elementgrad._backends.tensorflow.explain_rules import (
+    CUTS,
     NUMBERS,
     TensorflowOp,
-    cause_in_compiled,
-    cause_of_cut,
-    is_differentiable,
     is_random,
-    out_of_range,
 )
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import Leaf, TapeRequest, TensorflowOpRecorder, is_user_file
 from elementgrad._cleanup import enter
 from elementgrad._explain.backend import ExplainBackend
-from elementgrad._explain.replay import pull_cotangents
+from elementgrad._explain.connect import Cut, connect
+from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     MOVING_STATISTIC,
     Hint,
@@ -40,15 +37,12 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     Record,
+    StepTrace,
     Trace,
-    Verdict,
-    cannot_follow,
 )
 from elementgrad.errors import ElementgradError, FrameworkError, UnconnectedError
 
 Tensor = Any
-GapCause = Callable[[int, TensorflowOp], str | None]
-"""Returns why a tape did not record the operation at an index, or None if it did."""
 SLICING = ("indexing", "gather", "slice", "reshape")
 
 
@@ -131,11 +125,10 @@ class TensorflowTrace(Trace):
         self.later_ids = () if handle is None else self._recorder.variable_values[handle._id]
         self.graph = op_graph(
             [*self._recorder.ops, *self._unrecorded_paths(target_id)],
-            self._source_id,
+            (self._source_id, *self.later_ids),
             target_id,
-            lambda _, op: None if op.recorded else "outside-tape",
+            lambda _, op: None if op.recorded else ("outside-tape", "no tape records there"),
             _frozen_hints(self._run, self._argument),
-            self.later_ids,
         )
 
     def _explain_inner_tape(self, error: FrameworkError) -> None:
@@ -151,16 +144,10 @@ class TensorflowTrace(Trace):
     def _unrecorded_paths(self, target: int) -> list[TensorflowOp]:
         """Return operations for ways from the source that none shows: through NumPy, or around the function."""
         recorder = self._recorder
-        dependent, leading = {self._source_id}, {target}
-        for op in recorder.ops:
-            if not dependent.isdisjoint(op.inputs):
-                dependent.update(op.outputs)
-        exits = [op for op in recorder.ops if op.cut_cause is not None and not op.branches]
-        if target in dependent or any(not dependent.isdisjoint(op.inputs) for op in exits):
+        path = DataPath(OpGraph(recorder.ops, self._source_id, target, frozenset()))
+        if path.reaches_target or any(not op.branches for op in path.exits()):
             return []
-        for op in reversed(recorder.ops):
-            if not leading.isdisjoint(op.outputs):
-                leading.update(op.inputs)
+        leading = path.to_target
         outside = [leaf for leaf in recorder.outside_tensors() if leaf[0] in leading and self._is_source(leaf[1])]
         if outside:
             return [_closure_op(self._source_id, value, where) for value, _, where in outside]
@@ -208,10 +195,14 @@ class TensorflowTrace(Trace):
         op = next((op for op in self.graph.ops if op.cut_cause == "no-rule"), None)
         return Hint("no-rule", str(error).strip("'\""), op)
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        with isolated(), without_log():
-            yield
+    def following(self) -> AbstractContextManager[None]:
+        return _following()
+
+
+@contextmanager
+def _following() -> Iterator[None]:
+    with isolated(), without_log():
+        yield
 
 
 class TensorflowExplain(ExplainBackend):
@@ -224,7 +215,9 @@ class TensorflowExplain(ExplainBackend):
         with isolated():
             return run(*tensors)
 
-    def report_step(self, function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+    def report_step(
+        self, function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+    ) -> LiveReport | None:
         # It reports on the first gradient that is None, or else the last one for `wrt`.
         _require_eager()
         recorder = TensorflowOpRecorder(KerasModel(function), TensorflowExplain.report_step.__code__)
@@ -238,13 +231,15 @@ class TensorflowExplain(ExplainBackend):
             return report
         requests = _requests_for(recorder, wrt)
         missing = [request for request in requests if request.result is None]
+        if wrt is not None and not recorder.tapes.requests:
+            return None
         if recorder.error is not None:
-            return _report_unfollowed("unconnected" if missing else "flows", recorder.error)
+            return LiveReport.unfollowed("unconnected" if missing else "flows", recorder.error)
         if wrt is not None and not requests:
             return LiveReport("unconnected", None, Hint("unused", "no tape computed its gradient"), wrt="the tensor")
         if missing:
             return _report_request(missing[0])
-        return LiveReport("flows") if wrt is None else _report_request(requests[-1])
+        return LiveReport("flows") if wrt is None else _report_request(requests[-1], positions)
 
 
 implementation = TensorflowExplain()
@@ -257,21 +252,19 @@ def _require_eager() -> None:
 
 def _report_error(recorder: TensorflowOpRecorder, error: Exception, wrt: Tensor | None) -> LiveReport | None:
     if is_tape_used_up(error):
-        return LiveReport("unconnected", None, Hint("freed-graph", "", Op("tape.gradient", _user_line_of(error))))
+        return LiveReport(
+            "unconnected", None, Hint("freed-graph", "", Op("tape.gradient", user_line_of(error, is_user_file)))
+        )
     op_type = op_type_without_gradient(error)
     if op_type is not None:
         ops = [op for op in recorder.ops if op.op_type == op_type]
         return LiveReport("unconnected", None, Hint("no-rule", str(error).strip("'\""), ops[-1] if ops else None))
     missing = [request for request in _requests_for(recorder, wrt) if request.result is None]
     if recorder.error is not None and missing:
-        return _report_unfollowed("unconnected", recorder.error)
+        return LiveReport.unfollowed("unconnected", recorder.error)
     if missing and (isinstance(error, UnconnectedError) or is_about_gradients(error)):
         return _report_request(missing[0])
     return None
-
-
-def _report_unfollowed(verdict: Verdict, error: Exception) -> LiveReport:
-    return LiveReport(verdict, None, Hint(None, cannot_follow(error)))
 
 
 def _requests_for(recorder: TensorflowOpRecorder, wrt: Tensor | None) -> Sequence[TapeRequest]:
@@ -279,25 +272,29 @@ def _requests_for(recorder: TensorflowOpRecorder, wrt: Tensor | None) -> Sequenc
     return [each for each in requests if wrt is None or getattr(each.source, "handle", each.source) is handle]
 
 
-def _report_request(request: TapeRequest) -> LiveReport:
+def _report_request(request: TapeRequest, positions: np.ndarray | None = None) -> LiveReport:
     graph = _request_graph(request)
     wrt = getattr(request.source, "path", None) or "the tensor"
     if request.result is None:
         hints = [hint for hint in graph.hints if hint.cause != "custom-rule"]
         return LiveReport("unconnected", graph, hints[0] if hints else None, wrt=wrt)
     value = tf.convert_to_tensor(request.result)
-    finite = bool(tf.reduce_all(tf.math.is_finite(tf.abs(value))))
-    verdict: Verdict = "nonfinite" if not finite else "flows" if bool(tf.reduce_any(value != 0)) else "zero"
+    if positions is not None:
+        value = tf.gather(tf.reshape(value, [-1]), positions)
+    verdict = NUMBERS.verdict(value)
     if verdict == "flows":
         return LiveReport("flows", value=value, wrt=wrt)
-    seed = {request.target_id: tf.ones_like(request.target)}
-    sizes = pull_cotangents(graph.ops, graph.connected, seed, NUMBERS)
-    return LiveReport(verdict, graph, None, value=value, cotangents=sizes, wrt=wrt)
+    later = _values_of_variable(request)
+    held = {n: x for op in graph.ops for n, x in zip(op.outputs, op.results, strict=False)}
+    source = next((held[n] for n in later if n in held), request.source)
+    step = StepTrace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
+    return LiveReport(verdict, graph, None, value=value, wrt=wrt, step=step, positions=positions)
 
 
-def _user_line_of(error: Exception) -> str | None:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
-    return location_text(frames[-1].filename, frames[-1].lineno or 0) if frames else None
+def _values_of_variable(request: TapeRequest) -> Sequence[int]:
+    """Return the values that a source had in the step, if it is a variable."""
+    handle = getattr(request.source, "handle", None)
+    return () if handle is None else request.variable_values.get(handle._id, ())
 
 
 def _request_graph(request: TapeRequest) -> OpGraph[TensorflowOp]:
@@ -306,18 +303,33 @@ def _request_graph(request: TapeRequest) -> OpGraph[TensorflowOp]:
     watched_from = 0 if hasattr(request.source, "handle") else tape.watched.get(source, 0)
     closures = [_closure_op(source, value, where) for value, where in request.slices]
 
-    def gap_cause(index: int, op: TensorflowOp) -> str | None:
+    def gap(index: int, op: TensorflowOp) -> Cut | None:
         index -= len(closures)
         if not tape.records_at(index):
-            return "inner-gradient" if op.in_gradient else tape.gap_cause(index)
+            return "inner-gradient" if op.in_gradient else tape.gap_cause(index), ""
         if not op.recorded:
-            return "outside-tape"
-        return "not-tracked" if index < watched_from and source in op.inputs else None
+            return "outside-tape", ""
+        return ("not-tracked", "") if index < watched_from and source in op.inputs else None
 
     hint = _source_hint(request)
     hints = [] if hint is None else [hint]
     ops = [*closures, *request.ops]
-    return op_graph([*ops, *_unseen_exits(request, ops)], source, request.target_id, gap_cause, hints)
+    return op_graph([*ops, *_unseen_exits(request, ops)], (source,), request.target_id, gap, hints)
+
+
+def op_graph(
+    ops: Sequence[TensorflowOp],
+    sources: Sequence[int],
+    target: int,
+    gap: Callable[[int, TensorflowOp], Cut | None],
+    hints: Sequence[Hint],
+) -> OpGraph[TensorflowOp]:
+    """Connect the values by the gradient functions of the operations."""
+    with without_log():
+        graph = connect(ops, sources, target, NUMBERS, CUTS, gap, hints, any(map(is_random, ops)))
+    for op in graph.ops:
+        op.operation = "tape.gradient" if op.cut_cause == "inner-gradient" else op.operation
+    return graph
 
 
 def _unseen_exits(request: TapeRequest, ops: Sequence[TensorflowOp]) -> list[TensorflowOp]:
@@ -326,20 +338,11 @@ def _unseen_exits(request: TapeRequest, ops: Sequence[TensorflowOp]) -> list[Ten
     Such code reads the memory of a tensor. What shows is that operations of the source lead nowhere, and that the
     target is computed from plain numbers alone.
     """
-    dependent, leading, read = {request.source_id}, {request.target_id}, set[int]()
-    for op in ops:
-        read.update(op.inputs)
-        if not dependent.isdisjoint(op.inputs):
-            dependent.update(op.outputs)
-    for op in reversed(ops):
-        if not leading.isdisjoint(op.outputs):
-            leading.update(op.inputs)
-    imports = {value: where for value, _, where in request.imports if value in leading}
-    made = {value for op in ops for value in op.outputs}
-    ends = dependent - read
-    left = any(op.cut_cause == "left-framework" and not dependent.isdisjoint(op.inputs) for op in ops)
-    others = [value for value in leading - imports.keys() if value not in made]
-    if left or others or not imports or not ends or not dependent.isdisjoint(leading):
+    path = DataPath(OpGraph(ops, request.source_id, request.target_id, frozenset()))
+    imports = {value: where for value, _, where in request.imports if value in path.to_target}
+    ends = path.from_source.difference(*[op.inputs for op in ops])
+    others = (path.to_target - imports.keys()).difference(*[op.outputs for op in ops])
+    if path.exits() or others or not imports or not ends or not path.from_source.isdisjoint(path.to_target):
         return []
     return [
         TensorflowOp("numpy", where, "", (min(ends),), (value,), "left-framework") for value, where in imports.items()
@@ -362,7 +365,9 @@ def _source_hint(request: TapeRequest) -> Hint | None:
             return None
         if not tape._watch_accessed_variables:
             return Hint("not-tracked", "the tape has watch_accessed_variables=False")
-        return None if source.trainable else Hint("not-tracked", "its trainable is False")
+        statistic = str(source.name).rpartition("/")[2].startswith("moving_")
+        hint = Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if statistic else None)
+        return None if source.trainable else hint
     tracked = _tracked_values(request)
     if request.source_id in tracked:
         return None
@@ -399,50 +404,6 @@ def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
         return []
     is_statistic = any(kind == "buffer" for kind, _ in frozen)  # unfreezing a layer does not train it
     return [Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if is_statistic else None)]
-
-
-def op_graph(
-    ops: Sequence[TensorflowOp],
-    source: int,
-    target: int,
-    gap_cause: GapCause,
-    hints: Sequence[Hint] = (),
-    aliases: Collection[int] = (),
-) -> OpGraph[TensorflowOp]:
-    """Connect the values that lead from the source, or from its `aliases`, and note why the others do not."""
-    connected = {source, *aliases}
-    ops = [copy(op) for op in ops]
-    with without_log():
-        for index, op in enumerate(ops):
-            if op.cut_cause is None and not connected.isdisjoint(op.inputs):
-                op.cut_cause, op.note = _connect(index, op, connected, gap_cause)
-            op.operation = "tape.gradient" if op.cut_cause == "inner-gradient" else op.operation
-    reading = [op for op in ops if not connected.isdisjoint(op.inputs)]
-    for op in reading:
-        op.misses, op.inner_cause = out_of_range(op), cause_in_compiled(op)
-    custom = [op for op in reading if op.custom_gradient and not connected.isdisjoint(op.outputs)]
-    hints = [*hints, *[Hint("custom-rule", "", op) for op in custom]]
-    hints += [Hint("out-of-range", op.misses, op) for op in reading if op.misses]
-    return OpGraph(ops, source, target, frozenset(connected), hints, any(map(is_random, ops)))
-
-
-def _connect(index: int, op: TensorflowOp, connected: set[int], gap_cause: GapCause) -> tuple[str | None, str]:
-    """Add the outputs that have a derivative to `connected`; return why the others have none, and an observation."""
-    if not op.results:
-        return "assigned-state", "a variable keeps numbers and not where they came from"
-    gap = gap_cause(index, op)
-    if gap is not None and any(map(is_differentiable, op.results)):
-        return ("detached", "") if op.op_type == "StopGradient" else (gap, "")
-    try:
-        passing = op.differentiable_operands
-    except (LookupError, NotImplementedError) as error:
-        return "no-rule", (str(error).strip("'\" ").splitlines() or [""])[0]
-    if any(value in connected and passes for value, passes in zip(op.inputs, passing, strict=False)):
-        connected.update([n for n, y in zip(op.outputs, op.results, strict=True) if is_differentiable(y)])
-    if not any(value in connected for value in op.outputs):
-        return cause_of_cut(op)
-    discrete = [y for y in op.results if not is_differentiable(y)]  # such as the indices beside the largest
-    return ("discrete", f"{discrete[0].dtype.name} comes out") if discrete else (None, "")
 
 
 def _nudge(x: Tensor) -> Tensor:

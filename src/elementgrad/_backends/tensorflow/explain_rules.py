@@ -5,9 +5,8 @@ wrote, gives its vjp and, transposed, its jvp. The functions below it say why an
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -16,47 +15,22 @@ from elementgrad._backends.tensorflow._compat import _gradient_function, context
 from elementgrad._backends.tensorflow.tensor import backend
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain import kinds
+from elementgrad._explain.connect import Cuts, cause_inside
 from elementgrad._explain.trace import Numbers, Op
 
 Tensor = Any
 
-_WORDS = {
-    "AddN": "add",
-    "ArgMax": "argmax",
-    "ArgMin": "argmin",
-    "All": "reduce_all",
-    "Any": "reduce_any",
-    "BatchMatMul": "matmul",
-    "FusedBatchNorm": "batch_norm",
-    "Inv": "reciprocal",
-    "LRN": "local_response_normalization",
-    "MatMul": "matmul",
-    "Max": "reduce_max",
-    "MaxPool": "max_pool2d",
-    "Mean": "reduce_mean",
-    "Min": "reduce_min",
-    "Mul": "multiply",
-    "MulNoNan": "multiply_no_nan",
-    "Neg": "negative",
-    "Pack": "stack",
-    "Prod": "reduce_prod",
-    "RealDiv": "truediv",
-    "ResourceGather": "embedding_lookup",
-    "ResourceGatherNd": "gather_nd",
-    "Rint": "round",
-    "Select": "where",
-    "StridedSlice": "indexing",
-    "TensorScatterAdd": "tensor_scatter_nd_add",
-    "TensorScatterUpdate": "tensor_scatter_nd_update",
-    "Sub": "subtract",
-    "Sum": "reduce_sum",
-    "Unpack": "unstack",
-    "AssignVariableOp": "assign",
-    "AssignAddVariableOp": "assign_add",
-    "AssignSubVariableOp": "assign_sub",
-    "ReadVariableOp": "read",
-    "swish_impl": "silu",
-}
+_WORDS = kinds.parse_words(
+    """
+    AddN=add ArgMax=argmax ArgMin=argmin All=reduce_all Any=reduce_any BatchMatMul=matmul FusedBatchNorm=batch_norm
+    Inv=reciprocal LRN=local_response_normalization MatMul=matmul Max=reduce_max MaxPool=max_pool2d Mean=reduce_mean
+    Min=reduce_min Mul=multiply MulNoNan=multiply_no_nan Neg=negative Pack=stack Prod=reduce_prod RealDiv=truediv
+    ResourceGather=embedding_lookup ResourceGatherNd=gather_nd Rint=round Select=where StridedSlice=indexing
+    TensorScatterAdd=tensor_scatter_nd_add TensorScatterUpdate=tensor_scatter_nd_update Sub=subtract Sum=reduce_sum
+    Unpack=unstack AssignVariableOp=assign AssignAddVariableOp=assign_add AssignSubVariableOp=assign_sub
+    ReadVariableOp=read swish_impl=silu
+    """
+)
 """The user's words for op types whose name is another."""
 _COMPOSITES = frozenset(
     """
@@ -72,16 +46,12 @@ _ALIASES = {
     "stateless_dropout": "dropout",
 }
 """The user's words for functions of libraries whose name is another."""
-EXITS = {
-    "__array__": "numpy",
-    "__bool__": "bool",
-    "__complex__": "complex",
-    "__float__": "float",
-    "__index__": "int",
-    "__int__": "int",
-    "__dlpack__": "dlpack",
-    "numpy": "numpy",
-}
+EXITS = kinds.parse_words(
+    """
+    __array__=numpy __bool__=bool __complex__=complex __float__=float __index__=int __int__=int __dlpack__=dlpack
+    numpy=numpy
+    """
+)
 """Methods that turn a tensor into numbers of Python or NumPy."""
 DECISIONS = {"bool"}
 """Of these, the ones that Python branches on."""
@@ -96,20 +66,20 @@ SHAPE_OPS = frozenset(
 """Operations that do not read the numbers of a tensor."""
 OVERWRITE = "AssignVariableOp"
 """The operation that gives a variable a value that does not depend on the one before."""
-STEP_OPS = frozenset({"Round", "Rint", "Floor", "Ceil", "FloorDiv", "Sign"})
 RANDOM_OPS = frozenset(
     """
     Multinomial RandomPoisson RandomPoissonV2 RandomBinomial StatelessMultinomial StatelessRandomBinomial
     StatelessRandomPoisson StatefulRandomBinomial StatelessParameterizedTruncatedNormal ParameterizedTruncatedNormal
     """.split()  # noqa: SIM905
 )
-COMPILED_CAUSES = {
-    "detached": {"StopGradient"},
-    "step-function": STEP_OPS,
-    "discrete": {"ArgMax", "ArgMin", "Multinomial", "StatelessMultinomial", "Bucketize"},
-    "left-framework": {"PyFunc", "PyFuncStateless"},
+CUTS: Cuts = {
+    "StopGradient": ("detached", ""),
+    **dict.fromkeys(("PyFunc", "PyFuncStateless"), ("left-framework", "it passes values to Python code")),
+    **dict.fromkeys(("Round", "Rint", "Floor", "Ceil", "FloorDiv", "Sign"), ("step-function", "it is flat")),
+    **dict.fromkeys(RANDOM_OPS, ("discrete", "it draws")),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Bucketize"), ("discrete", "it gives integers")),
 }
-"""Op types inside a compiled function that can stop its derivative. Comparisons do not count: every loop has one."""
+"""Operations that let no derivative through. Comparisons do not count: every compiled loop has one."""
 COMPILED = ("__forward_", "__inference_")
 """Prefixes of the names of compiled functions."""
 _AFFIXES = re.compile(r"^__(forward|inference|backward)_|_\d+$")
@@ -136,10 +106,10 @@ class TensorflowOp(Op):
     """True if tapes were recording when it ran."""
     backward: Callable[..., Any] | None = None
     """A gradient function that was recorded with it, in place of the one registered for its type."""
-    inner: Collection[str] = ()
-    """The types of the operations in it, if it is a compiled function."""
     in_gradient: bool = False
     """True if one of the user's tapes ran it to compute a gradient."""
+    pulled: list[bool] = field(default_factory=list)
+    """A flag for each operand that gets a derivative, once that was tried; copies share it."""
 
     def __post_init__(self) -> None:
         self.branches = self.operation in DECISIONS
@@ -147,7 +117,8 @@ class TensorflowOp(Op):
         handles = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.operands, *self.results)]
         rerunnable = self.backward is None and not self.inner and self.op_type not in NOT_RERUN
         self.can_rerun = rerunnable and not any(handles)
-        self.kind = kind_of(self.op_type, self.operation, self.operands)
+        self.kind = None if self.inner else kind_of(self.op_type, self.operation, self.operands)
+        self.inner_cause, self.misses = cause_inside(self, CUTS), out_of_range(self)
 
     def vjp(self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool] = ()) -> list[Tensor | None]:
         cotangents = [zeros_like(y) if g is None else g for g, y in zip(cotangents, self.results, strict=True)]
@@ -178,13 +149,16 @@ class TensorflowOp(Op):
         pushed = iter(tape.gradient([g for g, _ in pairs], free, [t for _, t in pairs]))
         return [next(pushed) if is_differentiable(y) else None for y in self.results]
 
-    @cached_property
-    def differentiable_operands(self) -> list[bool]:
-        """A flag for each operand: True if it gets a derivative, which the gradient function knows best."""
-        if not any(map(is_differentiable, self.results)):
-            return [False] * len(self.inputs)
-        seeds = [tf.ones_like(y) if is_differentiable(y) else zeros_like(y) for y in self.results]
-        return [g is not None for g in self.vjp(seeds)]
+    def connected_results(self, active: Sequence[int]) -> set[int]:
+        results = {n for n, y in enumerate(self.results) if is_differentiable(y)}
+        if results and not self.pulled:  # the gradient function knows best which operands get a derivative
+            seeds = [tf.ones_like(y) if is_differentiable(y) else zeros_like(y) for y in self.results]
+            self.pulled.extend([g is not None for g in self.vjp(seeds)])
+        if any(self.pulled[n] for n in active if n < len(self.pulled)):
+            return results
+        if results and not self.inner:
+            raise LookupError("TensorFlow has no derivative for it")
+        return set()
 
     def rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         if self.backward is not None and self.operands[-1] is self.results[-1]:
@@ -220,33 +194,6 @@ def inner_op_types(op_type: str) -> frozenset[str]:
 
 def is_random(op: TensorflowOp) -> bool:
     return any("Random" in op_type or op_type in RANDOM_OPS for op_type in (op.op_type, *op.inner))
-
-
-def cause_of_cut(op: TensorflowOp) -> tuple[str | None, str]:
-    """Return why no result of an operation is connected although an operand is: a cause, and an observation."""
-    if op.op_type == "StopGradient":
-        return "detached", ""
-    if op.op_type in STEP_OPS:
-        return "step-function", "TensorFlow has no derivative for it"
-    if op.op_type in RANDOM_OPS:
-        return "discrete", "it draws"
-    if op.results and all(y.dtype == tf.string for y in op.results):
-        return "left-framework", "text comes out"
-    if not any(map(is_differentiable, op.results)):
-        return "discrete", f"{op.results[0].dtype.name} comes out" if op.results else ""
-    if not op.recorded:
-        return "outside-tape", "no tape records there"
-    if op.custom_gradient:
-        return "custom-rule", "its gradient function gives None"
-    if op.op_type.startswith(COMPILED):
-        return cause_in_compiled(op), "it is a compiled function"
-    return "no-rule", "TensorFlow has no derivative for it"
-
-
-def cause_in_compiled(op: TensorflowOp) -> str | None:
-    """Return why a compiled function stops derivatives, if only one thing in it could."""
-    causes = [cause for cause, op_types in COMPILED_CAUSES.items() if not op_types.isdisjoint(op.inner)]
-    return causes[0] if len(causes) == 1 else None
 
 
 def out_of_range(op: TensorflowOp) -> str:

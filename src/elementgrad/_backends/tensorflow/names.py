@@ -230,7 +230,7 @@ class KerasModel(Model):
             if not path or not (capture.given or path + GIVEN in capture.bases):
                 return args, kwargs
             args, kwargs = pytree.map_tree((args, kwargs), partial(_convert_array, layer))
-            return capture.capture_given(path, args, kwargs)
+            return capture.capture_given(path, args, kwargs, layer.call)
 
         # Where all names are those of known layers, no other layer has to be watched.
         wanted = {name.removesuffix(GIVEN) for name in capture.bases}
@@ -244,6 +244,8 @@ class TensorflowNames(NamesBackend):
 
     model = KerasModel
     takes_arrays = True
+    mixes_arrays = False
+    extra_keywords = ("training",)
 
     def is_model(self, function: Any) -> bool:
         return layer_of(function) is not None

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -146,9 +147,8 @@ def derivative_is_missing(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "is not implemented" in str(error)
 
 
-def dual_level() -> int:
-    """Return the level of forward differentiation that PyTorch counts in Python, -1 for none."""
-    return forward_ad._current_level
+dual_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+"""Returns the level of forward differentiation that PyTorch counts in Python, -1 for none."""
 
 
 def set_dual_level(level: int) -> None:
@@ -256,9 +256,8 @@ def is_fused_attention_error(error: BaseException) -> bool:
     return "scaled_dot_product" in str(error)
 
 
-def is_zero_tensor(x: torch.Tensor) -> bool:
-    """Return True for a tensor of zeros without memory, as some derivative rules return."""
-    return x._is_zerotensor()
+is_zero_tensor = torch.Tensor._is_zerotensor
+"""Tells tensors of zeros without memory, as some derivative rules return."""
 
 
 def storage_uses(x: torch.Tensor) -> int:
@@ -359,9 +358,11 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 class PlainDispatchMode(TorchDispatchMode):
-    """A dispatch mode whose dispatch PyTorch leaves as it is.
+    """A dispatch mode whose dispatch PyTorch leaves as it is; all of ours are such.
 
-    Since 2.9 it wraps that of other modes to keep `torch.compile` off it, which takes as long as the dispatch itself.
+    Since 2.9 it wraps that of other modes to keep `torch.compile` off it, which leaves code under a mode alone anyway.
+    The wrapper takes as long as the dispatch itself, and the first call imports the compiler and, where it is there,
+    triton: as slow as importing PyTorch, and triton 3.9 ends a process that has imported TensorFlow.
     """
 
     @classmethod
@@ -385,6 +386,7 @@ def schema_of(func: Any) -> Any:
     return func._schema
 
 
+@cache
 def operation_name(func: Any) -> str:
     """Return the name of an operation without its overload, such as `convolution`."""
     return func._schema.name.removeprefix("aten::")
@@ -393,11 +395,19 @@ def operation_name(func: Any) -> str:
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the tensors that an operation writes to."""
     written = []
-    for position, parameter in enumerate(func._schema.arguments):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(parameter.name)
-            written += [given] if isinstance(given, torch.Tensor) else []
+    for position, name in _written_parameters(func):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        written += [given] if isinstance(given, torch.Tensor) else []
     return written
+
+
+@cache
+def _written_parameters(func: Any) -> list[tuple[int, str]]:
+    return [
+        (position, parameter.name)
+        for position, parameter in enumerate(func._schema.arguments)
+        if parameter.alias_info is not None and parameter.alias_info.is_write
+    ]
 
 
 def returns_views(func: Any) -> bool:

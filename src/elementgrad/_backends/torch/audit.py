@@ -6,13 +6,16 @@ Optimizers find no gradients, so that they do nothing.
 """
 
 import copy
+import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientSummary, Sweep, result_of
@@ -23,7 +26,7 @@ from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, 
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.intercept import name_of
 from elementgrad._backends.torch.top import graph_leaves
-from elementgrad._cleanup import defer, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer, scope
 from elementgrad._place.place import Place
 from elementgrad._train.trainer import TopBackend
 from elementgrad.errors import FrameworkError, OptionError
@@ -39,6 +42,8 @@ MOVES = (
     *("ExpandBackward0", "ReshapeAliasBackward0", "PermuteBackward0", "AliasBackward0", "SqueezeBackward1"),
 )
 """The nodes of functions that take all elements as they are."""
+SCALES = 16
+"""A step runs so many times at most while its scaler lowers the factor of the loss."""
 
 
 class TorchAudit(AuditBackend):
@@ -52,6 +57,8 @@ class TorchAudit(AuditBackend):
         for name, kind, x in model.named_tensors():
             if kind != "parameter" or not x.is_floating_point():
                 continue
+            if isinstance(x, UninitializedParameter):
+                raise FrameworkError(f"{name} has no shape yet; call the model once, so that its lazy layers get one")
             if x.is_meta:
                 raise FrameworkError(f"{name} is on the device meta and has no numbers; load the model first")
             trained = groups.get(id(x), ())
@@ -98,33 +105,107 @@ class TorchAudit(AuditBackend):
         parameters: Sequence[AuditedParameter],
         step: Callable[[], Any],
     ) -> Sweep | None:
-        summaries: dict[str, GradientSummary] = {}
-        with scope():
-            calls = _BackwardCalls(_protect(model))
-            with isolated(step):
-                handles = removed_later()
-                for each in parameters:
-                    hook = partial(_note, summaries, each.name, calls)
-                    handles.extend(map(each.tensor.register_post_accumulate_grad_hook, [hook]))
-                enter_mode(calls)
-                try:
-                    step()
-                except Exception as error:
-                    if not calls.untracked and not _is_refusal(error):
-                        raise
-                    if not calls.untracked:  # otherwise what comes after it fails for want of gradients
-                        summaries.clear()
-        return Sweep(summaries, calls.has_rules) if calls.count else None
+        with _LossScales() as scales:
+            for _ in range(SCALES):
+                sweep = _run_step(model, parameters, step)
+                finite = sweep is None or all(math.isfinite(each.largest) for each in sweep.summaries.values())
+                if finite or not scales.backed_off():
+                    break
+        return sweep
 
     def loss_of_step(self, model: TorchModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
         return partial(_loss_of, model, step)
 
     def remarks(self, model: TorchModel) -> list[str]:  # type: ignore[override]
         modules = [module for root in model.roots.values() for module in root.modules()]
-        return ["the model is compiled, and ran eagerly for this"] if any(map(_compat.is_compiled, modules)) else []
+        remarks = ["the model is compiled, and ran eagerly for this"] if any(map(_compat.is_compiled, modules)) else []
+        scripted = [path for path, module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+        outermost = [path for path in scripted if path.rpartition(".")[0] not in scripted]
+        if outermost:
+            some = ", ".join(outermost[:3]) + (" and others" if len(outermost) > 3 else "")
+            remarks.append(
+                f"{some} {'is' if len(outermost) == 1 else 'are'} scripted, so that what runs in there is not seen, and "
+                "the cause of a missing gradient may not be found; give the module that it was made of"
+            )
+        return remarks
 
 
 implementation = TorchAudit()
+
+
+def _run_step(model: TorchModel, parameters: Sequence[AuditedParameter], step: Callable[[], Any]) -> Sweep | None:
+    summaries: dict[str, GradientSummary] = {}
+    with scope():
+        calls = _BackwardCalls(_protect(model))
+        with isolated(step):
+            handles = removed_later()
+            for each in parameters:
+                hook = partial(_note, summaries, each.name, calls)
+                handles.extend(map(each.tensor.register_post_accumulate_grad_hook, [hook]))
+            enter_mode(calls)
+            try:
+                step()
+            except Exception as error:
+                if not calls.untracked and not _is_refusal(error):
+                    raise
+                if not calls.untracked:  # otherwise what comes after it fails for want of gradients
+                    summaries.clear()
+    return Sweep(summaries, calls.has_rules) if calls.count else None
+
+
+class _LossScales(scope):
+    """The scalers (`GradScaler`) that a step uses, whose states are restored at the end.
+
+    A scaler starts with a factor at which gradients overflow, and lowers it with each step that it skips for that. So
+    gradients that are not finite mean nothing until a step runs at which the factor stays.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Any, dict[str, Any]] = {}
+        self._factors: dict[Any, float] = {}
+
+    def __enter__(self) -> "_LossScales":
+        super().__enter__()
+        defer(self._restore)
+        _scale_patch.enter()
+        assign(_local, "scales", self)
+        return self
+
+    def see(self, scaler: Any) -> None:
+        if scaler not in self._states:
+            self._states[scaler] = scaler.state_dict()
+            self._factors[scaler] = scaler.get_scale()
+
+    def backed_off(self) -> bool:
+        """Return True if a scaler has lowered its factor since this was last called."""
+        before, self._factors = self._factors, {scaler: scaler.get_scale() for scaler in self._factors}
+        return any(factor < before[scaler] for scaler, factor in self._factors.items())
+
+    def _restore(self) -> None:
+        for scaler, state in self._states.items():
+            scaler.load_state_dict(state)
+
+
+class _ScaleState(threading.local):
+    scales: _LossScales | None = None
+
+
+_local = _ScaleState()
+
+
+def _install(replace: Replace) -> None:
+    scale = torch.amp.GradScaler.scale
+
+    @wraps(scale)
+    def seen(self: Any, outputs: Any) -> Any:
+        if _local.scales is not None and self.is_enabled():
+            _local.scales.see(self)
+        return scale(self, outputs)
+
+    replace(torch.amp.GradScaler, "scale", seen)
+
+
+_scale_patch = AttributePatch(_install)
 
 
 def _is_refusal(error: Exception) -> bool:

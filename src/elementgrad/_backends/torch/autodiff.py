@@ -26,9 +26,12 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge
 
 from elementgrad._backends.autodiff import (
+    PRECISION,
     Function,
     Linearization,
     NotBatchableError,
+    Projection,
+    TangentCheck,
     TensorFunction,
     UnsupportedError,
     reason,
@@ -62,7 +65,6 @@ from elementgrad._backends.torch.isolate import (
     State,
     in_mode,
     isolated,
-    plainly,
     state,
 )
 from elementgrad._cleanup import AttributePatch, Replace, enter, push, safe_context, scope
@@ -125,12 +127,8 @@ class TorchLinearization(Linearization):
         self._create_graph = create_graph
         self._plain_attention = False
         self._unbatchable: dict[int, str | None] = {}
-        self._versions = [_version(x) for x in inputs]
+        self._versions = list(map(_version, inputs))
         self.leaves, self.outputs = evaluate(False)
-
-    @property
-    def narrows(self) -> bool:  # type: ignore[override]
-        return bool(self.uses)
 
     @classmethod
     def of(cls, run: TensorFunction, inputs: Sequence[Tensor], create_graph: bool) -> "TorchLinearization":
@@ -176,7 +174,7 @@ class TorchLinearization(Linearization):
             return leaves, list(outputs)
 
         others = run.others
-        versions = [_version(x) for x in others]
+        versions = list(map(_version, others))
         try:
             linear = cls(values, evaluate, run, before, create_graph)
         except RuntimeError as error:
@@ -184,8 +182,8 @@ class TorchLinearization(Linearization):
                 raise
             freezes = True
             linear = cls(values, evaluate, run, before, create_graph)
-        linear.uses = uses
-        if [_version(x) for x in others] != versions:
+        linear.uses, linear.narrows = uses, bool(uses)
+        if versions and list(map(_version, others)) != versions:
             linear.missing_rules = {"forward": WRITES}
         return linear
 
@@ -225,7 +223,7 @@ class TorchLinearization(Linearization):
         y = self.outputs[output]
         if type(y) is not Tensor or not y.requires_grad or not y.is_floating_point():
             return None
-        with isolated(None, now=self._sweep_state), plainly():
+        with isolated(None, now=self._sweep_state, sweeps=True):
             try:
                 return self._run_one(self._make_vjp(y[index], [self.leaves[i] for i in inputs]), None)
             except RuntimeError as error:
@@ -241,7 +239,7 @@ class TorchLinearization(Linearization):
         return narrow(self, output, inputs, positions)
 
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
-        if [_version(x) for x in self.inputs] != self._versions:
+        if list(map(_version, self.inputs)) != self._versions:
             raise UnsupportedError(CHANGED)
         sweep = self._dual_jvp if len(seeds) == 1 else self._batched_jvp
         tangents: list[Tensor | None]
@@ -256,26 +254,42 @@ class TorchLinearization(Linearization):
             raise (UnsupportedError if len(seeds) == 1 else NotBatchableError)(reason(error)) from error
         return unshare(tangents, self._create_graph)
 
-    def transpose_vjp(self, input: int, output: int, seeds: Tensor) -> Tensor | None:
-        if [_version(x) for x in self.inputs] != self._versions:
+    def transpose_vjp(self, input: int, output: int, seeds: Tensor, project: Projection) -> tuple[Tensor | None, bool]:
+        if list(map(_version, self.inputs)) != self._versions:
             raise UnsupportedError(CHANGED)
         y, leaf = self.outputs[output], self.leaves[input]
         if not y.requires_grad:
-            return None
+            return None, True
         try:
-            with isolated(None, now=self._sweep_state), plainly():
+            with isolated(None, now=self._sweep_state, sweeps=True):
                 cotangent = torch.zeros_like(y, requires_grad=True)
                 (gradient,) = _engine_run_backward((y,), (cotangent,), True, True, (leaf,), **TO_INPUTS)
                 if gradient is None:
-                    return None
+                    return None, True
                 sweep, seeds = self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds)
-                (tangents,) = sweep(seeds[0]) if len(seeds) == 1 else batched_vjp(sweep, seeds)
+                # In a list, of which `unshare` sees if anything else holds the memory of what is in it.
+                derivatives = list(sweep(seeds[0])) if len(seeds) == 1 else batched_vjp(sweep, seeds)
+                (tangents,) = unshare(derivatives, self._create_graph)
+                if tangents is None:
+                    raise UnsupportedError("a reverse rule cannot be transposed")
+                tangents = tangents.unsqueeze(0) if len(seeds) == 1 else tangents
+                checked = not _is_opaque(tangents)
+                if checked:
+                    self._check_tangents(y, leaf, tangents, seeds, project)
+                return tangents, checked
+        except UnsupportedError:
+            raise
         except Exception as error:  # a reverse rule without a derivative of its own, or one that cannot be stacked
             raise UnsupportedError(reason(error)) from error
-        if tangents is None:
-            raise UnsupportedError("a reverse rule cannot be transposed")
-        tangents = tangents.unsqueeze(0) if len(seeds) == 1 else tangents
-        return unshare([tangents], self._create_graph)[0]
+
+    @np.errstate(all="ignore")  # what overflows in half precision fails the comparison
+    def _check_tangents(self, y: Tensor, leaf: End, tangents: Tensor, seeds: Tensor, project: Projection) -> None:
+        check = TangentCheck(_to_numpy(tangents), max(PRECISION[x.element_size()] for x in (tangents, seeds)))
+        seed = torch.from_numpy(check.seed).view(y.shape).to(y)
+        check.expect(_to_numpy(seed))
+        for sign, cotangent in ((1, seed), (-1, -seed)):
+            (reverse,) = _engine_run_backward((y,), (cotangent,), True, False, (leaf,), **TO_INPUTS)
+            check.compare(sign, project(_to_numpy(reverse)))
 
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
         inputs, outputs = ([source], targets) if forward else (targets, [source])
@@ -287,7 +301,7 @@ class TorchLinearization(Linearization):
 
         if WRITES in self.missing_rules.values():
             raise UnsupportedError(f"{WRITES}, so it is not run again")
-        if local and [_version(x) for x in self.inputs] != self._versions:
+        if local and list(map(_version, self.inputs)) != self._versions:
             raise UnsupportedError(CHANGED)
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
         jvp = partial(self._dual_jvp, input, [output], plain_attention=True)
@@ -304,7 +318,7 @@ class TorchLinearization(Linearization):
         if sweep is None:
             return [None] * len(inputs)
         seeds = clone_inference_tensor(seeds)
-        with isolated(None, now=self._sweep_state), plainly():  # a rule may run parts of the function again
+        with isolated(None, now=self._sweep_state, sweeps=True):  # a rule may run parts of the function again
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._run_one(sweep, seeds[0])]
             if output not in self._unbatchable:
@@ -421,6 +435,11 @@ def clone_inference_tensor(x: Tensor) -> Tensor:
         return x
     with torch.inference_mode(False):
         return x.clone()
+
+
+def _to_numpy(x: Tensor) -> np.ndarray:
+    """Return numbers to compare, of at least four bytes each."""
+    return (x if x.element_size() >= 4 else x.double()).numpy(force=True)
 
 
 def _version(x: Tensor | None) -> int | None:

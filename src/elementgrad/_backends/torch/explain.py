@@ -5,9 +5,8 @@ no record, but their autograd graph is walked (`report_live`). A training step r
 (`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import TensorFunction
-from elementgrad._backends.source_location import is_user_code, location_text
+from elementgrad._backends.source_location import is_user_code, user_line_of
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_rules import NUMBERS, dense, flow_hook
@@ -29,6 +28,7 @@ from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, paus
 from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
 from elementgrad._cleanup import defer, scope
 from elementgrad._explain.backend import ExplainBackend, Picked
+from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
@@ -38,15 +38,15 @@ from elementgrad._explain.trace import (
     Op,
     OpGraph,
     Record,
+    StepTrace,
     Trace,
-    Verdict,
-    cannot_follow,
     uneven_weights,
 )
 from elementgrad._names import pytree
-from elementgrad.errors import PlaceError, UnconnectedError
+from elementgrad.errors import UnconnectedError
 
 Tensor = torch.Tensor
+is_user_file = partial(is_user_code, packages=["torch"])
 
 
 class TorchRecord(Record):
@@ -137,11 +137,8 @@ class TorchTrace(Trace):
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         return self._record.gradients(self._index[1], of, weights)[self._index[0]]
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        _compat.load_forward_rules()
-        with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
-            yield
+    def following(self) -> AbstractContextManager[None]:
+        return following()
 
     def hint_for_error(self, error: Exception) -> Hint | None:
         return self._refused.hint(error)
@@ -220,7 +217,7 @@ def _hint_for_argument(error: RuntimeError) -> Hint | None:
     evidence = f"PyTorch has no derivative of {function} by {argument}"
     if argument.startswith("running_"):
         return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
-    return Hint("no-rule", evidence, Op(function, _line(error)))
+    return Hint("no-rule", evidence, Op(function, user_line_of(error, is_user_file)))
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,7 @@ class RefusedRun:
             if _compat.is_inplace_error(text):
                 return Hint("modified-in-place", "the gradient needs the numbers from before", self._writer(text))
             if _compat.is_leaf_write_error(text):
-                return Hint("modified-in-place", "", Op(LEAF_WRITE, _line(error)))
+                return Hint("modified-in-place", "", Op(LEAF_WRITE, user_line_of(error, is_user_file)))
             if _compat.is_freed_graph_error(text):
                 return self._freed_graph_hint()
             name = _compat.operation_without_derivative(text)
@@ -265,13 +262,6 @@ class RefusedRun:
         if maker is not None:
             matches = [write for write in matches if write.maker == maker] or matches
         return matches[-1].op if matches else None
-
-
-def _line(error: BaseException) -> str | None:
-    """Return the user's line that an error comes from."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [location_text(file, line) for file, line in frames if is_user_code(file, ["torch"])]
-    return users[-1] if users else None
 
 
 def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -341,49 +331,37 @@ def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:
     seed = _seed(of)
     with isolated(None), plainly():
         (gradient,) = torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True, allow_unused=True)
-    hint = Hint(None, cannot_follow(error))
     if gradient is None:
-        return LiveReport("unconnected", None, hint, **LIVE_NAMES)
-    value = _take(gradient, wrt)
-    finite = bool(torch.isfinite(value).all())
-    verdict: Verdict = "nonfinite" if not finite else "flows" if bool(value.any()) else "zero"
-    return LiveReport(verdict, None, hint, value=value, **LIVE_NAMES)
+        return LiveReport.unfollowed("unconnected", error)
+    value = _take(gradient, wrt[1])
+    return LiveReport.unfollowed(NUMBERS.verdict(value), error, value=value)
+
+
+def _unconnected(cause: str | None, evidence: str = "", op: Op | None = None) -> LiveReport:
+    return LiveReport("unconnected", None, Hint(cause, evidence, op))
 
 
 def _follow_live(of: Picked, wrt: Picked) -> LiveReport:
     y, x = of[0], wrt[0]
     if not (x.is_floating_point() or x.is_complex()):
-        return _hint_report("unconnected", "integer", f"its dtype is {_dtype_name(x)}")
+        return _unconnected("integer", f"its dtype is {NUMBERS.dtype(x)}")
     if not x.requires_grad:
-        return _hint_report("unconnected", "not-tracked", "its requires_grad is False")
+        return _unconnected("not-tracked", "its requires_grad is False")
     if not y.requires_grad:
         if not (y.is_floating_point() or y.is_complex()):
-            evidence = f"the result is of dtype {_dtype_name(y)}"
-            return _hint_report("unconnected", "discrete", evidence, Op("what made it"))
+            evidence = f"the result is of dtype {NUMBERS.dtype(y)}"
+            return _unconnected("discrete", evidence, Op("what made it"))
         evidence = "the result has no grad_fn: it was detached, computed under no_grad, or made of plain numbers"
-        return _hint_report("unconnected", None, evidence)
+        return _unconnected(None, evidence)
     end = get_gradient_edge(x).node
     nodes = _graph_nodes(y)
     if end in nodes:
         return _report_connected(of, wrt, _NodePath(nodes, end))
     if any(following in nodes for following, _ in end.next_functions):
         if x._is_view():
-            return _hint_report("unconnected", "resliced", "what it is a slice of was used, and it was not")
-        return _hint_report("unconnected", "unused", "what it is computed from was used, and it was not")
-    return _hint_report("unconnected", None, "it is tracked, and the graph of the result does not lead to it")
-
-
-LIVE_NAMES: dict[str, Any] = {"of": "the result", "wrt": "the tensor"}
-
-
-def _hint_report(
-    verdict: Verdict, cause: str | None, evidence: str = "", op: Op | None = None, value: Tensor | None = None
-) -> LiveReport:
-    return LiveReport(verdict, None, Hint(cause, evidence, op), value=value, **LIVE_NAMES)
-
-
-def _dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+            return _unconnected("resliced", "what it is a slice of was used, and it was not")
+        return _unconnected("unused", "what it is computed from was used, and it was not")
+    return _unconnected(None, "it is tracked, and the graph of the result does not lead to it")
 
 
 def _graph_nodes(y: Tensor) -> set[Any]:
@@ -446,26 +424,25 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
             (gradient,) = torch.autograd.grad(of[0], x, seed, retain_graph=True)
     except RuntimeError as error:
         if _compat.is_inplace_error(str(error)):
-            return _hint_report("unconnected", "modified-in-place", "", Op("a write in place"))
+            return _unconnected("modified-in-place", "", Op("a write in place"))
         if not _compat.is_freed_graph_error(str(error)):
             raise
         if not keeps_grad:
-            return _hint_report("unconnected", "non-leaf", "its is_leaf is False")
+            return _unconnected("non-leaf", "its is_leaf is False")
         if x.grad is None:
-            return _hint_report("unconnected", "freed-graph")
-        return LiveReport("flows", value=x.grad.clone(), **LIVE_NAMES)
-    value = _take(gradient, wrt)
+            return _unconnected("freed-graph")
+        return LiveReport("flows", value=x.grad.clone())
+    value = _take(gradient, wrt[1])
     cotangents = [sizes[-1] if sizes else None for sizes in flows]
-    if not bool(torch.isfinite(value).all()):
-        return LiveReport("nonfinite", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
-    if not bool(value.any()):
-        return LiveReport("zero", path.graph, value=value, cotangents=cotangents, **LIVE_NAMES)
+    verdict = NUMBERS.verdict(value)
+    if verdict != "flows":
+        return LiveReport(verdict, path.graph, value=value, cotangents=cotangents)
     if not keeps_grad:
-        return _hint_report("flows", "non-leaf", "its is_leaf is False", value=value)
+        return LiveReport("flows", None, Hint("non-leaf", "its is_leaf is False"), value=value)
     times = 1 if x.grad is None else _multiple(x.grad, gradient)
     if x.grad is not None and 1 < times <= x.grad._version + 1:  # each further call writes to it in place
-        return _hint_report("mismatch", "accumulated", f"it is {times} times the gradient", value=value)
-    return LiveReport("flows", value=value, **LIVE_NAMES)
+        return LiveReport("mismatch", None, Hint("accumulated", f"it is {times} times the gradient"), value=value)
+    return LiveReport("flows", value=value)
 
 
 def _seed(of: Picked) -> Tensor:
@@ -473,8 +450,10 @@ def _seed(of: Picked) -> Tensor:
     return NUMBERS.at(of[0], chosen, uneven_weights(len(chosen)))
 
 
-def _take(gradient: Tensor, wrt: Picked) -> Tensor:
-    return gradient if wrt[1] is None else gradient.reshape(-1)[torch.from_numpy(wrt[1].copy()).to(gradient.device)]
+def _take(gradient: Tensor, positions: np.ndarray | None) -> Tensor:
+    return (
+        gradient if positions is None else gradient.reshape(-1)[torch.from_numpy(positions.copy()).to(gradient.device)]
+    )
 
 
 def _multiple(total: Tensor, gradient: Tensor) -> int:
@@ -484,12 +463,16 @@ def _multiple(total: Tensor, gradient: Tensor) -> int:
     return times if torch.allclose(total, times * gradient, rtol=1e-4) else 1
 
 
-STEP_NAMES: dict[str, Any] = {"of": "the loss", "wrt": "its inputs"}
-
-
-def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
+def report_step(
+    function: Callable[[], Any], wrt: Tensor | None, positions: np.ndarray | None = None
+) -> LiveReport | None:
     """Run a training step under a recorder, and report why it raises or what gradient a tensor gets."""
-    recorder = TorchOpRecorder(lambda x: x.requires_grad, TorchModel(function))
+
+    def leads(x: Tensor) -> bool:
+        # Another leaf than the tensor that is asked about has no gradient to hand on to it.
+        return x.requires_grad and (wrt is None or x is wrt or not x.is_leaf)
+
+    recorder = TorchOpRecorder(leads, TorchModel(function), keeps=wrt is not None)
     requests = recorder.requests
     root = recorder.follow(wrt)
     try:
@@ -499,47 +482,43 @@ def report_step(function: Callable[[], Any], wrt: Tensor | None) -> LiveReport:
         if error.loss is None:
             raise
         if recorder.failure is not None:
-            return _unfollowed_step("unconnected", recorder.failure)
+            return LiveReport.unfollowed("unconnected", recorder.failure)
         loss = recorder.id_of(error.loss)
         if error.leaf is None:
-            return _report_untracked(recorder, root, loss)
+            return _report_untracked(recorder, root, loss, wrt)
         graph = _graph_of(recorder, recorder.id_of(error.leaf), loss)
-        return LiveReport("unconnected", graph, of="the loss", wrt="the elements")
+        return LiveReport("unconnected", graph, wrt="the elements")
     except RuntimeError as error:
         untracked, unused = _compat.is_untracked_error(str(error)), _compat.is_unused_error(str(error))
         refused = _compat.is_freed_graph_error(str(error)) or _compat.is_inplace_error(str(error))
         if recorder.failure is not None and (untracked or unused or refused):
-            return _unfollowed_step("unconnected", recorder.failure)
+            return LiveReport.unfollowed("unconnected", recorder.failure)
         target = requests.target
         if target is None and requests.sides is not None and requests.sides[0][0]:
             target = recorder.id_of(requests.sides[0][0][0])
         if untracked and target is not None:
-            return _report_untracked(recorder, root, target)
+            return _report_untracked(recorder, root, target, wrt)
         if unused and requests.sides is not None:
             return _report_unused(recorder, *requests.sides)
         hint = RefusedRun.after(recorder).hint(error)
         if hint is None:
             raise
-        return LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint, **STEP_NAMES)
+        return LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint)
     except (AttributeError, TypeError) as error:  # None is used as if it were a gradient
         lacks_grad = wrt is not None and requests.target is not None and wrt.grad is None
         if not (lacks_grad or _read_missing_grad(recorder, wrt)) or "NoneType" not in str(error):
             raise
     if recorder.failure is not None and requests.target is not None:
         missing = wrt is not None and requests.gradient is None
-        return _unfollowed_step("unconnected" if missing else "flows", recorder.failure)
+        return LiveReport.unfollowed("unconnected" if missing else "flows", recorder.failure)
     if requests.missing is not None and _read_missing_grad(recorder, wrt):
         hint = Hint("non-leaf", "its is_leaf is False", requests.missing[1])
-        return LiveReport("unconnected", None, hint, of="the loss", wrt="the tensor")
-    return _report_finished(recorder, root, wrt)
+        return LiveReport("unconnected", None, hint, wrt="the tensor")
+    return _report_finished(recorder, root, wrt, positions)
 
 
 def _graph_of(recorder: TorchOpRecorder, source: int, target: int) -> OpGraph:
     return OpGraph(recorder.ops, source, target, frozenset(recorder.connected))
-
-
-def _unfollowed_step(verdict: Verdict, error: Exception) -> LiveReport:
-    return LiveReport(verdict, None, Hint(None, cannot_follow(error)), **STEP_NAMES)
 
 
 def _read_missing_grad(recorder: TorchOpRecorder, wrt: Tensor | None) -> bool:
@@ -552,7 +531,8 @@ def _report_unused(recorder: TorchOpRecorder, sides: Sequence[Sequence[Tensor]],
     """Report which input of `torch.autograd.grad` is not used."""
     (y, *_), inputs = sides
     unused = [x for x in inputs if not _leads(y, x)]
-    report = report_live((y, None), (unused[0], None)) if unused else None
+    names: Any = {"of": "the result", "wrt": "the tensor"}
+    report = replace(report_live((y, None), (unused[0], None)), **names) if unused else None
     if report is None or report.hint is None:
         hint = Hint(None, "PyTorch says that one of them is not used", Op("grad", where))
         return LiveReport("unconnected", None, hint)
@@ -566,46 +546,70 @@ def _leads(y: Tensor, x: Tensor) -> bool:
     return y.requires_grad and x.requires_grad and get_gradient_edge(x).node in _graph_nodes(y)
 
 
-def _report_untracked(recorder: TorchOpRecorder, root: int, target: int) -> LiveReport:
+def _report_untracked(recorder: TorchOpRecorder, root: int, target: int, wrt: Tensor | None) -> LiveReport:
     hint = None
-    if not recorder.any_tracked:
+    if not recorder.any_tracked and (wrt is None or not wrt.requires_grad):
         evidence = "nothing that the step computes with requires gradients"
         hint = Hint("not-tracked", evidence, _first_op(recorder, target))
-    return LiveReport("unconnected", _graph_of(recorder, root, target), hint, **STEP_NAMES)
+    return LiveReport("unconnected", _graph_of(recorder, root, target), hint)
 
 
 def _first_op(recorder: TorchOpRecorder, target: int) -> Op | None:
     """Return the first operation that a value is computed from."""
-    needed, first = {target}, None
-    for op in reversed(recorder.ops):
-        if op.inputs and not needed.isdisjoint(op.outputs):
-            needed.update(op.inputs)
-            first = op
-    return first
+    needed = DataPath(_graph_of(recorder, target, target)).to_target
+    return next((op for op in recorder.ops if op.inputs and not needed.isdisjoint(op.outputs)), None)
 
 
-def _report_finished(recorder: TorchOpRecorder, root: int, wrt: Tensor | None) -> LiveReport:
-    """Report what a step that raised nothing did to the gradient of a tensor."""
+def _report_finished(
+    recorder: TorchOpRecorder, root: int, wrt: Tensor | None, positions: np.ndarray | None
+) -> LiveReport | None:
+    """Report what a step that raised nothing did to the gradient of a tensor; None if it computed no gradient."""
     requests = recorder.requests
     if requests.target is None:
-        raise PlaceError(
-            "the step ran and did not call backward(), so there is nothing to explain; to explain a function give "
-            "its arguments, as in eg.explain(f, x)"
-        )
+        return None
     if wrt is None:
-        return LiveReport("flows", **STEP_NAMES)
-    names: dict[str, Any] = {"of": "the loss", "wrt": "the tensor"}
+        return LiveReport("flows")
     if requests.gradient is not None:
-        hint = None
+        value = _take(dense(requests.gradient), positions)
         if requests.accumulated is not None:
-            hint = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
-        return LiveReport("mismatch" if hint else "flows", None, hint, value=requests.gradient, **names)
-    hint = None
+            before = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
+            return LiveReport("mismatch", None, before, value=value, wrt="the tensor")
+        if (verdict := NUMBERS.verdict(value)) == "flows":
+            return LiveReport("flows", value=value, wrt="the tensor")
+        step = _step_trace(recorder, root)
+        graph = None if step is None else step.graph
+        return LiveReport(verdict, graph, value=value, step=step, positions=positions, wrt="the tensor")
+    hint: Hint | None = None
     if not wrt.requires_grad:
-        hint = Hint("not-tracked", "its requires_grad is False")
+        normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
+        statistic = normed and not isinstance(wrt, torch.nn.Parameter)
+        hint = Hint("not-tracked", "its requires_grad is False", Op(MOVING_STATISTIC) if statistic else None)
     elif not wrt.is_leaf and not wrt.retains_grad:
         hint = Hint("non-leaf", "is_leaf is False")
-    return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, **names)
+    return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, wrt="the tensor")
+
+
+NORMS = ("batch_norm", "instance_norm")
+"""Operations that read the moving statistics of a layer."""
+
+
+def _step_trace(recorder: TorchOpRecorder, root: int) -> StepTrace | None:
+    """Return a step, from a tensor to the last loss that it got a gradient from; None if that was not recorded."""
+    ops, target = recorder.recorded_ops(), recorder.requests.differentiated
+    reached = DataPath(_graph_of(recorder, root, root)).from_source
+    values = {n: x for op in ops for n, x in zip((*op.inputs, *op.outputs), (*op.operands, *op.results), strict=False)}
+    if root not in values or target not in values:
+        return None
+    graph = OpGraph(ops, root, target, reached & recorder.connected)
+    return StepTrace(graph, NUMBERS, values[root], values[target], following)
+
+
+@contextmanager
+def following() -> Iterator[None]:
+    """Run operations again without disturbing anything."""
+    _compat.load_forward_rules()
+    with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
+        yield
 
 
 class TorchExplain(ExplainBackend):

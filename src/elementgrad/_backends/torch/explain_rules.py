@@ -20,49 +20,34 @@ from elementgrad._backends.torch.record.intercept import EXPORTS, VALUE_PROPERTI
 from elementgrad._backends.torch.tensor import backend
 from elementgrad._cleanup import enter, scope
 from elementgrad._explain import kinds
+from elementgrad._explain.connect import Cut, Cuts
 from elementgrad._explain.replay import cotangent_sizes
 from elementgrad._explain.trace import CotangentSizes, Numbers, Op
 from elementgrad._names import pytree
 
 Tensor = torch.Tensor
-USER_NAMES = {
-    "__getitem__": "indexing",
-    "__setitem__": "item assignment",
-    "data.__get__": ".data",
-    "data.__set__": ".data =",
-    "multi_head_attention_forward": "attention",
-    "__rsub__": "sub",
-    "__rtruediv__": "div",
-    "__rdiv__": "div",
-    "__rpow__": "pow",
-    "__rmatmul__": "matmul",
-    "__float__": "float",
-    "__int__": "int",
-    "__index__": "int",
-    "__bool__": "bool",
-    "is_nonzero": "bool",
-    "__array__": "numpy",
-    "__dlpack__": "numpy",
-    "__floordiv__": "floor_divide",
-    "__rfloordiv__": "floor_divide",
-    "__radd__": "add",
-    "__rmul__": "mul",
-    "__iadd__": "add_",
-    "__isub__": "sub_",
-    "__imul__": "mul_",
-    "__itruediv__": "div_",
-    "__ipow__": "pow_",
-    "__deepcopy__": "deepcopy",
-}
+USER_NAMES = kinds.parse_words(
+    """
+    __getitem__=indexing data.__get__=.data multi_head_attention_forward=attention __rsub__=sub __rtruediv__=div
+    __rdiv__=div __rpow__=pow __rmatmul__=matmul __float__=float __int__=int __index__=int __bool__=bool
+    is_nonzero=bool __array__=numpy __dlpack__=numpy __floordiv__=floor_divide __rfloordiv__=floor_divide __radd__=add
+    __rmul__=mul __iadd__=add_ __isub__=sub_ __imul__=mul_ __itruediv__=div_ __ipow__=pow_ __deepcopy__=deepcopy
+    """
+) | {"__setitem__": "item assignment", "data.__set__": ".data ="}
 """Names that no user writes, and what they call them."""
-DETACHING = {"detach", "detach_", "data.__get__", "__deepcopy__"}
-"""Return the same numbers without their derivative."""
 FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
 """Make tensors of plain numbers."""
 UNSEEN_IMPORTS = ("from_numpy", "frombuffer", "from_dlpack")
 """Functions that make tensors of the memory of others, of which no mode of PyTorch is told."""
 COPYING = {"tensor", "new_tensor"}
 """Make tensors of plain numbers or tensors, and never keep a derivative."""
+CUTS: Cuts = {
+    **dict.fromkeys(("detach", "detach_", "data.__get__", "__deepcopy__"), ("detached", "")),
+    **dict.fromkeys((*FROM_PYTHON, "new_tensor"), ("left-framework", "it copies numbers and not where they came from")),
+    "grad": ("inner-gradient", "create_graph is False"),
+    "data.__set__": ("assigned-state", "it sets numbers and not where they came from"),
+}
+"""Functions that let no derivative through."""
 BRANCHING = {"__bool__", "is_nonzero", "__contains__", "equal", "allclose"}
 """Give a boolean to Python."""
 NO_VALUES = frozenset(
@@ -105,25 +90,11 @@ def leaves_framework(name: str) -> bool:
     return name in EXPORTS or name in BRANCHING
 
 
-def cut_cause(name: str, custom: bool, outputs: list[torch.Tensor], grad_enabled: bool) -> tuple[str | None, str]:
-    """Return why a function with a connected input has an unconnected output: a cause, and the evidence."""
-    if name in DETACHING:
-        return "detached", ""
-    if name in FROM_PYTHON or name == "new_tensor":
-        return "left-framework", "it copies numbers and not where they came from"
-    if outputs and not any(x.is_floating_point() or x.is_complex() for x in outputs):
-        return "discrete", f"{str(outputs[0].dtype).removeprefix('torch.')} comes out"
+def recording_gap() -> Cut | None:
+    """Return why PyTorch computes no gradients of what is called now, or None if it does."""
     if torch.is_inference_mode_enabled():
         return "no-grad", "it runs in inference mode"
-    if not grad_enabled:
-        return "no-grad", "torch.is_grad_enabled() is False there"
-    if name == "grad":
-        return "inner-gradient", "create_graph is False"
-    if custom:
-        return "custom-rule", "its result does not require gradients"
-    if name == "data.__set__":
-        return "assigned-state", "it sets numbers and not where they came from"
-    return None, ""
+    return None if torch.is_grad_enabled() else ("no-grad", "torch.is_grad_enabled() is False there")
 
 
 def written_tensors(func: Any, name: str, args: Any, kwargs: Any) -> list[Tensor]:

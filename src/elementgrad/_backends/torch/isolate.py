@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,6 @@ Modes = tuple[Any, ...]
 _guards: list[Any] = []  # inference mode ends when the object that set it is freed
 LEFT = "_elementgrad_left"
 """Marks a mode of ours that was left. PyTorch takes modes off for a moment, and may put it back after that."""
-
-
-def _device_context() -> Any:
-    return getattr(_compat.default_device, "device_context", None)
 
 
 def _set_device_context(context: Any) -> None:
@@ -56,13 +53,9 @@ def _autocast(device: str) -> list[Switch]:
 _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
 
 
-def _autocast_nesting() -> int:
-    """Return the number of open autocast blocks; leaving the last one clears the cache of casts."""
-    return call_atomically(*_NESTING)[1]
-
-
 def _set_autocast_nesting(depth: int) -> None:
-    missing = depth - _autocast_nesting()
+    """Set the number of open autocast blocks; leaving the last one clears the cache of casts."""
+    missing = depth - call_atomically(*_NESTING)[1]
     call_atomically(*[_NESTING[missing < 0]] * abs(missing))
     if depth == 0:
         torch.clear_autocast_cache()
@@ -70,11 +63,14 @@ def _set_autocast_nesting(depth: int) -> None:
 
 SWITCHES: list[Switch] = [
     (torch.is_grad_enabled, _compat._set_grad_enabled),
-    (_device_context, _set_device_context),
+    (partial(getattr, _compat.default_device, "device_context", None), _set_device_context),
     *_autocast("cpu"),
     *_autocast("cuda"),
-    (_autocast_nesting, _set_autocast_nesting),
 ]
+# All of them are written in C, so that no interrupt comes between the last two, of which the second undoes the first
+# and returns the number of open autocast blocks.
+_READS: tuple[Callable[[], Any], ...] = (*[read for read, _ in SWITCHES], *_NESTING)
+_WRITES: tuple[Callable[[Any], Any], ...] = (*[write for _, write in SWITCHES], lambda _: None, _set_autocast_nesting)
 
 
 class Stack(NamedTuple):
@@ -121,11 +117,12 @@ class AmbientState(NamedTuple):
     saving: Any
     saving_refused: str | None
     switches: list[Any]
+    """The results of `_READS`."""
 
 
 def ambient_state() -> AmbientState:
     """Return the modes and switches as they are now."""
-    return AmbientState(
+    state = (
         torch.is_inference_mode_enabled(),
         FUNCTIONS.modes() if FUNCTIONS.length() else (),  # every verb reads this twice, mostly without any modes
         OPERATIONS.modes() if OPERATIONS.length() else (),
@@ -133,8 +130,9 @@ def ambient_state() -> AmbientState:
         -1 if DUAL_NUMBERS.is_held_elsewhere() else _compat.dual_level(),
         _compat.saved_tensor_hooks._top_saved_tensors_default_hooks(False),
         _compat.saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message(),
-        [read() for read, _ in SWITCHES],
+        list(map(call, _READS)),
     )
+    return tuple.__new__(AmbientState, state)  # its own constructor is written in Python
 
 
 def enter_mode(mode: Any) -> None:
@@ -284,8 +282,8 @@ def restore_ambient_state(before: AmbientState) -> None:
     if now.inference != before.inference:
         _guards.append(_compat._InferenceMode(before.inference))
         _guards[-1].__enter__()
-    for (read, write), position in zip(SWITCHES, before.switches, strict=True):
-        if read() != position:
+    for write, position, value in zip(_WRITES, before.switches, list(map(call, _READS)), strict=True):
+        if value != position:
             write(position)
     _set_modes(FUNCTIONS, before.function_modes)
 
@@ -485,28 +483,39 @@ class isolated(scope):  # noqa: N801
         again: an earlier state to run from.
         attention: True to compute attention by the kernels that have derivatives of every order and direction.
         now: the state now, if it was just read.
+        sweeps: True for sweeps, which run in the precision of the evaluation and not in that of an autocast.
 
     The value of the block is False if the function leaves no trace, and True if it may do anything.
     """
 
-    __slots__ = ("_again", "_attention", "_function", "_now")
+    __slots__ = ("_again", "_attention", "_function", "_now", "_sweeps")
 
-    def __init__(self, function: Any, again: State | None = None, attention: bool = False, now: State | None = None):
+    def __init__(
+        self,
+        function: Any,
+        again: State | None = None,
+        attention: bool = False,
+        now: State | None = None,
+        sweeps: bool = False,
+    ):
         self._function = function
         self._again = again
         self._attention = attention
         self._now = now
+        self._sweeps = sweeps
 
     def __enter__(self) -> bool:
         super().__enter__()
         try:
             random = generators() if self._now is None else self._now[0]
-            defer(set_random, random)
-            if self._function is not None and random is not None:
-                defer(snapshot_ambient_state())
             if random is not None:
+                defer(set_random, random)
+                if self._function is not None:
+                    defer(snapshot_ambient_state())
                 BufferCopies(self._function).start()
             enter_modes(self._again, self._attention)
+            if self._sweeps:
+                leave_autocast()
         except BaseException:
             self.close()
             raise
@@ -565,11 +574,16 @@ class plainly(scope):  # noqa: N801
 
     def __enter__(self) -> None:
         super().__enter__()
-        if torch.is_inference_mode_enabled() or _compat._is_any_autocast_enabled():
-            enter(torch.inference_mode(False))
-            for device in DEVICES:
-                if torch.is_autocast_enabled(device):
-                    enter(torch.autocast(device, enabled=False))
+        leave_autocast()
+
+
+def leave_autocast() -> None:
+    """Turn inference mode and autocast off until the innermost open scope is left."""
+    if torch.is_inference_mode_enabled() or _compat._is_any_autocast_enabled():
+        enter(torch.inference_mode(False))
+        for device in DEVICES:
+            if torch.is_autocast_enabled(device):
+                enter(torch.autocast(device, enabled=False))
 
 
 SETTER = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]

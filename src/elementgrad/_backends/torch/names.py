@@ -279,7 +279,7 @@ def _original(tensor: Any) -> Any:
 
 
 def _capture_given(capture: Capture, path: str, module: Module, args: Any, kwargs: Any) -> Any:
-    return capture.capture_given(path, args, kwargs) if capture.active else None
+    return capture.capture_given(path, args, kwargs, module.forward) if capture.active else None
 
 
 def _capture_result(capture: Capture, path: str, module: Module, _: Any, result: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elementgrad._backends.autodiff import UnsupportedError
 from elementgrad._backends.torch._compat import (
     DisableTorchFunction,
-    TorchDispatchMode,
+    PlainDispatchMode,
     decomposition_table,
     derivative_is_missing,
     tree_leaves,
@@ -91,7 +91,7 @@ FACTORIES = [
 """Ops that take only the shape and dtype from a tensor."""
 
 
-class SparsityMode(TorchDispatchMode):
+class SparsityMode(PlainDispatchMode):
     """Follows ops: which tensors vary with the point, and which elements of a seed each element depends on."""
 
     def __init__(self, size: int, constants_known: bool):

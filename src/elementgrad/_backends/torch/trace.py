@@ -43,6 +43,7 @@ from elementgrad._backends.torch.record.intercept import (
 )
 from elementgrad._backends.torch.trace_memory import SavedValues, ValueIds, storage_address, version_of
 from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
+from elementgrad._explain.connect import Cut, cause_of_cut
 from elementgrad._explain.kinds import PRODUCT
 from elementgrad._explain.trace import Hint, Op
 from elementgrad._names import pytree
@@ -131,8 +132,8 @@ class TorchOpRecorder:
             return known
         aliases = self.ids.aliases(x)
         value_id = self.ids.assign(x)
-        if self._connect(x, value_id):
-            self.any_tracked = True
+        self._connect(x, value_id)
+        self.any_tracked = self.any_tracked or x.requires_grad
         if aliases and not any(other.requires_grad and x._base is other for other in aliases):
             self._add_alias(x, value_id, aliases)
         return value_id
@@ -195,14 +196,12 @@ class TorchOpRecorder:
             self.ops.append(op)
         return value_id
 
-    def _connect(self, x: Tensor, value_id: int) -> bool:
+    def _connect(self, x: Tensor, value_id: int) -> None:
         """Note that gradients lead from a value to a source, if they do."""
-        if not self._leads(x):
-            return False
-        self.connected.add(value_id)
-        if self._values is not None:
-            self._nodes[value_id] = x.grad_fn
-        return True
+        if self._leads(x):
+            self.connected.add(value_id)
+            if self._values is not None:
+                self._nodes[value_id] = x.grad_fn
 
     def connected_to(self, source: int, path: Any) -> frozenset[int]:
         """Return the values from which gradients lead to one of the sources."""
@@ -237,7 +236,10 @@ class TorchOpRecorder:
             roots = tensors_in(args[0] if args else kwargs.get("tensors"))
             return self.requests.backward(func, args, kwargs, self.module, [self.id_of(x) for x in roots])
         if name == "grad":
-            self.requests.note_grad(*args, **kwargs)
+            outputs = self.requests.note_grad(*args, **kwargs)
+            result = self._run_op(func, name, explain_rules.user_name(func), args, kwargs)
+            self.requests.note_result([self.id_of(y) for y in outputs], result)
+            return result
         if name == "register_hook":
             self._note_hook(args[0])
             return func(*args, **kwargs)
@@ -311,7 +313,8 @@ class TorchOpRecorder:
         if self._values is not None:
             self._save([other for x in writable for other in self.ids.aliases(x)])
             self._values.copy_before_write(writable)
-        grad_enabled, random = torch.is_grad_enabled(), generators() if self._values is not None else None
+        gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
+        block = "" if torch.is_grad_enabled() else self._block
         outputs = tensors_in((yield args, kwargs))
         if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
             random = None
@@ -329,46 +332,42 @@ class TorchOpRecorder:
         silent = self._is_silent_write(written, aliases, nodes)
         output_ids = tuple([value_id for value_id in new_ids if value_id is not None])
         by = find_caller()
-        is_checkpoint = bool(self._checkpoints)
-
-        def cause_of_cut(inputs: Sequence[int], made: Sequence[Tensor]) -> tuple[str | None, str]:
-            lost = [x for x in made if self.ids.get(x) not in self.connected]
-            if not lost or not any(n in self.connected for n in inputs):
-                return None, ""
-            cause, note = explain_rules.cut_cause(name, custom, lost, grad_enabled)
-            return by.cut_cause(cause), note
-
-        cause, note = cause_of_cut(input_ids, [x for x, n in zip(changed, new_ids, strict=True) if n is not None])
-        if by.verb is not None:
-            user_name = by.verb
-        if cause == "no-grad" and is_checkpoint:
-            user_name = "checkpoint"
         op = TorchOp(
-            user_name,
+            by.verb or user_name,
             by.where,
             self.module,
             input_ids,
             output_ids,
-            cause,
-            note,
-            custom,
+            custom_gradient=custom,
             from_python=not inputs,
             hidden=hidden,
             op_type=name,
             random=random,
-            block="" if grad_enabled else self._block,
+            block=block,
         )
+
+        def find_cut(inputs: Sequence[int], made: Sequence[Tensor]) -> Cut:
+            lost = [x for x in made if self.ids.get(x) not in self.connected]
+            if not lost or not any(n in self.connected for n in inputs):
+                return None, ""
+            cause, note = cause_of_cut(op, lost, explain_rules.NUMBERS, explain_rules.CUTS, gap)
+            return by.cut_cause(cause), note
+
+        made = [x for x, n in zip(changed, new_ids, strict=True) if n is not None]
+        op.cut_cause, op.note = find_cut(input_ids, made)
+        if op.cut_cause == "no-grad" and self._checkpoints:
+            op.operation = "checkpoint"
         if self._values is not None:
-            self._save([x for x, n in zip(changed, new_ids, strict=True) if n is not None])
+            self._save(made)
             self._keep_call(op, func, args, kwargs, writes)
             op.returned = [index for index, n in enumerate(new_ids) if n is not None]
         self.ops.append(op)
         for x in {id(x): x for x in aliases}.values():
-            self._add_alias_write(op, x, written, cause_of_cut)
+            self._add_alias_write(op, x, written, find_cut)
         self._used.update(input_ids)
         if any(value_id in self.connected for value_id in output_ids):
             self._used.update(output_ids)  # the gradient of a function may need its outputs
-        self._makers.update(dict.fromkeys(output_ids, user_name.strip("_").lower()))
+        self._makers.update(dict.fromkeys(output_ids, op.operation.strip("_").lower()))
         self.overwrites += [
             Overwrite(op, tuple(shape), self._makers.get(known or 0, "")) for shape, known in overwritten
         ]
@@ -391,12 +390,12 @@ class TorchOpRecorder:
         op.scalars = [x for x in flat if type(x) in factors]
         op.can_rerun = op.op_type != "apply" and not op.custom_gradient and not any(map(callable, flat))
 
-    def _add_alias_write(self, op: TorchOp, x: Tensor, written: Sequence[Tensor], cause_of_cut: Any) -> None:
+    def _add_alias_write(self, op: TorchOp, x: Tensor, written: Sequence[Tensor], find_cut: Any) -> None:
         """Record that a write changes another tensor, which shares the memory."""
         makers, before = [self.id_of(y) for y in written], self.id_of(x)
         value_id = self.ids.assign(x)
         self._connect(x, value_id)
-        cause, note = cause_of_cut((*op.inputs, *makers), [x])
+        cause, note = find_cut((*op.inputs, *makers), [x])
         inputs = (*makers, before)
         alias = TorchOp(op.operation, op.where, op.module, inputs, (value_id,), cause, note, hidden=True)
         if alias.cut_cause is None and value_id not in self.connected and any(n in self.connected for n in inputs):
@@ -476,13 +475,18 @@ class TorchOpRecorder:
         with pause_recording():
             for address in list(addresses):
                 op, x, before = self._shared[address]
-                if not bool(((x == before) | (x != x) & (before != before)).all()):
+                if not is_same(x, before):
                     self.hints.append(Hint("modified-through-data", "NumPy wrote to the same memory", op))
                     del self._shared[address]
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
             self.hints.append(Hint("hook", "", Op("register_hook", find_caller().where, self.module)))
+
+
+def is_same(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors have the same numbers; NaN counts as a number."""
+    return torch.equal(x, y) or bool(((x == y) | (x != x) & (y != y)).all())
 
 
 def _share(x: Tensor, shared: Tensor, at: Geometry, shared_at: Geometry) -> Tensor:
@@ -527,6 +531,8 @@ class GradientRequests:
         self.followed: Tensor | None = None
         """The tensor whose .grad is followed, if one is."""
         self.gradient: Tensor | None = None
+        self.differentiated = -1
+        """The value whose backward gave it that gradient."""
         self.accumulated: Op | None = None
         """The backward call that added to a .grad that was there before."""
         self.backwards: list[Op] = []
@@ -543,24 +549,34 @@ class GradientRequests:
         self.backwards.append(op)
         self.target = op.inputs[0] if op.inputs else None
         before = self._grad_of_followed()
+        version, old = (None, None) if before is None else (before._version, before.clone())
         with pause_recording():
             result = func(*args, **kwargs)
             after = self._grad_of_followed()
-            if after is not None and (before is None or not torch.equal(before, after)):
-                self.gradient = after
-                if before is not None and bool(before.any()):
+            # Numbers may be the same, or NaN, after a gradient was added to them.
+            if after is not None and (after is not before or after._version != version):
+                self.gradient, self.differentiated = after.clone(), op.inputs[0] if op.inputs else -1
+                if old is not None and bool(old.any()):
                     self.accumulated = op
         return result
 
     def _grad_of_followed(self) -> Tensor | None:
         x = self.followed
-        if x is None or not (x.is_leaf or x.retains_grad) or x.grad is None:
-            return None
-        return x.grad.clone()
+        return None if x is None or not (x.is_leaf or x.retains_grad) else x.grad
 
-    def note_grad(self, outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> None:
+    def note_grad(self, outputs: Any = None, inputs: Any = None, *_: Any, **__: Any) -> Sequence[Tensor]:
+        """Note a call of `torch.autograd.grad` before it runs; return its outputs."""
         tensors = [[x for x in pytree.leaves_of(side) if isinstance(x, Tensor)] for side in (outputs, inputs)]
         self.sides = tensors, find_caller().where
+        return tensors[0]
+
+    def note_result(self, outputs: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Note the gradients that it returned, if that of the followed tensor is one of them."""
+        inputs = self.sides[0][1] if self.sides is not None else ()
+        for x, g in zip(inputs, gradients, strict=False):
+            if x is self.followed and outputs:
+                self.target = self.differentiated = outputs[0]
+                self.gradient = None if g is None else g.detach().clone()
 
     def read(self, func: Callable[..., Any], x: Tensor, path: str) -> Any:
         """Read the .grad of a tensor for the user."""

@@ -106,7 +106,7 @@ class TrackedParameter(torch.Tensor):
         if found is None:
             return func(*tree_map_tensors(_copy_of, args), **tree_map_tensors(_copy_of, kwargs))
         record, x, others, make_kernel = found
-        result = func(*tree_map_tensors(_leaf_of, args), **tree_map_tensors(_leaf_of, kwargs))
+        result = func(*map(_leaf_of, args), **dict(zip(kwargs, map(_leaf_of, kwargs.values()), strict=True)))
         if result.requires_grad:
             before = [other.grad_fn for other in others if other.grad_fn is not None]
             use = LayerUse(x, version_of(x), get_gradient_edge(result), before, make_kernel)
@@ -133,7 +133,7 @@ def _is_fact(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__" and getattr(owner, "__name__", "") in FACTS
 
 
-def _leaf_of(x: Tensor) -> Tensor:
+def _leaf_of(x: Any) -> Any:
     if not isinstance(x, TrackedParameter):
         return x
     return x.record.leaf if x.record.copied is None else x.record.copied
@@ -169,16 +169,24 @@ def _linear_kernel(func: Any, given: Any, x: Tensor, weight: Tensor) -> Any:
         return None
 
     def make(positions: np.ndarray, shape: tuple[int, ...]) -> Entries:
-        from elementgrad._backends.torch.train.kernels import TorchProduct
-
-        row, column = np.divmod(positions, shape[1])
-        product = TorchProduct(row, column, shape[0], shape[1], weight.device)
+        product = _make_product(positions, shape, weight.device)
         rows = x.reshape(-1, x.shape[-1])
         if transposed:
             return lambda gradient: product(rows, gradient.reshape(-1, shape[1]))
         return lambda gradient: product(gradient.reshape(-1, shape[0]), rows)
 
     return make
+
+
+def _make_product(positions: np.ndarray, shape: tuple[int, ...], device: torch.device) -> Callable[..., Tensor]:
+    """Return a function to some entries of the product of two matrices over their rows."""
+    row, column = np.divmod(positions, shape[1])
+    if len(positions) == 1:  # nothing to plan, and planning would take longer than a small sweep
+        i, j = int(row[0]), int(column[0])
+        return lambda left, right: (left[:, i] * right[:, j]).sum(0, keepdim=True)
+    from elementgrad._backends.torch.train.kernels import TorchProduct
+
+    return TorchProduct(row, column, shape[0], shape[1], device)
 
 
 def _embedding_kernel(func: Any, given: Any, x: Tensor, weight: Tensor) -> Any:
@@ -313,7 +321,7 @@ class NarrowLinearization(TorchLinearization):
 
     def __init__(self, whole: TorchLinearization, inputs: Sequence[int], ends: Sequence[Any]):
         vars(self).update(vars(copy.copy(whole)))
-        self.uses = {}
+        self.uses, self.narrows = {}, False
         self._whole, self._numbers = whole, list(inputs)
         self.leaves = list(ends)
         self.inputs = [

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import distributed
@@ -29,7 +29,7 @@ from elementgrad._backends.torch.watch_run import (
     local_part,
 )
 from elementgrad._backends.torch.watch_update import UpdateBefore
-from elementgrad._cleanup import AttributePatch, Replace, assign, defer
+from elementgrad._cleanup import AttributePatch, Replace, assign, defer, with_cleanup
 from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
@@ -142,8 +142,8 @@ class TorchWatcher(Watcher):
         self._look()
         self._read_later()
         call = self._begin(args, kwargs)
-        self._inside = True
         try:
+            self._inside = True
             result = original(*args, **kwargs)
         finally:
             self._inside = False
@@ -385,9 +385,10 @@ class TorchWatcher(Watcher):
                 )
                 self._stop(hit)
 
+    @with_cleanup
     def _line_of(self, call: ForwardCall, name: str) -> str | None:
-        self._inside = True  # the model is called for it
         try:
+            self._inside = True  # the model is called for it
             return self._state.line_of(call, name)
         finally:
             self._inside = False
@@ -439,7 +440,7 @@ class TorchWatcher(Watcher):
             self._raise(hit)
         self._suspect = self._suspect or hit
 
-    def _raise(self, hit: Hit) -> NoReturn:
+    def _raise(self, hit: Hit) -> None:
         self._stopped = True
         self._options.stop(hit)
 

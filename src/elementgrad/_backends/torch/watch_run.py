@@ -13,6 +13,7 @@ import torch
 
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
+from elementgrad._backends.torch.explain import following
 from elementgrad._backends.torch.explain_rules import NUMBERS
 from elementgrad._backends.torch.isolate import (
     DEVICES,
@@ -23,7 +24,6 @@ from elementgrad._backends.torch.isolate import (
     generators,
     in_mode,
     isolated,
-    plainly,
     precision,
     set_random,
 )
@@ -180,7 +180,7 @@ class ModelState:
         connected = frozenset(recorder.connected)
         seeds = dict(call.cotangents)
         return StepRecord(
-            "torch", ops, connected, NUMBERS, held, named, final, seeds, texts, hints=hints, following=_following
+            "torch", ops, connected, NUMBERS, held, named, final, seeds, texts, hints=hints, following=following
         )
 
     def results(self, call: ForwardCall) -> dict[str, Tensor]:
@@ -339,13 +339,6 @@ class TorchWatchRuns(WatchBackend):
             if settings.get("update"):
                 results |= run_update(settings["update"], captured.held)
         return ReplayedRun(results, partial(state.record, call, loss, parameters))
-
-
-@contextmanager
-def _following() -> Iterator[None]:
-    _compat.load_forward_rules()
-    with isolated(None, attention=True), plainly():
-        yield
 
 
 def describe(root: Module) -> dict[str, Any]:

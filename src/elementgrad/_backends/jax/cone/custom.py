@@ -17,9 +17,11 @@ from elementgrad._backends.jax.cone.rules import (
 )
 from elementgrad._backends.jax.cone.trace import build, run_steps
 from elementgrad._backends.jax.program import bind
-from elementgrad._cone.boxes import Box, Interval, Shape, whole
-from elementgrad._cone.maps import Along, AxisMap, Link, Relation, Whole
-from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule, plan_need
+from elementgrad._cone.boxes import Shape
+from elementgrad._cone.maps import Along, AxisMap, Fixed, Link, Relation, Whole, keeps_positions
+from elementgrad._cone.plan import Program, ProgramOp, ProgramValue, Rule
+
+Axes = tuple[int | None, ...]
 
 
 @rule("custom_jvp_call")
@@ -41,23 +43,15 @@ def _custom_jvp(op: ProgramOp, params: dict[str, Any]) -> Rule | None:
     value = build(params["call_jaxpr"])
     slope = build(jax.make_jaxpr(both)(*types, *types), opens_rules=True)
     (result,) = op.shapes
-    apart = [axis for axis, size in enumerate(result) if size > 1 and _is_apart((value, slope), result, axis)]
-    if not apart:
+    if any(output.shape != result for program in (value, slope) for output in program.outputs):
+        return None
+    found = match_axes((value, slope), result)
+    if not any(axis is not None for output in value.outputs for axis in found[output]):
         return None
 
-    def matches(inner: ProgramValue) -> tuple[int | None, ...]:
+    def matches(inner: ProgramValue) -> Axes:
         return found.get(inner, (None,) * len(inner.shape))
 
-    found: dict[ProgramValue, tuple[int | None, ...]] = {}
-    for program in (value, slope):
-        for axis in apart:
-            for output in program.outputs:
-                for inner, box in _needed(program, output, result, axis, 0).items():
-                    now = list(matches(inner))
-                    for number, interval in enumerate(box):
-                        if interval == Interval(0, 1) and inner.shape[number] > 1:
-                            now[number] = axis
-                    found[inner] = tuple(now)
     relations = []
     for number, operand in enumerate(op.operands):
         ways = [matches(value.inputs[number]), matches(slope.inputs[number]), matches(slope.inputs[count + number])]
@@ -114,30 +108,37 @@ def _custom_jvp(op: ProgramOp, params: dict[str, Any]) -> Rule | None:
     return PrimitiveRule(op, relations, run, float(max(1, len(value.ops))))
 
 
-def _needed(program: Any, output: ProgramValue, result: Shape, axis: int, at: int) -> dict[ProgramValue, Box]:
-    box = list(whole(result))
-    box[axis] = Interval(at, at + 1)
-    return dict(plan_need(program.ops, output, tuple(box)).needed)
+def match_axes(programs: Sequence[Program], result: Shape) -> dict[ProgramValue, Axes]:
+    """Return the axis of the result for each axis of each value, where every operation treats its positions apart.
 
+    An axis of the result along which some operation does anything else is matched by no axis of any value.
+    """
+    apart = {axis for axis, size in enumerate(result) if size > 1}
+    while True:
+        found: dict[ProgramValue, Axes] = {}
+        mixed: set[int | None] = set()
 
-def _is_apart(programs: Sequence[Any], result: Shape, axis: int) -> bool:
-    """Return True if every value of some programs is cut along one axis or none, where the result is."""
-    for program in programs:
-        for output in program.outputs:
-            if output.shape != result:
-                return False
-            last = result[axis] - 1
-            first, other = (_needed(program, output, result, axis, at) for at in (0, last))
-            if first.keys() != other.keys():
-                return False
-            for value, box in first.items():
-                cuts = 0
-                for here, there, size in zip(box, other[value], value.shape, strict=True):
-                    if here == there == Interval(0, size):
+        def note(value: ProgramValue, axes: Sequence[int | None], found: Any = found, mixed: Any = mixed) -> None:
+            before = found.setdefault(value, tuple(axes))
+            for one, other in zip(before, axes, strict=True):
+                mixed.update({one, other} if one != other else ())
+            mixed.update([axis for axis in axes if axes.count(axis) > 1])
+
+        for program in programs:
+            for output in program.outputs:
+                note(output, [axis if axis in apart else None for axis in range(len(result))])
+            for op in reversed(program.ops):
+                for made, row in zip(op.results, op.rule.relations, strict=True):
+                    if made is None or made not in found:
                         continue
-                    if here != Interval(0, 1) or there != Interval(last, last + 1) or size != result[axis]:
-                        return False
-                    cuts += 1
-                if cuts > 1:
-                    return False
-    return True
+                    for operand, relation in zip(op.operands, row, strict=True):
+                        axes: list[int | None] = [None] * len(operand.shape)
+                        for link in () if relation is None else relation.links:
+                            if keeps_positions(link.map):
+                                axes[link.operand[0]] = found[made][link.result[0]]
+                            elif not isinstance(link.map, Fixed):
+                                mixed.update([found[made][axis] for axis in link.result])
+                        note(operand, axes)
+        if not mixed & apart:
+            return found
+        apart -= mixed

@@ -187,7 +187,7 @@ def _gather(op: ProgramOp, params: dict[str, Any]) -> Rule | None:
             return again(op, part, rows, slice_sizes=own)
         return again(op, part, rows, slice_sizes=own, mode=lax.GatherScatterMode.CLIP)
 
-    return PrimitiveRule(op, relations, run)
+    return PrimitiveRule(op, relations, run, variant=known is not None)
 
 
 def _along(operand: int, result: int, size: int) -> Link:

@@ -5,7 +5,7 @@ have sizes that are fixed and starts that may be traced. The region of an operan
 result needs of it, and often more; `cut` and `see` take out of it what an operation needs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -58,19 +58,37 @@ class Target(NamedTuple):
 Run = Callable[[list[PlacedRegion], Target], Array]
 
 
-class PrimitiveRule(Rule):
+class RegionRule(Rule):
+    """A rule that is compiled.
+
+    What was compiled for a program serves all programs with the same equations, whatever their constants are. A rule
+    that looks at the numbers of a constant, to decide how it runs, therefore says in `variant` what it decided.
+    """
+
+    variant: Hashable = None
+
+
+class PrimitiveRule(RegionRule):
     """Relations of a primitive, and a function that computes a region of its result."""
 
-    def __init__(self, op: ProgramOp, relations: Sequence[Relation | None], run: Run, work: float = 1.0):
+    def __init__(
+        self,
+        op: ProgramOp,
+        relations: Sequence[Relation | None],
+        run: Run,
+        work: float = 1.0,
+        variant: Hashable = None,
+    ):
         self.relations = [list(relations)]
         self.work = work
+        self.variant = variant
         self._run = run
 
     def run(self, regions: Any, needs: Any, boxes: Any) -> list[Array]:
         return [self._run(regions, boxes[0])]
 
 
-class SeparateRule(Rule):
+class SeparateRule(RegionRule):
     """A primitive with several results, each of which depends on all operands in a way of its own."""
 
     def __init__(
@@ -83,8 +101,10 @@ class SeparateRule(Rule):
         return self._run(regions, boxes)
 
 
-class WholeRule(Rule):
+class WholeRule(RegionRule):
     """A primitive on whole operands, of whose results regions are cut out."""
+
+    variant = "whole"
 
     def __init__(self, op: ProgramOp):
         self._op = op
@@ -487,5 +507,5 @@ def _banded(
             arrays[side] = cut(PlacedRegion(arrays[side], (0, 0)), starts, tuple(sizes))
             return again(op, *arrays)
 
-        return PrimitiveRule(op, found, run, float((band.last - band.first).max() + 1))
+        return PrimitiveRule(op, found, run, float((band.last - band.first).max() + 1), side)
     return None

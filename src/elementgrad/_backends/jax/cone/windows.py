@@ -107,7 +107,7 @@ def _strided(op: ProgramOp, first: Sequence[int], strides: Sequence[int]) -> Rul
         starts, sizes = [view.first for view in views], tuple([view.size for view in views])
         return lax.slice(cut(regions[0], starts, sizes), [0] * len(sizes), sizes, strides)
 
-    return PrimitiveRule(op, relations, run)
+    return PrimitiveRule(op, relations, run, variant=tuple(first))
 
 
 @rule("pad")

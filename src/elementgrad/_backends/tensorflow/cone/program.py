@@ -8,7 +8,7 @@ one operation that runs on whole tensors.
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -35,6 +35,8 @@ Operation = Any
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 ALIASES = {"Identity", "IdentityN", "Snapshot", "PlaceholderWithDefault"}
 """Operations whose results are their operands."""
+RESHAPES = {"Reshape", "Squeeze", "ExpandDims"}
+"""Operations that copy nothing. Those on constants, such as the bias of a layer, run once, while recording."""
 CONTROL = {"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"}
 STATELESS = {"ReadVariableOp", "ResourceGather", "Placeholder", "VarHandleOp", *CALLS, *CONTROL}
 """Operations with a state that only read it, or only change what those inside them change."""
@@ -42,13 +44,34 @@ WITHOUT_SLOPE = {"StopGradient", "Floor", "Ceil", "Rint", "Round", "FloorDiv", "
 """Operations whose derivative is None, which no tape goes through."""
 
 
+class ReadVariables:
+    """Variables that a call reads by itself each time it runs, with their values while it was recorded."""
+
+    def __init__(self, variables: Iterable[Any]):
+        self._variables = list(variables)
+        self._values = [variable.read_value() for variable in self._variables]
+
+    def require_unchanged(self) -> None:
+        for variable, value in zip(self._variables, self._values, strict=True):
+            now = variable.read_value()
+            # NaN is unequal to itself.
+            same = tf.equal(value, now) | (tf.not_equal(value, value) & tf.not_equal(now, now))
+            if not bool(tf.reduce_all(same)):
+                raise FrameworkError(
+                    "a variable that is read inside a loop, or a function with a gradient of its own, has changed "
+                    "since the function was recorded; record it again"
+                )
+
+
 class CustomGradientCall:
     """A call of a function with a gradient of its own, which runs again with that gradient."""
 
-    def __init__(self, function: Any, args: Any, slots: Sequence[int]):
+    def __init__(self, function: Any, args: Any, slots: Sequence[int], variables: Iterable[Any]):
         self._function, self._args, self._slots = function, args, slots
+        self._variables = ReadVariables(variables)
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
+        self._variables.require_unchanged()
         leaves = tf.nest.flatten(self._args)
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -61,25 +84,32 @@ class ClusterCall:
 
     def __init__(self, function: Any):
         self._function = function
-        self._variables = [x for x in function.captured_inputs if x.dtype == tf.resource]
-        self._values = self._read()
-
-    def _read(self) -> list[Any]:
-        found = {id(variable.handle): variable for variable in self._function.graph.variables}
-        return [found[id(x)].read_value() if id(x) in found else None for x in self._variables]
+        captured = {id(x) for x in function.captured_inputs}
+        self._variables = ReadVariables([v for v in function.graph.variables if id(v.handle) in captured])
 
     def run(self, *tensors: Tensor) -> list[Tensor]:
-        for before, now in zip(self._values, self._read(), strict=True):
-            if before is not None and not bool(tf.reduce_all(tf.equal(before, now))):
-                raise FrameworkError(
-                    "a variable that is read inside a loop has changed since the function was recorded; record it again"
-                )
+        self._variables.require_unchanged()
         made = self._function(*tensors)
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
 
+class CustomCall(NamedTuple):
+    """A call of a function with a gradient of its own, as it was traced."""
+
+    function: Any
+    args: Any
+    numbers: dict[str, int]
+    """The number of each result, by the name of its tensor."""
+    ops: range
+    """The operations that the call added to its graph."""
+
+
+Calls = dict[tuple[Any, str], CustomCall]
+"""Calls by the graph and the name of the operation that ends them; graphs of loops have names of their own."""
+
+
 class _RecordingState(threading.local):
-    calls: dict[str, Any] | None = None
+    calls: Calls | None = None
 
 
 _local = _RecordingState()
@@ -89,17 +119,23 @@ def _install(replace: Replace) -> None:
     original = custom_gradient._graph_mode_decorator
 
     def note(function: Any, args: Any, kwargs: Any) -> Any:
+        first = _count_ops()
         made = original(function, args, kwargs)
         if _local.calls is not None and not kwargs:
             for number, y in enumerate(tf.nest.flatten(made)):
                 if tf.is_tensor(y):
-                    _local.calls.setdefault(y.op.name, (function, args, {}))[2][y.name] = number
+                    call = CustomCall(function, args, {}, range(first, _count_ops()))
+                    _local.calls.setdefault((y.graph, y.op.name), call).numbers[y.name] = number
         return made
 
     replace(custom_gradient, "_graph_mode_decorator", note)
 
 
 _patch = AttributePatch(_install)
+
+
+def _count_ops() -> int:
+    return len(tf.compat.v1.get_default_graph().get_operations())
 
 
 class _Trace:
@@ -110,7 +146,7 @@ class _Trace:
         self.sources: list[Any] = [None] * len(inputs)
         """The tensor of the graph for each input; None for a variable, which the function reads itself."""
         self.outputs: list[Any] = []
-        self.calls: dict[str, Any] = {}
+        self.calls: Calls = {}
         with isolated(), without_log(), scope():
             _patch.enter()
             assign(_local, "calls", self.calls)
@@ -151,8 +187,13 @@ class TensorflowProgram(RecordedProgram):
             raise
         except Exception as error:  # the plain way will raise it again if it is the user's own
             raise NoConeError(f"it cannot be traced into a graph ({_last_line(error)})") from error
-        builder = _Builder(trace, inputs, limit)
-        self.outputs = builder.build(trace.outputs)
+        try:
+            builder = _Builder(trace, inputs, limit)
+            self.outputs = builder.build(trace.outputs)
+        except (NoConeError, ElementgradError):
+            raise
+        except Exception as error:  # the plain way does without what TensorFlow could not do here
+            raise NoConeError(f"its graph cannot be taken apart ({_last_line(error)})") from error
         self.ops = builder.ops
         self.inputs = builder.inputs
         self.tensors = trace.outputs
@@ -280,7 +321,7 @@ class _Builder:
                 self._written.setdefault(id(op.inputs[0]), self._order[op.name])
 
     def build(self, outputs: Sequence[Any]) -> list[ProgramValue]:
-        clusters = _find_clusters(outputs, self._env, self._trace.calls)
+        clusters = _find_clusters(outputs, self._env)
         values = self._follow(outputs, self._env, clusters, True)
         for source, position in self._taps.items():
             if self.inputs[position] is None:  # nothing that was named depends on it
@@ -317,8 +358,9 @@ class _Builder:
         return [env[id(y)] for y in results]
 
     def _inputs_of(self, op: Operation, top: bool) -> list[Any]:
-        if op.name in self._trace.calls and top:
-            return [x for x in tf.nest.flatten(self._trace.calls[op.name][1]) if _is_of(x, self._trace.graph)]
+        if (op.graph, op.name) in self._trace.calls and top:
+            call = self._trace.calls[op.graph, op.name]
+            return [x for x in tf.nest.flatten(call.args) if _is_of(x, self._trace.graph)]
         if op.type in ("Shape", "ShapeN", "Size", "Rank", "ReadVariableOp", "Placeholder"):
             return []
         if op.type == "ResourceGather":
@@ -327,7 +369,7 @@ class _Builder:
 
     def _note_op(self, op: Operation, env: dict[int, ProgramValue], top: bool) -> None:
         kind = op.type
-        if op.name in self._trace.calls and top:
+        if (op.graph, op.name) in self._trace.calls and top:
             self._note_custom(op, env)
         elif kind == "Const":
             env[id(op.outputs[0])] = self._constant(tf.constant(tf.make_ndarray(op.get_attr("value"))))
@@ -361,6 +403,10 @@ class _Builder:
             operands = [env[id(x)] for x in op.inputs if x.dtype != tf.resource]
             if kind == "ResourceGather":
                 operands.insert(0, self._variable(op, env))
+            if kind in RESHAPES and all(value.known is not None for value in operands):
+                (made,) = GraphCall(op).run(*[value.known for value in operands])
+                env[id(op.outputs[0])] = self._constant(made)
+                return
             self._note(op, kind, operands, op.outputs, GraphCall(op), env)
 
     def _note(
@@ -440,7 +486,7 @@ class _Builder:
             env[id(y)] = value
 
     def _note_custom(self, op: Operation, env: dict[int, ProgramValue]) -> None:
-        function, args, numbers = self._trace.calls[op.name]
+        function, args, numbers, span = self._trace.calls[op.graph, op.name]
         if _closes_over_graph(function, self._trace.graph):
             raise NoConeError("a function with a gradient of its own uses tensors that are no arguments of it")
         leaves = tf.nest.flatten(args)
@@ -454,7 +500,10 @@ class _Builder:
         module = str(getattr(function, "__module__", ""))
         plain = module == "tensorflow.python.ops.nn_impl" and len(outputs) == 1
         name = "custom_gradient of one element" if plain else "custom_gradient"
-        call = CustomGradientCall(function, args, slots)
+        inside = self._trace.graph.get_operations()[span.start : span.stop]
+        handles = {id(self._captured.get(id(x))) for each in inside for x in each.inputs if x.dtype == tf.resource}
+        variables = [v for v in self._trace.graph.variables if id(v.handle) in handles]
+        call = CustomGradientCall(function, args, slots, variables)
         self._note(op, name, [env[id(leaves[slot])] for slot in slots], outputs, call, env)
 
     def _note_cluster(self, node: "_Cluster", env: dict[int, ProgramValue]) -> None:
@@ -463,6 +512,8 @@ class _Builder:
                 for inner in graph.get_operations():
                     if inner.op_def.is_stateful and inner.type not in STATELESS:
                         raise NoConeError(f"{inner.type} in a loop draws random numbers or has a state")
+                    if _has_own_gradient(inner):
+                        raise NoConeError("a function with a gradient of its own is called inside a loop or a branch")
             if op.op_def.is_stateful and op.type not in STATELESS:
                 raise NoConeError(f"{op.type} draws random numbers or has a state")
             for x in op.inputs:
@@ -470,10 +521,10 @@ class _Builder:
                     raise NoConeError("a named parameter is read inside a loop or a branch")
                 if x.dtype == tf.resource and id(x) in self._written:
                     raise NoConeError("a loop reads a variable that is written to")
-        function = self._trace.function.prune(node.inputs, node.outputs)
-        self._note(
-            node.ops[-1], "loop or branch", [env[id(x)] for x in node.inputs], node.outputs, ClusterCall(function), env
-        )
+        # Constants stay inside: the shapes of lists must be known there.
+        inputs = [x for x in node.inputs if x.op.type != "Const"]
+        call = ClusterCall(self._trace.function.prune(inputs, node.outputs))
+        self._note(node.ops[-1], "loop or branch", [env[id(x)] for x in inputs], node.outputs, call, env)
 
 
 def _is_of(x: Any, graph: Any) -> bool:
@@ -523,7 +574,7 @@ class _Cluster:
         ]
 
 
-def _find_clusters(outputs: Sequence[Any], env: dict[int, Any], calls: dict[str, Any]) -> dict[str, _Cluster]:
+def _find_clusters(outputs: Sequence[Any], env: dict[int, Any]) -> dict[str, _Cluster]:
     """Return the cluster of each operation that is in one, by its name.
 
     A cluster is a loop or branch, with all that passes lists to it or takes them from it, and with what lies between.

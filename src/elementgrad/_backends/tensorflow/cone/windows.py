@@ -41,10 +41,21 @@ def _low_padding(
     ]
 
 
-def _pad(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    if not any(map(any, pads)):
-        return x
-    return tf.pad(x, [(0, 0), *pads, (0, 0)], constant_values=tf.cast(value, x.dtype))
+def _pad(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
+    return tf.pad(x, [(0, 0), *pads, (0, 0)]) if any(map(any, pads)) else x
+
+
+def _repeat_edges(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
+    """Pad an image with copies of its edges, which change no maximum.
+
+    A window that sees padding sees the edge too, so a copy is the first maximum only where its original is. No number
+    would do instead: a window that is -inf all over must not find its maximum in the padding.
+    """
+    for axis, (before, behind) in enumerate(pads, 1):
+        if before or behind:
+            size = x.shape[axis]
+            x = tf.gather(x, np.clip(np.arange(-before, size + behind), 0, size - 1), axis=axis)
+    return x
 
 
 @rule("Conv2D", "Conv3D", "DepthwiseConv2dNative")
@@ -163,7 +174,7 @@ def pool_rule(op: ProgramOp) -> Rule | None:
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         part = regions[0]
         pads = [window.padding(interval) for window, interval in zip(windows, box[1:-1], strict=True)]
-        padded = _pad(part, pads, part.dtype.min if largest else 0.0)
+        padded = _repeat_edges(part, pads) if largest else _pad(part, pads)
         y = (
             function(input=padded, padding="VALID", **attributes)
             if largest

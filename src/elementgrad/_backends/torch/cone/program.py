@@ -330,7 +330,8 @@ def _known_shapes(name: str, args: Any) -> Any:
         ]
         return torch.empty([x.shape[0], weight.shape[0], *out], dtype=x.dtype, device="meta")
     if name.rstrip("_") in SHAPE_KEEPING and args[0].is_floating_point():
-        return torch.empty_like(args[0])
+        x = args[0]
+        return torch.empty(x.shape, dtype=x.dtype, device="meta") if x.is_contiguous() else torch.empty_like(x)
     return None
 
 
@@ -491,8 +492,10 @@ def _nodes_behind(outputs: Sequence[Tensor]) -> set[Any]:
 def _sweep(y: Tensor, ends: Sequence[Tensor], seed: Any) -> list[Tensor]:
     """Run one reverse sweep, from a cotangent or from the element at a flat position."""
     with plainly():
-        target = y if isinstance(seed, Tensor) else y.reshape(-1)[int(seed)]
-        cotangent = seed if isinstance(seed, Tensor) else None
+        target, cotangent = y, seed
+        if not isinstance(seed, Tensor):
+            alone = y.numel() == 1
+            target, cotangent = (y, torch.ones_like(y)) if alone else (y.reshape(-1)[int(seed)], None)
         parts = torch.autograd.grad(target, ends, cotangent, retain_graph=True, allow_unused=True)
     return [
         torch.zeros_like(end) if part is None else materialize(part.to_dense() if part.is_sparse else part)

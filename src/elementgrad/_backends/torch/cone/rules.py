@@ -57,8 +57,8 @@ class PartRule(Rule):
         assert joined is not None
         computed = joined
         for relation in self._row:
-            if relation is not None:
-                computed = _around(computed, relation.computed(joined))
+            wider = joined if relation is None else relation.computed(joined)
+            computed = computed if wider is joined else _around(computed, wider)
         return [
             None if box is None else y if box == computed else y[slices(box, computed)]
             for y, box in zip(results, boxes, strict=True)

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from elementgrad._backends.autodiff import Linearization
-from elementgrad._backends.torch._compat import TorchDispatchMode, sequence_number
+from elementgrad._backends.torch._compat import PlainDispatchMode, sequence_number
 from elementgrad._backends.torch.autodiff import disable_checkpointing
 from elementgrad._backends.torch.isolate import enter_mode, enter_modes, restore_after_interrupt
 from elementgrad._backends.torch.record import intercept
@@ -225,16 +225,12 @@ class _RecordingMode(TorchFunctionMode):
         return self._recorder.call(func, args, kwargs or {})
 
 
-class _WriteMode(TorchDispatchMode):
+class _WriteMode(PlainDispatchMode):
     """Sees every op below autograd; the op's schema says which arguments it writes to."""
 
     def __init__(self, recorder: TorchRecorder):
         super().__init__()
         self._recorder = recorder
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the default would import the compiler, which leaves code under such a mode alone by itself
 
     @close_scopes_after
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import numpy as np
 import torch
 
+from elementgrad._backends.registry import uncompiled
 from elementgrad._backends.torch._compat import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -245,7 +246,7 @@ _version = attrgetter("_version")
 _cat_values = torch.no_grad()(torch.cat)
 
 
-@torch.compiler.disable
+@uncompiled
 def _sync_uncompiled(parameter: TorchPartialParameter) -> None:
     parameter.sync()
 
