@@ -323,6 +323,8 @@ def test_it_fits_every_width_in_light_and_dark(opened, width, scheme):
         texts = "[...document.querySelectorAll('h1, h2, p, button, select, canvas')]"
         outside = f"{texts}.filter((one) => one.getBoundingClientRect().right > innerWidth + 1).length"
         assert page.evaluate(outside) == 0
+        cut = "[...document.querySelectorAll('.eg-stage')].filter((one) => one.scrollWidth > one.clientWidth).length"
+        assert page.evaluate(cut) == 0
         for canvas in page.locator("canvas.eg-canvas").all():
             assert canvas.get_attribute("aria-label")
 

@@ -325,3 +325,21 @@ def test_outputs_of_one_element_and_keys_with_dots_are_captured(capture):
         model(batch).sum().backward()
     assert caught.value.capture == capture
     assert watch.replay(capture).same
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_infinity_that_a_saturated_layer_hides_is_not_blamed_on_the_optimizer(through_data, capture):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(8, 6)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=capture):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                weight = model[0].weight
+                (weight.data if through_data else weight.detach())[3, 4] = torch.inf
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert str(caught.value).startswith("step 2: 0.weight[3, 4] is inf before the step")
+    assert caught.value.cause == "bad-parameter"

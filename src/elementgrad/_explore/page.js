@@ -142,7 +142,8 @@ class Picture {
   resize() {
     if (!this.data) return;
     const { rows, columns } = this.size, kind = this.row.layout.kind, count = this.composite ? 1 : this.size.tiles;
-    const width = Math.max(120, this.stage.clientWidth || 320), height = this.options.height();
+    // The stage has room for the ring of the focus on each side.
+    const width = Math.max(120, (this.stage.clientWidth || 326) - 6), height = this.options.height();
     this.bars = rows === 1 && count === 1;
     let across = 1, side = 0, gap = count > 1 ? 6 : 0;
     if (this.bars) {

@@ -124,7 +124,7 @@ class TorchAudit(AuditBackend):
         if outermost:
             some = ", ".join(outermost[:3]) + (" and others" if len(outermost) > 3 else "")
             remarks.append(
-                f"{some} {'is' if len(outermost) == 1 else 'are'} scripted, so that what runs in there is not seen, and "
+                f"{some} {'is' if len(outermost) == 1 else 'are'} scripted, so that what runs in it is not seen, and "
                 "the cause of a missing gradient may not be found; give the module that it was made of"
             )
         return remarks

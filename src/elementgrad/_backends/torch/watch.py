@@ -20,6 +20,7 @@ from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.explain_rules import NUMBERS
 from elementgrad._backends.torch.isolate import add_hook
 from elementgrad._backends.torch.names import TorchModel
+from elementgrad._backends.torch.trace_memory import version_of
 from elementgrad._backends.torch.watch_run import (
     ForwardCall,
     ModelState,
@@ -34,11 +35,13 @@ from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
 from elementgrad._watch.backend import (
+    BadElement,
     CapturedStep,
     Hit,
     Rule,
     Watcher,
     WatchOptions,
+    bad_float,
     largest_element,
     nonfinite_element,
 )
@@ -97,12 +100,15 @@ class TorchWatcher(Watcher):
         self._last: ForwardCall | None = None
         self._update: UpdateBefore | None = None
         """What the last step started from, if the model is small."""
+        self._versions: list[int | None] = []
+        """The versions of the parameters when they were last seen to be finite."""
 
     # The block
 
     def start(self) -> None:
         self._thread = threading.get_ident()
         self._require_finite_parameters(0, "at the start")
+        self._versions = self._current_versions()
         target = self._state.called
         original = _compat.call_module(target)
         defer(self._end)
@@ -242,6 +248,8 @@ class TorchWatcher(Watcher):
         self.count += 1
         self._scaled = self._unscaled = False
         self._look(at_step=True)
+        if self._versions != self._current_versions():  # written to since the last step, by something else
+            self._require_finite_parameters(self._step, "before the step")
         self._agree_to_stop()
         given = (*args, *kwargs.values())
         self._update = UpdateBefore.of(optimizer, self._step, given) if self._options.captures else None
@@ -256,8 +264,12 @@ class TorchWatcher(Watcher):
             self._later.append((norm, self._step))
         elif norm is not None and not math.isfinite(_number(norm)):
             self._judge_parameters(self._step)
+        self._versions = self._current_versions()
         self._agree_to_stop()
         self._next_step(optimizer)
+
+    def _current_versions(self) -> list[int | None]:
+        return [version_of(p) for p in self._parameters.values()]
 
     def _next_step(self, optimizer: Any) -> None:
         for call in self._calls:
@@ -322,6 +334,11 @@ class TorchWatcher(Watcher):
             element = nonfinite_element(name, dense_part(p), NUMBERS)
             if element is None:
                 continue
+            before = None if self._update is None or self._update.step != step else self._update.values().get(id(p))
+            if before is not None and not math.isfinite(bad_float(NUMBERS.array(before)[element.index])):
+                # Something has written to it through `.data`, which no version counts.
+                self._stop_at_parameter(element, name, step, "before the step", self._capture_update)
+                return
             optimizer, group = next(
                 (one, group)
                 for one in self._optimizers
@@ -407,19 +424,33 @@ class TorchWatcher(Watcher):
         for name, p in self._parameters.items():
             element = nonfinite_element(name, dense_part(p), NUMBERS) if p.dtype in FLOATS else None
             if element is not None:
-                call = self._last
-                hit = Hit(
-                    f"{element.place} is {element.value!r} {when}",
-                    step,
-                    captured=None if call is None else partial(self._state.capture, call, self._parameters),
-                    cause="bad-parameter",
-                    place=element.place,
-                    value=element.value,
-                    where=None if call is None else self._line_of(call, name),
-                    module=name.rpartition(".")[0],
-                )
-                self._stop(hit)
+                self._stop_at_parameter(element, name, step, when, self._capture_now)
                 return
+
+    def _capture_now(self, call: ForwardCall, step: int) -> CapturedStep:
+        return self._state.capture(call, self._parameters)
+
+    def _stop_at_parameter(
+        self,
+        element: BadElement,
+        name: str,
+        step: int,
+        when: str,
+        capture: Callable[[ForwardCall, int], CapturedStep],
+    ) -> None:
+        """Stop at an element of a parameter that no update of an optimizer has made."""
+        call = self._last
+        hit = Hit(
+            f"{element.place} is {element.value!r} {when}",
+            step,
+            captured=None if call is None else partial(capture, call, step),
+            cause="bad-parameter",
+            place=element.place,
+            value=element.value,
+            where=None if call is None else self._line_of(call, name),
+            module=name.rpartition(".")[0],
+        )
+        self._stop(hit)
 
     # Hits
 
