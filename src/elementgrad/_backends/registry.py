@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from elementgrad._backends.base import Backend
@@ -86,6 +87,8 @@ def is_shared_object(value: Any) -> bool:
 
 def backend_of_model(function: Any) -> Backend | None:
     """Return the backend whose model a function is, or None; raise an error for Keras on another backend."""
+    if type(function) is FunctionType and not function.__dict__:
+        return None  # models are objects, or methods of one; a function with attributes may wrap such a method
     require_keras_on_tensorflow(function)
     for backend in imported_backends():
         if backend.names.is_model(function):
