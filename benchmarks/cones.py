@@ -1,6 +1,6 @@
 """What one element costs by its cone, against the best plain way: forward to the layer, backward to the input."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -23,7 +23,7 @@ def _torch_pair(
     name: str,
     model: Any,
     x: Any,
-    places: list[tuple[int, ...]],
+    places: Sequence[tuple[int, ...]],
     first: float | None,
     other: float,
     most_mb: float | None = None,
@@ -136,8 +136,8 @@ def torch_model_rows() -> Iterator[Row]:
             self.layers = nn.ModuleList([nn.Conv1d(16, 32, 2, dilation=2**i) for i in range(8)])
 
         def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                a, b = layer(nn.functional.pad(x, (layer.dilation[0], 0))).chunk(2, 1)
+            for i, layer in enumerate(self.layers):
+                a, b = layer(nn.functional.pad(x, (2**i, 0))).chunk(2, 1)
                 x = x + torch.tanh(a) * torch.sigmoid(b)
             return x
 
@@ -150,7 +150,9 @@ def torch_model_rows() -> Iterator[Row]:
     yield from _torch_pair("torch WaveNet, 65536 steps", WaveNet(), sound, places, None, 1 / 20)
     from transformers import GPT2Config, GPT2Model
 
-    gpt = GPT2Model(GPT2Config(attn_implementation="sdpa")).eval()
+    config: Any = GPT2Config()
+    config._attn_implementation = "sdpa"  # which mypy does not know as an argument
+    gpt = GPT2Model(config).eval()
     page = torch.randn(1, 512, 768)
     run = lambda x: gpt(inputs_embeds=x, use_cache=False).last_hidden_state  # noqa: E731
     places = [(0, 8, 5), (0, 8, 600)]
