@@ -93,7 +93,7 @@ class ClusterCall:
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
 
-class CustomCall(NamedTuple):
+class TracedRule(NamedTuple):
     """A call of a function with a gradient of its own, as it was traced."""
 
     function: Any
@@ -104,7 +104,7 @@ class CustomCall(NamedTuple):
     """The operations that the call added to its graph."""
 
 
-Calls = dict[tuple[Any, str], CustomCall]
+Calls = dict[tuple[Any, str], TracedRule]
 """Calls by the graph and the name of the operation that ends them; graphs of loops have names of their own."""
 
 
@@ -124,7 +124,7 @@ def _install(replace: Replace) -> None:
         if _local.calls is not None and not kwargs:
             for number, y in enumerate(tf.nest.flatten(made)):
                 if tf.is_tensor(y):
-                    call = CustomCall(function, args, {}, range(first, _count_ops()))
+                    call = TracedRule(function, args, {}, range(first, _count_ops()))
                     _local.calls.setdefault((y.graph, y.op.name), call).numbers[y.name] = number
         return made
 
