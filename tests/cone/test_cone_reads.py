@@ -251,3 +251,21 @@ def test_a_field_is_asked_about_one_side():
         eg.field(torch.sin, torch.ones(3), of="output", wrt="input")
     with pytest.raises(eg.OptionError, match="give an index to exactly one"):
         eg.field(torch.sin, torch.ones(3), of="output[0]", wrt="args.0[1]")
+
+
+def test_an_error_of_the_function_itself_is_raised_as_without_us():
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(9, 8, 3)
+    x = torch.randn(1, 3, 256, 256)
+
+    def mismatched(x):
+        return second(first(x))
+
+    with pytest.raises(RuntimeError) as expected:
+        mismatched(x)
+    for read in (eg.grad, eg.value):
+        with pytest.raises(RuntimeError) as raised:
+            read(mismatched, x, of="output[0, 0, 1, 1]")
+        assert str(raised.value) == str(expected.value)
+        assert raised.value.__context__ is None
+        with pytest.raises(eg.FrameworkError, match=r"a cone cannot be used here: .*leave cone=True out"):
+            read(mismatched, x, of="output[0, 0, 1, 1]", cone=True)

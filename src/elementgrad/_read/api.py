@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import numpy as np
 from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.registry import not_compiled
 from elementgrad._backends.source_location import spelled_as
+from elementgrad._cone.plan import NoConeError
 from elementgrad._names import pytree
 from elementgrad._names.arguments import NOTHING, gather_arguments, option_error
 from elementgrad._names.call import ONLY_OUTPUT, BoundCall, Operand, PartialCall, TensorRef
@@ -203,8 +205,15 @@ def grad(
     """
     f, args, kwargs = gather_arguments(grad, f, args, kwargs, arguments, names_from)
     cone = None if cone is None else parse_cone(cone)
-    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=cone, kept=False)
-    return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
+    options = f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch
+
+    def read(cone: bool | None) -> Tree:
+        evaluation = _evaluate(*options, cone=cone, kept=False)
+        return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
+
+    with suppress(NoConeError):
+        return read(cone)
+    return read(False)
 
 
 @not_compiled
@@ -258,8 +267,9 @@ def value(
     if linear is not None:
         selections = [select(place, n, linear.outputs[n]) for place, n in zip(places, numbers, strict=True)]
         if cone or all(linear.pays(n, selection) for n, selection in zip(numbers, selections, strict=True)):
-            values = [linear.read_value(n, selection) for n, selection in zip(numbers, selections, strict=True)]
-            return pytree.unflatten_like(of, values)
+            with suppress(NoConeError):
+                values = [linear.read_value(n, selection) for n, selection in zip(numbers, selections, strict=True)]
+                return pytree.unflatten_like(of, values)
     with backend.isolated(call.function):
         tensors = [backend.stop(x) for x in call.run((), (), outputs, stops=True)]
     values = [

@@ -4,12 +4,12 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from elementgrad._backends.autodiff import Linearization, UnsupportedError
+from elementgrad._backends.autodiff import Linearization, UnsupportedError, reason
 from elementgrad._backends.base import Backend
 from elementgrad._cone import cost
 from elementgrad._cone.backend import RecordedProgram
@@ -18,7 +18,7 @@ from elementgrad._cone.plan import Cone, NoConeError, plan_need
 from elementgrad._names.arguments import option_error
 from elementgrad._names.call import BoundCall, PartialCall, TensorRef
 from elementgrad._place.selection import Selection
-from elementgrad.errors import FrameworkError
+from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
 MOST_PICKED = 100_000
@@ -56,9 +56,13 @@ def record(
         program = backend.load("cone").record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
     except NoConeError as error:
         if required:
-            raise FrameworkError(f"a cone cannot be used here: {error}; leave cone=True out") from error
+            raise _refuse(str(error)) from error
         return None
-    return ConeLinearization(backend, program)
+    return ConeLinearization(backend, program, required)
+
+
+def _refuse(why: str) -> FrameworkError:
+    return FrameworkError(f"a cone cannot be used here: {why}; leave cone=True out")
 
 
 def count_elements(call: BoundCall) -> int:
@@ -73,13 +77,18 @@ def is_large(call: BoundCall) -> bool:
 
 
 class ConeLinearization(Linearization):
-    """A recorded function. Every read runs the operations that its elements depend on, and no others."""
+    """A recorded function. Every read runs the operations that its elements depend on, and no others.
+
+    A read that fails raises `NoConeError` unless cones are required: the function then runs as a whole, which gives the
+    answer, or the error that the user would get without us.
+    """
 
     reads_blocks = True
     missing_rules = {"forward": "a cone is swept in reverse"}  # noqa: RUF012
 
-    def __init__(self, backend: Backend, program: RecordedProgram):
+    def __init__(self, backend: Backend, program: RecordedProgram, required: bool):
         self._backend = backend
+        self._required = required
         self.program = program
         self.inputs = program.sources
         self.outputs = program.tensors
@@ -112,6 +121,14 @@ class ConeLinearization(Linearization):
     def is_connected(self, output: int, input: int) -> bool:
         return self.program.is_connected(output, input)
 
+    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return run(*args)
+        except ElementgradError:
+            raise
+        except Exception as error:
+            raise (_refuse if self._required else NoConeError)(reason(error)) from error
+
     def read_block(
         self, output: int, rows: Selection, inputs: Sequence[int], columns: Sequence[Selection]
     ) -> list[Tensor | None] | None:
@@ -122,7 +139,7 @@ class ConeLinearization(Linearization):
         if rows.size != 1:
             positions, inverse = np.unique(_flat_in(box, _coordinates(rows, of.shape), rows.size), return_inverse=True)
         values = [self.program.inputs[number] for number in inputs]
-        parts = self.program.gradients(cone, of, values, positions)
+        parts = self._run(self.program.gradients, cone, of, values, positions)
         blocks: list[Tensor | None] = []
         for number, value, part, selection in zip(inputs, values, parts, columns, strict=True):
             if not self.is_connected(output, number):
@@ -168,7 +185,8 @@ class ConeLinearization(Linearization):
     def read_value(self, output: int, selection: Selection) -> Tensor:
         of, backend = self.program.outputs[output], self._backend
         box = box_of(selection, of.shape)
-        flat = backend.reshape(self.program.evaluate(self.plan(output, box), of), (volume(box),))
+        part = self._run(self.program.evaluate, self.plan(output, box), of)
+        flat = backend.reshape(part, (volume(box),))
         places = _flat_in(box, _coordinates(selection, of.shape), selection.size)
         return backend.reshape(backend.take(flat, Selection.at_flat(places, (volume(box),))), selection.shape)
 
@@ -176,7 +194,7 @@ class ConeLinearization(Linearization):
         of, count = self.program.outputs[output], int(self._backend.shape(seeds)[0])
         cone = self.plan(output, whole(of.shape))
         values = [self.program.inputs[number] for number in inputs]
-        parts = self.program.gradients(cone, of, values, seeds)
+        parts = self._run(self.program.gradients, cone, of, values, seeds)
         return [
             self._embed(part, cone.needed.get(value), count, number) if self.is_connected(output, number) else None
             for number, value, part in zip(inputs, values, parts, strict=True)
