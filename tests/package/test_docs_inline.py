@@ -128,3 +128,9 @@ def calls() -> Iterator[Any]:
 def test_the_calls_beside_those_of_other_libraries_run(section, span, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert eval(span, {"eg": eg, **names_of(section, span)}) is not None
+
+
+def test_sentences_are_wrapped():
+    for page in [*PAGES, *[ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]]:
+        lines = FENCED.sub("", page.read_text()).splitlines()
+        assert [line for line in lines if len(line) > 100 and line[:1] != "|"] == [], page
