@@ -438,3 +438,27 @@ def test_a_keras_model_without_variables_is_to_be_called_first():
     keras = pytest.importorskip("keras")
     with pytest.raises(eg.FrameworkError, match="is not built and has no variables yet; call it once"):
         eg.audit(keras.Sequential([keras.layers.Dense(2)]), lambda model: model)
+
+
+def test_attribute_paths_of_keras_are_names_that_may_be_excepted():
+    keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
+
+    class Blocks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [keras.layers.Dense(3, activation="tanh") for _ in range(2)]
+
+        def call(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Blocks()
+    biases = [name for name in (str(row.name) for row in eg.names(model, tf.ones((2, 3)))) if name.endswith("/bias")]
+
+    def loss(model):
+        return tf.reduce_sum(model(tf.ones((2, 3))) ** 2)
+
+    assert list(eg.audit(model, loss, except_="blocks.*.bias").excepted) == biases
+    assert list(eg.audit(model, loss, except_=["blocks.1.bias"]).excepted) == biases[1:]
+    assert len(eg.audit(model, loss, except_=["blocks.1"]).excepted) == 2

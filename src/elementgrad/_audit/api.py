@@ -14,6 +14,7 @@ from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._cleanup import enter
 from elementgrad._names.arguments import NamedFunction
+from elementgrad._names.backend import Model
 from elementgrad._names.call import BoundCall
 from elementgrad._names.patterns import is_pattern, match_names
 from elementgrad._place.grammar import listed, nearest
@@ -77,7 +78,7 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     audited = backend.load("audit")
     named = backend.names.model(model)
     parameters = audited.parameters(named)
-    excepted_names, unknown = _match(except_, [each.name for each in parameters])
+    excepted_names, unknown = _match(except_, [each.name for each in parameters], named)
     trained, frozen, excepted = _sort(parameters, excepted_names)
     remarks = [Finding("remark", (), reason=text) for text in audited.remarks(named)]
     is_step = _takes_nothing(loss)
@@ -131,7 +132,7 @@ def _sort(
     return trained, frozen, excepted
 
 
-def _match(except_: Any, names: Sequence[str]) -> tuple[set[str], list[str]]:
+def _match(except_: Any, names: Sequence[str], model: Model) -> tuple[set[str], list[str]]:
     """Return the parameters that names and patterns fit, by themselves or by a module that they are in.
 
     Also return the names that fit none. They may be those of operations with derivatives of the user's own.
@@ -145,10 +146,13 @@ def _match(except_: Any, names: Sequence[str]) -> tuple[set[str], list[str]]:
     for text in texts:
         if not isinstance(text, str):
             raise OptionError(f"except_ has {quoted(text)}, which is no name; give names, as in except_=['pooler.*']")
-        if not is_pattern(text) and text not in known:
+        if is_pattern(text):
+            fitting = set(match_names(text, known, model.aliases()))
+        elif text in known or model.canonical_name(text) in known:
+            fitting = {text, model.canonical_name(text)}
+        else:
             unknown.append(text)
             continue
-        fitting = set(match_names(text, known)) if is_pattern(text) else {text}
         matched |= {name for name in names if fitting.intersection((*_ancestors(name), name))}
     return matched, unknown
 
