@@ -26,8 +26,9 @@ LIVE = {"record"}
 """These run the code of the user as it is, and what that leaves is the user's."""
 AT_ONCE = [row for row in VERBS if row[1] not in LIVE | {"sparse"} or row == ("jax", "sparse")]
 """These come by code that raises in the forward."""
-FORWARD_ONLY = {"names", "pattern", "no pattern", "explain-cut", "explain: detach", "check", "record a block"} | {
-    "audit-cut"
+FORWARD_ONLY = {
+    *("names", "pattern", "no pattern", "explain-cut", "explain: detach", "check", "record a block", "audit-cut"),
+    *("value", "field"),
 }
 ON_THE_WAY_BACK = [
     row for row in AT_ONCE if row[1] not in FORWARD_ONLY and row not in (("jax", "hessian"), ("jax", "explain"))

@@ -20,6 +20,7 @@ BELOW = {"_cleanup", "errors", "_place", "_names", "_sparsity", "_cone", "_backe
 INTERFACES = {
     *("_read.backend", "_train.trainer", "_train.numbers"),
     *("_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
+    *("_explain.connect", "_explain.path", "_explain.provenance"),
     *("_audit.backend", "_watch.backend"),
 }
 """What verbs own and backends implement or use."""
