@@ -118,7 +118,7 @@ class PatchFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.name = Path(path).name
         if Path(path).is_dir():
-            raise PatchError(
+            raise IsADirectoryError(
                 f"{self.name} is a folder, and a patch is a file; give that, or the folder of an adapter with "
                 "the weights that it is for, as in eg.Patch.read(folder, base=model)"
             )
