@@ -235,7 +235,7 @@ def test_a_limit_on_files_and_a_folder_for_a_patch_are_said_in_a_sentence(base, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert listing(base) == before
-    with pytest.raises(IsADirectoryError, match="base is a folder, and a patch is a file"):
+    with pytest.raises(IsADirectoryError, match="it is a folder, and a patch is a file"):
         eg.inspect(base)
 
 

@@ -9,6 +9,7 @@ entry, and `sha256` is over the header, so that one entry can be read and checke
 Version 1 had a place for each entry, `0.indices` as int64, and one checksum over everything. It is read for good.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -118,10 +119,11 @@ class PatchFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.name = Path(path).name
         if Path(path).is_dir():
-            raise IsADirectoryError(
-                f"{self.name} is a folder, and a patch is a file; give that, or the folder of an adapter with "
-                "the weights that it is for, as in eg.Patch.read(folder, base=model)"
+            text = (
+                "it is a folder, and a patch is a file; give that, or the folder of an adapter with the weights that "
+                "it is for, as in eg.Patch.read(folder, base=model)"
             )
+            raise IsADirectoryError(errno.EISDIR, text, os.fspath(path))
         with open(path, "rb") as file:
             header = _read_header(file, self.name)
             meta = _check_metadata(header, self.name)
