@@ -5,6 +5,7 @@ the names as keywords, so no array can be called `file`, and `np.load` looks nam
 it may return another array for a name that ends with `.npy`.
 """
 
+import errno
 import io
 import os
 import re
@@ -24,6 +25,8 @@ import numpy as np
 
 from elementgrad.errors import OptionError, quoted
 
+NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""Errors of a disk that is full, and of limits on the size of a file or of all files."""
 STALE = 3600.0
 """Seconds after which a temporary file is taken for one that a killed process left behind."""
 PATIENCE = 1.0
@@ -85,7 +88,7 @@ def replace_file(path: str | os.PathLike[str], *parts: Any, mode: int | None = N
             os.unlink(temporary)
         if isinstance(error, OSError) and error.filename == temporary and error.filename2 is None:
             error.filename = os.fspath(path)  # the name that the caller knows
-        elif isinstance(error, OSError) and error.filename is None and error.strerror:  # a disk that is full
+        elif isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM:
             text = f"{error.strerror}, so that nothing was changed; make room, or give another path"
             raise OSError(error.errno, text, os.fspath(path)) from error
         raise

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import elementgrad as eg
+from elementgrad._names.patterns import match_names
 from tests.support.frameworks import JAX
 
 
@@ -313,3 +314,13 @@ def test_patterns_choose_among_parameters_and_fields():
         "0[0, 0, 2] (activation)": "input[0:1, 0:1, 2:5] (input)",
         "1[0, 0, 2] (activation)": "input[0:1, 0:1, 2:7] (input)",
     }
+
+
+def test_a_name_with_two_other_spellings_matches_by_either():
+    aliases = {"b.w": "a.w", "c.w": "a.w"}
+    assert match_names("b.*", ["a.w"], aliases) == match_names("c.*", ["a.w"], aliases) == ["a.w"]
+
+
+def test_a_function_without_keywords_has_no_prefix_for_them():
+    with pytest.raises(eg.PlaceError):
+        eg.grad(lambda x: (x * x).sum(), torch.ones(2), wrt="None.x")

@@ -230,3 +230,16 @@ def test_a_model_is_compared_with_a_state_dict_that_lacks_a_buffer():
     model.register_buffer("positions", torch.arange(3), persistent=False)
     moved = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     assert eg.diff(model, moved).size == 8
+
+
+def test_an_empty_tensor_at_the_end_of_a_page_is_compared(tmp_path):
+    paths = []
+    for number in (0, 1):
+        tensors = {"a": ([4], [0, 16]), "z": ([0], [16, 16])}
+        meta = {name: {"dtype": "F32", "shape": size, "data_offsets": at} for name, (size, at) in tensors.items()}
+        header = json.dumps(meta).encode()
+        header = header.ljust(4096 - 8 - 16)
+        paths.append(tmp_path / f"{number}.safetensors")
+        values = np.full(4, number, np.float32).tobytes()
+        paths[-1].write_bytes(len(header).to_bytes(8, "little") + header + values)
+    assert eg.diff(*paths).size == 4

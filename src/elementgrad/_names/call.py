@@ -425,7 +425,8 @@ class BoundCall:
 
     def _find_alias(self, name: str) -> list[TensorRef]:
         """Return the input for which the model has a name of its own."""
-        name = self._shared.first_path(name.removeprefix(f"{self._bound.keywords}."))
+        keywords = self._bound.keywords
+        name = self._shared.first_path(name if keywords is None else name.removeprefix(f"{keywords}."))
         spellings = [name, *self.model.input_aliases().get(name, ())]
         matches = [ref for spelling in spellings for ref in self.inputs if ref.name == spelling][:1]
         is_only_input = name == self.model.only_input and len(self.inputs) == 1

@@ -37,9 +37,12 @@ def match_names(pattern: str, names: Sequence[str], aliases: Mapping[str, str] =
     compiled = re.compile(matcher + re.escape(pattern[end:]))
     matches = [name for name in names if compiled.fullmatch(name)]
     if not matches and aliases:
-        spellings = {name: alias for alias, name in aliases.items()}
         parts = [(name, *_NAME.fullmatch(name).groups()) for name in names]  # type: ignore[union-attr]
-        matches = [name for name, base, rest in parts if compiled.fullmatch(spellings.get(base, base) + rest)]
+        matches = [
+            name
+            for name, base, rest in parts
+            if any(of == base and compiled.fullmatch(alias + rest) for alias, of in aliases.items())
+        ]
     if not matches:
         raise PlaceError(f"no name matches {pattern!r}; {nearest(pattern, names)}")
     return matches

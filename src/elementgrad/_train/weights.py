@@ -75,9 +75,11 @@ class FileTensor:
 
     def unload(self) -> None:
         """Give the pages of a mapped file back to the system, which reads them again when they are needed."""
-        if self.file is not None and hasattr(mmap, "MADV_DONTNEED") and not self.is_copy:
-            first = self.start - self.start % mmap.PAGESIZE
-            self.file.madvise(mmap.MADV_DONTNEED, first, self.start + self.read().size - first)
+        if self.file is None or not hasattr(mmap, "MADV_DONTNEED") or self.is_copy:
+            return
+        size, first = self.read().size, self.start - self.start % mmap.PAGESIZE
+        if size:  # an empty tensor may begin where the file ends
+            self.file.madvise(mmap.MADV_DONTNEED, first, self.start + size - first)
 
     @property
     def is_copy(self) -> bool:
