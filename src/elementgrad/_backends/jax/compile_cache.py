@@ -81,7 +81,7 @@ class _Key:
         self._spelled, self._hashed = spelled, hashed
         self.jaxpr = jaxpr
         self.consts = consts
-        """How many of the operands are constants of the jaxpr itself."""
+        """The number of operands that are constants of the jaxpr itself."""
 
     def __hash__(self) -> int:
         return self._hashed

@@ -45,7 +45,7 @@ SECONDS_PER_STEP = 5e-3
 
 
 class CompiledParts:
-    """What programs with equal equations share: compiled parts, their sizes, and the paths of derivatives."""
+    """The parts that programs with equal equations share: compiled code, their sizes, and the paths of derivatives."""
 
     def __init__(self, run: Any = None) -> None:
         self.templates: dict[Any, list[dict[int, Shape]]] = {}

@@ -1,4 +1,4 @@
-"""How JAX's primitives run on regions of their operands.
+"""Rules by which JAX's primitives run on regions of their operands.
 
 A rule relates a result to its operands by the maps of `_cone/maps.py`, and computes a region of the result. Regions
 have sizes that are fixed and starts that may be traced. The region of an operand holds all that the region of the
