@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import threading
 import weakref
 from types import BuiltinMethodType
 
+import jax
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -49,6 +51,19 @@ def test_an_interrupted_read_leaves_nothing_behind(fw, verb):
         assert fw.described(model) == before, spelled(stop)
         assert fw.same(call(model), expected), spelled(stop)
     assert raised > 0.8 * len(every) // EVERY[fw.NAME]
+
+
+def test_an_interrupt_inside_settings_of_jax_leaves_none_to_the_thread():
+    call, model, source = user_jax.READS["explain"], user_jax.model(), jax._src.config.__file__
+    call(model)
+    around = user_jax.surroundings()
+    inside = inspect.getsourcelines(jax._src.config.StateContextManager)
+    lines = range(inside[1], inside[1] + len(inside[0]))
+    stops = [stop for stop in points(lambda: call(model), source) if stop[0][1] in lines]
+    assert len(stops) > 5
+    for stop in stops:
+        interrupted(lambda: call(model), stop, source)
+        assert user_jax.surroundings() == around, spelled(stop)
 
 
 @trains

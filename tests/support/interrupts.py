@@ -15,12 +15,16 @@ Line = tuple[str, int]
 
 
 class Tracer:
-    """Counts how often each line of the library runs in this thread, and raises at one of them."""
+    """Counts how often each line of the library runs in this thread, and raises at one of them.
 
-    def __init__(self, stop: tuple[Line, int] | None = None):
+    With `source`, the lines are those of files whose path begins with it.
+    """
+
+    def __init__(self, stop: tuple[Line, int] | None = None, source: str = SOURCE):
         self.hits: Counter[Line] = Counter()
         self.raised = False
         self._stop = stop
+        self._source = source
 
     def __enter__(self) -> "Tracer":
         self._before = sys.gettrace()
@@ -31,7 +35,7 @@ class Tracer:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
+        return self._line if frame.f_code.co_filename.startswith(self._source) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -43,20 +47,20 @@ class Tracer:
         return self._line
 
 
-def points(call: Callable[[], Any]) -> list[tuple[Line, int]]:
+def points(call: Callable[[], Any], source: str = SOURCE) -> list[tuple[Line, int]]:
     """Return the first and the last run of each line of the library that a call runs."""
-    with Tracer() as tracer:
+    with Tracer(source=source) as tracer:
         call()
     return [(line, hit) for line, hits in tracer.hits.items() for hit in sorted({1, hits})]
 
 
-def interrupted(call: Callable[[], Any], stop: tuple[Line, int]) -> bool:
+def interrupted(call: Callable[[], Any], stop: tuple[Line, int], source: str = SOURCE) -> bool:
     """Run a call with an interrupt at one point; say whether it was raised to the caller.
 
     It is not where the call does not come by this time, such as in code that runs once in a process, and where Python
     itself reports it and goes on, as it does in callbacks of weak references.
     """
-    tracer = Tracer(stop)
+    tracer = Tracer(stop, source)
     reported = []
     before, sys.unraisablehook = sys.unraisablehook, reported.append
     try:
@@ -74,7 +78,7 @@ def interrupted(call: Callable[[], Any], stop: tuple[Line, int]) -> bool:
 def spelled(stop: tuple[Line, int]) -> str:
     """Return a point as text."""
     (path, line), hit = stop
-    return f"{Path(path).relative_to(SOURCE)}:{line}, run {hit}"
+    return f"{path.removeprefix(SOURCE)}:{line}, run {hit}"
 
 
 def some(stops: list[tuple[Line, int]], every: int) -> Iterator[tuple[Line, int]]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax._src import core
 
 import elementgrad as eg
+from elementgrad._backends.jax._compat import local_settings
 from tests.support.user import JACOBIAN_READS, Failing
 
 NAME = "jax"
@@ -33,6 +34,7 @@ def surroundings():
         "wide": jax.config.jax_enable_x64,
         "width": jnp.asarray(1.0).dtype,
         "precision": jax.config.jax_default_matmul_precision,
+        "settings of the thread": local_settings(),
         "settings": {key: value for key, value in jax.config.values.items() if key != "jax_compilation_cache_dir"},
         "python's random numbers": random.getstate(),
         "numpy's random numbers": str(np.random.get_state()),

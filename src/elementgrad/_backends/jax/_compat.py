@@ -9,11 +9,10 @@ import jax
 if jax.__version_info__ < (0, 5):
     raise ImportError("elementgrad needs JAX 0.5 or newer")
 
-# The trace that a thread is in, which verbs restore after an interrupt, and traces of our own for explanations.
+# The trace and the settings that a thread is in, which verbs restore after an interrupt, and traces of our own for
+# explanations. Functions that JAX wraps for its transformations are parameters of operations with rules of their own.
+from jax._src import config, linear_util
 from jax._src import core as core
-
-# Functions that JAX wraps for its transformations, as in the parameters of an operation with a rule of its own.
-from jax._src import linear_util
 from jax._src.ad_util import Zero
 
 # The named axes of `vmap`, `pmap` and `shard_map` around a function, and whether two lines run in the same trace.
@@ -36,6 +35,27 @@ from jax._src.source_info_util import user_context as user_context
 typeof = getattr(core, "typeof" if hasattr(core, "typeof") else "get_aval")
 TRACERS_STORE_AVAL = "aval" in core.Tracer.__slots__
 TRANSPOSES = list(inspect.signature(ad.backward_pass).parameters)[1:3] == ["transform_stack", "consts"]
+
+SETTINGS = tuple(state for state in config.config._value_holders.values() if isinstance(state, config.State))
+"""The settings that a thread can have a value of its own of, as inside `with jax.debug_nans(False)`."""
+
+
+def local_settings() -> list[Any]:
+    """Return the values of the settings that are this thread's own; one that it has none of has a marker in its place.
+
+    It is asked for by every verb, and so it takes microseconds.
+    """
+    return list(map(config.State.get_local, SETTINGS))
+
+
+def restore_local_settings(values: Sequence[Any]) -> None:
+    """Give this thread back its own values of settings, and tell JAX of those that it keeps a copy of."""
+    for state, value, now in zip(SETTINGS, values, local_settings(), strict=True):
+        if value is now:
+            continue
+        state.set_local(value)
+        if state._update_thread_local_hook:
+            state._update_thread_local_hook(None if value is config.config_ext.unset else value)
 
 
 def is_wrapped_function(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""JAX: operations on arrays, edits, and the trace that every verb leaves as it found it.
+"""JAX: operations on arrays, edits, and the trace and settings that every verb leaves as it found them.
 
-JAX enters traces by `with` statements, of which an interrupt can skip the end. Every computation of the thread would
-then go to a trace that has ended.
+JAX enters traces and settings by `with` statements, of which an interrupt can skip the end. Every computation of the
+thread would then go to a trace that has ended, or run without the checks that the user turned on.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ import numpy as np
 from elementgrad import _cleanup
 from elementgrad._backends.autodiff import Linearization, TensorFunction
 from elementgrad._backends.base import Backend, DtypeRange, Kind
-from elementgrad._backends.jax._compat import core
+from elementgrad._backends.jax._compat import core, local_settings, restore_local_settings
 from elementgrad._backends.jax.autodiff import JaxLinearization
 from elementgrad._backends.jax.names import JaxNames
 from elementgrad._cleanup import safe_context
@@ -28,12 +28,13 @@ context: Any = core.trace_ctx
 
 
 def snapshot() -> Callable[[], None]:
-    """Return a function that restores the trace as it is now."""
-    return partial(restore, context.trace, context.axis_env)
+    """Return a function that restores the trace and the settings of this thread as they are now."""
+    return partial(restore, context.trace, context.axis_env, local_settings())
 
 
-def restore(trace: Any, axes: Any) -> None:
-    """Restore a trace and its named axes."""
+def restore(trace: Any, axes: Any, settings: Sequence[Any]) -> None:
+    """Restore a trace, its named axes, and settings."""
+    restore_local_settings(settings)
     if context.axis_env is not axes:
         context.set_axis_env(axes)
     if context.trace is not trace:
