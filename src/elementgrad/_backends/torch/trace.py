@@ -276,13 +276,14 @@ class TorchOpRecorder:
     ) -> Any:
         """Call a function, and record it. An error of the recorder is kept, and does not reach the user's code."""
         notes = self._record(func, name, user_name, args, kwargs, custom, hidden)
+        noted = None
         try:
-            args, kwargs = next(notes)
-        except StopIteration:
-            return func(*args, **kwargs)
+            noted = next(notes, None)
         except Exception as error:
             self.failure = self.failure or error
+        if noted is None:
             return func(*args, **kwargs)
+        args, kwargs = noted
         with pause_recording():
             result = func(*args, **kwargs)
         try:
