@@ -16,7 +16,7 @@ import numpy as np
 
 from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
 from elementgrad._audit.result import Finding, Problem
-from elementgrad._audit.rules import find_differing_rules, is_custom, stands_still
+from elementgrad._audit.rules import find_differing_rules, is_flat
 from elementgrad._audit.survey import Survey, ZeroSlices
 from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
 from elementgrad._explain.api import Explanation, SharedRun, explain
@@ -297,7 +297,7 @@ class Investigation:
             cause = lost.cause(trace.numbers)
             if cause is None:
                 return [self._explain_place(slices)]
-            if cause == "custom-rule" and stands_still(trace.graph.ops, lost.op, lost.masks, trace.numbers):
+            if cause == "custom-rule" and is_flat(trace.graph.ops, lost.op, lost.masks, trace.numbers):
                 cause = "clamped"  # its derivative is right
             apart = self._split(slices, lost, trace) if cause in FLATTENING else slices
         found: list[tuple[Finding, bool]] = []
@@ -316,23 +316,17 @@ class Investigation:
         return _from_diagnosis("dead units", names, diagnosis), diagnosis.cause not in HARMLESS_CAUSES
 
     @cached_property
-    def _custom_ops(self) -> tuple[Sequence[Op], AbstractSet[int]]:
-        """All operations, and the values that a derivative connects with any parameter; none if nothing is recorded."""
+    def rules(self) -> set[str] | None:
+        """The names of the operations whose derivatives the user wrote; None if the run cannot be followed."""
         try:
-            traces = [self._trace(each) for each in self._parameters]
-        except Exception:  # the run cannot be followed
-            return (), frozenset()
-        return traces[0].graph.ops, frozenset().union(*[trace.graph.connected for trace in traces])
-
-    @property
-    def rules(self) -> set[str]:
-        """The names of the operations whose derivatives the user wrote."""
-        ops, connected = self._custom_ops
-        return {op.operation for op in ops if is_custom(op, connected)}
+            return {op.operation for op in self._trace(self._parameters[0]).graph.ops if op.custom_gradient}
+        except Exception:  # an explanation says so
+            return None
 
     def _explain_rules(self, rules: AbstractSet[str]) -> Iterable[tuple[Finding, bool]]:
-        ops, connected = self._custom_ops
-        trace = self._trace(self._parameters[0])
+        traces = [self._trace(each) for each in self._parameters]
+        trace, ops = traces[0], traces[0].graph.ops
+        connected = frozenset().union(*[each.graph.connected for each in traces])
         with trace.following():
             differing = find_differing_rules(ops, connected, trace.numbers, rules)
         survey = self._survey

@@ -264,7 +264,7 @@ def _walk(loss: Tensor) -> tuple[set[int], bool]:
     while pending:
         node, reader = pending.pop()
         name = node.name()
-        has_rules = has_rules or (isinstance(node, _compat.PythonNode) and _is_users(node))
+        has_rules = has_rules or (isinstance(node, _compat.PythonNode) and _is_user_function(node))
         if hasattr(node, "variable"):
             key = id(node.variable)
             readers[key] = readers.get(key, True) and reader in LOOKUPS
@@ -278,7 +278,7 @@ def _walk(loss: Tensor) -> tuple[set[int], bool]:
     return {key for key, only in readers.items() if only}, has_rules
 
 
-def _is_users(node: Any) -> bool:
+def _is_user_function(node: Any) -> bool:
     """Return True for a node of an `autograd.Function` that is no part of PyTorch or of this library."""
     module = sys.modules.get(getattr(type(node), "_forward_cls", type(node)).__module__)
     return is_user_code(getattr(module, "__file__", None) or "<stdin>", ("torch",))
