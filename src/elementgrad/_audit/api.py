@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 from elementgrad._audit.backend import AuditBackend, AuditedParameter, separator_of
@@ -13,6 +14,8 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._cleanup import enter
+from elementgrad._explain.api import explain
+from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._names.arguments import NamedFunction
 from elementgrad._names.backend import Model
 from elementgrad._names.call import BoundCall
@@ -98,13 +101,15 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     notes = survey.notes
     if unknown or sweep.has_rules or not survey.is_fine:
         call = _bind(model, loss, audited, backend, is_step, trained)
-        investigation = Investigation(call, trained, sweep.summaries, survey, loss if is_step else None)
+        investigation = Investigation(
+            call, trained, sweep.summaries, survey, partial(_explain_step, audited, named, loss) if is_step else None
+        )
         rules = investigation.rules
         for text in unknown if rules is not None else ():
             if text not in rules:
                 raise PlaceError(
-                    f"except_ names {text!r}, and no parameter, module or function with a derivative of your own "
-                    f"has that name; {nearest(text, [*known, *sorted(rules)])}"
+                    f"except_ names {text!r}, and no parameter, module or custom derivative has that name; "
+                    f"{nearest(text, [*known, *sorted(rules)])}"
                 )
         findings, explained = investigation.results((rules or set()).difference(unknown))
         notes = [*explained, *notes]
@@ -158,6 +163,12 @@ def _match(except_: Any, known: Sequence[str], model: Model) -> tuple[set[str], 
 def _ancestors(name: str) -> list[str]:
     parts = name.partition("[")[0].split(separator := separator_of(name))
     return [separator.join(parts[:count]) for count in range(1, len(parts) + ("[" in name))]
+
+
+def _explain_step(audited: AuditBackend, model: Model, step: Callable[[], Any], parameter: Tensor) -> Diagnosis:
+    """Explain by the step itself a parameter that the loss depends on, and that the step got no gradient for."""
+    with audited.undoing_steps(model):
+        return explain(step, wrt=parameter)
 
 
 def _takes_nothing(loss: Callable[..., Any]) -> bool:
