@@ -4,6 +4,7 @@ The verdict comes first, from the framework's own gradient; then the operation t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -253,12 +254,11 @@ class Explanation(pytree.Leaf):
         except ElementgradError:
             raise
         except Exception as error:
-            try:
+            with suppress(Exception):  # where it is the function that raises, as it did before
                 trace = OpaqueTrace(self._backend, PartialCall(self._call, [source], [self.target]), source.tensor)
-            except Exception:  # it is the function that raises
-                raise error from None
-            self._failures.append(cannot_follow(error))
-            return trace
+                self._failures.append(cannot_follow(error))
+                return trace
+            raise
 
     def _follow(self, follow: Callable[[], T | None]) -> T | None:
         """Follow the run again, or note why that fails."""

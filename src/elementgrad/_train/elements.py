@@ -235,6 +235,7 @@ class Elements(Tabular):
         for group in self._groups:
             group.leaf = leaves[str(group.place)]
 
+    @with_cleanup
     def merge(self, values: Mapping[str, Tensor] | None = None, *, params: Any = None) -> Any:
         """Return the parameters with the values in them; modules are copies.
 
@@ -259,6 +260,7 @@ class Elements(Tabular):
             self._record_merge(arrays)
         return merged
 
+    @with_cleanup
     def grad(
         self,
         loss_fn: LossFn | Mapping[Any, LossFn],
@@ -297,6 +299,7 @@ class Elements(Tabular):
         returned, gradient = self.value_and_grad(loss_fn, values, params=params, has_aux=has_aux)
         return (gradient, returned[1]) if has_aux else gradient
 
+    @with_cleanup
     def value_and_grad(
         self,
         loss_fn: LossFn,
@@ -348,6 +351,7 @@ class Elements(Tabular):
                 totals[number] = trainer.add_gradient(totals[number], gradient, chosen)
         return self._by_place(totals)
 
+    @with_cleanup
     def plan(self, loss_fn: LossFn) -> Uses:
         """Show how `grad` computes a loss, without computing anything.
 

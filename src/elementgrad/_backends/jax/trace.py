@@ -206,11 +206,13 @@ class JaxOpRecorder(core.Trace):
                 return getattr(trace, process)(primitive, *functions, xs, **params)
 
         site = call_site(current().traceback)
+        program = None
         try:
             with core.eval_context():
                 program = jax.make_jaxpr(stage)(*map(value_of, tracers))
         except jax.errors.JAXTypeError:  # it looks at its values: its operations are recorded, and not its rule
             self.differs = True
+        if program is None:
             with core.set_current_trace(self):
                 return functions[0].call_wrapped(*tracers)
         with core.eval_context():

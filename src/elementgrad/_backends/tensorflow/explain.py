@@ -53,6 +53,7 @@ class TensorflowRecord(Record):
         _require_eager()
         self.run, self.arguments, self.probe = run, sources, probe
         self.error: FrameworkError | None = None
+        compiles = False
         try:
             self.recorder = self.record(run_functions_as_python())
         except FrameworkError as error:  # it may return what its own tape gave, and that is None
@@ -64,6 +65,8 @@ class TensorflowRecord(Record):
         except Exception as error:  # some code runs only where it is compiled; then such a function is one operation
             if not came_through_function(error):
                 raise
+            compiles = True
+        if compiles:
             self.recorder = self.record(nullcontext())
 
     def record(

@@ -175,11 +175,13 @@ class TorchLinearization(Linearization):
 
         others = run.others
         versions = list(map(_version, others))
+        linear = None
         try:
             linear = cls(values, evaluate, run, before, create_graph)
         except RuntimeError as error:
             if not is_frozen_leaf_error(error):
                 raise
+        if linear is None:
             freezes = True
             linear = cls(values, evaluate, run, before, create_graph)
         linear.uses, linear.narrows = uses, bool(uses)

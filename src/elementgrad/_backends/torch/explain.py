@@ -6,7 +6,7 @@ no record, but their autograd graph is walked (`report_live`). A training step r
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -272,11 +272,9 @@ def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Te
         with isolated(run.function), in_mode(LenientMode()):
             return run(None if first is None else _pass(first), *tensors[1:])
 
-    try:
-        with NoSavedTensors():
-            return run_once()
-    except Exception:  # the function may compute gradients itself; any other error comes again
+    with suppress(Exception), NoSavedTensors():  # the function may compute gradients; any other error comes again
         return run_once()
+    return run_once()
 
 
 class NoSavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -320,10 +318,9 @@ def report_live(of: Picked, wrt: Picked) -> LiveReport:
     try:
         return _follow_live(of, wrt)
     except Exception as error:
-        try:
+        with suppress(RuntimeError):  # where there is no gradient either, and PyTorch said why
             return _unfollowed_live(of, wrt, error)
-        except RuntimeError:  # there is no gradient either, and PyTorch says why
-            raise error from None
+        raise
 
 
 def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:

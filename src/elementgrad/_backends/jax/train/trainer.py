@@ -7,7 +7,7 @@ parameters.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -80,9 +80,8 @@ class TracedLoss:
 
         def total(vectors: list[Array]) -> tuple[Array, list[Array]]:
             patched = list(self._patched)
-            for number, vector in zip(wanted, vectors, strict=True):
-                values = _call_with_gradient(vector, partial(reached.add, number))
-                patched[number] = patched[number].with_values(values)
+            for number, vector in zip(wanted, _note_gradients(vectors, wanted, reached), strict=True):
+                patched[number] = patched[number].with_values(vector)
             loss, *aux = self._run(patched, lambda *use: None)
             return loss, aux
 
@@ -155,21 +154,20 @@ class TracedLoss:
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
 
-def _call_with_gradient(vector: Array, note: Callable[[], None]) -> Array:
-    """Return a vector, and call `note` when it is given a gradient, be it zero."""
+def _note_gradients(vectors: list[Array], numbers: Sequence[int], reached: set[int]) -> list[Array]:
+    """Return vectors, and add the number of each that is given a gradient, be it zero, to those reached."""
 
     @jax.custom_vjp
-    def identity(vector: Array) -> Array:
-        return vector
+    def identity(vectors: list[Array]) -> list[Array]:
+        return vectors
 
-    def backward(_: None, gradient: Any) -> tuple[Any]:
-        if isinstance(gradient, SymbolicZero):
-            return (None,)
-        note()
-        return (gradient,)
+    def backward(_: None, gradients: Any) -> tuple[Any]:
+        given = [None if isinstance(gradient, SymbolicZero) else gradient for gradient in gradients]
+        reached.update(number for number, gradient in zip(numbers, given, strict=True) if gradient is not None)
+        return (given,)
 
-    identity.defvjp(lambda vector: (vector.value, None), backward, symbolic_zeros=True)
-    return identity(vector)
+    identity.defvjp(lambda vectors: ([vector.value for vector in vectors], None), backward, symbolic_zeros=True)
+    return identity(vectors)
 
 
 def _has_loops(jaxpr: Any) -> bool:

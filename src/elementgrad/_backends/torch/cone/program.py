@@ -8,7 +8,7 @@ above autograd, so that every derivative rule is PyTorch's own.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -392,10 +392,10 @@ class TorchProgram(RecordedProgram):
 
     def __init__(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None = None):
         try:
-            try:
+            with suppress(AliasedWriteError):
                 self._record(run, inputs, ProgramRecorder(False, limit))
-            except AliasedWriteError:
-                self._record(run, inputs, ProgramRecorder(True, limit))
+                return
+            self._record(run, inputs, ProgramRecorder(True, limit))
         except (NoConeError, ElementgradError):
             raise
         except Exception as error:  # the plain way will raise it again if it is the user's own
