@@ -138,7 +138,7 @@ class Selection:
             return None  # -1 and 3 are one element if the axis turns out to have four
         if math.prod(self.broadcast or ()) <= 1 or 0 in self.shape:
             return False
-        keys = np.zeros(self.broadcast or (), np.int64)
+        keys: np.ndarray = np.zeros(self.broadcast or (), np.int64)
         for part, size in arrays:  # in place, as the first use of memory takes longer than the arithmetic
             keys *= size if size is not None else int(abs(part).max()) + 1
             keys += part
