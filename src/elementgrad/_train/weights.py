@@ -73,13 +73,18 @@ class FileTensor:
         bits.setflags(write=False)
         return bits
 
-    def unload(self) -> None:
-        """Give the pages of a mapped file back to the system, which reads them again when they are needed."""
+    def unload(self, first: int = 0, last: int | None = None) -> None:
+        """Give the pages of some elements in a mapped file back to the system, by default of all.
+
+        They are read again when they are needed.
+        """
         if self.file is None or not hasattr(mmap, "MADV_DONTNEED") or self.is_copy:
             return
-        size, first = self.read().size, self.start - self.start % mmap.PAGESIZE
+        bits = self.read()
+        begin, size = self.start + first * bits.shape[1], bits[first:last].size
         if size:  # an empty tensor may begin where the file ends
-            self.file.madvise(mmap.MADV_DONTNEED, first, self.start + size - first)
+            page = begin - begin % mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_DONTNEED, page, begin + size - page)
 
     @property
     def is_copy(self) -> bool:
