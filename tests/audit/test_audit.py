@@ -274,9 +274,49 @@ def test_a_training_step_runs_as_it_is_and_leaves_everything_as_it_was(scaled):
     assert finding.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
     assert not model.training
     assert not optimizer.state
+    assert not scaled or copy.deepcopy(scaler).state_dict() == scaler.state_dict()  # between steps it can be copied
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all((parameter.grad == 7).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("ends", ["unscaled", "stepped", "updated"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_ready_for_the_next_step_after_an_audit_of_one(ends, fused):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(cut=False):
+        h = model.trunk(X)
+        value = model.head(h.detach() if cut else h) + model.side(X)
+        scaler.scale(value.square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if ends != "unscaled":
+            scaler.step(optimizer)
+        if ends == "updated":
+            scaler.update()
+
+    (finding,) = eg.audit(model, lambda: step(cut=True)).findings
+    assert finding.cause == "detached"
+    assert eg.audit(model, lambda: step()).ok
+    step()
+
+
+def test_a_step_that_asks_for_some_gradients_alone_is_not_taken():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+
+    def step():
+        loss(model).backward(inputs=list(model.head.parameters()))
+        optimizer.step()
+
+    (finding,) = eg.audit(model, step).findings
+    assert "asks for the gradients of others alone" in finding.reason
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_step_on_a_loss_without_a_graph_is_explained():

@@ -60,6 +60,48 @@ def test_a_rule_that_is_wrong_for_one_operand_is_about_that_one():
     assert finding.parameters == ("factor",)
 
 
+class Both(torch.autograd.Function):
+    """Returns its first operand as it is, and a product with another scale for the second."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.clone(), x @ w
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, w = ctx.saved_tensors
+        return g + h @ w.T, 3 * x.T @ h
+
+
+WRONG = {
+    "a rectifier that all numbers pass": (torch.relu, lambda g, x: 5 * g, 4.0),
+    "a rectifier": (torch.relu, lambda g, x: 5 * g, 0.0),
+    "limits that all numbers are within": (lambda x: x.clamp(-1e6, 1e6), lambda g, x: g / 2, 0.0),
+    "leaky": (lambda x: nn.functional.leaky_relu(x, 0.1), lambda g, x: g * (x > 0).float() + 0.3 * g * (x <= 0), 0.0),
+}
+
+
+@pytest.mark.parametrize(("values", "derivative", "bias"), WRONG.values(), ids=WRONG)
+def test_a_wrong_rule_is_not_excused_where_numbers_pass_as_they_are(values, derivative, bias):
+    model = Net(rule(values, derivative))
+    nn.init.constant_(model.trunk.bias, bias)
+    (finding,) = eg.audit(model, loss).findings
+    assert (finding.problem, finding.operation) == ("wrong", "Rule")
+    assert finding.parameters == ("trunk.weight", "trunk.bias")
+
+
+def test_a_wrong_rule_is_not_excused_by_another_call_in_which_it_stands_still():
+    change = rule(torch.relu, lambda g, x: 5 * g)
+    audit = eg.audit(Net(lambda h: sum([change(h + by) for by in (0.0, -100.0)])), loss)
+    assert [finding.problem for finding in audit.findings] == ["wrong"], str(audit)
+
+
+def test_a_wrong_rule_is_not_excused_by_another_operand_that_is_returned():
+    (finding,) = eg.audit(Net(lambda h, w: sum(Both.apply(h, w)), several=True), loss).findings
+    assert (finding.problem, finding.parameters) == ("wrong", ("factor",))
+
+
 def quantize(x):
     scale = x.abs().max() / 127
     return torch.round(x / scale) * scale
@@ -194,6 +236,39 @@ def test_another_rule_that_is_meant_to_differ_is_excepted_by_its_name():
         eg.audit(model, loss, except_=["Ruler"])
 
 
+def cut(h, after):
+    """Return what a rule makes of a tensor without a gradient, before or after the rule."""
+    change = rule(lambda x: 3 * x, lambda g, x: -g)
+    return change(h).detach() if after else change(h.detach())
+
+
+def no_gradients(h):
+    with torch.no_grad():
+        return cut(h, False)
+
+
+CUTS = {"before": lambda h: cut(h, False), "after": lambda h: cut(h, True), "a block": no_gradients}
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("change", CUTS.values(), ids=CUTS)
+def test_a_rule_is_excepted_by_its_name_where_the_path_is_cut_as_well(change, steps):
+    model = Net(change)
+    (finding,) = eg.audit(model, (lambda: loss(model).backward()) if steps else loss, except_=["Rule"]).findings
+    assert (finding.problem, finding.parameters) == ("no gradient", ("trunk.weight", "trunk.bias"))
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_rule_is_excepted_by_its_name_where_nothing_has_a_gradient(steps):
+    model = Net(rule(lambda x: 3 * x, lambda g, x: -g))
+
+    def loss(model):
+        return model(X).detach().square().mean()
+
+    (finding,) = eg.audit(model, (lambda: loss(model).backward()) if steps else loss, except_=["Rule"]).findings
+    assert (finding.cause, len(finding.parameters)) == ("detached", 4)
+
+
 def test_wrong_rules_of_keras():
     keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
 
@@ -206,6 +281,18 @@ def test_wrong_rules_of_keras():
     model(x)
     (finding,) = eg.audit(model, lambda model: tf.reduce_mean(model(x) ** 2)).findings
     assert (finding.problem, finding.operation, len(finding.parameters)) == ("wrong", "scaled", 2)
+    first, last = model.layers[0], model.layers[-1]
+    (finding,) = eg.audit(
+        model, lambda model: tf.reduce_mean(last(scaled(tf.stop_gradient(first(x)))) ** 2), except_=["scaled"]
+    ).findings
+    assert (finding.cause, len(finding.parameters)) == ("detached", 2)
+
+    @tf.custom_gradient
+    def rectified(x):
+        return tf.nn.relu(x), lambda g: 5.0 * g
+
+    audit = eg.audit(model, lambda model: tf.reduce_mean(last(rectified(tf.abs(first(x)))) ** 2))
+    assert [finding.operation for finding in audit.findings] == ["rectified"], str(audit)
 
     @tf.custom_gradient
     def reverse(x):
@@ -233,6 +320,21 @@ def test_wrong_rules_of_jax(compiled):
     x = jnp.asarray(X.numpy())
     (finding,) = eg.audit(params, lambda params: jnp.mean((function(x @ params["a"]) @ params["b"]) ** 2)).findings
     assert (finding.problem, finding.operation, finding.parameters) == ("wrong", "wave", ("a",))
+    for stopped in (
+        lambda params: jnp.mean((function(jax.lax.stop_gradient(x @ params["a"])) @ params["b"]) ** 2),
+        lambda params: jax.lax.stop_gradient(jnp.mean((function(x @ params["a"]) @ params["b"]) ** 2)),
+    ):
+        (finding,) = eg.audit(params, stopped, except_=["wave"]).findings
+        assert finding.cause == "detached"
+
+    @jax.custom_vjp
+    def rectify(x):
+        return jax.nn.relu(x)
+
+    rectify.defvjp(lambda x: (jax.nn.relu(x), None), lambda _, g: (5 * g,))
+    function = jax.jit(rectify) if compiled else rectify
+    audit = eg.audit(params, lambda params: jnp.mean((function(jnp.abs(x @ params["a"])) @ params["b"]) ** 2))
+    assert [finding.operation for finding in audit.findings] == ["rectify"], str(audit)
 
     @jax.custom_vjp
     def reverse(x):

@@ -1,5 +1,6 @@
 """What the backend takes for granted of PyTorch: a new version that breaks one of these breaks it."""
 
+import copy
 import importlib
 import inspect
 import re
@@ -14,6 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.eval_frame import cached_backends
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch._compat import (
     APPLY_IS_IN_C,
     REENTRANT_CHECKPOINT,
@@ -516,3 +518,15 @@ def test_a_storage_tells_how_many_tensors_hold_it_and_zeros_have_none():
     (wrapped,) = torch.func.vmap(lambda x: (x + is_functorch_wrapped_tensor(x),))(torch.zeros(1))
     assert wrapped.tolist() == [1]
     assert not is_functorch_wrapped_tensor(torch.ones(3))
+
+
+def test_a_scaler_keeps_the_stage_of_each_optimizer_until_its_update():
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    before = copy.deepcopy(_compat.optimizer_stages(scaler))
+    assert not before
+    scaler.unscale_(optimizer)
+    assert id(optimizer) in _compat.optimizer_stages(scaler)
+    _compat.set_optimizer_stages(scaler, before)
+    scaler.unscale_(optimizer)

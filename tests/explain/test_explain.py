@@ -275,6 +275,26 @@ def test_a_gradient_of_nan_from_before_is_not_one_of_this_step():
     assert (found.verdict, found.cause) == ("unconnected", "detached")
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+double = Doubled.apply  # bound before any recording
+
+
+def test_a_function_with_its_own_derivative_is_one_operation_between_its_neighbours():
+    diagnosis = eg.explain(lambda x: double(x.sin()).square().sum(), torch.ones(3), wrt="x[0]")
+    assert diagnosis.verdict == "flows"
+    diagnosis = eg.explain(lambda x: torch.relu(double(x.sin()) - 9).sum(), torch.ones(3), wrt="x[0]")
+    assert (diagnosis.cause, diagnosis.operation) == ("dead-relu", "relu")
+
+
 HIDDEN_WRITES = {
     "data": lambda h: h.data.mul_(3.0),
     "numpy": lambda h: np.multiply(h.detach().numpy(), 3.0, out=h.detach().numpy()),

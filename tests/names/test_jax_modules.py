@@ -216,6 +216,35 @@ def test_weights_that_nnx_shares_are_one():
     assert_near(eg.grad(Tied(), X, wrt="a"), 2 * X * X)
 
 
+def test_an_nnx_object_shared_inside_of_a_shared_one_has_every_name():
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not among the oldest supported versions")
+
+    class Outer(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, x):
+            return jnp.tanh(self.inner(x))
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(3, 3, param_dtype=X.dtype, rngs=nnx.Rngs(0))
+            self.b = Outer(self.a)
+            self.c = self.b
+            self.d = Outer(self.c)
+
+        def __call__(self, x):
+            return self.d(self.c(self.b(self.a(x)))).sum()
+
+    net = Net()
+    expected = eg.grad(net, X, wrt="a.kernel")
+    for path in ("b.inner", "c.inner", "d.inner.inner"):
+        assert_near(eg.grad(net, X, wrt=f"{path}.kernel"), expected)
+        assert_near(eg.grad(net, X, wrt=f"{path}.*")["a.kernel"], expected)
+    with pytest.raises(eg.PlaceError, match=r"nearest: d\.inner\.inner\.kernel"):
+        eg.grad(net, X, wrt="d.inner.inner.kernal")
+
+
 def test_parameters_of_linen():
     linen = pytest.importorskip("flax.linen", reason="flax is not among the oldest supported versions")
 

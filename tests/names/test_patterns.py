@@ -215,6 +215,30 @@ def test_a_child_that_is_called_input_has_the_name():
     assert torch.equal(eg.grad(net, x, wrt="part.input (given)"), given)
 
 
+def test_a_parameter_that_is_called_input_has_the_name_in_patterns():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+        def forward(self, x):
+            return x * self.input
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = Gate()
+
+        def forward(self, x):
+            return self.gate(3 * x).sum()
+
+    net, x = Net(), torch.ones(1, 2)
+    assert eg.grad(net, x, wrt="*.input")["gate.input"].tolist() == [3, 3]
+    assert list(eg.grad(net, x, wrt="*.input")) == ["gate.input"]
+    given = eg.grad(net, x, wrt=eg.at("*.input", kind="given"))
+    assert [(name, gradient.tolist()) for name, gradient in given.items()] == [("gate.input (given)", [[2, 3]])]
+
+
 def test_arguments_by_name_are_given_by_name():
     class Scale(nn.Module):
         def forward(self, x, *, scale):

@@ -69,6 +69,29 @@ def test_parts_of_a_structure_have_names(fw):
     np.testing.assert_allclose(fw.numpy(eg.grad(f, x, wrt="both:b.0")), 2 * X)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_parts_of_one_value_have_one_number(fw, compiled):
+    def f(x):
+        first = eg.tag({"p": x, "q": 2 * x}, "h")
+        second = eg.tag({"q": first["q"] * first["p"]}, "h")
+        third = eg.tag((second["q"], first["p"] + 1), "h")
+        return fw.sum(eg.tag(third[0] * third[1], "h"))
+
+    x = fw.tensor(X)
+    read = COMPILERS[fw](f) if compiled else f
+    expected = {
+        "h:p": 4 * X**2 + 2 * X,
+        "h#0:q": X**2 + X,
+        "h#1:q": X + 1,
+        "h#2:0": X + 1,
+        "h#2:1": 2 * X**2,
+        "h#3": np.ones(3),
+    }
+    assert [row.name for row in eg.names(read, x, kind="activation")] == list(expected)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(eg.grad(read, x, wrt=name), gradient)
+
+
 def test_elements_of_one_tensor_through_functional_writes(fw):
     def f(t):
         t = eg.tag(eg.at(t)[1].set(2 * t[0]), "t")

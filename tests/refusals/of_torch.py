@@ -95,7 +95,7 @@ def audits():
         "an unknown name": (
             lambda: eg.audit(model, lambda model: model(X).sum(), except_=["wight"]),
             eg.PlaceError,
-            "except_ names 'wight', and no parameter or module has that name; nearest: weight",
+            "except_ names 'wight', and no parameter, module or custom derivative has that name; nearest: weight",
         ),
         "a scripted model": (
             lambda: eg.audit(torch.jit.script(model), sum_of),

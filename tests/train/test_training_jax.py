@@ -27,6 +27,8 @@ from tests.support.jax_losses import (
     tied,
 )
 
+pytestmark = pytest.mark.usefixtures("small_products")
+
 SINGLE = {"embedding, elements", "dense, many"}
 
 

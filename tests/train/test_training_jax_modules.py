@@ -125,6 +125,43 @@ def test_a_model_of_this_form_trains_and_is_merged_saved_and_applied(form, tmp_p
     assert np.isfinite(jax.jit(loss)(merged) if form != "flax NNX" else loss(merged))
 
 
+@pytest.mark.parametrize("name", ["b", "c.inner"])
+def test_what_nnx_shares_trains_by_any_of_its_paths(name, tmp_path):
+    nnx = pytest.importorskip("flax.nnx", reason="the oldest packages come without flax")
+
+    class Outer(nnx.Module):
+        def __init__(self, inner):
+            self.inner = inner
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+            self.b, self.c = self.a, Outer(self.a)
+
+        def __call__(self, x):
+            return self.c.inner(jnp.tanh(self.b(jnp.tanh(self.a(x)))))
+
+    def loss(model):
+        return (model(ROW) ** 2).sum()
+
+    net, place, path = Net(), f"{name}.kernel[0]", tmp_path / "p.safetensors"
+    elements = eg.trainable(net, place)
+    expected = nnx.grad(loss)(net)["a"]["kernel"][...][0]
+    np.testing.assert_allclose(elements.grad(loss)[place], expected, rtol=1e-5)
+    elements.values = {place: elements.values[place] + 1}
+    merged = elements.merge()
+    assert merged.a is merged.b is merged.c.inner
+    assert np.array_equal(merged.a.kernel[...], net.a.kernel[...].at[0].add(1))
+    elements.save(path)
+    assert [str(entry.place) for entry in eg.inspect(path).entries] == ["a.kernel[0]"]
+    assert np.array_equal(eg.apply(net, path).merge().a.kernel[...], merged.a.kernel[...])
+    assert [str(place) for place in eg.trainable(net, f"{name}.*[1]").places] == ["a.bias[1]", "a.kernel[1]"]
+    with pytest.raises(eg.DuplicateError, match=r"named by a\.kernel\[0\] and by"):
+        eg.trainable(net, ["a.kernel[0]", f"{name}.kernel[0, 1]"])
+    with pytest.raises(eg.PlaceError, match=f"'{name}' is no array; it has {name}.bias, {name}.kernel"):
+        eg.trainable(net, name)
+
+
 def test_only_parameters_of_nnx_train():
     model, _, _ = nnx_module()
     with pytest.raises(eg.PlaceError, match=r"'norm\.mean' is a buffer and only parameters train"):

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import elementgrad as eg
 from tests.support.made import counts
 
+pytestmark = pytest.mark.usefixtures("products_by_parts")
+
 
 def image(w):
     return jax.lax.conv_general_dilated(jnp.ones((2, 20, 5, 5), w.dtype), w, (1, 1), "VALID")

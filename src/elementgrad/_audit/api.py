@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any
 
 from elementgrad._audit.backend import AuditBackend, AuditedParameter, separator_of
@@ -13,6 +14,8 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._cleanup import enter
+from elementgrad._explain.api import explain
+from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._names.arguments import NamedFunction
 from elementgrad._names.backend import Model
 from elementgrad._names.call import BoundCall
@@ -78,8 +81,10 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     audited = backend.load("audit")
     named = backend.names.model(model)
     parameters = audited.parameters(named)
-    excepted_names, unknown = _match(except_, [each.name for each in parameters], named)
-    trained, frozen, excepted = _sort(parameters, excepted_names)
+    parts = {each.name: [*_ancestors(each.name), each.name] for each in parameters}
+    known = list(dict.fromkeys([part for each in parts.values() for part in each]))
+    fitting, unknown = _match(except_, known, named)
+    trained, frozen, excepted = _sort(parameters, {name for name in parts if not fitting.isdisjoint(parts[name])})
     remarks = [Finding("remark", (), reason=text) for text in audited.remarks(named)]
     is_step = _takes_nothing(loss)
     if is_step:
@@ -94,16 +99,20 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     survey = Survey.of(trained, sweep.summaries)
     findings: list[Finding] = []
     notes = survey.notes
-    rules: set[str] = set()
-    if sweep.has_rules or not survey.is_fine:
+    if unknown or sweep.has_rules or not survey.is_fine:
         call = _bind(model, loss, audited, backend, is_step, trained)
-        investigation = Investigation(call, trained, sweep.summaries, survey, loss if is_step else None)
-        rules = investigation.rules if sweep.has_rules else rules
-        findings, explained = investigation.results(rules - set(unknown))
+        investigation = Investigation(
+            call, trained, sweep.summaries, survey, partial(_explain_step, audited, named, loss) if is_step else None
+        )
+        rules = investigation.rules
+        for text in unknown if rules is not None else ():
+            if text not in rules:
+                raise PlaceError(
+                    f"except_ names {text!r}, and no parameter, module or custom derivative has that name; "
+                    f"{nearest(text, [*known, *sorted(rules)])}"
+                )
+        findings, explained = investigation.results((rules or set()).difference(unknown))
         notes = [*explained, *notes]
-    for text in unknown:
-        if text not in rules:
-            raise _unknown_name_error(text, [each.name for each in parameters])
     return Audit(
         tuple(findings),
         (*remarks, *notes),
@@ -132,39 +141,34 @@ def _sort(
     return trained, frozen, excepted
 
 
-def _match(except_: Any, names: Sequence[str], model: Model) -> tuple[set[str], list[str]]:
-    """Return the parameters that names and patterns fit, by themselves or by a module that they are in.
+def _match(except_: Any, known: Sequence[str], model: Model) -> tuple[set[str], list[str]]:
+    """Return those of the known parameters and modules that names and patterns fit.
 
     Also return the names that fit none. They may be those of operations with derivatives of the user's own.
     """
     texts = [except_] if isinstance(except_, str) else except_
     if not isinstance(texts, Iterable) or isinstance(texts, bytes):
         raise OptionError(f"except_={quoted(except_)} is no list of names; give some, as in except_=['pooler.*']")
-    known = list(dict.fromkeys([part for name in names for part in (*_ancestors(name), name)]))
-    matched: set[str] = set()
+    fitting: set[str] = set()
     unknown: list[str] = []
     for text in texts:
         if not isinstance(text, str):
             raise OptionError(f"except_ has {quoted(text)}, which is no name; give names, as in except_=['pooler.*']")
-        if is_pattern(text):
-            fitting = set(match_names(text, known, model.aliases()))
-        elif text in known or model.canonical_name(text) in known:
-            fitting = {text, model.canonical_name(text)}
-        else:
-            unknown.append(text)
-            continue
-        matched |= {name for name in names if fitting.intersection((*_ancestors(name), name))}
-    return matched, unknown
-
-
-def _unknown_name_error(text: str, names: Sequence[str]) -> PlaceError:
-    known = list(dict.fromkeys([part for name in names for part in (*_ancestors(name), name)]))
-    return PlaceError(f"except_ names {text!r}, and no parameter or module has that name; {nearest(text, known)}")
+        matches = match_names(text, known, model.aliases()) if is_pattern(text) else [text, model.canonical_name(text)]
+        fitting.update(matches)
+        unknown += [] if is_pattern(text) or any(name in known for name in matches) else [text]
+    return fitting, unknown
 
 
 def _ancestors(name: str) -> list[str]:
     parts = name.partition("[")[0].split(separator := separator_of(name))
     return [separator.join(parts[:count]) for count in range(1, len(parts) + ("[" in name))]
+
+
+def _explain_step(audited: AuditBackend, model: Model, step: Callable[[], Any], parameter: Tensor) -> Diagnosis:
+    """Explain by the step itself a parameter that the loss depends on, and that the step got no gradient for."""
+    with audited.undoing_steps(model):
+        return explain(step, wrt=parameter)
 
 
 def _takes_nothing(loss: Callable[..., Any]) -> bool:

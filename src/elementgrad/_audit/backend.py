@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,9 +108,9 @@ class AuditBackend(ABC):
         """Return a function that runs a step, and returns the loss that it computes gradients of."""
         raise self._no_steps_error()
 
-    def idle_optimizers(self) -> AbstractContextManager[Any]:
-        """Return a context in which a step runs as it is, and changes nothing."""
-        return nullcontext()
+    def undoing_steps(self, model: Model) -> AbstractContextManager[Any]:
+        """Return a context in which steps run as they are; what they change is undone at its end."""
+        raise self._no_steps_error()
 
     def remarks(self, model: Model) -> list[str]:
         """Return what is to be said about how the model ran."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from elementgrad._audit.backend import AuditedParameter, Summaries, separator_of
 from elementgrad._audit.result import Finding, Problem
-from elementgrad._audit.rules import find_differing_rules, is_custom, stands_still
+from elementgrad._audit.rules import find_differing_rules, is_flat
 from elementgrad._audit.survey import Survey, ZeroSlices
 from elementgrad._audit.units import HARMLESS_CAUSES, LostGradient, ZeroFactor, follow_slices, lies_apart, usual_cause
-from elementgrad._explain.api import Explanation, SharedRun, explain
+from elementgrad._explain.api import Explanation, SharedRun
 from elementgrad._explain.blame import describe, why_unconnected
 from elementgrad._explain.causes import words_for
 from elementgrad._explain.diagnosis import Diagnosis
@@ -32,6 +32,8 @@ from elementgrad._place.place import Place, at, parse_target
 Tensor = Any
 PARAMETER = "the parameter"
 """Stands for each parameter of a group in words about it."""
+NOT_ASKED = f"the loss depends on {PARAMETER}, but the step asks for the gradients of others alone"
+ASK = "leave inputs= of backward() out, or add it there, or to the sources of tape.gradient()"
 BLOCKED = "no-grad"
 """The cause of a whole block of code, whichever of its operations reads a parameter."""
 FLATTENING = ("dead-relu", "clamped")
@@ -57,11 +59,10 @@ class Investigation:
         parameters: Sequence[AuditedParameter],
         summaries: Summaries,
         survey: Survey,
-        step: Callable[[], Any] | None = None,
+        explain_step: Callable[[Tensor], Diagnosis] | None = None,
     ):
         self._call = call
-        self._step = step
-        self._audited = call.backend.load("audit")
+        self._explain_step = explain_step
         self._survey = survey
         self._summaries = summaries
         self._parameters = list(parameters)
@@ -220,8 +221,10 @@ class Investigation:
         member = group.members[-1]
         names = tuple([each.name for each in group.members])
         diagnosis = self._questions[member.name].diagnosis()
-        if group.problem == "no gradient" and diagnosis.verdict == "flows":
-            diagnosis = self._why_not_asked(member) or diagnosis
+        if group.problem == "no gradient" and diagnosis.verdict == "flows" and self._explain_step is not None:
+            diagnosis = self._explain_step(member.tensor)
+            if diagnosis.cause is None:
+                return Finding(group.problem, names, reason=NOT_ASKED, fix=ASK), True
         finding = _from_diagnosis(group.problem, names, diagnosis)
         ends = [op for op in group.ends if (op.where, op.operation) == (diagnosis.where, diagnosis.operation)]
         if diagnosis.cause == BLOCKED and group.ends and group.ends[0].block:
@@ -243,13 +246,6 @@ class Investigation:
         if not ops:
             return finding
         return replace(finding, where=ops[-1].where, operation=ops[-1].operation, module=ops[-1].module)
-
-    def _why_not_asked(self, parameter: AuditedParameter) -> Diagnosis | None:
-        """Explain by the step itself a parameter that the loss depends on, and that the step got no gradient for."""
-        if self._step is None:
-            return None
-        with self._audited.idle_optimizers():
-            return explain(self._step, wrt=parameter.tensor)
 
     def _blame_factor(self, finding: Finding, member: AuditedParameter, ends: Sequence[Op]) -> tuple[Finding, bool]:
         """Look for where zeros come from that a parameter is multiplied by, or that a rectifier is flat at.
@@ -297,7 +293,7 @@ class Investigation:
             cause = lost.cause(trace.numbers)
             if cause is None:
                 return [self._explain_place(slices)]
-            if cause == "custom-rule" and stands_still(trace.graph.ops, lost.op, lost.masks, trace.numbers):
+            if cause == "custom-rule" and is_flat(trace.graph.ops, lost.op, lost.masks, trace.numbers):
                 cause = "clamped"  # its derivative is right
             apart = self._split(slices, lost, trace) if cause in FLATTENING else slices
         found: list[tuple[Finding, bool]] = []
@@ -316,23 +312,17 @@ class Investigation:
         return _from_diagnosis("dead units", names, diagnosis), diagnosis.cause not in HARMLESS_CAUSES
 
     @cached_property
-    def _custom_ops(self) -> tuple[Sequence[Op], AbstractSet[int]]:
-        """All operations, and the values that a derivative connects with any parameter; none if nothing is recorded."""
+    def rules(self) -> set[str] | None:
+        """The names of the operations whose derivatives the user wrote; None if the run cannot be followed."""
         try:
-            traces = [self._trace(each) for each in self._parameters]
-        except Exception:  # the run cannot be followed
-            return (), frozenset()
-        return traces[0].graph.ops, frozenset().union(*[trace.graph.connected for trace in traces])
-
-    @property
-    def rules(self) -> set[str]:
-        """The names of the operations whose derivatives the user wrote."""
-        ops, connected = self._custom_ops
-        return {op.operation for op in ops if is_custom(op, connected)}
+            return {op.operation for op in self._trace(self._parameters[0]).graph.ops if op.custom_gradient}
+        except Exception:  # an explanation says so
+            return None
 
     def _explain_rules(self, rules: AbstractSet[str]) -> Iterable[tuple[Finding, bool]]:
-        ops, connected = self._custom_ops
-        trace = self._trace(self._parameters[0])
+        traces = [self._trace(each) for each in self._parameters]
+        trace, ops = traces[0], traces[0].graph.ops
+        connected = frozenset().union(*[each.graph.connected for each in traces])
         with trace.following():
             differing = find_differing_rules(ops, connected, trace.numbers, rules)
         survey = self._survey

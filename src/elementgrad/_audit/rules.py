@@ -4,9 +4,10 @@ Only such a rule can give a gradient that is neither missing nor zero, and wrong
 numbers of the recorded run: one element of a result is differentiated by the rule, the element of an operand on which
 it depends the most is moved, and the operation runs again.
 
-Some rules differ on purpose. A function that returns its operand as it is exists for its rule alone, as one that
-reverses, scales or clips gradients does. And where a function stands still, a rule that does not is a surrogate, as the
-straight-through ones of quantisers are; the rule for a quantiser's scale is then one too.
+Some rules differ on purpose. A function that returns its operand as it is, whatever the numbers are, exists for its
+rule alone, as one that reverses, scales or clips gradients does. And where a function stands still, a rule that does
+not is a surrogate, as the straight-through ones of quantisers are; where it moves, the rule has to be its slope. Only
+for other operands of a function that goes in steps, as the scale of a quantiser is one, there is no such slope.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ CALLS = 2
 """So many calls of one function at one line are looked at,"""
 ELEMENTS = 3
 """and so many elements of each of their results;"""
-MORE = 6
+CLOSE_ELEMENTS = 6
 """if the rule differs, so many, each by as many elements of the operands, to see whether values stand still there."""
 VISIBLE = 16.0
 """A change of so many units of rounding would be seen."""
@@ -52,14 +53,34 @@ class DifferingRule:
 
 @dataclass
 class _Comparison:
-    """The operands by which a rule differs, with the evidence, and the sign that it does so on purpose."""
+    """The operands by which a rule differs, with the evidence, and the signs that it does so on purpose."""
 
-    differing: dict[int, str] = field(default_factory=dict)
-    purpose: str | None = None
+    moving: dict[int, str] = field(default_factory=dict)
+    """Operands by which it differs where the values move,"""
+    standing: dict[int, str] = field(default_factory=dict)
+    """and where they stand still."""
+    flat: set[int] = field(default_factory=set)
+    """Operands that do not move the values somewhere, though by the rule they do."""
+    changed: set[int] = field(default_factory=set)
+    """Operands by which it differs, and which are no result as they are."""
 
     def add(self, other: "_Comparison") -> None:
-        self.differing = {**other.differing, **self.differing}
-        self.purpose = self.purpose or other.purpose
+        self.moving = other.moving | self.moving
+        self.standing = other.standing | self.standing
+        self.flat |= other.flat
+        self.changed |= other.changed
+
+    @property
+    def differing(self) -> dict[int, str]:
+        return self.standing | self.moving
+
+    @property
+    def purpose(self) -> str | None:
+        if not self.changed:
+            return "returns its operand as it is, and so exists for its rule alone"
+        if self.flat - self.moving.keys():
+            return "stands still or goes in steps where the rule is not zero"
+        return None
 
 
 def find_differing_rules(
@@ -91,20 +112,16 @@ def _compare(ops: Sequence[Op], connected: Collection[int], numbers: Numbers) ->
     compared = _Comparison()
     if any(not np.array_equal(numbers.array(x), numbers.array(y)) for x, y in zip(again, op.results, strict=True)):
         return compared  # it returns other numbers each time
-    still = False
     for line in _lines(ops, connected, numbers, ELEMENTS, 1):
-        slope = None if line.operand in compared.differing else line.other_slope()
+        slope = line.other_slope()
         if slope is not None:
-            still = still or not slope
-            compared.differing[line.operand] = (
-                f"its rule gives {line.gradient:.4g} for an element whose slope is {slope:.4g}"
-            )
-    if compared.differing and _is_identity(op, numbers):
-        compared.purpose = "returns its operand as it is, and so exists for its rule alone"
-    elif still or (
-        compared.differing and any(line.stands_still() for line in _lines(ops, connected, numbers, MORE, MORE))
-    ):
-        compared.purpose = "stands still or goes in steps where the rule is not zero"
+            evidence = f"its rule gives {line.gradient:.4g} for an element whose slope is {slope:.4g}"
+            moves = slope and not line.is_still()
+            (compared.moving if moves else compared.standing).setdefault(line.operand, evidence)
+    if compared.differing:
+        compared.changed = {operand for operand in compared.differing if not _is_returned(ops, operand, numbers)}
+        close = _lines(ops, connected, numbers, CLOSE_ELEMENTS, CLOSE_ELEMENTS)
+        compared.flat = {*compared.standing, *[line.operand for line in close if line.is_still()]}
     return compared
 
 
@@ -129,11 +146,20 @@ def _lines(
                         yield _Line(inner, numbers, operand, int(flat), result, position, float(slopes[flat]))
 
 
-def _is_identity(op: Op, numbers: Numbers) -> bool:
-    """Return True if one of the operands is the result, in whichever shape."""
-    results = [numbers.array(y).reshape(-1) for y in op.results]
-    operands = [x for x in op.operands if not any(x is y for y in op.results)] or op.operands
-    return any(np.array_equal(numbers.array(x).reshape(-1), y) for x in operands for y in results if y.size)
+def _is_returned(ops: Sequence[Op], operand: int, numbers: Numbers) -> bool:
+    """Return True if a result of the last operation is an operand, in whichever shape, also at quite other numbers."""
+    op = ops[-1]
+    x = op.operands[operand]
+    array = numbers.array(x).astype(np.float64)
+    limit = np.finfo(numbers.array(x).dtype).maxexp // 2
+    sizes = np.exp2(np.linspace(limit, -limit, array.size)).reshape(array.shape)
+    candidates = set(op.outputs)
+    for other in (array, -array, sizes, -sizes):
+        moved = numbers.like(other, x)
+        values = _rerun(_inner_ops(ops), {op.inputs[operand]: moved})
+        flat = numbers.array(moved).reshape(-1)
+        candidates = {each for each in candidates if np.array_equal(numbers.array(values[each]).reshape(-1), flat)}
+    return bool(candidates)
 
 
 def _positions(y: np.ndarray, count: int) -> Iterator[int]:
@@ -176,7 +202,7 @@ class _Line:
         far = abs(verdict.difference - gradient) > MISMATCH * max(abs(verdict.difference), abs(gradient))
         return verdict.difference if verdict.agrees is False and far else None
 
-    def stands_still(self) -> bool:
+    def is_still(self) -> bool:
         """Return True if moves that by the rule change the value far beyond rounding do not change it at all."""
         epsilon = EPSILON[self._dtype]
         by = epsilon**0.5 * max(1.0, abs(self._here))
@@ -193,7 +219,7 @@ class _Line:
         return numbers.array(moved).astype(np.float64).reshape(-1)[[self._position]]
 
 
-def stands_still(ops: Sequence[Op], op: Op, masks: Sequence[np.ndarray | None], numbers: Numbers) -> bool:
+def is_flat(ops: Sequence[Op], op: Op, masks: Sequence[np.ndarray | None], numbers: Numbers) -> bool:
     """Return True if small moves of these elements of its operands do not change the results of an operation."""
     inner = _inner_ops(ops[: next(n for n, other in enumerate(ops) if other is op) + 1])
     for sign in (-1.0, 1.0):

@@ -114,8 +114,8 @@ class NamesBackend:
     """True if they take a container of both, arrays and tensors."""
     extra_keywords: tuple[str, ...] = ()
     """The arguments by name that any model may be called with, whether its forward takes them or not."""
-    reads_closures = True
-    """True if derivatives by what a function closes over can be read."""
+    closure_limit = ""
+    """Why derivatives by what a function closes over cannot be read, as the end of a clause; empty if they can."""
 
     def is_model(self, function: Any) -> bool:
         """Return True if a function holds tensors or layers that have names."""

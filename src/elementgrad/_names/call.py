@@ -38,7 +38,6 @@ from elementgrad.errors import DtypeError, FrameworkError, OptionError, PlaceErr
 Tensor = Any
 COMPUTED = ("activation", "given", "output")
 """The kinds of tensors that exist only once the function has run."""
-"""The keyword arguments of a call that has none."""
 OUTPUT = re.compile(r"output([.:]|$)")
 _NUMBERED_GIVEN = re.compile(rf"(#\d+){re.escape(GIVEN)}(?=:|$)")
 """The input of one call, `cell#3.input:1`; captures call it `cell.input#3:1`."""
@@ -458,8 +457,7 @@ class BoundCall:
         if same:
             raise PlaceError(f"the tensor was given as {listed([ref.name for ref in same])}; say which by its name")
         given = f"none of the inputs {listed([ref.name for ref in self.inputs])}" if self.inputs else "not an input"
-        if not self.backend.names.reads_closures:
-            given += ", and what a function closes over is constant on JAX"
+        given += self.backend.names.closure_limit
         raise PlaceError(f"the tensor is {given}; pass it to the function, or name one of the function's tensors")
 
     def _only_input(self) -> TensorRef:

@@ -4,6 +4,7 @@ A thread has a stack of open captures. `eg.tag`, and the hooks that backends put
 the innermost one, and the function goes on with what it returns.
 """
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,17 +85,18 @@ def tag(value: Value, name: str) -> Value:
 
 
 def _stage_parts(value: Value, name: str) -> Value:
-    """Name the tensors of a value in the traced program, as `name:key`, or as `name::key` where there is only one."""
+    """Name the tensors of a value in the traced program; `Capture.capture_staged` reads these names."""
     leaves = [(key[1:], registry.backend_of(leaf)) for key, leaf in pytree.named_leaves(value, "")]
     count = len([backend for _, backend in leaves if backend is not None])
     if not count:
         registry.require_backend(value)  # raises, and says what fits
-    colon = "::" if count == 1 else ":"
-    parts = iter(leaves)
+    parts, numbers = iter(leaves), itertools.count()
 
     def stage(leaf: Any) -> Any:
         key, backend = next(parts)
-        return leaf if backend is None else backend.names.name_in_graph(leaf, f"{name}{colon}{key}")
+        if backend is None:
+            return leaf
+        return backend.names.name_in_graph(leaf, f"{name}:{next(numbers)}/{count}:{key}")
 
     return pytree.map_tree(value, stage)
 
@@ -196,12 +198,18 @@ class Capture:
         self._backend = backend
         self._transforms = transforms
         self._kept = kept
-        self._calls: Counter[tuple[str, str, str]] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._latest_part: dict[str, int] = {}
+        """The number of the part that a traced program has named last, for each name."""
 
     @property
     def active(self) -> bool:
         """True if what this thread computes now is part of the run, and not of a read inside of it."""
         return _innermost()[0] is self
+
+    def wants(self, base: str) -> bool:
+        """Return True if the values of a name are captured."""
+        return self.everything or base in self.bases
 
     @contextmanager
     def open(self, here: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
@@ -225,11 +233,11 @@ class Capture:
         alone = sum([registry.backend_of(leaf) is self._backend for _, leaf in leaves]) == 1
         keys = iter([key[1:] for key, _ in leaves])
         # All parts of a value have the number of one call, also where an earlier call had fewer parts.
-        call, count = self._calls[kind, base, ""], len(self.values)
+        call, count = self._calls[kind, base], len(self.values)
         value = pytree.map_tree(
-            value, lambda leaf: self.capture_part(kind, base, next(keys), leaf, alone, call, other_keys)
+            value, lambda leaf: self._capture_part(kind, base, call, next(keys), leaf, alone, other_keys)
         )
-        self._calls[kind, base, ""] = call + (len(self.values) > count)
+        self._calls[kind, base] = call + (len(self.values) > count)
         if kind != "output" and self._is_complete():
             self.stopped = True
             raise RunStopped
@@ -267,27 +275,34 @@ class Capture:
         value = self.capture("given", path + GIVEN, {**dict(enumerate(args)), **kwargs}, other_keys)
         return tuple([value[index] for index in range(len(args))]), {name: value[name] for name in kwargs}
 
-    def capture_part(
+    def capture_staged(self, name: str, tensor: Tensor) -> Tensor:
+        """Capture a tensor that a traced program names, and return what the run goes on with.
+
+        The parts of a value come one by one, in order: what does not come after the latest part is a new value.
+        """
+        base, _, part = name.partition(":")
+        position, _, key = part.partition(":")
+        number, count = map(int, position.split("/")) if position else (0, 1)
+        self._calls["activation", base] += number <= self._latest_part.get(base, number)
+        self._latest_part[base] = number
+        call = self._calls["activation", base] - 1
+        return self._capture_part("activation", base, call, key, tensor, count == 1)
+
+    def _capture_part(
         self,
         kind: str,
         base: str,
+        call: int,
         key: str,
         tensor: Any,
-        alone: bool = False,
-        call: int | None = None,
+        alone: bool,
         other_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
-        """Capture one tensor of a value that has a name, and return what the run goes on with.
-
-        Without the number of the call, parts of the same key are counted.
-        """
+        """Capture one tensor of a value that has a name, and return what the run goes on with."""
         if registry.backend_of(tensor) is not self._backend or not self._backend.names.is_real_call(tensor):
             return tensor
         head, dot, rest = key.partition(".")
         other_key = other_keys[head] + dot + rest if head in other_keys else ""
-        if call is None:
-            call = self._calls[kind, base, key]
-            self._calls[kind, base, key] += 1
         value = CapturedValue(kind, base, call, key, len(self.values), alone, other_key)
         self.values.append(value)
         matching = [wanted for wanted in self.matches if wanted.matches(value)]

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from elementgrad._backends import registry
@@ -15,6 +17,7 @@ from elementgrad._names.call import BoundCall
 from elementgrad._names.patterns import is_pattern, match_names
 from elementgrad._place.grammar import KINDS
 from elementgrad._place.place import Place
+from elementgrad.errors import PlaceError
 
 Tensor = Any
 FLOATING = ("float", "bfloat", "complex")
@@ -142,22 +145,21 @@ def expand_patterns(call: BoundCall, *trees: Any) -> Sequence[Any]:
 
     A pattern matches what `eg.names` lists, of the dtypes that have gradients. Finding that takes a run.
     """
-    patterns = [place for tree in trees for place in pytree.leaves_of(tree) if is_pattern(place.name)]
-    if not patterns:
+    if not any(is_pattern(place.name) for tree in trees for place in pytree.leaves_of(tree)):
         return trees
-    rows = {kind: list_names(call, kind) for kind in set(map(_kind_to_list, patterns))}
+    rows = cache(partial(list_names, call))
     aliases = call.model.aliases()
 
     def expand(place: Place) -> Any:
-        return _match_rows(place, rows[_kind_to_list(place)], aliases) if is_pattern(place.name) else place
+        if not is_pattern(place.name):
+            return place
+        if place.kind is None and _normalize(str(place.name)).partition(":")[0].endswith(GIVEN):
+            with suppress(PlaceError):  # what is itself called `input` has the name
+                return _match_rows(place, rows(None), aliases)
+            return _match_rows(place, rows("given"), aliases)
+        return _match_rows(place, rows(place.kind), aliases)
 
     return [pytree.map_tree(tree, expand) for tree in trees]
-
-
-def _kind_to_list(place: Place) -> str | None:
-    """Return "given" for a pattern of what modules are given, which `list_names` leaves out otherwise."""
-    base = _normalize(str(place.name)).partition(":")[0]
-    return "given" if place.kind is None and base.endswith(GIVEN) else place.kind
 
 
 def _normalize(pattern: str) -> str:

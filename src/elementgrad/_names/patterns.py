@@ -1,10 +1,12 @@
 """Patterns of names: `*` stays within one component of a name, and `**` crosses components."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from elementgrad._place.grammar import nearest
+from elementgrad._place.place import Place
 from elementgrad.errors import PlaceError
 
 _WILDCARD = re.compile(r"\*\*[./]|\*+")
@@ -14,6 +16,21 @@ _NAME = re.compile(r"([^#:]*)(.*)")
 
 def is_pattern(name: str | None) -> bool:
     return name is not None and "*" in name
+
+
+def expand_place(
+    place: Place, named: Iterable[tuple[str, Any]], aliases: Callable[[], Mapping[str, str]]
+) -> list[Place]:
+    """Return a place for each tensor that a pattern matches, by the first name that does; another place as it is."""
+    if not is_pattern(place.name):
+        return [place]
+    named = list(named)
+    matches = set(match_names(str(place.name), [name for name, _ in named], aliases()))
+    names: dict[int, str] = {}
+    for name, tensor in named:
+        if name in matches:
+            names.setdefault(id(tensor), name)
+    return [Place(None, name, place.index, place.kind, pointwise=place.pointwise) for name in names.values()]
 
 
 def match_names(pattern: str, names: Sequence[str], aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from elementgrad._backends import registry
 from elementgrad._names.call import BoundCall
-from elementgrad._names.patterns import is_pattern, match_names
+from elementgrad._names.patterns import expand_place
 from elementgrad._place.grammar import listed
 from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place
@@ -45,27 +45,18 @@ def resolve_all(trainer: Trainer, places: Any) -> list[ResolvedPlace]:
             f"{type(places).__name__} names no elements; "
             "give places, such as ['fc.weight[3, :]'], or the path of a patch"
         )
-    every = [one for place in ([places] if single else places) for one in _expand(trainer, place)]
+    every: list[Any] = []
+    for place in [places] if single else places:
+        parsed = Place.parse(place) if isinstance(place, str) else place
+        if isinstance(parsed, Place):
+            every += expand_place(parsed, trainer.named_parameters(), trainer.aliases)
+        else:
+            every.append(parsed)
     targets = list(resolve(trainer, every))
     if not targets:
         raise PlaceError("no places are given; name some, such as ['fc.weight[3, :]']")
     check_disjoint(targets)
     return targets
-
-
-def _expand(trainer: Trainer, place: Any) -> list[Any]:
-    """Return the places that a pattern matches, one for each parameter; any other place as it is."""
-    parsed = Place.parse(place) if isinstance(place, str) else place
-    if not isinstance(parsed, Place) or not is_pattern(parsed.name):
-        return [parsed]
-    every = list(trainer.named_parameters())
-    matches = set(match_names(str(parsed.name), [name for name, _ in every], trainer.aliases()))
-    first = {id(tensor): name for name, tensor in reversed(every) if name in matches}
-    return [
-        Place(None, name, parsed.index, parsed.kind, pointwise=parsed.pointwise)
-        for name, tensor in every
-        if first.get(id(tensor)) == name
-    ]
 
 
 def resolve(trainer: Trainer, places: Iterable[Place | str]) -> Iterator[ResolvedPlace]:
@@ -212,8 +203,8 @@ def explain_unconnected(loss_fn: Callable[[Any], Any], params: Any, name: str) -
     if backend is None:
         return None
     try:
-        named = backend.names.model(params).named_tensors()
-        tensor = next(x for other, kind, x in named if (other, kind) == (name, "parameter"))
+        model = backend.names.model(params)
+        tensor = next(x for kind, x in model.lookup(model.canonical_name(name)) if kind == "parameter")
         return explain_missing_path(BoundCall(loss_fn, (params,), {}), Place(None, "output"), Place(tensor))
     except Exception:  # the error that is about to be raised matters more
         return None

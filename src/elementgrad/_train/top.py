@@ -18,7 +18,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._names.backend import Model
-from elementgrad._names.patterns import is_pattern, match_names
+from elementgrad._names.patterns import expand_place
 from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place, parse_place
 from elementgrad._place.selection import Selection
@@ -276,19 +276,11 @@ def _find_candidates(model: Model, among: Any, backend: Backend) -> list[Candida
     single = isinstance(among, str | Place) or not isinstance(among, Iterable) or registry.backend_of(among) is not None
     places: dict[int, list[Place]] = {}
     for given in map(parse_place, [among] if single else among):
-        for place in _expand(given, [name for name, _ in floating], model):
+        for place in expand_place(given, floating, model.aliases):
             places.setdefault(_parameter_number(place, params, model, backend), []).append(place)
     if not places:
         raise PlaceError("among names no parameter; name some, or leave it out to choose among all")
     return [_candidate(*params[number], places[number], backend) for number in sorted(places)]
-
-
-def _expand(place: Place, names: list[str], model: Model) -> list[Place]:
-    """Return the places that a pattern matches; any other place as it is."""
-    if not is_pattern(place.name):
-        return [place]
-    matches = match_names(str(place.name), names, model.aliases())
-    return [Place(None, name, place.index, place.kind, pointwise=place.pointwise) for name in matches]
 
 
 def _parameter_number(place: Place, params: list[tuple[str, Tensor]], model: Model, backend: Backend) -> int:

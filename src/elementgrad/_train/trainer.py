@@ -404,7 +404,7 @@ class ParameterUse(NamedTuple):
     name: str
     operation: str
     dense: bool
-    """True if it needs a copy of the whole parameter, and a whole gradient."""
+    """True if it needs a copy of the whole parameter, and a whole gradient, however large these are."""
 
 
 class FunctionalTrainer(Trainer):

@@ -15,6 +15,7 @@ from elementgrad._names.backend import Model, NamesBackend, Node, Replacement
 from elementgrad._names.capture import Capture
 
 Array = jax.Array
+Path = tuple[str, ...]
 BOX = ["value"]
 """The only key of a box around one array: `nnx.Param`, `nn.Partitioned`. The array has the name of the box."""
 
@@ -38,14 +39,15 @@ class JaxModel(Model):
         return ((".".join(path), kind, leaf) for path, kind, leaf in _find_arrays(self.function, (), "parameter", {}))
 
     def aliases(self) -> Mapping[str, str]:
-        again: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-        paths = [path for path, _, _ in _find_arrays(self.function, (), "parameter", {}, again)]
-        return {
-            ".".join(other + path[len(first) :]): ".".join(path)
-            for other, first in again
-            for path in paths
-            if path[: len(first)] == first
-        }
+        again: dict[Path, Path] = {}
+        first_paths = {path: path for path, _, _ in _find_arrays(self.function, (), "parameter", {}, again)}
+        for other, first in again.items():
+            if other[: len(first)] == first:
+                continue  # a reference back to what is above, by which paths have no end
+            # All paths into the object are known by now, also those of what it shares itself.
+            inside = [(path, named) for path, named in first_paths.items() if path[: len(first)] == first]
+            first_paths |= {other + path[len(first) :]: named for path, named in inside}
+        return {".".join(path): ".".join(named) for path, named in first_paths.items() if path != named}
 
     def canonical_name(self, name: str) -> str:
         return self.aliases().get(name, name)
@@ -64,7 +66,7 @@ class JaxNames(NamesBackend):
 
     model = JaxModel
     takes_arrays = True
-    reads_closures = False
+    closure_limit = ", and what a function closes over is constant on JAX"
     flatten_node = staticmethod(flatten_node)
     name_in_graph = staticmethod(name_in_graph)
 
@@ -106,11 +108,11 @@ def copy_with(value: Any, replacements: Mapping[str, Array]) -> Any:
 
 def _find_arrays(
     value: Any,
-    path: tuple[str, ...],
+    path: Path,
     kind: str,
-    seen: dict[int, tuple[str, ...]],
-    again: list[tuple[tuple[str, ...], tuple[str, ...]]] | None = None,
-) -> Iterator[tuple[tuple[str, ...], str, Array]]:
+    seen: dict[int, Path],
+    again: dict[Path, Path] | None = None,
+) -> Iterator[tuple[Path, str, Array]]:
     """Yield path, kind and array; an object that two others share, and that can be written to, is visited once.
 
     `again` gets the path by which an object is met again, with its first path.
@@ -121,7 +123,7 @@ def _find_arrays(
     node = _flatten(value)
     if node is None or id(value) in seen:
         if node is not None and again is not None:
-            again.append((path, seen[id(value)]))
+            again[path] = seen[id(value)]
         return
     if _is_writable(value):
         seen[id(value)] = path
@@ -130,9 +132,7 @@ def _find_arrays(
         yield from _find_arrays(branch, path if key is None else (*path, str(key)), kind, seen, again)
 
 
-def _copy(
-    value: Any, path: tuple[str, ...], replacements: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]
-) -> Any:
+def _copy(value: Any, path: Path, replacements: Mapping[str, Array], seen: dict[int, tuple[Any, Any]]) -> Any:
     if is_array(value):
         return replacements.get(".".join(path), value) if replacements else value
     if id(value) in seen:

@@ -32,7 +32,8 @@ def name_in_graph(x: Any, name: str) -> Any:
 
     While a program is traced to capture this name, a concrete value becomes a part of the program as well.
     """
-    if isinstance(x, jax.core.Tracer) or name.partition(":")[0] in _local.__dict__.get("bases", ()):
+    capture = getattr(_local, "capture", None)
+    if isinstance(x, jax.core.Tracer) or (capture is not None and capture.wants(name.partition(":")[0])):
         return checkpoint_name(x, PREFIX + name)
     return x
 
@@ -160,15 +161,15 @@ def _trace(function: Callable[[], Any], capture: Capture) -> tuple[Any, Any]:
         returned.append(function())
         return [leaf for leaf in pytree.leaves_of(returned[-1]) if is_array(leaf)]
 
-    with capture.open(lambda name: False), _stage_names(capture.bases):
+    with capture.open(lambda name: False), _stage_names(capture):
         program = jax.make_jaxpr(arrays)()
     return returned[-1], program
 
 
 @contextmanager
-def _stage_names(bases: set[str]) -> Iterator[None]:
+def _stage_names(capture: Capture) -> Iterator[None]:
     with scope():
-        assign(_local, "bases", bases)
+        assign(_local, "capture", capture)
         yield
 
 
@@ -195,10 +196,9 @@ def _capturing_step(capture: Capture) -> Step:
     def step(equation: Any, operands: list[Any]) -> Sequence[Any]:
         tag = _tag(equation)
         if tag is not None:
-            base, _, key = tag.partition(":")
             (value,) = operands
             value = value if is_array(value) else jnp.asarray(value, equation.invars[0].aval.dtype)
-            return [capture.capture_part("activation", base, key.removeprefix(":"), value, key.startswith(":"))]
+            return [capture.capture_staged(tag, value)]
         inside = {name for inner in jaxprs_in_params(equation.params) for name in _tags_in(inner, known)}
         if inside and equation.primitive.name in FOLLOWED:
             return follow(equation, operands, step)

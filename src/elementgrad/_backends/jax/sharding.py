@@ -90,7 +90,7 @@ def add_at(array: Array, index: tuple[Any, ...], values: Array, axis: int = 0) -
 
 def _with_spare_index(index: tuple[Any, ...], values: Array, axis: int = 0) -> tuple[tuple[Any, ...], Array, str]:
     """Add an index that no array has to a single one, where an array may be sharded: see `BEYOND`."""
-    if values.shape[axis] != 1 or not _has_several_devices():
+    if values.shape[axis] != 1 or not has_several_devices():
         return index, values, IN_BOUNDS
     index = tuple([each if each is ... or isinstance(each, slice) else jnp.append(each, BEYOND) for each in index])
     return index, jnp.concatenate([values, jnp.zeros_like(values)], axis), "drop"
@@ -180,7 +180,7 @@ def _set_as_integers(array: Array, index: tuple[Any, ...], values: Array, mode: 
 
 
 @cache
-def _has_several_devices() -> bool:
+def has_several_devices() -> bool:
     return jax.device_count() > 1 or jax.device_count("cpu") > 1
 
 

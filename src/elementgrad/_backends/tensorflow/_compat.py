@@ -201,6 +201,11 @@ def takes_training(model: Any) -> bool:
     return bool(getattr(model, "_call_has_training_arg", True))
 
 
+def variable_inside(variable: Any) -> Any:
+    """Return TensorFlow's variable in one of Keras, whose own `value` may be cast; anything else as it is."""
+    return getattr(variable, "_value", variable)
+
+
 def tensor_id(x: Any) -> int:
     """Return the number that TensorFlow gives to a tensor or handle."""
     return int(x._id)

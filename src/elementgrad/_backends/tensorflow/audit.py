@@ -84,7 +84,7 @@ class TensorflowAudit(AuditBackend):
                 if not calls.missing:  # what comes after it may fail for want of gradients
                     raise
         for source, gradient in calls.gradients:
-            name = names.get(id(getattr(source, "_value", source)))
+            name = names.get(id(_compat.variable_inside(source)))
             if name is not None and gradient is not None:
                 summary = _summarize(gradient)
                 summaries[name] = summary if name not in summaries else summaries[name].union(summary)
@@ -94,7 +94,7 @@ class TensorflowAudit(AuditBackend):
         return partial(_loss_of, step)
 
     @contextmanager
-    def idle_optimizers(self) -> Iterator[None]:
+    def undoing_steps(self, model: KerasModel) -> Iterator[None]:  # type: ignore[override]
         with isolated(), _TapeCalls(compute=True):
             yield
 
@@ -108,7 +108,7 @@ def _require_eager() -> None:
 
 
 def _make_parameter(name: str, variable: Any, frozen: str | None, place: Place | None = None) -> AuditedParameter:
-    value = variable._value
+    value = _compat.variable_inside(variable)
     return AuditedParameter(name, value, tuple(value.shape), tf.as_dtype(value.dtype).name, frozen, place)
 
 

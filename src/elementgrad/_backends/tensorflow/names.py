@@ -222,7 +222,7 @@ class KerasModel(Model):
 
         def watch(layer: Layer, result: Any) -> Any:
             path = path_of(layer)
-            wanted = path and (capture.everything or path in capture.bases)
+            wanted = path and capture.wants(path)
             return capture.capture("activation", str(path), result) if wanted else result
 
         def watch_given(layer: Layer, args: Any, kwargs: Any) -> Arguments:

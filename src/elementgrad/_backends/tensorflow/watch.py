@@ -90,7 +90,7 @@ class KerasWatcher(Watcher):
 
         def apply_gradients(pairs: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(pairs)
-            dense = {id(_resource(v)): tf.convert_to_tensor(g) for g, v in pairs if g is not None}
+            dense = {id(_compat.variable_inside(v)): tf.convert_to_tensor(g) for g, v in pairs if g is not None}
             for name, wanted in watched.items():
                 if id(wanted) in dense:
                     self._gradients[name].assign(_unscale(dense[id(wanted)], optimizer, list(dense.values())))
@@ -214,7 +214,7 @@ def record_step(model: Any, data: Any, before: Mapping[str, Tensor]) -> StepReco
         held = [NamedValue(name, "input", value, leaf) for (name, leaf), value in zip(inputs, ids, strict=True)]
         for name, variable in variables_of(model):
             kind, _, text = name.partition(":")
-            values = recorder.variable_values.get(_compat.tensor_id(_resource(variable).handle), [None])
+            values = recorder.variable_values.get(_compat.tensor_id(_compat.variable_inside(variable).handle), [None])
             held.append(NamedValue(text, kind, values[0], before[name]))
     if recorder.error is not None:
         raise recorder.error
@@ -241,7 +241,10 @@ def _line_of(model: Any, data: Any, before: Values, name: str) -> str | None:
 
 def variables_of(model: Any) -> list[tuple[str, Any]]:
     """Return the variables of a model as `parameter:name` and `buffer:name`."""
-    return [(f"{kind}:{name}", _resource(variable)) for name, kind, variable in KerasModel(model).named_tensors()]
+    return [
+        (f"{kind}:{name}", _compat.variable_inside(variable))
+        for name, kind, variable in KerasModel(model).named_tensors()
+    ]
 
 
 def all_variables(model: Any) -> Iterator[tuple[str, Any]]:
@@ -249,7 +252,7 @@ def all_variables(model: Any) -> Iterator[tuple[str, Any]]:
     known = variables_of(model)
     yield from known
     seen = {id(variable) for _, variable in known}
-    others = [variable for variable in model.variables if id(_resource(variable)) not in seen]
+    others = [variable for variable in model.variables if id(_compat.variable_inside(variable)) not in seen]
     yield from ((f"random:{variable.path}", variable) for variable in others)
     optimizer = model.optimizer
     yield from ((f"optimizer:{n}", variable) for n, variable in enumerate(optimizer.variables if optimizer else ()))
@@ -268,12 +271,7 @@ def restored(model: Any, before: Mapping[str, Tensor]) -> Iterator[None]:
 
 def _value(variable: Any) -> Tensor:
     """Return the value of a variable without a copy; the next write to it makes one."""
-    return tf.convert_to_tensor(_resource(variable))
-
-
-def _resource(variable: Any) -> Any:
-    """Return TensorFlow's variable in a variable of Keras."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
+    return tf.convert_to_tensor(_compat.variable_inside(variable))
 
 
 def _state_name(variable: Any) -> str:

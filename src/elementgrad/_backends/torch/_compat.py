@@ -517,3 +517,12 @@ def forward_hooks(module: Any) -> Any:
 def forward_pre_hooks_with_kwargs(module: Any) -> tuple[Any, Any]:
     """Return the two places that a hook must be in to get keyword arguments, in the order to put it there."""
     return module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks
+
+
+# `GradScaler`: for each optimizer, whether its gradients were unscaled since the last update. No public state has it.
+def optimizer_stages(scaler: Any) -> Any:
+    return scaler._per_optimizer_states
+
+
+def set_optimizer_stages(scaler: Any, stages: Any) -> None:
+    scaler._per_optimizer_states = stages

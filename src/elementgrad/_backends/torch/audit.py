@@ -9,7 +9,8 @@ import copy
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -116,6 +117,12 @@ class TorchAudit(AuditBackend):
     def loss_of_step(self, model: TorchModel, step: Callable[[], Any]) -> Callable[[], Tensor]:  # type: ignore[override]
         return partial(_loss_of, model, step)
 
+    @contextmanager
+    def undoing_steps(self, model: TorchModel) -> Iterator[None]:  # type: ignore[override]
+        with _LossScales():
+            _protect(model)
+            yield
+
     def remarks(self, model: TorchModel) -> list[str]:  # type: ignore[override]
         modules = [module for root in model.roots.values() for module in root.modules()]
         remarks = ["the model is compiled, and ran eagerly for this"] if any(map(_compat.is_compiled, modules)) else []
@@ -161,7 +168,7 @@ class _LossScales(scope):
     """
 
     def __init__(self) -> None:
-        self._states: dict[Any, dict[str, Any]] = {}
+        self._states: dict[Any, tuple[dict[str, Any], Any]] = {}
         self._factors: dict[Any, float] = {}
 
     def __enter__(self) -> "_LossScales":
@@ -173,7 +180,7 @@ class _LossScales(scope):
 
     def see(self, scaler: Any) -> None:
         if scaler not in self._states:
-            self._states[scaler] = scaler.state_dict()
+            self._states[scaler] = scaler.state_dict(), copy.deepcopy(_compat.optimizer_stages(scaler))
             self._factors[scaler] = scaler.get_scale()
 
     def backed_off(self) -> bool:
@@ -182,8 +189,10 @@ class _LossScales(scope):
         return any(factor < before[scaler] for scaler, factor in self._factors.items())
 
     def _restore(self) -> None:
-        for scaler, state in self._states.items():
-            scaler.load_state_dict(state)
+        for scaler, (state, stages) in self._states.items():
+            if scaler.state_dict() != state:  # it would count as a write to what a scaled loss still needs
+                scaler.load_state_dict(state)
+            _compat.set_optimizer_stages(scaler, stages)
 
 
 class _ScaleState(threading.local):
@@ -264,7 +273,7 @@ def _walk(loss: Tensor) -> tuple[set[int], bool]:
     while pending:
         node, reader = pending.pop()
         name = node.name()
-        has_rules = has_rules or (isinstance(node, _compat.PythonNode) and _is_users(node))
+        has_rules = has_rules or (isinstance(node, _compat.PythonNode) and _is_user_function(node))
         if hasattr(node, "variable"):
             key = id(node.variable)
             readers[key] = readers.get(key, True) and reader in LOOKUPS
@@ -278,7 +287,7 @@ def _walk(loss: Tensor) -> tuple[set[int], bool]:
     return {key for key, only in readers.items() if only}, has_rules
 
 
-def _is_users(node: Any) -> bool:
+def _is_user_function(node: Any) -> bool:
     """Return True for a node of an `autograd.Function` that is no part of PyTorch or of this library."""
     module = sys.modules.get(getattr(type(node), "_forward_cls", type(node)).__module__)
     return is_user_code(getattr(module, "__file__", None) or "<stdin>", ("torch",))
@@ -295,16 +304,16 @@ def _protect(model: TorchModel) -> list[Tensor]:
 
     Then gradients, parameters and modes are as they were. Return the parameters.
     """
-    held = [x for _, kind, x in model.named_tensors() if kind == "parameter"]
-    held += [group.leaf for groups in _element_groups(model).values() for group in groups]
-    for x in held:
+    parameters = [x for _, kind, x in model.named_tensors() if kind == "parameter"]
+    parameters += [group.leaf for groups in _element_groups(model).values() for group in groups]
+    for x in parameters:
         defer(_restore, x, x.grad, x.detach().clone())
         x.grad = None
     defer(_set_training_flags, [(module, module.training) for _, module in model.modules()])
     idle = _IdleOptimizers()
     add_hook(_compat._global_optimizer_pre_hooks, idle.before)
     add_hook(_compat._global_optimizer_post_hooks, idle.after)
-    return held
+    return parameters
 
 
 def _restore(x: Tensor, gradient: Tensor | None, before: Tensor) -> None:
@@ -404,8 +413,7 @@ def _roots(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor,
 def _loss_of(model: TorchModel, step: Callable[[], Any]) -> Tensor:
     """Run a step up to its end, and return the sum of what it calls `backward()` on."""
     captured = _CapturedLoss()
-    with scope():
-        _protect(model)
+    with implementation.undoing_steps(model), scope():
         enter_mode(captured)
         try:
             step()

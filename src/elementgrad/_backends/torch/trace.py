@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -181,6 +181,12 @@ class TorchOpRecorder:
         if self.ids.get(x) is not None:
             self.id_of(made)  # while both are alive
 
+    def on_pass(self, results: Sequence[Any], passed: Sequence[Any]) -> None:
+        """Take tensors for those that were the results of a function: the user gets them in their place."""
+        for x, made in zip(results, passed, strict=True):
+            if made is not x:
+                self.ids.assign(made, self.id_of(x))
+
     def _add_opaque(self, user_name: str, inputs: Sequence[Tensor]) -> None:
         if inputs:
             input_ids = tuple([self.id_of(x) for x in inputs])
@@ -268,7 +274,7 @@ class TorchOpRecorder:
         if name == HOOK_FUNCTION:
             self.hints.append(Hint("hook", "", Op("a backward hook", None, self.module)))
         custom = not home.startswith(("torch.", "elementgrad."))
-        return self._run_op(apply, name, name, args, kwargs, custom=custom, hidden=not custom)
+        return self._run_op(apply, name, name, args, kwargs, custom, not custom, is_patched=True)
 
     def _run_op(
         self,
@@ -279,26 +285,36 @@ class TorchOpRecorder:
         kwargs: Any,
         custom: bool = False,
         hidden: bool = False,
+        is_patched: bool = False,
     ) -> Any:
-        """Call a function, and record it. An error of the recorder is kept, and does not reach the user's code."""
+        """Call a function, and record it.
+
+        Args:
+            is_patched: True if the call came by a patch and not by the mode. The mode is on then, and would record the
+                recorder's own calls.
+        """
         notes = self._record(func, name, user_name, args, kwargs, custom, hidden)
-        noted = None
-        try:
-            noted = next(notes, None)
-        except Exception as error:
-            self.failure = self.failure or error
-        if noted is None:
+        quiet: AbstractContextManager[Any] = pause_recording() if is_patched else nullcontext()
+        with quiet:
+            given = self._advance(notes)
+        if given is None:
             return func(*args, **kwargs)
-        args, kwargs = noted
+        args, kwargs = given
         with pause_recording():
             result = func(*args, **kwargs)
+        with quiet:
+            self._advance(notes, result)
+        return result
+
+    def _advance(self, notes: Generator[tuple[Any, Any], Any, None], result: Any = None) -> tuple[Any, Any] | None:
+        """Go on with recording a call; None if that ends. An error is kept, and does not reach the user's code."""
         try:
-            notes.send(result)
+            return notes.send(result)
         except StopIteration:
-            pass
+            return None
         except Exception as error:
             self.failure = self.failure or error
-        return result
+            return None
 
     def _record(
         self, func: Callable[..., Any], name: str, user_name: str, args: Any, kwargs: Any, custom: bool, hidden: bool

@@ -42,9 +42,12 @@ class ValueIds:
         self._memory: dict[int, list[weakref.ref[Tensor]]] = {}
         self._count = 0
 
-    def assign(self, x: Tensor) -> int:
-        entries, key, value_id = self._entries, id(x), self._count
-        self._count += 1
+    def assign(self, x: Tensor, value_id: int | None = None) -> int:
+        """Give a tensor an id: a new one, or that of a tensor which it stands for."""
+        entries, key = self._entries, id(x)
+        if value_id is None:
+            value_id = self._count
+            self._count += 1
         known = entries.get(key)
         if known is None or known[0]() is not x:
             memory = storage_address(x)

@@ -12,7 +12,7 @@ with the whole array at any ratio of old to new:
   array with the values in them;
 - by rows: what would be multiplied with rows that have patched elements is zero in the plain product, and the product
   with these rows, with the values in them, is added;
-- whole: the product with a copy of the array that has the values in it.
+- whole: the product with a copy of the array that has the values in it. Small products are computed so, too.
 
 The first two read a few columns or rows of the array. But zero times infinity is not zero: the way by rows is wrong for
 an array with a number that is not finite. So is the derivative of the way by columns, which multiplies columns of the
@@ -39,6 +39,7 @@ from elementgrad._backends.jax.sharding import (
     IN_BOUNDS,
     add_at,
     explicit_sharding,
+    has_several_devices,
     is_on_host,
     make_varying,
     put,
@@ -54,6 +55,12 @@ DENSE = 2
 """A block of rows and columns is small if it is at most one part in so many of its array."""
 CHEAP = 8
 """Rows and columns that are at most one part in so many of the array are both few."""
+SMALL, COPY = 2**17, 8
+"""A product of at most so many multiplications is computed whole, where the copy of an element counts as several.
+
+That takes no longer than the ways by columns and rows, each of which is several operations, and a fraction of their
+time to compile.
+"""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -438,6 +445,9 @@ def _patched_product(
     smaller = min(columns, rows, key=lambda cut: cut.size)
     if not len(w.positions) or not smaller.is_small:
         return None
+    if _is_cheap_whole(equation, columns.axes.total, x, w):
+        everything = _PatchedSlice(w, ()).arrays
+        return [_whole_product(op, x, w.array, w.values, everything.coords[1:], everything.number[0])]
     if w.is_finite:
         both = CHEAP * (rows.size + columns.size) <= w.array.size
         way = "columns" if both or smaller is columns else "rows"
@@ -469,6 +479,17 @@ def _patched_product(
         return [_product(specs, base, *operands)]
     uncompiled: Any = _product.__wrapped__  # type: ignore[attr-defined]
     return [with_auto_axes(lambda base, *others: uncompiled(specs, base, *others), base, *operands)]
+
+
+def _is_cheap_whole(equation: Any, columns: int, x: Array, w: PatchedArray) -> bool:
+    """Return True if the product with a whole array is no slower than one with parts of it.
+
+    Of an array that may be sharded, a whole gradient would be sent from device to device.
+    """
+    if has_several_devices() or explicit_sharding(w.array) is not None or explicit_sharding(x) is not None:
+        return False
+    multiplications = equation.outvars[0].aval.size * w.array.size // columns
+    return multiplications + COPY * w.array.size <= SMALL
 
 
 _stop_gradient = jax.jit(jax.lax.stop_gradient, inline=True)  # differentiated once for each shape
@@ -544,6 +565,12 @@ def _product(specs: tuple[Any, "_Axes", "_Axes", str, str], *operands: Any) -> A
         return product(*primals), total
 
     return product(*operands)
+
+
+@partial(jax.jit, static_argnums=0)
+def _whole_product(op: Any, x: Array, array: Array, values: Array, coords: tuple[Any, ...], number: Any) -> Array:
+    """Compute a product with the whole array, with the values in it."""
+    return op.plain(x, _insert(array, values, coords, number))
 
 
 def _along(row: Array, axis: int, ndim: int) -> Array:
@@ -660,4 +687,10 @@ def _insert(slices: Array, values: Array, coords: tuple[Array, ...], number: Arr
 def _insert_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     _, _, coords, number = primals
     slices, values = tangents[:2]
-    return _insert(*primals), put_at(jnp.where(number < 0, slices, 0), coords, values)  # whose transpose only reads
+    kept = jnp.where(number < 0, slices, 0)
+    if len(values) == 1:
+        # A single constant index becomes part of the machine code, which is then compiled anew for each layer. So zero
+        # is added to the first element as well.
+        coords = tuple([jnp.append(each, jnp.zeros((), each.dtype)) for each in coords])
+        return _insert(*primals), add_at(kept, coords, jnp.append(values, jnp.zeros((), values.dtype)))
+    return _insert(*primals), put_at(kept, coords, values)  # whose transpose only reads

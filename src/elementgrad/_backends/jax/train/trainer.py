@@ -5,9 +5,9 @@ parameters.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -80,9 +80,8 @@ class TracedLoss:
 
         def total(vectors: list[Array]) -> tuple[Array, list[Array]]:
             patched = list(self._patched)
-            for number, vector in zip(wanted, vectors, strict=True):
-                values = _call_with_gradient(vector, partial(reached.add, number))
-                patched[number] = patched[number].with_values(values)
+            for number, vector in zip(wanted, _note_gradients(vectors, wanted, reached), strict=True):
+                patched[number] = patched[number].with_values(vector)
             loss, *aux = self._run(patched, lambda *use: None)
             return loss, aux
 
@@ -155,21 +154,20 @@ class TracedLoss:
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
 
-def _call_with_gradient(vector: Array, note: Callable[[], None]) -> Array:
-    """Return a vector, and call `note` when it is given a gradient, be it zero."""
+def _note_gradients(vectors: list[Array], numbers: Sequence[int], reached: set[int]) -> list[Array]:
+    """Return vectors, and add the number of each that is given a gradient, be it zero, to those reached."""
 
     @jax.custom_vjp
-    def identity(vector: Array) -> Array:
-        return vector
+    def identity(vectors: list[Array]) -> list[Array]:
+        return vectors
 
-    def backward(_: None, gradient: Any) -> tuple[Any]:
-        if isinstance(gradient, SymbolicZero):
-            return (None,)
-        note()
-        return (gradient,)
+    def backward(_: None, gradients: Any) -> tuple[Any]:
+        given = [None if isinstance(gradient, SymbolicZero) else gradient for gradient in gradients]
+        reached.update(number for number, gradient in zip(numbers, given, strict=True) if gradient is not None)
+        return (given,)
 
-    identity.defvjp(lambda vector: (vector.value, None), backward, symbolic_zeros=True)
-    return identity(vector)
+    identity.defvjp(lambda vectors: ([vector.value for vector in vectors], None), backward, symbolic_zeros=True)
+    return identity(vectors)
 
 
 def _has_loops(jaxpr: Any) -> bool:
@@ -301,7 +299,8 @@ class JaxTrainer(FunctionalTrainer):
         self._params = params
         self._leaves: dict[str, list[PytreeLeaf]] = {}
         self._other_kinds: dict[str, str] = {}
-        for name, kind, array in JaxModel(params).named_tensors():
+        self._model = JaxModel(params)
+        for name, kind, array in self._model.named_tensors():
             if kind == "parameter":
                 self._leaves.setdefault(name, []).append(PytreeLeaf(name, array))
             else:
@@ -313,18 +312,29 @@ class JaxTrainer(FunctionalTrainer):
     def named_parameters(self) -> Iterator[tuple[str, PytreeLeaf]]:
         return ((leaf.name, leaf) for leaves in self._leaves.values() for leaf in leaves)
 
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
+
+    @cached_property
+    def _aliases(self) -> Mapping[str, str]:
+        return self._model.aliases()
+
+    def stable_name(self, name: str) -> str:
+        return name if name in self._leaves else self._aliases.get(name, name)
+
     def parameter(self, name: str) -> PytreeLeaf:
-        leaves = self._leaves.get(name, [])
+        first_name = self.stable_name(name)
+        leaves = self._leaves.get(first_name, [])
         if len(leaves) == 1:
             return leaves[0]
         names = list(self._leaves)
         if leaves:
             raise PlaceError(f"{name!r} names {len(leaves)} arrays; rename one of them")
-        if name in self._other_kinds:
+        if first_name in self._other_kinds:
             raise PlaceError(
-                f"{name!r} is a {self._other_kinds[name]} and only parameters train; {grammar.nearest('', names)}"
+                f"{name!r} is a {self._other_kinds[first_name]} and only parameters train; {grammar.nearest('', names)}"
             )
-        inside = [other for other in names if other.startswith(f"{name}.")]
+        inside = [other for other in (*names, *self._aliases) if other.startswith(f"{name}.")]
         if inside:
             raise PlaceError(f"{name!r} is no array; it has {grammar.listed(inside)}")
         if any(
@@ -419,7 +429,7 @@ class JaxTrainer(FunctionalTrainer):
             array, like = arrays[name], groups[numbers[0]].tensor.array
             new = _join([_cast(values[number], array.dtype, like) for number in numbers], array.dtype)
             arrays[name] = put(array, np.concatenate([groups[number].positions for number in numbers]), new)
-        merged = {number: arrays[group.name] for number, group in enumerate(groups)}
+        merged = {number: arrays[group.tensor.name] for number, group in enumerate(groups)}
         untraced = {number: array for number, array in merged.items() if not isinstance(array, jax.core.Tracer)}
         return copy_with(params, arrays), untraced
 
@@ -489,7 +499,7 @@ class JaxTrainer(FunctionalTrainer):
 
     def _leaves_of(self, groups: Sequence[Any], params: Any) -> tuple[Any, dict[str, PytreeLeaf]]:
         """Return the parameters, or others of the same names and shapes, and the leaves of groups in them."""
-        names = dict.fromkeys(group.name for group in groups)
+        names = dict.fromkeys(group.tensor.name for group in groups)
         if params is None:
             return self._params, {name: self._leaves[name][0] for name in names}
         other = JaxTrainer(params)
@@ -507,7 +517,7 @@ def _numbers_by_name(groups: Sequence[Any]) -> dict[str, list[int]]:
     """Return for each parameter the numbers of its groups."""
     numbers: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
-        numbers.setdefault(group.name, []).append(number)
+        numbers.setdefault(group.tensor.name, []).append(number)
     return numbers
 
 

@@ -183,6 +183,9 @@ class _PassedOn(torch.autograd.Function):
     def forward(*results: Any) -> Any:
         with pause_recording():
             passed = tuple([x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in results])
+            for recorder in active_recorders():
+                if hasattr(recorder, "on_pass"):
+                    recorder.on_pass(results, passed)
         return passed[0] if _local.returns_one else passed
 
     @staticmethod
