@@ -90,6 +90,9 @@ class TorchOpRecorder:
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
         self._block = ""  # the line that switched gradients off
+        self.hidden_writes: list[HiddenWrite] = []
+        self.hidden_before_gradient: list[HiddenWrite] = []
+        """Those that there were when a gradient was computed last: what is written later cannot change it."""
 
     @contextmanager
     def recording(self) -> Iterator["TorchOpRecorder"]:
@@ -238,6 +241,9 @@ class TorchOpRecorder:
             return self.requests.read(func, args[0], self.module)
         if explain_rules.reads_no_values(name):
             return func(*args, **kwargs)
+        if name in ("backward", "grad"):
+            self._look_for_hidden_writes(self._shared)
+            self.hidden_before_gradient = list(self.hidden_writes)
         if name == "backward":
             roots = tensors_in(args[0] if args else kwargs.get("tensors"))
             return self.requests.backward(func, args, kwargs, self.module, [self.id_of(x) for x in roots])
@@ -378,6 +384,7 @@ class TorchOpRecorder:
             self._save(made)
             self._keep_call(op, func, args, kwargs, writes)
             op.returned = [index for index, n in enumerate(new_ids) if n is not None]
+        position = len(self.ops)
         self.ops.append(op)
         for x in {id(x): x for x in aliases}.values():
             self._add_alias_write(op, x, written, find_cut)
@@ -390,7 +397,8 @@ class TorchOpRecorder:
         ]
         self.stale = self.stale or (op if stale else None)
         if silent:
-            self.hints.append(Hint("modified-through-data", "autograd does not see that write", op))
+            ids = [known for _, known in overwritten]
+            self._note_hidden_write(op, "autograd does not see that write", ids, position)
         for address in shared & self._shared.keys():  # the operation may have written there as well
             self._share(address, *self._shared[address][:2])
         if custom and any(value_id in self.connected for value_id in output_ids):
@@ -493,8 +501,14 @@ class TorchOpRecorder:
             for address in list(addresses):
                 op, x, before = self._shared[address]
                 if not is_same(x, before):
-                    self.hints.append(Hint("modified-through-data", "NumPy wrote to the same memory", op))
+                    ids = [self.ids.get(other) for other in (x, *self.ids.aliases(x))]
+                    self._note_hidden_write(op, "NumPy wrote to the same memory", ids, len(self.ops))
                     del self._shared[address]
+
+    def _note_hidden_write(self, op: Op, evidence: str, overwritten: Iterable[int | None], position: int) -> None:
+        hint = Hint("modified-through-data", evidence, op)
+        self.hints.append(hint)
+        self.hidden_writes.append(HiddenWrite(hint, frozenset(overwritten), position))
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
@@ -524,6 +538,15 @@ class Overwrite:
     shape: tuple[int, ...]
     maker: str
     """The function that made the tensor."""
+
+
+@dataclass(frozen=True)
+class HiddenWrite:
+    """A write that autograd does not see, with the values that it changed and how many operations ran before it."""
+
+    hint: Hint
+    overwritten: frozenset[int | None]
+    position: int
 
 
 class _CallMode(TorchFunctionMode):
