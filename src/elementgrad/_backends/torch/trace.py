@@ -41,7 +41,17 @@ from elementgrad._backends.torch.record.intercept import (
     pause_recording,
     push_recorder,
 )
-from elementgrad._backends.torch.trace_memory import SavedValues, ValueIds, storage_address, version_of
+from elementgrad._backends.torch.trace_memory import (
+    HiddenWrite,
+    Overwrite,
+    SavedValues,
+    ValueIds,
+    detach,
+    detach_all,
+    is_same,
+    storage_address,
+    version_of,
+)
 from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
 from elementgrad._explain.connect import Cut, cause_of_cut
 from elementgrad._explain.kinds import PRODUCT
@@ -515,11 +525,6 @@ class TorchOpRecorder:
             self.hints.append(Hint("hook", "", Op("register_hook", find_caller().where, self.module)))
 
 
-def is_same(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have the same numbers; NaN counts as a number."""
-    return torch.equal(x, y) or bool(((x == y) | (x != x) & (y != y)).all())
-
-
 def _share(x: Tensor, shared: Tensor, at: Geometry, shared_at: Geometry) -> Tensor:
     return overlay(x, shared, at, shared_at)
 
@@ -528,25 +533,6 @@ def _overlay_all(written: Sequence[Tensor], view: Tensor, geometries: Sequence[G
     for each, at in zip(written, geometries[1:], strict=True):
         view = overlay(view, each, geometries[0], at)
     return view
-
-
-@dataclass(frozen=True)
-class Overwrite:
-    """A write in place to a tensor that an operation had used before."""
-
-    op: Op
-    shape: tuple[int, ...]
-    maker: str
-    """The function that made the tensor."""
-
-
-@dataclass(frozen=True)
-class HiddenWrite:
-    """A write that autograd does not see, with the values that it changed and how many operations ran before it."""
-
-    hint: Hint
-    overwritten: frozenset[int | None]
-    position: int
 
 
 class _CallMode(TorchFunctionMode):
@@ -710,11 +696,3 @@ class LenientMode(TorchFunctionMode):
         elif name in COPYING:
             args = pytree.map_tree(args, detach)
         return func(*args, **(kwargs or {}))
-
-
-def detach_all(args: Any) -> list[Any]:
-    return [detach(x) for x in args]
-
-
-def detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
