@@ -25,7 +25,8 @@ from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, 
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
-from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
+from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
+from elementgrad._backends.torch.trace_memory import Overwrite
 from elementgrad._cleanup import defer, scope
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.path import DataPath

@@ -41,7 +41,17 @@ from elementgrad._backends.torch.record.intercept import (
     pause_recording,
     push_recorder,
 )
-from elementgrad._backends.torch.trace_memory import SavedValues, ValueIds, storage_address, version_of
+from elementgrad._backends.torch.trace_memory import (
+    HiddenWrite,
+    Overwrite,
+    SavedValues,
+    ValueIds,
+    detach,
+    detach_all,
+    is_same,
+    storage_address,
+    version_of,
+)
 from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
 from elementgrad._explain.connect import Cut, cause_of_cut
 from elementgrad._explain.kinds import PRODUCT
@@ -90,6 +100,7 @@ class TorchOpRecorder:
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
         self._block = ""  # the line that switched gradients off
+        self._in_inference = False  # while the last operation ran
         self.hidden_writes: list[HiddenWrite] = []
         self.hidden_before_gradient: list[HiddenWrite] = []
         """Those that there were when a gradient was computed last: what is written later cannot change it."""
@@ -230,6 +241,17 @@ class TorchOpRecorder:
             op.can_rerun = op.can_rerun and all(layouts)
         return self.ops
 
+    def _find_block(self) -> str:
+        """Return the line that switched gradients off, if they are; PyTorch reports none for inference mode.
+
+        There it is the line of the first operation.
+        """
+        inference = torch.is_inference_mode_enabled()
+        if inference and not self._in_inference:
+            self._block = find_caller().where
+        self._in_inference = inference
+        return "" if torch.is_grad_enabled() else self._block
+
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and record it."""
         name = name_of(func)
@@ -337,7 +359,7 @@ class TorchOpRecorder:
             self._save([other for x in writable for other in self.ids.aliases(x)])
             self._values.copy_before_write(writable)
         gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
-        block = "" if torch.is_grad_enabled() else self._block
+        block = self._find_block()
         outputs = tensors_in((yield args, kwargs))
         if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
             random = None
@@ -515,11 +537,6 @@ class TorchOpRecorder:
             self.hints.append(Hint("hook", "", Op("register_hook", find_caller().where, self.module)))
 
 
-def is_same(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have the same numbers; NaN counts as a number."""
-    return torch.equal(x, y) or bool(((x == y) | (x != x) & (y != y)).all())
-
-
 def _share(x: Tensor, shared: Tensor, at: Geometry, shared_at: Geometry) -> Tensor:
     return overlay(x, shared, at, shared_at)
 
@@ -528,25 +545,6 @@ def _overlay_all(written: Sequence[Tensor], view: Tensor, geometries: Sequence[G
     for each, at in zip(written, geometries[1:], strict=True):
         view = overlay(view, each, geometries[0], at)
     return view
-
-
-@dataclass(frozen=True)
-class Overwrite:
-    """A write in place to a tensor that an operation had used before."""
-
-    op: Op
-    shape: tuple[int, ...]
-    maker: str
-    """The function that made the tensor."""
-
-
-@dataclass(frozen=True)
-class HiddenWrite:
-    """A write that autograd does not see, with the values that it changed and how many operations ran before it."""
-
-    hint: Hint
-    overwritten: frozenset[int | None]
-    position: int
 
 
 class _CallMode(TorchFunctionMode):
@@ -710,11 +708,3 @@ class LenientMode(TorchFunctionMode):
         elif name in COPYING:
             args = pytree.map_tree(args, detach)
         return func(*args, **(kwargs or {}))
-
-
-def detach_all(args: Any) -> list[Any]:
-    return [detach(x) for x in args]
-
-
-def detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x

@@ -1,7 +1,8 @@
 """`eg.watch` on PyTorch: look at outputs, gradients and parameters of a training loop.
 
 A call of the model goes through `MODULE_CALL`, an attribute of its own, so that it is seen outside of what
-`torch.compile` compiles. A hook on each output keeps the gradient that arrives there. Gradients are looked at when the
+`torch.compile` compiles. If the plain model was given and what `torch.compile` returned for it is called, then that
+call is seen. A hook on each output keeps the gradient that arrives there. Gradients are looked at when the
 next thing happens after a backward: another forward, the norm of `clip_grad_norm_`, which then is not computed again,
 the optimizer's step, or the end of the block. Nothing was overwritten by then, so that the step can be run again.
 """
@@ -19,7 +20,7 @@ from torch import distributed
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.explain_rules import NUMBERS
 from elementgrad._backends.torch.isolate import add_hook
-from elementgrad._backends.torch.names import TorchModel
+from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.trace_memory import version_of
 from elementgrad._backends.torch.watch_run import (
     ForwardCall,
@@ -42,6 +43,7 @@ Tensor = torch.Tensor
 Module = torch.nn.Module
 PENDING_LIMIT = 16
 """The number of forwards without a backward that are kept."""
+NOT_CALLED = "no call of the model was seen: call the model itself, or watch the module that is called"
 FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
 
 
@@ -146,6 +148,10 @@ class TorchWatcher(Watcher):
             self._inside = False
         self._see_outputs(call, result)
         return result
+
+    def see_compiled(self, wrapper: Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of what `torch.compile` returned, seen if it is the model's that is watched."""
+        return partial(self._call, original) if unwrap(wrapper) is self._state.called else original
 
     def _begin(self, args: Any, kwargs: Any) -> ForwardCall:
         fresh = all(p.grad is None for p in self._parameters.values())
@@ -455,7 +461,9 @@ class TorchWatcher(Watcher):
 
     def _hit(self, calls: Sequence[ForwardCall], tripped: str, place: str) -> None:
         """Stop at a number that one of these forwards, or the backward of them all, made bad."""
-        hit = None if calls else Hit(tripped, self._step, place=place)
+        if not calls:
+            self._require_finite_parameters(self._step, "before the step")
+        hit = None if calls else Hit(tripped, self._step, place=place, evidence=[NOT_CALLED])
         alone = len(calls) == 1 and calls[0].fresh and self._ranks == 1
         for call in reversed(calls):
             record = partial(self._state.record, call, self._options.loss)
@@ -581,6 +589,18 @@ def _install(replace: Replace) -> None:
             watcher.see_scaler_step(optimizer, watcher.count != count)
         return result
 
+    wrapper = _compat.compiled_wrapper()
+    if wrapper is not None:
+        call = wrapper.__call__
+
+        @wraps(call)
+        def seen_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            function = partial(call, self)
+            for watcher in list(_watchers):
+                function = watcher.see_compiled(self, function)
+            return function(*args, **kwargs)
+
+        replace(wrapper, "__call__", seen_call)
     replace(_compat.clip_grad, _compat.TOTAL_NORM, seen_norm)
     replace(torch.amp.GradScaler, "scale", seen_scale)
     replace(torch.amp.GradScaler, "unscale_", seen_unscale)
