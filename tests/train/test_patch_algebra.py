@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elementgrad as eg
+from elementgrad._train.fingerprint import sample_positions
 from elementgrad._train.patch import Patch
 from tests.support.made import counts
 
@@ -248,3 +249,19 @@ def test_a_patch_fits_the_model_that_it_was_made_for_whatever_was_applied_before
     above.undo()
     below.undo()
     assert eg.diff(model, a).size == 0
+
+
+def test_a_second_patch_of_another_tensor_is_refused_though_they_share_no_elements():
+    base, other = {"w": np.zeros(10_000, np.float32)}, {"w": np.ones(10_000, np.float32)}
+    at = np.setdiff1d(np.arange(10_000), sample_positions((10_000,)))[:2]
+
+    def changed(weights, position):
+        new = weights["w"].copy()
+        new[position] += 1
+        return eg.diff(weights, {"w": new})
+
+    p = changed(base, at[0])
+    after = eg.apply(base, p)
+    assert p.then(changed(after, at[1])).size == 2
+    with pytest.raises(eg.PatchError, match="it was made for another tensor that was called w"):
+        p.then(changed(other, at[1]))

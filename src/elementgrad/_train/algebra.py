@@ -94,6 +94,12 @@ def _compose(first: Change, second: Change) -> Change:
     if differs.any():
         where = element_text(first.entry.name, first.entry.shape, int(second.positions[again][differs][0]))
         raise PatchError(f"the second patch does not fit what the first leaves: {where} is another value there")
+    # If the first changes nothing that a fingerprint covers, it leaves a tensor with the same fingerprint.
+    if _since(first) is None and second.entry.since is None and _are_apart(first.entry, second.entry):
+        raise PatchError(
+            f"the second patch does not fit what the first leaves: it was made for another tensor that was called "
+            f"{first.entry.name}; give one that was made after the first"
+        )
     values = first.values.copy()
     values[at] = second.values[again]
     return _interleave(
@@ -115,6 +121,12 @@ def _require_same_tensor(first: Entry, second: Entry) -> None:
             f"{first.name} is {first.dtype} of shape {first.shape} in the one patch and {second.dtype} of shape "
             f"{second.shape} in the other; give patches of one model"
         )
+
+
+def _are_apart(first: Entry, second: Entry) -> bool:
+    """Return True if two fingerprints, both of samples or both of all elements, are those of different tensors."""
+    marks = first.fingerprint, second.fingerprint
+    return marks[0] != marks[1] and len({mark.partition(":")[0] for mark in marks}) == 1
 
 
 def inverse(patch: Patch) -> Patch:
@@ -261,9 +273,8 @@ def _merge_two(first: Patch, second: Patch, rule: Rule) -> Patch:
 def _join_two(first: Change, second: Change, rule: Rule) -> Change:
     again = are_among(second.positions, first.positions)
     at = np.searchsorted(first.positions, second.positions[again])
-    marks = [(change.entry.fingerprint, change.entry.since is None) for change in (first, second)]
-    comparable = marks[0][1] and marks[1][1] and len({mark.partition(":")[0] for mark, _ in marks}) == 1
-    if (first.originals[at] != second.originals[again]).any() or (comparable and marks[0] != marks[1]):
+    apart = first.entry.since is None and second.entry.since is None and _are_apart(first.entry, second.entry)
+    if apart or (first.originals[at] != second.originals[again]).any():
         raise PatchError(
             f"the patches were made for two tensors that were called {first.entry.name}; merge those of one"
         )

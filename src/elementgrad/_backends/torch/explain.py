@@ -20,13 +20,22 @@ from elementgrad._backends.autodiff import TensorFunction
 from elementgrad._backends.source_location import is_user_code, user_line_of
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import checkpointing_disabled
-from elementgrad._backends.torch.explain_rules import NUMBERS, dense, flow_hook
-from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.explain_rules import COPYING, NUMBERS, dense, flow_hook
+from elementgrad._backends.torch.isolate import (
+    Freezable,
+    generators,
+    in_mode,
+    is_freezing_call,
+    isolated,
+    plainly,
+    removed_later,
+    state,
+)
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
-from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
-from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
-from elementgrad._backends.torch.trace_memory import Overwrite
+from elementgrad._backends.torch.record.intercept import EXPORTS, LINE_KEY, name_of, pause_recording
+from elementgrad._backends.torch.trace import TorchOpRecorder
+from elementgrad._backends.torch.trace_memory import Overwrite, detach, detach_all
 from elementgrad._cleanup import defer, scope
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.path import DataPath
@@ -270,7 +279,7 @@ def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Te
     first = tensors[0]
 
     def run_once() -> Sequence[Tensor]:
-        with isolated(run.function), in_mode(LenientMode()):
+        with isolated(run.function), in_mode(_LenientMode()):
             return run(None if first is None else _pass(first), *tensors[1:])
 
     with suppress(Exception), NoSavedTensors():  # the function may compute gradients; any other error comes again
@@ -650,3 +659,17 @@ class TorchExplain(ExplainBackend):
 
 
 implementation = TorchExplain()
+
+
+class _LenientMode(TorchFunctionMode):
+    """Let tracked tensors leave PyTorch and be frozen, as the user's own plain ones can."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_freezing_call(func, args, kwargs or {}):
+            return args[0].detach_()
+        name = name_of(func)
+        if name in EXPORTS:
+            args = detach_all(args)
+        elif name in COPYING:
+            args = pytree.map_tree(args, detach)
+        return func(*args, **(kwargs or {}))

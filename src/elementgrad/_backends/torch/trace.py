@@ -28,12 +28,11 @@ from elementgrad._backends.torch._compat import (
     _global_forward_pre_hooks,
     is_functorch_wrapped_tensor,
 )
-from elementgrad._backends.torch.explain_rules import COPYING, Geometry, Slot, TorchOp, overlay, tensors_in
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, generators, is_freezing_call, precision
+from elementgrad._backends.torch.explain_rules import Geometry, Slot, TorchOp, overlay, tensors_in
+from elementgrad._backends.torch.isolate import add_hook, enter_mode, generators, precision
 from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.read import clone_unrecorded
 from elementgrad._backends.torch.record.intercept import (
-    EXPORTS,
     active_recorders,
     frames_to_user,
     is_paused,
@@ -694,17 +693,3 @@ def _report_imports(replace: Replace, name: str) -> None:
 
 subclass_patch = AttributePatch(_install)
 """While it is on, recorders see tensors that take over the memory of others, or the numbers of NumPy."""
-
-
-class LenientMode(TorchFunctionMode):
-    """Let tracked tensors leave PyTorch and be frozen, as the user's own plain ones can."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_freezing_call(func, args, kwargs or {}):
-            return args[0].detach_()
-        name = name_of(func)
-        if name in EXPORTS:
-            args = detach_all(args)
-        elif name in COPYING:
-            args = pytree.map_tree(args, detach)
-        return func(*args, **(kwargs or {}))

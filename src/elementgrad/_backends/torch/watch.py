@@ -595,7 +595,7 @@ def _install(replace: Replace) -> None:
 
         @wraps(call)
         def seen_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            function = partial(call, self)
+            function: Callable[..., Any] = partial(call, self)
             for watcher in list(_watchers):
                 function = watcher.see_compiled(self, function)
             return function(*args, **kwargs)
