@@ -319,3 +319,22 @@ def flow_hook(sizes: list[CotangentSizes], slots: Sequence[int], positions: np.n
         sizes.append(cotangent_sizes(arriving, leaving, NUMBERS, chosen))
 
     return hook
+
+
+class BlockWithoutGradients:
+    """The line that switched gradients off; of inference mode, which PyTorch does not report, its first operation."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._in_inference = False  # while the last operation ran
+
+    def begin(self, line: str) -> None:
+        self._line = line
+
+    def line(self, find_caller: Callable[[], Any]) -> str:
+        """Return the line for an operation that runs now; none if gradients are on."""
+        inference = torch.is_inference_mode_enabled()
+        if inference and not self._in_inference:
+            self._line = find_caller().where
+        self._in_inference = inference
+        return "" if torch.is_grad_enabled() else self._line

@@ -98,8 +98,7 @@ class TorchOpRecorder:
         self._root: int | None = None
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
-        self._block = ""  # the line that switched gradients off
-        self._in_inference = False  # while the last operation ran
+        self._block = explain_rules.BlockWithoutGradients()
         self.hidden_writes: list[HiddenWrite] = []
         self.hidden_before_gradient: list[HiddenWrite] = []
         """Those that there were when a gradient was computed last: what is written later cannot change it."""
@@ -240,24 +239,13 @@ class TorchOpRecorder:
             op.can_rerun = op.can_rerun and all(layouts)
         return self.ops
 
-    def _find_block(self) -> str:
-        """Return the line that switched gradients off, if they are; PyTorch reports none for inference mode.
-
-        There it is the line of the first operation.
-        """
-        inference = torch.is_inference_mode_enabled()
-        if inference and not self._in_inference:
-            self._block = find_caller().where
-        self._in_inference = inference
-        return "" if torch.is_grad_enabled() else self._block
-
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and record it."""
         name = name_of(func)
         if is_paused():
             return func(*args, **kwargs)
         if name == "_set_grad_enabled" and torch.is_grad_enabled():
-            self._block = find_caller().where
+            self._block.begin(find_caller().where)
         if name == "grad.__get__":
             return self.requests.read(func, args[0], self.module)
         if explain_rules.reads_no_values(name):
@@ -358,7 +346,7 @@ class TorchOpRecorder:
             self._save([other for x in writable for other in self.ids.aliases(x)])
             self._values.copy_before_write(writable)
         gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
-        block = self._find_block()
+        block = self._block.line(find_caller)
         outputs = tensors_in((yield args, kwargs))
         if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
             random = None
