@@ -19,7 +19,7 @@ from elementgrad._backends.tensorflow._compat import (
     custom_gradient,
     registered_gradient,
 )
-from elementgrad._backends.tensorflow.autodiff import copy_tensor, run_functions_as_python
+from elementgrad._backends.tensorflow.autodiff import copy_tensor, may_leave_unfinished, run_functions_as_python
 from elementgrad._backends.tensorflow.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.tensorflow.cone.rules import GraphCall, cut, find_rule
 from elementgrad._backends.tensorflow.graph_ops import static_shape
@@ -165,6 +165,7 @@ class _Trace:
                 arguments.append(self.sources[position])
         with scope():
             enter(run_functions_as_python())
+            may_leave_unfinished()  # only what the named tensors depend on is used
             self.outputs = [tf.convert_to_tensor(y) for y in self._run(*arguments)]
         return self.outputs
 
