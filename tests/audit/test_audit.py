@@ -79,6 +79,22 @@ def test_a_block_without_gradients_is_one_finding_at_the_line_that_begins_it():
     assert finding.where == f"test_audit.py:{Blocked.forward.__code__.co_firstlineno + 1}"
 
 
+def test_inference_mode_is_one_finding_at_its_first_operation():
+    class Inferred(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                x = x + 1
+            with torch.inference_mode():
+                h = self.trunk[0](x)
+                h = self.trunk[2](torch.tanh(h))
+            return self.head(h.clone()) + self.side(x)
+
+    (finding,) = eg.audit(Inferred(), loss).findings
+    assert (finding.cause, finding.parameters) == ("no-grad", TRUNK)
+    assert "inference" in str(finding.evidence)
+    assert finding.where == f"test_audit.py:{Inferred.forward.__code__.co_firstlineno + 4}"
+
+
 def test_zeros_that_one_operation_makes_are_one_finding_on_both_sides_of_it():
     (finding,) = eg.audit(Net(lambda h: torch.relu(h - 100)), loss).findings
     assert (finding.problem, finding.cause) == ("zero", "dead-relu")
@@ -158,6 +174,16 @@ def test_units_that_another_batch_may_wake_are_a_note():
     audit = eg.audit(mlp(width=64), lambda model: model(X[:3]).square().mean())
     assert audit.ok
     assert [note.problem for note in audit.notes] == ["dead units"]
+
+
+def test_a_dead_unit_of_a_square_layer_is_not_a_bias_that_cannot_move():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 1))
+    with torch.no_grad():
+        model[1].weight[1:3] = 0.0
+        model[1].bias[1:3] = -0.1
+    audit = eg.audit(model, lambda model: model(X[:, :5]).square().mean())
+    assert "cannot move" not in [note.problem for note in audit.notes], str(audit)
 
 
 def test_unused_rows_and_biases_that_nothing_moves_are_notes():

@@ -78,6 +78,9 @@ WRONG = {
     "a rectifier that all numbers pass": (torch.relu, lambda g, x: 5 * g, 4.0),
     "a rectifier": (torch.relu, lambda g, x: 5 * g, 0.0),
     "limits that all numbers are within": (lambda x: x.clamp(-1e6, 1e6), lambda g, x: g / 2, 0.0),
+    "a pole": (lambda x: 1 / (x + 1e-3), lambda g, x: g / (x + 1e-3) ** 2, 0.0),
+    "steep": (lambda x: (x.abs() + 1e-6).log(), lambda g, x: g / x.abs(), -4.0),
+    "a kept share, without its factor": (lambda x: 2 * x * (torch.arange(8) % 2), lambda g, x: g, 0.0),
     "leaky": (lambda x: nn.functional.leaky_relu(x, 0.1), lambda g, x: g * (x > 0).float() + 0.3 * g * (x <= 0), 0.0),
 }
 
@@ -116,8 +119,27 @@ def learn_scale(g, x, scale):
     return g, (g * torch.where(steps.abs() < 7, steps.round() - steps, steps.sign() * 7)).sum(0, keepdim=True)
 
 
+def binary(x):
+    """Return signs, scaled by the mean size, as binary weights are: it moves between its jumps."""
+    return x.sign() * x.abs().mean()
+
+
+def ternary(x):
+    scale = x.abs().mean(-1, keepdim=True)
+    return (x / scale).round().clamp(-1, 1) * scale
+
+
 def keep_largest(x):
     return x * (x.abs() >= x.abs().topk(3, -1).values[:, -1:])
+
+
+def keep_largest_by_sum(x):
+    kept = keep_largest(x)
+    return kept * x.abs().sum(-1, keepdim=True) / kept.abs().sum(-1, keepdim=True)
+
+
+def in_bfloat16(change):
+    return lambda h: change(h.bfloat16()).float()
 
 
 class Attention(torch.autograd.Function):
@@ -179,6 +201,12 @@ def test_right_rules_are_fine(change):
 MEANT = {
     "rounding": (rule(torch.round, lambda g, x: g), "goes in steps"),
     "binary": (rule(torch.sign, lambda g, x: g * (x.abs() <= 1)), "goes in steps"),
+    "binary, scaled": (rule(binary, lambda g, x: g), "goes in steps"),
+    "binary, scaled, in bfloat16": (in_bfloat16(rule(binary, lambda g, x: g)), "goes in steps"),
+    "binary, scaled and clipped": (rule(binary, lambda g, x: g * (x.abs() <= 1)), "goes in steps"),
+    "ternary": (rule(ternary, lambda g, x: g), "goes in steps"),
+    "sparsity, scaled": (rule(keep_largest_by_sum, lambda g, x: g), "goes in steps"),
+    "choice": (rule(lambda x: (x.sigmoid() > 0.5).float(), lambda g, x: g * x.sigmoid() * x.neg().sigmoid()), "steps"),
     "quantizer": (rule(quantize, lambda g, x: g), "goes in steps"),
     "clamp": (rule(lambda x: x.clamp(-0.3, 0.3), lambda g, x: g), "stands still"),
     "sparsity": (rule(keep_largest, lambda g, x: g), "stands still"),
@@ -298,11 +326,16 @@ def test_wrong_rules_of_keras():
     def reverse(x):
         return tf.identity(x), lambda g: -g
 
-    model = keras.Sequential([keras.layers.Dense(8), keras.layers.Lambda(reverse), keras.layers.Dense(2)])
-    model(x)
-    audit = eg.audit(model, lambda model: tf.reduce_mean(model(x) ** 2))
-    assert audit.ok, str(audit)
-    assert [note.problem for note in audit.notes] == ["surrogate"], str(audit)
+    @tf.custom_gradient
+    def binary(x):
+        return tf.sign(x) * tf.reduce_mean(tf.abs(x)), lambda g: g
+
+    for change in (reverse, binary):
+        model = keras.Sequential([keras.layers.Dense(8), keras.layers.Lambda(change), keras.layers.Dense(2)])
+        model(x)
+        audit = eg.audit(model, lambda model: tf.reduce_mean(model(x) ** 2))
+        assert audit.ok, str(audit)
+        assert [note.problem for note in audit.notes] == ["surrogate"], str(audit)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -341,7 +374,14 @@ def test_wrong_rules_of_jax(compiled):
         return x
 
     reverse.defvjp(lambda x: (x, None), lambda _, g: (-g,))
-    function = jax.jit(reverse) if compiled else reverse
-    audit = eg.audit(params, lambda params: jnp.mean((function(x @ params["a"]) @ params["b"]) ** 2))
-    assert audit.ok, str(audit)
-    assert [note.problem for note in audit.notes] == ["surrogate"], str(audit)
+
+    @jax.custom_vjp
+    def scale_signs(x):
+        return jnp.sign(x) * jnp.mean(jnp.abs(x))
+
+    scale_signs.defvjp(lambda x: (scale_signs(x), None), lambda _, g: (g,))
+    for change in (reverse, scale_signs):
+        function = jax.jit(change) if compiled else change
+        audit = eg.audit(params, lambda params, f=function: jnp.mean((f(x @ params["a"]) @ params["b"]) ** 2))
+        assert audit.ok, str(audit)
+        assert [note.problem for note in audit.notes] == ["surrogate"], str(audit)

@@ -293,3 +293,47 @@ def test_a_function_with_its_own_derivative_is_one_operation_between_its_neighbo
     assert diagnosis.verdict == "flows"
     diagnosis = eg.explain(lambda x: torch.relu(double(x.sin()) - 9).sum(), torch.ones(3), wrt="x[0]")
     assert (diagnosis.cause, diagnosis.operation) == ("dead-relu", "relu")
+
+
+HIDDEN_WRITES = {
+    "data": lambda h: h.data.mul_(3.0),
+    "numpy": lambda h: np.multiply(h.detach().numpy(), 3.0, out=h.detach().numpy()),
+}
+
+
+def step_with(weight, before=lambda h: None, between=lambda h: None, after=lambda h: None):
+    def step():
+        before(weight)
+        h = weight * 2
+        loss = (h * h).sum()
+        between(h)
+        loss.backward()
+        after(weight)
+
+    return step
+
+
+@pytest.mark.parametrize("write", HIDDEN_WRITES)
+def test_a_step_says_that_a_write_was_hidden_from_its_gradient(write):
+    weight = torch.ones(2, requires_grad=True)
+    found = eg.explain(step_with(weight, between=HIDDEN_WRITES[write]), wrt=weight)
+    assert found.verdict == "flows"
+    assert "the gradient may be that of other numbers" in found.evidence[0]
+    assert "test_explain.py" in found.evidence[0]
+
+
+def test_a_step_whose_hidden_write_makes_the_gradient_zero_says_so():
+    weight = torch.ones(2, requires_grad=True)
+    found = eg.explain(step_with(weight, between=lambda h: h.data.zero_()), wrt=weight)
+    assert (found.verdict, found.cause) == ("zero", "modified-through-data")
+
+
+@pytest.mark.parametrize("write", HIDDEN_WRITES)
+def test_writes_before_the_forward_and_after_the_backward_are_none_of_its_business(write):
+    weight, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True) * 2
+    change = HIDDEN_WRITES[write]
+    steps = step_with(weight, before=change), step_with(weight, after=change)
+    for step in (*steps, step_with(weight, between=lambda h: change(other))):
+        weight.grad = None
+        found = eg.explain(step, wrt=weight)
+        assert (found.verdict, found.evidence) == ("flows", ())

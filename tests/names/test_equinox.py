@@ -76,6 +76,8 @@ def test_what_a_module_does_not_know_is_refused_with_the_way(mlp):
         eg.grad(lambda x: jnp.sum(mlp(x)), X, wrt=eg.at(mlp.layers[0].weight)[0, 1])
     with pytest.raises(eg.OptionError, match=r"names_from=MLP is not a model .* On JAX pass it to the function"):
         eg.grad(lambda x: jnp.sum(mlp(x)), X, wrt="layers.0.weight[0, 1]", names_from=mlp)
+    with pytest.raises(eg.PlaceError, match=r"is constant on JAX, so pass it as an argument"):
+        eg.grad(lambda x: jnp.sum(mlp(x)), X, wrt="layers.0.weight[0, 1]")
     with pytest.raises(eg.PlaceError, match=r"nearest: model\.layers\.0\.weight"):
         eg.grad(loss, mlp, wrt="model.layers.0.wight")
 

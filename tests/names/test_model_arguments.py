@@ -157,6 +157,8 @@ def test_a_closed_over_model_lends_its_names(held):
         eg.grad(held.net, held.x, names_from=held.net)
     with pytest.raises(eg.OptionError, match=r"names_from=3 is not a model of PyTorch or Keras"):
         eg.grad(f, held.x, names_from=3)
+    with pytest.raises(eg.PlaceError, match=r"no tensor is named .* that the function closes over, give names_from="):
+        eg.grad(f, held.x, wrt=f"{held.weight}[0, 1]")
 
 
 def test_jax_names_the_way_for_a_closed_over_array():

@@ -348,3 +348,64 @@ def test_a_name_with_two_other_spellings_matches_by_either():
 def test_a_function_without_keywords_has_no_prefix_for_them():
     with pytest.raises(eg.PlaceError):
         eg.grad(lambda x: (x * x).sum(), torch.ones(2), wrt="None.x")
+
+
+class Pair(nn.Module):
+    def forward(self, x, scale):
+        return x * scale, None
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList([nn.ModuleDict({"attn": Pair()}) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.h:
+            x = block["attn"](x, scale=2 * x)[0]
+        return x
+
+
+def test_patterns_match_every_spelling_of_a_name():
+    x = torch.tensor([1.0, 2.0])
+    gradients = eg.grad(Pairs(), x, of="output[0]", wrt="h.*.attn[0]")  # the name of each is `h.0.attn` as well
+    assert {place: gradient.item() for place, gradient in gradients.items()} == {
+        "h.0.attn:0[0]": 8.0,
+        "h.1.attn:0[0]": 1.0,
+    }
+    assert [row.name for row in eg.names(Pairs(), x, match="h.*.attn")] == ["h.0.attn:0", "h.1.attn:0"]
+    given = eg.grad(Pairs(), x, of="output[0]", wrt="h.*.attn.input:1[0]")  # the argument `scale` by its position
+    assert {place: gradient.item() for place, gradient in given.items()} == {
+        "h.0.attn.input:scale[0]": 8.0,
+        "h.1.attn.input:scale[0]": 2.0,
+    }
+
+
+def test_the_nearest_names_of_a_pattern_differ_in_more_than_its_wildcards(net):
+    with pytest.raises(eg.PlaceError, match=r"no name matches 'cel\.\*'; nearest: cell\.weight, cell\.bias"):
+        eg.names(net, match="cel.*")
+    keras.utils.clear_session()
+
+    class Blocks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [keras.layers.Dense(2) for _ in range(2)]
+
+        def call(self, x):
+            return self.blocks[1](self.blocks[0](x))
+
+    model = Blocks()
+    model(np.ones((1, 2), "float32"))
+    with pytest.raises(eg.PlaceError, match=r"nearest: blocks\.0\.kernel, blocks\.1\.kernel"):
+        eg.names(model, match="blocks.*.kernl")
+
+
+def test_errors_repeat_the_name_and_kind_that_were_given(net):
+    x = torch.ones(1, 2, 3, dtype=torch.float64)
+    for place, text in (
+        ("cell#40.input", r"'cell#40\.input' is none of these: cell#0\.input"),
+        (eg.at("h.0.fc", kind="given"), r"no input of a module is named 'h\.0\.fc'; nearest: h\.0\.fc\.input"),
+        (eg.at("h.0.fc", kind="output"), r"no output is named 'h\.0\.fc'; there are: output"),
+    ):
+        with pytest.raises(eg.PlaceError, match=text):
+            eg.grad(net, x, of="output[0, 0, 0]", wrt=place)

@@ -21,7 +21,7 @@ INTERFACES = {
     *("_read.backend", "_train.trainer", "_train.numbers"),
     *("_explain.backend", "_explain.trace", "_explain.kinds", "_explain.replay"),
     *("_explain.connect", "_explain.path", "_explain.provenance"),
-    *("_audit.backend", "_watch.backend"),
+    *("_audit.backend", "_watch.backend", "_watch.elements"),
 }
 """What verbs own and backends implement or use."""
 VERBS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - BELOW - {"__pycache__", "__init__"}

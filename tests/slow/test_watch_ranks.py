@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("fault", ["batch", "gradient", "none"])
+@pytest.mark.parametrize("fault", ["batch", "gradient", "scaled parameter", "none"])
 def test_every_process_stops_and_one_writes(fault, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,8 +25,13 @@ def test_every_process_stops_and_one_writes(fault, tmp_path):
         assert found == [None, None]
         return
     assert [each["step"] for each in found] == [2, 2]
+    assert [each["ran"] for each in found] == [2, 2]
     assert [each["rank"] for each in found] == [1, 1]
-    assert {each["cause"] for each in found} == {"bad-input" if fault == "batch" else "singular"}
-    assert {each["place"] for each in found} == {"x[1, 2]" if fault == "batch" else "sub[0, 0]"}
+    cause, place = {
+        "batch": ("bad-input", "x[1, 2]"),
+        "gradient": ("singular", "sub[0, 0]"),
+        "scaled parameter": ("bad-parameter", "inner.weight[0, 1]"),
+    }[fault]
+    assert {(each["cause"], each["place"]) for each in found} == {(cause, place)}
     assert os.listdir(tmp_path) == ["rank1.capture"]
     assert [each["capture"] is not None for each in found] == [False, True]

@@ -27,7 +27,8 @@ def main(folder: str, fault: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    error = None
+    scaler = torch.amp.GradScaler("cpu", enabled=fault == "scaled parameter")
+    error, step = None, 0
     try:
         with eg.watch(model, optimizer, capture=os.path.join(folder, f"rank{rank}.capture")):
             for step in range(4):
@@ -35,13 +36,17 @@ def main(folder: str, fault: str) -> None:
                 bad = step == 2 and rank == 1
                 if bad and fault == "batch":
                     x[1, 2] = float("nan")
+                if bad and fault == "scaled parameter":
+                    model.module.inner.weight.data[0, 1] = float("nan")
                 optimizer.zero_grad()
-                model(x, bad and fault == "gradient").square().sum().backward()
-                optimizer.step()
+                scaler.scale(model(x, bad and fault == "gradient").square().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
     except eg.WatchError as caught:
         error = caught
     fields = ("step", "place", "cause", "rank", "capture", "where")
-    print(json.dumps({name: getattr(error, name) for name in fields} if error is not None else None))
+    found = None if error is None else {name: getattr(error, name) for name in fields} | {"ran": step}
+    print(json.dumps(found))
     distributed.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Patches in the formats of others: PEFT loads what we write, and we read what PEFT writes."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -162,3 +163,67 @@ def test_what_no_format_holds_is_refused(model, tmp_path):
         )
         with pytest.raises(eg.PatchError, match=says):
             Patch.read(tmp_path / "x.safetensors", model)
+
+
+FOREIGN = {
+    "flat": ("patch.safetensors", "patch.safetensors", {}, {}),
+    "textual-inversion": (
+        "patch.safetensors",
+        "patch.safetensors",
+        {"token": "<cat>"},
+        {"place": "table.weight[28:]"},
+    ),
+    "trainable-tokens": ("adapter", "adapter/adapter_model.safetensors", {}, {}),
+    "trainable-tokens config": ("adapter", "adapter/adapter_config.json", {}, {}),
+    "shira": ("adapter", "adapter/adapter_model.safetensors", {}, {}),
+    "shira config": ("adapter", "adapter/adapter_config.json", {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_every_byte_that_changes_in_another_format_is_refused_or_harmless(model, tmp_path, case):
+    target, file, write, read = FOREIGN[case]
+    base = {"table.weight": model.table.weight.detach().numpy()[:, :2]}
+    new = {"table.weight": base["table.weight"].copy()}
+    new["table.weight"][28:] += 1
+    patch = eg.diff(base, new)
+    patch.write(tmp_path / target, format=case.split()[0], **write)
+    wanted = eg.apply(base, Patch.read(tmp_path / target, base, **read))["table.weight"].tobytes()
+    content = (tmp_path / file).read_bytes()
+    refused = 0
+    for position, byte in enumerate(content):
+        flipped = byte ^ (1 << position % 8)
+        (tmp_path / file).write_bytes(content[:position] + bytes([flipped]) + content[position + 1 :])
+        try:
+            again = Patch.read(tmp_path / target, base, **read)
+        except eg.PatchError:
+            refused += 1
+        else:
+            assert eg.apply(base, again)["table.weight"].tobytes() == wanted, position
+    assert refused > len(content) / 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rows", "text"),
+    [
+        ({"table.trainable_tokens_delta": torch.ones(1, 8)}, None, "token_indices in adapter_config.json are not"),
+        ({"table.trainable_tokens_delta": torch.ones(1, 8)}, [1.5], "token_indices in adapter_config.json are not"),
+        ({"table.trainable_tokens_delta": torch.ones(1, 8)}, [30], "which has 30 of them"),
+        ({"table.trainable_tokens_delta": torch.ones(2, 8)}, [3, 3], "changes an element twice"),
+        ({"table.trainable_tokens_delta": torch.ones(1, 8, dtype=torch.float8_e5m2)}, [3], "cannot be rounded"),
+        ({"first.shira_weight": torch.ones(3)}, [], "has no base_model.model.first.shira_indices"),
+        ({"first.shira_weight": torch.ones(1), "first.shira_indices": torch.tensor([[8], [0]])}, [], "not rows and"),
+        ({"first.shira_weight": torch.ones(1), "first.shira_indices": torch.tensor([[-1], [0]])}, [], "not rows and"),
+        ({"first.shira_weight": torch.ones(1), "first.shira_indices": torch.tensor([1, 2, 3])}, [], "not rows and"),
+        ({"first.shira_weight": torch.ones(1), "first.shira_indices": torch.tensor([[0.5], [0]])}, [], "not integers"),
+        ({"first.shira_weight": torch.ones(2), "first.shira_indices": torch.tensor([[1], [0]])}, [], "and 2 values"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_refused_in_a_sentence(model, tmp_path, tensors, rows, text):
+    kind = "SHIRA" if "first.shira_weight" in tensors else "TRAINABLE_TOKENS"
+    config = {"peft_type": kind} | ({} if rows is None else {"token_indices": rows})
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(eg.PatchError, match=text):
+        Patch.read(tmp_path, model)

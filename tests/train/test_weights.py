@@ -2,6 +2,7 @@
 
 import copy
 import json
+import mmap
 import os
 import stat
 import zipfile
@@ -209,3 +210,29 @@ def test_a_header_that_says_nothing_of_use_is_no_weights(wrong, tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(eg.PatchError, match=r"not a safetensors file|is damaged"):
         Weights.read(path)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="needs madvise")
+def test_only_the_named_elements_are_unloaded(tmp_path):
+    path, count = tmp_path / "w.safetensors", 2**16
+    Weights({"w": FileTensor.of(np.ones(count, np.float32))}).write(path)
+    ranges = []
+
+    class NotedFile(mmap.mmap):
+        def madvise(self, *advice):
+            ranges.append(advice)
+            super().madvise(*advice)
+
+    tensor = Weights.read(path).tensors["w"]
+    with path.open("rb") as file:
+        tensor.file = NotedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+    tensor.unload(count // 4, count // 2)
+    tensor.unload(count // 2, 2 * count)
+    tensor.unload()
+    (_, first, length), (_, second, rest), (_, whole, size) = ranges
+    assert first <= tensor.start + count < first + mmap.PAGESIZE
+    assert first % mmap.PAGESIZE == 0
+    assert first + length == tensor.start + 2 * count
+    assert second + rest == whole + size == path.stat().st_size
+    assert whole == 0
+    assert (tensor.read()[:, 3] == 63).all()

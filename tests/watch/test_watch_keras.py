@@ -58,7 +58,24 @@ def test_a_rule_sees_gradients_that_are_not_scaled():
     plain = largest(None)
     assert max(plain) > 0
     assert largest(2.0**10) == pytest.approx(plain, rel=1e-5)
-    assert largest(1e38, size=100)[0] == 0.0  # it overflows, and the step is skipped
+    assert largest(1e38, size=100) == []  # it overflows, and all steps are skipped
+
+
+def test_rules_are_not_about_steps_that_are_skipped_or_gradients_that_are_not_computed():
+    model = keras.Sequential([keras.layers.Embedding(50, 3, name="table"), keras.layers.Dense(1, name="last")])
+    model.layers[-1].trainable = False
+    x = np.arange(12).reshape(6, 2)
+    model(x)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1e38)
+    model.compile(optimizer, "mse")
+    seen = []
+    rules = {
+        "table/embeddings[1]": lambda g: seen.append("table") or float(tf.reduce_max(abs(g))) == 0,
+        "last/kernel": lambda g: seen.append("last") or float(tf.reduce_max(abs(g))) == 0,
+    }
+    model.fit(x, 1e3 * np.ones((6, 2, 1)), verbose=0, epochs=12, callbacks=[KerasWatch(when=rules, capture=None)])
+    assert 0 < len(seen) < 12
+    assert set(seen) == {"table"}
 
 
 def test_nothing_is_left_after_an_error_of_the_user():

@@ -54,8 +54,9 @@ def test_arguments_keep_their_classes_in_a_file(tmp_path):
         lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.0, weight_decay=0.1),
         lambda p: torch.optim.RMSprop([{"params": list(p), "lr": 0.2}], centered=True),
         lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+        lambda p: torch.optim.Adam(p, torch.tensor(0.1), (torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
     ],
-    ids=["sgd", "adamw", "rmsprop", "amsgrad"],
+    ids=["sgd", "adamw", "rmsprop", "amsgrad", "options that are tensors"],
 )
 def test_an_update_is_taken_again_to_the_same_bits(make, tmp_path):
     torch.manual_seed(0)

@@ -59,6 +59,48 @@ def test_a_compiled_model_is_watched_from_outside(capture):
     assert judge(case, outcome) == [], str(outcome.error)
 
 
+def bad_parameter(call, model, optimizer):
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        for step in range(3):
+            if step == 2:
+                with torch.no_grad():
+                    model[2].weight[1, 2] = torch.inf
+            optimizer.zero_grad()
+            call(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+    return caught.value
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_plain_model_is_watched_while_its_compiled_form_is_called(early):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    wrapper, call = type(compiled), type(compiled).__call__
+    if early:
+        compiled(torch.randn(5, 4))
+    error = bad_parameter(compiled, model, optimizer)
+    assert (error.place, error.cause, error.step) == ("2.weight[1, 2]", "bad-parameter", 2)
+    assert "output[0, 1] is" in error.tripped
+    assert wrapper.__call__ is call
+
+
+def test_a_bad_parameter_is_named_where_no_call_of_the_model_is_seen():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    error = bad_parameter(model.forward, model, optimizer)
+    assert (error.place, error.cause, error.step) == ("2.weight[1, 2]", "bad-parameter", 2)
+
+
+def test_a_run_without_a_call_of_the_model_says_so():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(eg.WatchError, match="no call of the model was seen") as caught, eg.watch(model, optimizer):
+        (model.forward(torch.ones(2, 4)) * torch.inf).sum().backward()
+        optimizer.step()
+    assert caught.value.cause == "unseen"
+
+
 def test_the_micro_batch_at_fault_is_named():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,6 +144,46 @@ def test_gradients_that_a_scaler_skips_are_no_hit():
             scaler.step(optimizer)
             scaler.update()
     assert scaler.get_scale() < 2.0**127
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_gradients_of_one_optimizer_that_a_scaler_skips_are_no_hit_of_another(unscales, backwards):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = torch.amp.GradScaler("cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    with eg.watch(model, optimizers, capture=None):
+        for step in range(4):
+            model.zero_grad()
+            scaler.scale(model(torch.ones(4, 2)).square().sum()).backward()
+            if step < 2:  # the factor was too large for one of them
+                model[step].weight.grad[0, 1] = torch.inf
+            for optimizer in optimizers if unscales else ():
+                scaler.unscale_(optimizer)
+            for optimizer in optimizers[::-1] if backwards else optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizers, capture=None):
+        scaler.scale(model(torch.tensor([[1.0, torch.nan]])).sum()).backward()
+    assert caught.value.place == "input[0, 1]"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_counts_once(fused):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, optimizer, capture=None):
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((1, 2), torch.nan if step == 3 else 1.0)).sum()).backward()
+            if step == 1:
+                model.weight.grad[0, 1] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+    assert (caught.value.step, caught.value.place) == (3, "input[0, 0]")
 
 
 def test_the_norm_of_clip_grad_norm_is_not_computed_again(monkeypatch):

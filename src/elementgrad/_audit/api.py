@@ -105,12 +105,12 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
             call, trained, sweep.summaries, survey, partial(_explain_step, audited, named, loss) if is_step else None
         )
         rules = investigation.rules
-        for text in unknown if rules is not None else ():
-            if text not in rules:
-                raise PlaceError(
-                    f"except_ names {text!r}, and no parameter, module or custom derivative has that name; "
-                    f"{nearest(text, [*known, *sorted(rules)])}"
-                )
+        strange = [] if rules is None else [text for text in unknown if text not in rules]
+        if strange:
+            raise PlaceError(
+                f"except_ names {strange[0]!r}, and no parameter, module or custom derivative has that name; "
+                f"{nearest(strange[0], [*known, *sorted(rules or ())])}"
+            )
         findings, explained = investigation.results((rules or set()).difference(unknown))
         notes = [*explained, *notes]
     return Audit(

@@ -7,7 +7,8 @@ it depends the most is moved, and the operation runs again.
 Some rules differ on purpose. A function that returns its operand as it is, whatever the numbers are, exists for its
 rule alone, as one that reverses, scales or clips gradients does. And where a function stands still, a rule that does
 not is a surrogate, as the straight-through ones of quantisers are; where it moves, the rule has to be its slope. Only
-for other operands of a function that goes in steps, as the scale of a quantiser is one, there is no such slope.
+a function that jumps has none that is worth following, even where it moves between the jumps, as binary weights do
+with the mean size by which they are scaled, and a quantiser with its scale.
 """
 
 from collections import Counter
@@ -27,8 +28,14 @@ CALLS = 2
 """So many calls of one function at one line are looked at,"""
 ELEMENTS = 3
 """and so many elements of each of their results;"""
-CLOSE_ELEMENTS = 6
-"""if the rule differs, so many, each by as many elements of the operands, to see whether values stand still there."""
+GRID = 16
+"""if the rule differs where the values move, jumps are looked for in the widest of so many intervals,"""
+WIDEST = 4
+"""these,"""
+HALVINGS = 60
+"""each of which is halved so often,"""
+FIRST_HALVINGS = 8
+"""or so often, if the values then move no more than they do in all of it by its share."""
 VISIBLE = 16.0
 """A change of so many units of rounding would be seen."""
 
@@ -59,16 +66,16 @@ class _Comparison:
     """Operands by which it differs where the values move,"""
     standing: dict[int, str] = field(default_factory=dict)
     """and where they stand still."""
-    flat: set[int] = field(default_factory=set)
-    """Operands that do not move the values somewhere, though by the rule they do."""
     changed: set[int] = field(default_factory=set)
     """Operands by which it differs, and which are no result as they are."""
+    jumping: set[int] = field(default_factory=set)
+    """Operands by which it differs, and by which the values jump somewhere."""
 
     def add(self, other: "_Comparison") -> None:
         self.moving = other.moving | self.moving
         self.standing = other.standing | self.standing
-        self.flat |= other.flat
         self.changed |= other.changed
+        self.jumping |= other.jumping
 
     @property
     def differing(self) -> dict[int, str]:
@@ -78,7 +85,7 @@ class _Comparison:
     def purpose(self) -> str | None:
         if not self.changed:
             return "returns its operand as it is, and so exists for its rule alone"
-        if self.flat - self.moving.keys():
+        if not self.changed & self.moving.keys() - self.jumping:
             return "stands still or goes in steps where the rule is not zero"
         return None
 
@@ -112,38 +119,35 @@ def _compare(ops: Sequence[Op], connected: Collection[int], numbers: Numbers) ->
     compared = _Comparison()
     if any(not np.array_equal(numbers.array(x), numbers.array(y)) for x, y in zip(again, op.results, strict=True)):
         return compared  # it returns other numbers each time
-    for line in _lines(ops, connected, numbers, ELEMENTS, 1):
+    for line in _lines(ops, connected, numbers):
         slope = line.other_slope()
         if slope is not None:
             evidence = f"its rule gives {line.gradient:.4g} for an element whose slope is {slope:.4g}"
             moves = slope and not line.is_still()
             (compared.moving if moves else compared.standing).setdefault(line.operand, evidence)
-    if compared.differing:
-        compared.changed = {operand for operand in compared.differing if not _is_returned(ops, operand, numbers)}
-        close = _lines(ops, connected, numbers, CLOSE_ELEMENTS, CLOSE_ELEMENTS)
-        compared.flat = {*compared.standing, *[line.operand for line in close if line.is_still()]}
+            if moves and line.operand not in compared.jumping and line.has_jump():
+                compared.jumping.add(line.operand)
+    compared.changed = {operand for operand in compared.differing if not _is_returned(ops, operand, numbers)}
     return compared
 
 
-def _lines(
-    ops: Sequence[Op], connected: Collection[int], numbers: Numbers, positions: int, elements: int
-) -> Iterator["_Line"]:
-    """Yield lines through some elements of the results, each by the elements of the operands with the most effect."""
+def _lines(ops: Sequence[Op], connected: Collection[int], numbers: Numbers) -> Iterator["_Line"]:
+    """Yield lines through some elements of the results, each by the element of each operand with the most effect."""
     op = ops[-1]
     pairs = zip(op.inputs, op.operands, strict=True)
     wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
     inner = _inner_ops(ops)
     for result, y in enumerate(op.results):
-        for position in _positions(numbers.array(y), positions) if numbers.is_differentiable(y) else ():
+        for position in _positions(numbers.array(y), ELEMENTS) if numbers.is_differentiable(y) else ():
             seeds: list[Tensor | None] = [None] * len(op.results)
             seeds[result] = numbers.at(y, np.array([position]), np.ones(1))
             for operand, row in enumerate(op.vjp(seeds, wanted)):
                 if row is None or not wanted[operand]:
                     continue
                 slopes = numbers.array(row).astype(np.float64).reshape(-1)
-                for flat in np.argsort(-np.abs(slopes), kind="stable")[:elements]:
-                    if slopes[flat]:
-                        yield _Line(inner, numbers, operand, int(flat), result, position, float(slopes[flat]))
+                if slopes.any():
+                    flat = int(np.argmax(np.abs(slopes)))
+                    yield _Line(inner, numbers, operand, flat, result, position, float(slopes[flat]))
 
 
 def _is_returned(ops: Sequence[Op], operand: int, numbers: Numbers) -> bool:
@@ -190,6 +194,7 @@ class _Line:
         names = ["bfloat16" if numbers.is_bfloat16(t) else a.dtype.name for t, a in zip((x, y), arrays, strict=True)]
         self._here, self._value = float(arrays[0].reshape(-1)[flat]), float(arrays[1].reshape(-1)[position])
         self._dtype = max(names, key=EPSILON.__getitem__)
+        self._size = float(np.max(np.abs(arrays[0]), initial=0.0, where=np.isfinite(arrays[0]))) or 1.0
 
     def other_slope(self) -> float | None:
         """Return the slope of the values, if it is clearly another than the gradient by the rule.
@@ -208,6 +213,32 @@ class _Line:
         by = epsilon**0.5 * max(1.0, abs(self._here))
         visible = abs(self.gradient) * by > VISIBLE * epsilon * abs(self._value)
         return visible and all(self._at(sign * by)[0] == self._value for sign in (-1.0, 1.0))
+
+    def has_jump(self) -> bool:
+        """Return True if the value jumps where the element moves among numbers as large as those of its operand.
+
+        An interval is halved, and the half in which the value moves more is kept. What is continuous moves less and
+        less, a jump stays as large as it is, and a pole grows.
+        """
+        ends = np.linspace(-2 * self._size, 2 * self._size, GRID + 1)
+        values = np.array([self._at(end - self._here)[0] for end in ends])
+        moves = np.abs(np.diff(values))
+        visible = VISIBLE * EPSILON[self._dtype] * np.max(np.abs(values), initial=0.0, where=np.isfinite(values))
+        widest = [n for n in np.argsort(-moves) if visible < moves[n] < np.inf][:WIDEST]
+        return any(self._jumps_within(ends[n : n + 2].copy(), values[n : n + 2].copy(), visible) for n in widest)
+
+    def _jumps_within(self, ends: np.ndarray, values: np.ndarray, visible: float) -> bool:
+        moves = [abs(values[1] - values[0])]
+        for count in range(1, HALVINGS + 1):
+            middle = (ends[0] + ends[1]) / 2
+            value = self._at(middle - self._here)[0]
+            side = int(abs(value - values[0]) > abs(values[1] - value))
+            ends[side], values[side] = middle, value
+            moves.append(abs(values[1] - values[0]))
+            even = count == FIRST_HALVINGS and moves[-1] <= 2 * moves[0] / 2**count
+            if even or not visible < moves[-1] < np.inf:
+                return False
+        return bool(0.5 < moves[-1] / moves[HALVINGS // 2] < 2)
 
     def _at(self, by: float) -> np.ndarray:
         numbers = self._numbers

@@ -96,17 +96,19 @@ class Survey:
     def _note_unmoved_biases(self, fine: Sequence[tuple[AuditedParameter, GradientSummary]]) -> None:
         weights: dict[tuple[str, int], np.ndarray] = {}
         for parameter, summary in fine:
+            by_length: dict[int, np.ndarray] = {}
             for sizes in summary.slices.values() if len(parameter.shape) > 1 else ():
-                known = weights.get((parameter.module, len(sizes)))
-                weights[parameter.module, len(sizes)] = sizes if known is None else np.maximum(sizes, known)
+                # The units of a square weight are its rows or its columns: a dead one is zero in one of them.
+                by_length[len(sizes)] = np.minimum(sizes, by_length.get(len(sizes), sizes))
+            for length, sizes in by_length.items():
+                weights[parameter.module, length] = np.maximum(sizes, weights.get((parameter.module, length), sizes))
         for parameter, summary in fine:
             weight = weights.get((parameter.module, math.prod(parameter.shape)))
             if len(parameter.shape) != 1 or weight is None or EPSILON.get(parameter.dtype, 1.0) > 1e-6:
                 continue
             limit = UNMOVED * EPSILON[parameter.dtype] * weight.max()
-            unmoved = (summary.slices[0] <= limit) & (
-                weight > limit
-            )  # a dead unit has no gradient at its weight either
+            # A dead unit has no gradient at its weight either.
+            unmoved = (summary.slices[0] <= limit) & (weight > limit)
             if unmoved.mean() >= SHARE:
                 count = "" if unmoved.all() else f"{int(unmoved.sum())} of its {unmoved.size} elements: "
                 reason = (

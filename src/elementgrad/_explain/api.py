@@ -479,7 +479,9 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     path = DataPath(report.graph) if report.graph is not None else None
     names = {"of": report.of, "wrt": report.wrt}
     if report.hint is None and report.verdict == "flows":
-        return Diagnosis("flows", value=report.value, **names)
+        suspect = report.suspect
+        evidence = () if suspect is None or suspect.op is None else (_suspicion(suspect.op, suspect.evidence),)
+        return Diagnosis("flows", value=report.value, evidence=evidence, **names)
     if report.hint is not None and report.hint.cause is None and report.verdict == "flows":
         return Diagnosis("flows", value=report.value, evidence=(report.hint.evidence,), **names)
     if report.hint is not None:
@@ -502,6 +504,10 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     return Diagnosis.made(report.verdict, finding, path, framework, value=report.value, **names)
 
 
+def _suspicion(op: Op, evidence: str) -> str:
+    return f"{op.operation} at {op.where}: {evidence}, and the gradient may be that of other numbers"
+
+
 def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFinding:
     """Find why the gradient that a step computed is zero or not finite, by its operations alone."""
     numbers = step.numbers
@@ -515,5 +521,7 @@ def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFi
         return why_nonfinite(path, replay.finite_flags(), replay.cotangents() if finite else None, finite)
     tangents, reached = replay.tangents() or (None, None)
     reaches = None if reached is None else float(np.abs(reached).max(initial=0.0))
+    if reaches and report.suspect is not None:  # by the numbers that the operations had it is not zero
+        return CauseFinding.of_hint(report.suspect)
     further = FurtherEvidence(replay.cotangents, replay.gradient_size_in_float64, overlap=replay.overlap)
     return why_zero(path, tangents, reaches, False, EPSILON[str(numbers.array(step.source).dtype)], further)

@@ -313,6 +313,8 @@ class LiveReport:
     """The step, to follow it again, where the gradient is zero or not finite."""
     positions: np.ndarray | None = None
     """The elements of the step's source that are asked about; None for all."""
+    suspect: Hint | None = None
+    """What may make the gradient of a step wrong. A step does not run again, so that no difference can show it."""
 
     @classmethod
     def unfollowed(cls, verdict: Verdict, error: Exception, **more: Any) -> "LiveReport":

@@ -116,6 +116,8 @@ class NamesBackend:
     """The arguments by name that any model may be called with, whether its forward takes them or not."""
     closure_limit = ""
     """Why derivatives by what a function closes over cannot be read, as the end of a clause; empty if they can."""
+    model_hint = "; for the names of a model that the function closes over, give names_from=, the model"
+    """The end of a sentence about an unknown name in a function that is no model and is given none."""
 
     def is_model(self, function: Any) -> bool:
         """Return True if a function holds tensors or layers that have names."""

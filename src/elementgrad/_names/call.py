@@ -41,6 +41,7 @@ COMPUTED = ("activation", "given", "output")
 OUTPUT = re.compile(r"output([.:]|$)")
 _NUMBERED_GIVEN = re.compile(rf"(#\d+){re.escape(GIVEN)}(?=:|$)")
 """The input of one call, `cell#3.input:1`; captures call it `cell.input#3:1`."""
+_GIVEN_NUMBER = re.compile(rf"{re.escape(GIVEN)}(#\d+)(?=:|$)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -486,15 +487,17 @@ class BoundCall:
             similar = [
                 name
                 for name, value in capture.named_values()
-                if value in matches or (not matches and value.base == key.base)
+                if value in matches or (not matches and value.base == key.base and key.kind in (None, value.kind))
             ]
+            shown = _GIVEN_NUMBER.sub(rf"\1{GIVEN}", key.name)
             if similar:
                 what = "is none of these" if key.marked and not matches else f"is {len(similar)} tensors here; name one"
-                raise PlaceError(f"{key.name!r} {what}: {listed(similar)}")
-            bases = (key.base, key.base.removesuffix(GIVEN))
-            if any(("activation", None) in self.model.lookup(base) for base in bases):
+                raise PlaceError(f"{shown!r} {what}: {listed(similar)}")
+            layers = [key.base] if key.kind in (None, "activation") else []
+            layers += [key.base.removesuffix(GIVEN)] if key.kind in (None, "given") and key.base.endswith(GIVEN) else []
+            if any(("activation", None) in self.model.lookup(layer) for layer in layers):
                 raise PlaceError(
-                    f"{key.name!r} is not computed with these arguments; name a layer that is called, or pass "
+                    f"{shown!r} is not computed with these arguments; name a layer that is called, or pass "
                     "arguments that lead to this one"
                 )
             raise self._unknown_name_error(key.name, key.kind, [name for name, _ in capture.named_values()])
@@ -507,11 +510,16 @@ class BoundCall:
         known = [(ref.name, "input") for ref in self.inputs]
         known += [(other, other_kind) for other, other_kind, _ in self.model.named_tensors()]
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in captured]
+        known += [(other + GIVEN, "given") for other in self.model.layers() if kind == "given"]
         names = [other for other, other_kind in known if kind in (None, other_kind)] or [other for other, _ in known]
         names += [other for other in self.model.aliases() if kind is None]
         if name in names:
             return PlaceError(f"{name!r} did not exist before this first run, which has built it; call again")
-        return PlaceError(f"no {kind or 'tensor'} is named {name!r}; {nearest(name, names)}")
+        noun = "input of a module" if kind == "given" else kind or "tensor"
+        text = nearest(name, names)
+        if not self.is_model and text.startswith("there are") and any(separator in name for separator in "./"):
+            text += self.backend.names.model_hint  # it looks like the name of something in a model
+        return PlaceError(f"no {noun} is named {name!r}; {text}")
 
 
 @dataclass(frozen=True)

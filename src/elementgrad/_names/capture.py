@@ -322,10 +322,14 @@ class Capture:
             self.described[value] = tuple(self._backend.shape(tensor)), self._backend.dtype(tensor)
         return tensor
 
+    def spelled_values(self) -> list[tuple[list[str], CapturedValue]]:
+        """Return all that was captured, each with its names, the shortest that no other has first."""
+        again = {(x.kind, x.base, x.key) for x in self.values if x.call}
+        return [(x.spellings((x.kind, x.base, x.key) in again), x) for x in self.values]
+
     def named_values(self) -> list[tuple[str, CapturedValue]]:
         """Return all that was captured, each with the shortest name that no other has."""
-        again = {(x.kind, x.base, x.key) for x in self.values if x.call}
-        return [(x.spellings((x.kind, x.base, x.key) in again)[0], x) for x in self.values]
+        return [(spellings[0], value) for spellings, value in self.spelled_values()]
 
 
 def without_capture() -> AbstractContextManager[None]:

@@ -114,26 +114,31 @@ def names(
     backend = None if args or kwargs else registry.backend_of_model(function)
     if backend is None:
         call = BoundCall(function, args, kwargs)
-        named_model, rows = call.model, list_names(call, kind)
+        named_model, (rows, spellings) = call.model, list_names(call, kind)
     else:
+        spellings = {}
         named_model = backend.names.model(function)
         rows = [_row(backend, *named) for named in named_model.named_tensors()]
     rows = [row for row in rows if kind in (None, row.kind)]
     aliases = {} if match is None else named_model.aliases()
-    matches = None if match is None else set(_match(match, [row.name for row in rows], aliases))
+    matches = None if match is None else set(_match(match, [row.name for row in rows], aliases, spellings))
     return Names([row for row in rows if matches is None or row.name in matches])
 
 
-def list_names(call: BoundCall, kind: str | None = None) -> list[Name]:
-    """Run a call once, and return all that has a name; what modules are given, only for that kind."""
+def list_names(call: BoundCall, kind: str | None = None) -> tuple[list[Name], dict[str, str]]:
+    """Run a call once, and return all that has a name, and other spellings of names, each with the name.
+
+    What modules are given is returned only for that kind.
+    """
     backend = call.backend
     with backend.isolated(call.function):
         capture = call.capture_all(given=kind == "given")
-    return [
+    rows = [
         *[_row(backend, ref.name, "input", ref.tensor) for ref in call.inputs],
         *[Name(name, value.kind, *capture.described[value]) for name, value in capture.named_values()],
         *[_row(backend, *named) for named in call.model.named_tensors()],
     ]
+    return rows, {other: name for (name, *others), _ in capture.spelled_values() for other in others}
 
 
 def _row(backend: Any, name: str, kind: str, tensor: Tensor) -> Name:
@@ -155,9 +160,9 @@ def expand_patterns(call: BoundCall, *trees: Any) -> Sequence[Any]:
             return place
         if place.kind is None and _normalize(str(place.name)).partition(":")[0].endswith(GIVEN):
             with suppress(PlaceError):  # what is itself called `input` has the name
-                return _match_rows(place, rows(None), aliases)
-            return _match_rows(place, rows("given"), aliases)
-        return _match_rows(place, rows(place.kind), aliases)
+                return _match_rows(place, *rows(None), aliases)
+            return _match_rows(place, *rows("given"), aliases)
+        return _match_rows(place, *rows(place.kind), aliases)
 
     return [pytree.map_tree(tree, expand) for tree in trees]
 
@@ -167,13 +172,15 @@ def _normalize(pattern: str) -> str:
     return _GIVEN_CALL.sub(rf"\1{GIVEN}", pattern)
 
 
-def _match(pattern: str, names: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    return match_names(_normalize(pattern), names, aliases)
+def _match(pattern: str, names: Sequence[str], aliases: Mapping[str, str], spellings: Mapping[str, str]) -> list[str]:
+    return match_names(_normalize(pattern), names, aliases, spellings)
 
 
-def _match_rows(place: Place, rows: Iterable[Name], aliases: Mapping[str, str]) -> dict[str, Place]:
+def _match_rows(
+    place: Place, rows: Iterable[Name], spellings: Mapping[str, str], aliases: Mapping[str, str]
+) -> dict[str, Place]:
     fitting = [row for row in rows if place.kind in (None, row.kind) and row.dtype.startswith(FLOATING)]
-    matches = _match(str(place.name), [row.name for row in fitting], aliases)
+    matches = _match(str(place.name), [row.name for row in fitting], aliases, spellings)
     kinds: dict[str, list[str]] = {}
     for row in fitting:
         kinds.setdefault(row.name, []).append(row.kind)

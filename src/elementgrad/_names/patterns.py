@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from elementgrad._place.grammar import nearest
+from elementgrad._place.grammar import listed, nearest
 from elementgrad._place.place import Place
 from elementgrad.errors import PlaceError
 
+_SEPARATOR = re.compile(r"([./])")
 _WILDCARD = re.compile(r"\*\*[./]|\*+")
 _NAME = re.compile(r"([^#:]*)(.*)")
 """A name without the number of a call or a part, and these."""
@@ -33,10 +35,16 @@ def expand_place(
     return [Place(None, name, place.index, place.kind, pointwise=place.pointwise) for name in names.values()]
 
 
-def match_names(pattern: str, names: Sequence[str], aliases: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def match_names(
+    pattern: str,
+    names: Sequence[str],
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    spellings: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """Return the names that match a pattern, or raise an error with those that come nearest.
 
-    If it matches none of them, `aliases` has other spellings of names, each with the name.
+    If it matches none of them, `spellings` has other spellings of some, each with the name, and `aliases` those of
+    names without the number of a call or a part.
 
     >>> from elementgrad._names.patterns import match_names
     >>> match_names("h.*.weight", ["h.0.weight", "h.0.mlp.weight", "h.1.weight"])
@@ -53,6 +61,9 @@ def match_names(pattern: str, names: Sequence[str], aliases: Mapping[str, str] =
         end = wildcard.end()
     compiled = re.compile(matcher + re.escape(pattern[end:]))
     matches = [name for name in names if compiled.fullmatch(name)]
+    if not matches and spellings:
+        known = set(names)
+        matches = [name for other, name in spellings.items() if name in known and compiled.fullmatch(other)]
     if not matches and aliases:
         parts = [(name, *_NAME.fullmatch(name).groups()) for name in names]  # type: ignore[union-attr]
         matches = [
@@ -61,5 +72,20 @@ def match_names(pattern: str, names: Sequence[str], aliases: Mapping[str, str] =
             if any(of == base and compiled.fullmatch(alias + rest) for alias, of in aliases.items())
         ]
     if not matches:
-        raise PlaceError(f"no name matches {pattern!r}; {nearest(pattern, names)}")
+        raise PlaceError(f"no name matches {pattern!r}; {_nearest_names(pattern, [*names, *aliases])}")
     return matches
+
+
+def _nearest_names(pattern: str, names: Sequence[str]) -> str:
+    """Return the names that come nearest to a pattern, in which a component that is `*` fits any other."""
+    wanted = _SEPARATOR.split(pattern)
+    similar: dict[str, list[str]] = {}
+    for name in names:
+        parts = _SEPARATOR.split(name)
+        if len(parts) == len(wanted):
+            parts = ["*" if want == "*" else part for want, part in zip(wanted, parts, strict=True)]
+        similar.setdefault("".join(parts), []).append(name)
+    close = get_close_matches(pattern, similar, n=3)
+    return (
+        f"nearest: {listed([name for each in close for name in similar[each]])}" if close else nearest(pattern, names)
+    )

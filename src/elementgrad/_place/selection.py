@@ -138,12 +138,14 @@ class Selection:
             return None  # -1 and 3 are one element if the axis turns out to have four
         if math.prod(self.broadcast or ()) <= 1 or 0 in self.shape:
             return False
-        keys = np.zeros((), np.int64)
-        for part, size in arrays:
-            keys = keys * (size if size is not None else int(abs(part).max()) + 1) + part
-        if (np.diff(keys.reshape(-1)) > 0).all():  # as most long lists are, which spares sorting them
+        keys: np.ndarray = np.zeros(self.broadcast or (), np.int64)
+        for part, size in arrays:  # in place, as the first use of memory takes longer than the arithmetic
+            keys *= size if size is not None else int(abs(part).max()) + 1
+            keys += part
+        keys = keys.reshape(-1)
+        if (keys[1:] > keys[:-1]).all():  # as most long lists are, which spares sorting them
             return False
-        keys = np.sort(keys, axis=None)
+        keys.sort()
         return bool((keys[1:] == keys[:-1]).any())
 
     @cached_property

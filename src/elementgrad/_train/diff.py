@@ -137,11 +137,12 @@ def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool
     old_bits, new_bits = old.read(), new.read()
     parts = []
     for start in range(0, max(1, len(old_bits)), BLOCK):
-        left, right = old_bits[start : start + BLOCK], new_bits[start : start + BLOCK]
+        end = start + BLOCK
+        left, right = old_bits[start:end], new_bits[start:end]
         found = changed_positions(left, right)
         parts.append((found + start, take_rows(right, found), take_rows(left, found)))
-        old.unload()
-        new.unload()
+        old.unload(start, end)
+        new.unload(start, end)
     positions, *rows = (np.concatenate(some) for some in zip(*parts, strict=True))
     if not positions.size:
         return None

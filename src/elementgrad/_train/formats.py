@@ -1,9 +1,11 @@
 """Patches in the formats of others: adapters of PEFT, textual inversions, and a plain layout of positions and values.
 
 None of them knows the weights that it is for, so reading one takes the base: the weights before. What they hold are
-values of elements (flat layout, TrainableTokens, textual inversion), or differences (SHiRA).
+values of elements (flat layout, TrainableTokens, textual inversion), or differences (SHiRA). None has a checksum
+either, so what is written here has one in its metadata, which other programs ignore.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -23,10 +25,12 @@ from elementgrad._train.fingerprint import fingerprint
 from elementgrad._train.numbers import VIEWS, BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights, pack_tensors
-from elementgrad.errors import OptionError, PatchError, warn
+from elementgrad.errors import DtypeError, OptionError, PatchError, warn
 
 FORMATS = ("flat", "trainable-tokens", "shira", "textual-inversion")
 CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+CHECKSUM = "elementgrad.sha256"
+"""The checksum of what we write, in the metadata of a file."""
 PREFIX = "base_model.model."
 """What PEFT writes in front of the names of a model."""
 Elements = tuple[str, np.ndarray, BitArray]
@@ -53,7 +57,7 @@ def write_foreign(
         _write_flat(patch, path)
     elif format == "textual-inversion":
         _, _, values, shape = _rows_of(patch, weights)
-        replace_file(path, *pack_tensors({str(token): FileTensor(values.dtype, shape, values.bits)}, {"format": "pt"}))
+        replace_file(path, *_pack({str(token): FileTensor(values.dtype, shape, values.bits)}))
     elif format == "trainable-tokens":
         name, rows, values, shape = _rows_of(patch, weights)
         module = _module_of(name)
@@ -72,7 +76,12 @@ def _to_entry(weights: Weights, name: str, positions: np.ndarray, values: BitArr
     if len(positions) != len(values):
         raise PatchError(f"{name}: there are {len(positions)} positions and {len(values)} values")
     order = np.argsort(positions, kind="stable")
-    new = values[order].round_to(tensor.dtype).bits
+    if (np.diff(positions[order]) == 0).any():
+        raise PatchError(f"{name}: the file changes an element twice; each has one value")
+    try:
+        new = values[order].round_to(tensor.dtype).bits
+    except DtypeError as error:
+        raise PatchError(f"{name}: {error}") from None
     mark = fingerprint(tensor.shape, tensor.dtype, lambda some: bits[some])
     empty = BitArray(tensor.dtype, bits[:0])
     entry = Entry(None, name, tensor.shape, tensor.dtype, np.zeros(0, np.int64), empty, empty, mark)
@@ -89,7 +98,7 @@ def _read_elements(path: Path, weights: Weights, place: Any) -> Iterator[Element
     if path.is_dir():
         yield from _read_adapter(path, weights)
         return
-    tensors = Weights.read(path).tensors
+    tensors = _read_tensors(path)
     if place is not None:
         yield _read_inversion(path, tensors, weights, place)
         return
@@ -117,41 +126,98 @@ def _read_adapter(folder: Path, weights: Weights) -> Iterator[Elements]:
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         kind = config["peft_type"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise PatchError(f"{folder} has no {CONFIG} with a peft_type; give the folder of an adapter") from None
     if kind not in ("TRAINABLE_TOKENS", "SHIRA"):
         raise PatchError(
             f"{folder} is an adapter of type {kind}; merge it into the model, and eg.diff(base, merged) is the patch"
         )
-    tensors = Weights.read(folder / ADAPTER).tensors
+    rows = config.get("token_indices")
+    tensors = _read_tensors(folder / ADAPTER, rows)
     for name, tensor in tensors.items():
         module, _, part = name.removeprefix(PREFIX).rpartition(".")
         if part == "trainable_tokens_delta":
-            rows = np.asarray(config["token_indices"], np.int64)
-            width = _find(weights, f"{module}.weight").shape[1]
-            yield f"{module}.weight", (rows[:, None] * width + np.arange(width)).reshape(-1), _numbers(tensor)
+            yield f"{module}.weight", _positions_of_rows(rows, _find_matrix(weights, module)), _numbers(tensor)
         elif part == "shira_weight":
-            at = _integers(tensors[f"{name.removesuffix('weight')}indices"]).reshape(2, -1)
-            base = _find(weights, f"{module}.weight")
-            positions = np.ravel_multi_index((at[0], at[1]), base.shape)
+            base = _find_matrix(weights, module)
+            at = _integers(_part(tensors, f"{name.removesuffix('weight')}indices"))
+            if len(at) != 2 or at.ndim != 2 or (at < 0).any() or (at.max(1, initial=0) >= base.shape).any():
+                raise PatchError(f"{name.removesuffix('weight')}indices are not rows and columns of {base.shape}")
+            positions = at[0] * base.shape[1] + at[1]
+            difference = _numbers(tensor)
+            if len(difference) != len(positions):
+                raise PatchError(f"{name}: there are {len(positions)} positions and {len(difference)} values")
             old = BitArray(base.dtype, take_rows(base.read(), positions))
-            yield f"{module}.weight", np.asarray(positions, np.int64), _add(old, _numbers(tensor))
+            yield f"{module}.weight", positions, _add(name, old, difference)
         elif part != "shira_indices":
             raise PatchError(f"{folder} holds {name}, which is not part of a {kind} adapter that only changes elements")
 
 
-def _add(old: BitArray, difference: BitArray) -> BitArray:
+def _read_tensors(path: Path, rows: Any = None) -> dict[str, FileTensor]:
+    """Return the tensors of a file, and check them, and the rows of an adapter, if we wrote it."""
+    weights = Weights.read(path)
+    if weights.metadata.get(CHECKSUM, "") not in ("", _checksum(weights.tensors, rows)):
+        raise PatchError(
+            f"{path.name} is damaged or was changed by another program (its checksum is not that of what it holds); "
+            "write the patch again"
+        )
+    return weights.tensors
+
+
+def _checksum(tensors: Mapping[str, FileTensor], rows: Any) -> str:
+    """Hash names, dtypes, shapes and bytes of tensors, and the rows of an adapter, which are in its configuration."""
+    names = sorted(tensors)
+    described = [[name, tensors[name].dtype, tensors[name].shape] for name in names]
+    digest = hashlib.sha256(json.dumps([described, rows]).encode())
+    for name in names:
+        digest.update(np.ascontiguousarray(tensors[name].read()).data)
+    return digest.hexdigest()
+
+
+def _pack(tensors: Mapping[str, FileTensor], rows: Any = None) -> list[Any]:
+    """Return the parts of a safetensors file; readers of Hugging Face need to know that PyTorch is to read it."""
+    return pack_tensors(tensors, {"format": "pt", CHECKSUM: _checksum(tensors, rows)})
+
+
+def _part(tensors: Mapping[str, FileTensor], name: str) -> FileTensor:
+    if name not in tensors:
+        raise PatchError(f"the adapter has no {name}; it holds {listed(list(tensors))}")
+    return tensors[name]
+
+
+def _find_matrix(weights: Weights, module: str) -> FileTensor:
+    tensor = _find(weights, f"{module}.weight")
+    if len(tensor.shape) != 2:
+        raise PatchError(f"{module}.weight is of shape {tensor.shape}, and the adapter changes rows and columns")
+    return tensor
+
+
+def _positions_of_rows(rows: Any, table: FileTensor) -> np.ndarray:
+    if not isinstance(rows, list) or not all(type(row) is int and 0 <= row < table.shape[0] for row in rows):
+        raise PatchError(
+            f"token_indices in {CONFIG} are not a list of rows of the table, which has {table.shape[0]} of them"
+        )
+    return (np.array(rows, np.int64)[:, None] * table.shape[1] + np.arange(table.shape[1])).reshape(-1)
+
+
+def _add(name: str, old: BitArray, difference: BitArray) -> BitArray:
     """Add as PEFT does: in the dtype of the weight, or in float32 if that is half precision."""
     wide = "float64" if "float64" in (old.dtype, difference.dtype) else "float32"
-    left, right = (each.round_to(wide).bits.reshape(-1).view(VIEWS[wide]) for each in (old, difference))
+    try:
+        left, right = (each.round_to(wide).bits.reshape(-1).view(VIEWS[wide]) for each in (old, difference))
+    except DtypeError as error:
+        raise PatchError(f"{name}: {error}") from None
     return BitArray.of(left + right).round_to(old.dtype)
 
 
 def _integers(tensor: FileTensor) -> np.ndarray:
-    if tensor.dtype not in VIEWS:
+    view = np.dtype(VIEWS.get(tensor.dtype, np.void))
+    array = np.frombuffer(tensor.read().tobytes(), view).reshape(tensor.shape) if view.kind in "iuf" else None
+    with np.errstate(invalid="ignore"):  # PEFT stores them as float32 on Windows
+        integers = None if array is None else array.astype(np.int64)
+    if integers is None or (integers != array).any():
         raise PatchError(f"indices are {tensor.dtype}, and not integers")
-    array = np.frombuffer(tensor.read().tobytes(), VIEWS[tensor.dtype]).reshape(tensor.shape)
-    return array.astype(np.int64)  # PEFT stores them as float32 on Windows
+    return integers
 
 
 def _numbers(tensor: FileTensor) -> BitArray:
@@ -173,7 +239,7 @@ def _write_flat(patch: Patch, path: str | os.PathLike[str]) -> None:
         order = np.argsort(positions, kind="stable")
         tensors[f"{name}.indices"] = FileTensor.of(positions[order])
         tensors[f"{name}.values"] = FileTensor(entries[0].dtype, (len(positions),), values[order])
-    replace_file(path, *pack_tensors(tensors))
+    replace_file(path, *_pack(tensors))
 
 
 def _rows_of(patch: Patch, base: Weights | None) -> tuple[str, np.ndarray, BitArray, tuple[int, int]]:
@@ -246,7 +312,7 @@ def _write_adapter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         temporary.mkdir()
         common = {"base_model_name_or_path": None, "inference_mode": True, "task_type": None}
         replace_file(temporary / CONFIG, json.dumps({**common, **config}, indent=2).encode())
-        replace_file(temporary / ADAPTER, *pack_tensors(tensors, {"format": "pt"}))
+        replace_file(temporary / ADAPTER, *_pack(tensors, config.get("token_indices")))
         temporary.rename(path)
     except BaseException:
         for file in (CONFIG, ADAPTER):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,11 +12,13 @@ from elementgrad._names.patterns import expand_place
 from elementgrad._place.grammar import listed
 from elementgrad._place.index import IndexArray
 from elementgrad._place.place import Place
-from elementgrad._read.jacobian import Reason, explain_missing_path
 from elementgrad._train.entries import check_no_overlap, place_label
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer, groups_by_tensor
 from elementgrad._train.weights import Weights, WeightsTrainer
 from elementgrad.errors import DuplicateError, FrameworkError, PlaceError, UnconnectedError
+
+if TYPE_CHECKING:
+    from elementgrad._read.jacobian import Reason
 
 Tensor = Any
 Route = tuple[ResolvedPlace, ElementGroup, np.ndarray]
@@ -189,7 +191,7 @@ class _PlaceNames:
 
 
 def unconnected_error(
-    place: Place, name: str, hint: str = "", loss: Any = None, leaf: Any = None, reason: Reason | None = None
+    place: Place, name: str, hint: str = "", loss: Any = None, leaf: Any = None, reason: "Reason | None" = None
 ) -> UnconnectedError:
     """Return the error for a loss that does not depend on a parameter, with the reason if it is known."""
     text = f"the loss for {place} does not depend on {name}"
@@ -197,8 +199,10 @@ def unconnected_error(
     return UnconnectedError(text).about(loss, leaf)
 
 
-def explain_unconnected(loss_fn: Callable[[Any], Any], params: Any, name: str) -> Reason | None:
+def explain_unconnected(loss_fn: Callable[[Any], Any], params: Any, name: str) -> "Reason | None":
     """Run a loss of a pytree of parameters to find out why it does not depend on one; None if that is not found."""
+    from elementgrad._read.jacobian import explain_missing_path  # here, as training reads no Jacobian otherwise
+
     backend = registry.backend_of_model(params)
     if backend is None:
         return None

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import index
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -73,13 +74,18 @@ class FileTensor:
         bits.setflags(write=False)
         return bits
 
-    def unload(self) -> None:
-        """Give the pages of a mapped file back to the system, which reads them again when they are needed."""
+    def unload(self, first: int = 0, last: int | None = None) -> None:
+        """Give the pages of some elements in a mapped file back to the system, by default of all.
+
+        They are read again when they are needed.
+        """
         if self.file is None or not hasattr(mmap, "MADV_DONTNEED") or self.is_copy:
             return
-        size, first = self.read().size, self.start - self.start % mmap.PAGESIZE
+        bits = self.read()
+        begin, size = self.start + first * bits.shape[1], bits[first:last].size
         if size:  # an empty tensor may begin where the file ends
-            self.file.madvise(mmap.MADV_DONTNEED, first, self.start + size - first)
+            page = begin - begin % mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_DONTNEED, page, begin + size - page)
 
     @property
     def is_copy(self) -> bool:
@@ -103,8 +109,16 @@ class Weights:
     array([2., 2.], dtype=float32)
     """
 
-    def __init__(self, tensors: Mapping[str, FileTensor], packed: memoryview | None = None, knows_ties: bool = False):
+    def __init__(
+        self,
+        tensors: Mapping[str, FileTensor],
+        packed: memoryview | None = None,
+        knows_ties: bool = False,
+        metadata: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self.tensors = dict(tensors)
+        self.metadata = metadata
+        """The metadata of a safetensors file."""
         self.knows_ties = knows_ties
         """True if tensors that are one have all of their names here."""
         self._packed = packed
@@ -124,7 +138,8 @@ class Weights:
                 packed = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             except (OSError, ValueError):  # an empty file or a pipe
                 packed = memoryview(file.read())
-        return cls(dict(_unpack(path, packed)), packed)
+        tensors, metadata = _unpack(path, packed)
+        return cls(tensors, packed, metadata=metadata)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all tensors to a file, as a whole or not at all; in the format they came in nothing else changes."""
@@ -225,17 +240,24 @@ class WeightsTrainer(Trainer):
     stop = check_loss = gradients = start
 
 
-def _unpack(path: str, packed: memoryview) -> Iterator[tuple[str, FileTensor]]:
-    """Yield the tensors of a safetensors file, as views of its bytes."""
+def _read_header(path: str, packed: memoryview) -> tuple[int, dict[str, Any], Any]:
+    """Return where the tensors of a safetensors file begin, how it describes each of them, and its metadata."""
     try:
         end = 8 + struct.unpack("<Q", packed[:8])[0]
         if end > len(packed):
             raise ValueError
         header = json.loads(bytes(packed[8:end]), object_pairs_hook=unique_names)
-        described = [(name, *_describe(of)) for name, of in header.items() if name != "__metadata__"]
+        metadata = header.pop("__metadata__", None)
+        return end, {name: _describe(of) for name, of in header.items()}, metadata
     except (struct.error, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         twice = f", since it names {error} twice" if isinstance(error, RepeatedNameError) else ""
         raise PatchError(f"{path} is not a safetensors file{twice}; give one that weights were saved to") from None
+
+
+def _unpack(path: str, packed: memoryview) -> tuple[dict[str, FileTensor], dict[str, Any]]:
+    """Return the tensors of a safetensors file, as views of its bytes, and its metadata."""
+    end, header, metadata = _read_header(path, packed)
+    described = [(name, *of) for name, of in header.items()]
     for name, dtype, shape, first, last in described:
         size = math.prod(shape)
         known = DTYPES.get(dtype, dtype)
@@ -249,13 +271,15 @@ def _unpack(path: str, packed: memoryview) -> Iterator[tuple[str, FileTensor]]:
                 f"{path} is damaged: {name} and {other} overlap in it, so that a change of one would change the other; "
                 "save the weights again"
             )
+    tensors = {}
     for name, dtype, shape, first, last in described:
         bits = np.frombuffer(packed[end + first : end + last], np.uint8)
         size = math.prod(shape)
         tensor = FileTensor(DTYPES.get(dtype, dtype), shape, bits.reshape(size, -1) if size else bits.reshape(0, 1))
         tensor.start = end + first
         tensor.file = packed.obj if isinstance(packed.obj, mmap.mmap) else None
-        yield name, tensor
+        tensors[name] = tensor
+    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
 def _describe(of: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:

@@ -54,8 +54,8 @@ def write_capture(path: str | os.PathLike[str], step: CapturedStep, report: Watc
     tensors: dict[str, StoredTensor] = {}
     described: dict[str, Any] = {}
     omitted = list(step.omitted)
+    # An argument may be given twice, and is stored once.
     stored: dict[int, str] = {}
-    """The arguments that are stored already; one may be given twice."""
 
     def add(name: str, x: Any) -> None:
         dtype, shape, content, properties = (_array_bytes if isinstance(x, np.ndarray) else backend.to_bytes)(x)

@@ -18,7 +18,8 @@ from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.replay import finite_flags, pull_cotangents
 from elementgrad._explain.trace import Op, OpGraph
-from elementgrad._watch.backend import NamedValue, StepRecord, bad_float, first_bad, nonfinite_element, place_text
+from elementgrad._watch.backend import NamedValue, StepRecord
+from elementgrad._watch.elements import bad_float, first_bad, nonfinite_element, place_text
 from elementgrad._watch.report import WatchReport
 
 Tensor = Any

@@ -30,7 +30,7 @@ WORDS: Mapping[str, Cause] = {
     ),
     "rule": Cause("the rule for {place} is true", "look at what goes into it; clip the gradient if it is meant to be"),
     "unseen": Cause(
-        "the model, run again, does not show where it comes from",
+        "no run of the model shows where it comes from",
         "look at parts of the step that are not in the model's forward, or that depend on more than its arguments",
     ),
 }
@@ -119,7 +119,7 @@ class WatchReport:
             f"in {self.module}" if self.module else "",
             f"at {self.operation}" if self.operation else "",
         ]
-        if self.place is not None and self.cause not in ("bad-input", "bad-parameter", "rule", "outside"):
+        if self.place is not None and self.cause not in ("bad-input", "bad-parameter", "rule", "outside", "unseen"):
             what = "the gradient of " if self.in_gradient else ""
             lines.append(f"first: {what}{self.place} is {number_text(self.value)}")
         if any(site):

@@ -67,6 +67,7 @@ class JaxNames(NamesBackend):
     model = JaxModel
     takes_arrays = True
     closure_limit = ", and what a function closes over is constant on JAX"
+    model_hint = "; a model that the function closes over is constant on JAX, so pass it as an argument"
     flatten_node = staticmethod(flatten_node)
     name_in_graph = staticmethod(name_in_graph)
 

@@ -31,10 +31,8 @@ from elementgrad._watch.backend import (
     WatchBackend,
     Watcher,
     WatchOptions,
-    largest_element,
-    nonfinite_element,
-    positions_of,
 )
+from elementgrad._watch.elements import largest_element, nonfinite_element, positions_of
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
 
 Array = Any

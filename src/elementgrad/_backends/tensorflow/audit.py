@@ -21,7 +21,7 @@ from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
 from elementgrad._backends.tensorflow.trace import is_user_rule
 from elementgrad._backends.tensorflow.train.parameter import OWNER
-from elementgrad._cleanup import AttributePatch, Replace, assign, scope
+from elementgrad._cleanup import AttributePatch, Replace, assign, safe_context, scope
 from elementgrad._place.place import Place
 from elementgrad._train.trainer import ElementGroup, PartialParameter
 from elementgrad.errors import FrameworkError, OptionError
@@ -59,7 +59,8 @@ class TensorflowAudit(AuditBackend):
         _require_eager()
         variables = [each.tensor for each in parameters]
         with isolated(), run_functions_as_python(), _RuleCalls() as rules:
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape = tf.GradientTape(watch_accessed_variables=False)
+            with safe_context(tape):
                 for variable in variables:
                     tape.watch(variable)
                 value = tf.convert_to_tensor(loss(model.function))

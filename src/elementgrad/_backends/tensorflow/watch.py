@@ -35,10 +35,8 @@ from elementgrad._watch.backend import (
     WatchBackend,
     Watcher,
     WatchOptions,
-    largest_element,
-    nonfinite_element,
-    positions_of,
 )
+from elementgrad._watch.elements import largest_element, nonfinite_element, positions_of
 from elementgrad.errors import FrameworkError, OptionError, PlaceError
 
 Tensor = Any
@@ -57,7 +55,11 @@ class KerasWatcher(Watcher):
         self._step = 0
         self._rules: dict[str, tuple[str, Place, Rule]] = {}
         self._gradients: dict[str, Any] = {}
-        """Gradients at the places of rules, which the step writes there."""
+        """Gradients at the places of rules, which the step writes there,"""
+        self._computed: set[str] = set()
+        """those of them that it computes,"""
+        self._taken: Any = None
+        """and whether the optimizer takes the step, or skips it."""
 
     def start(self) -> None:
         model = self._model
@@ -88,12 +90,17 @@ class KerasWatcher(Watcher):
             name: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for name, v in watched.items()
         }
 
+        self._taken = tf.Variable(True, trainable=False)
+
         def apply_gradients(pairs: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(pairs)
-            dense = {id(_compat.variable_inside(v)): tf.convert_to_tensor(g) for g, v in pairs if g is not None}
-            for name, wanted in watched.items():
-                if id(wanted) in dense:
-                    self._gradients[name].assign(_unscale(dense[id(wanted)], optimizer, list(dense.values())))
+            gradients = {id(_compat.variable_inside(v)): g for g, v in pairs if g is not None}
+            self._taken.assign(_takes_step(optimizer, list(gradients.values())))
+            factor = optimizer.scale_loss(tf.ones([]))
+            for name in [name for name, wanted in watched.items() if id(wanted) in gradients]:
+                gradient = tf.convert_to_tensor(gradients[id(watched[name])])
+                self._gradients[name].assign(gradient / tf.cast(factor, gradient.dtype))
+                self._computed.add(name)
             return original(pairs, *args, **kwargs)
 
         defer(vars(optimizer).pop, "apply_gradients", None)
@@ -149,7 +156,10 @@ class KerasWatcher(Watcher):
                 )
                 self._options.stop(Hit(tripped, self._step, 0, record, captured, otherwise=update))
             self._options.stop(Hit("the loss is not finite", self._step, 0, record, captured))
+        is_taken = self._taken is not None and bool(self._taken)
         for text, (name, place, rule) in self._rules.items():
+            if not is_taken or name not in self._computed:
+                continue
             g = self._gradients[name].value()
             picked = tf.gather(tf.reshape(g, [-1]), positions_of(place, tuple(g.shape))) if place.index else g
             if bool(np.asarray(rule(picked)).all()):
@@ -173,13 +183,12 @@ class KerasWatcher(Watcher):
         )
 
 
-def _unscale(gradient: Tensor, optimizer: Any, every: Sequence[Tensor]) -> Tensor:
-    """Return a gradient without the factor by which an optimizer scales the loss; zeros if it skips the step."""
-    gradient /= tf.cast(optimizer.scale_loss(tf.ones([])), gradient.dtype)
+def _takes_step(optimizer: Any, gradients: Sequence[Any]) -> Tensor:
+    """Return False if an optimizer skips the step, since scaled gradients are not finite."""
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return gradient
-    taken = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in every])
-    return tf.where(taken, gradient, tf.zeros_like(gradient))
+        return tf.constant(True)
+    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in parts])
 
 
 def _build_optimizer(model: Any) -> None:

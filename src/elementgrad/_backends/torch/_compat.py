@@ -495,6 +495,11 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns a number for the backward that runs in this thread, and -1 outside of any."""
 
 
+def compiled_wrapper() -> Any:
+    """Return the class of what `torch.compile(model)` returns, or None if nothing is compiled yet."""
+    return getattr(eval_frame_module(), "OptimizedModule", None)
+
+
 def call_module(module: Any) -> Callable[..., Any]:
     """Return what a call of a module calls now."""
     return getattr(module, MODULE_CALL) or module._call_impl

@@ -25,7 +25,8 @@ from elementgrad._backends.torch.isolate import Freezable, generators, in_mode, 
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
 from elementgrad._backends.torch.record.intercept import LINE_KEY, name_of, pause_recording
-from elementgrad._backends.torch.trace import LenientMode, Overwrite, TorchOpRecorder
+from elementgrad._backends.torch.trace import LenientMode, TorchOpRecorder
+from elementgrad._backends.torch.trace_memory import Overwrite
 from elementgrad._cleanup import defer, scope
 from elementgrad._explain.backend import ExplainBackend, Picked
 from elementgrad._explain.path import DataPath
@@ -557,6 +558,18 @@ def _first_op(recorder: TorchOpRecorder, target: int) -> Op | None:
     return next((op for op in recorder.ops if op.inputs and not needed.isdisjoint(op.outputs)), None)
 
 
+def _hidden_write(recorder: TorchOpRecorder, root: int) -> Hint | None:
+    """Return a hint at a write that autograd did not see, to numbers that the gradient was computed from."""
+    assert recorder.requests.target is not None
+    path = DataPath(_graph_of(recorder, root, recorder.requests.target))
+    differentiated = path.from_source & path.to_target & recorder.connected
+    for write in recorder.hidden_before_gradient:
+        readers = [op for op in recorder.ops[: write.position] if not write.overwritten.isdisjoint(op.inputs)]
+        if any(not differentiated.isdisjoint(op.outputs) for op in readers):
+            return write.hint
+    return None
+
+
 def _report_finished(
     recorder: TorchOpRecorder, root: int, wrt: Tensor | None, positions: np.ndarray | None
 ) -> LiveReport | None:
@@ -572,10 +585,13 @@ def _report_finished(
             before = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
             return LiveReport("mismatch", None, before, value=value, wrt="the tensor")
         if (verdict := NUMBERS.verdict(value)) == "flows":
-            return LiveReport("flows", value=value, wrt="the tensor")
+            return LiveReport("flows", value=value, wrt="the tensor", suspect=_hidden_write(recorder, root))
         step = _step_trace(recorder, root)
         graph = None if step is None else step.graph
-        return LiveReport(verdict, graph, value=value, step=step, positions=positions, wrt="the tensor")
+        suspect = _hidden_write(recorder, root)
+        return LiveReport(
+            verdict, graph, value=value, step=step, positions=positions, wrt="the tensor", suspect=suspect
+        )
     hint: Hint | None = None
     if not wrt.requires_grad:
         normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)

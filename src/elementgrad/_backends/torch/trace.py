@@ -41,7 +41,17 @@ from elementgrad._backends.torch.record.intercept import (
     pause_recording,
     push_recorder,
 )
-from elementgrad._backends.torch.trace_memory import SavedValues, ValueIds, storage_address, version_of
+from elementgrad._backends.torch.trace_memory import (
+    HiddenWrite,
+    Overwrite,
+    SavedValues,
+    ValueIds,
+    detach,
+    detach_all,
+    is_same,
+    storage_address,
+    version_of,
+)
 from elementgrad._cleanup import AttributePatch, Replace, safe_context, scope
 from elementgrad._explain.connect import Cut, cause_of_cut
 from elementgrad._explain.kinds import PRODUCT
@@ -90,6 +100,10 @@ class TorchOpRecorder:
         self._leaves: set[int] = set()
         self._checkpoints = 0  # reentrant ones around the running code
         self._block = ""  # the line that switched gradients off
+        self._in_inference = False  # while the last operation ran
+        self.hidden_writes: list[HiddenWrite] = []
+        self.hidden_before_gradient: list[HiddenWrite] = []
+        """Those that there were when a gradient was computed last: what is written later cannot change it."""
 
     @contextmanager
     def recording(self) -> Iterator["TorchOpRecorder"]:
@@ -227,6 +241,17 @@ class TorchOpRecorder:
             op.can_rerun = op.can_rerun and all(layouts)
         return self.ops
 
+    def _find_block(self) -> str:
+        """Return the line that switched gradients off, if they are; PyTorch reports none for inference mode.
+
+        There it is the line of the first operation.
+        """
+        inference = torch.is_inference_mode_enabled()
+        if inference and not self._in_inference:
+            self._block = find_caller().where
+        self._in_inference = inference
+        return "" if torch.is_grad_enabled() else self._block
+
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of PyTorch's for the user, and record it."""
         name = name_of(func)
@@ -238,6 +263,9 @@ class TorchOpRecorder:
             return self.requests.read(func, args[0], self.module)
         if explain_rules.reads_no_values(name):
             return func(*args, **kwargs)
+        if name in ("backward", "grad"):
+            self._look_for_hidden_writes(self._shared)
+            self.hidden_before_gradient = list(self.hidden_writes)
         if name == "backward":
             roots = tensors_in(args[0] if args else kwargs.get("tensors"))
             return self.requests.backward(func, args, kwargs, self.module, [self.id_of(x) for x in roots])
@@ -331,7 +359,7 @@ class TorchOpRecorder:
             self._save([other for x in writable for other in self.ids.aliases(x)])
             self._values.copy_before_write(writable)
         gap, random = explain_rules.recording_gap(), generators() if self._values is not None else None
-        block = "" if torch.is_grad_enabled() else self._block
+        block = self._find_block()
         outputs = tensors_in((yield args, kwargs))
         if random is not None and torch.equal(random[0], torch.default_generator.get_state()):
             random = None
@@ -378,6 +406,7 @@ class TorchOpRecorder:
             self._save(made)
             self._keep_call(op, func, args, kwargs, writes)
             op.returned = [index for index, n in enumerate(new_ids) if n is not None]
+        position = len(self.ops)
         self.ops.append(op)
         for x in {id(x): x for x in aliases}.values():
             self._add_alias_write(op, x, written, find_cut)
@@ -390,7 +419,8 @@ class TorchOpRecorder:
         ]
         self.stale = self.stale or (op if stale else None)
         if silent:
-            self.hints.append(Hint("modified-through-data", "autograd does not see that write", op))
+            ids = [known for _, known in overwritten]
+            self._note_hidden_write(op, "autograd does not see that write", ids, position)
         for address in shared & self._shared.keys():  # the operation may have written there as well
             self._share(address, *self._shared[address][:2])
         if custom and any(value_id in self.connected for value_id in output_ids):
@@ -493,17 +523,18 @@ class TorchOpRecorder:
             for address in list(addresses):
                 op, x, before = self._shared[address]
                 if not is_same(x, before):
-                    self.hints.append(Hint("modified-through-data", "NumPy wrote to the same memory", op))
+                    ids = [self.ids.get(other) for other in (x, *self.ids.aliases(x))]
+                    self._note_hidden_write(op, "NumPy wrote to the same memory", ids, len(self.ops))
                     del self._shared[address]
+
+    def _note_hidden_write(self, op: Op, evidence: str, overwritten: Iterable[int | None], position: int) -> None:
+        hint = Hint("modified-through-data", evidence, op)
+        self.hints.append(hint)
+        self.hidden_writes.append(HiddenWrite(hint, frozenset(overwritten), position))
 
     def _note_hook(self, x: Tensor) -> None:
         if self._leads(x):
             self.hints.append(Hint("hook", "", Op("register_hook", find_caller().where, self.module)))
-
-
-def is_same(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have the same numbers; NaN counts as a number."""
-    return torch.equal(x, y) or bool(((x == y) | (x != x) & (y != y)).all())
 
 
 def _share(x: Tensor, shared: Tensor, at: Geometry, shared_at: Geometry) -> Tensor:
@@ -514,16 +545,6 @@ def _overlay_all(written: Sequence[Tensor], view: Tensor, geometries: Sequence[G
     for each, at in zip(written, geometries[1:], strict=True):
         view = overlay(view, each, geometries[0], at)
     return view
-
-
-@dataclass(frozen=True)
-class Overwrite:
-    """A write in place to a tensor that an operation had used before."""
-
-    op: Op
-    shape: tuple[int, ...]
-    maker: str
-    """The function that made the tensor."""
 
 
 class _CallMode(TorchFunctionMode):
@@ -687,11 +708,3 @@ class LenientMode(TorchFunctionMode):
         elif name in COPYING:
             args = pytree.map_tree(args, detach)
         return func(*args, **(kwargs or {}))
-
-
-def detach_all(args: Any) -> list[Any]:
-    return [detach(x) for x in args]
-
-
-def detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x

@@ -2,8 +2,12 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from elementgrad._explain.trace import Hint, Op
 
 Tensor = torch.Tensor
 
@@ -96,3 +100,35 @@ def _byte_span(x: Tensor) -> tuple[int, int]:
 def version_of(x: Tensor) -> int | None:
     """Return how many writes a tensor has counted; tensors of inference mode count none."""
     return None if x.is_inference() else x._version
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """A write in place to a tensor that an operation had used before."""
+
+    op: Op
+    shape: tuple[int, ...]
+    maker: str
+    """The function that made the tensor."""
+
+
+@dataclass(frozen=True)
+class HiddenWrite:
+    """A write that autograd does not see, with the values that it changed and how many operations ran before it."""
+
+    hint: Hint
+    overwritten: frozenset[int | None]
+    position: int
+
+
+def is_same(x: Tensor, y: Tensor) -> bool:
+    """Return True if two tensors have the same numbers; NaN counts as a number."""
+    return torch.equal(x, y) or bool(((x == y) | (x != x) & (y != y)).all())
+
+
+def detach_all(args: Any) -> list[Any]:
+    return [detach(x) for x in args]
+
+
+def detach(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x

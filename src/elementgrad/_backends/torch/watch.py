@@ -1,7 +1,8 @@
 """`eg.watch` on PyTorch: look at outputs, gradients and parameters of a training loop.
 
 A call of the model goes through `MODULE_CALL`, an attribute of its own, so that it is seen outside of what
-`torch.compile` compiles. A hook on each output keeps the gradient that arrives there. Gradients are looked at when the
+`torch.compile` compiles. If the plain model was given and what `torch.compile` returned for it is called, then that
+call is seen. A hook on each output keeps the gradient that arrives there. Gradients are looked at when the
 next thing happens after a backward: another forward, the norm of `clip_grad_norm_`, which then is not computed again,
 the optimizer's step, or the end of the block. Nothing was overwritten by then, so that the step can be run again.
 """
@@ -19,7 +20,7 @@ from torch import distributed
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.explain_rules import NUMBERS
 from elementgrad._backends.torch.isolate import add_hook
-from elementgrad._backends.torch.names import TorchModel
+from elementgrad._backends.torch.names import TorchModel, unwrap
 from elementgrad._backends.torch.trace_memory import version_of
 from elementgrad._backends.torch.watch_run import (
     ForwardCall,
@@ -34,23 +35,15 @@ from elementgrad._cleanup import AttributePatch, Replace, assign, defer, with_cl
 from elementgrad._names import pytree
 from elementgrad._place.grammar import nearest
 from elementgrad._place.place import Place
-from elementgrad._watch.backend import (
-    BadElement,
-    CapturedStep,
-    Hit,
-    Rule,
-    Watcher,
-    WatchOptions,
-    bad_float,
-    largest_element,
-    nonfinite_element,
-)
+from elementgrad._watch.backend import CapturedStep, Hit, Rule, Watcher, WatchOptions
+from elementgrad._watch.elements import BadElement, bad_float, largest_element, nonfinite_element
 from elementgrad.errors import FrameworkError, OptionError, PlaceError, quoted
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
 PENDING_LIMIT = 16
 """The number of forwards without a backward that are kept."""
+NOT_CALLED = "no call of the model was seen: call the model itself, or watch the module that is called"
 FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
 
 
@@ -78,10 +71,10 @@ class TorchWatcher(Watcher):
         self._micro_batch = 0
         self._thread = threading.get_ident()
         self._inside = False
-        self._scaled = False
-        """True if a GradScaler scaled a loss since the last step."""
-        self._unscaled = False
-        """True if it unscaled the gradients: it skips the step if they are not finite."""
+        self._scaled: set[Any] = set()
+        """The optimizers whose gradients a GradScaler may have scaled; None stands for all if none was given."""
+        self._unscaled: set[Any] = set()
+        """The optimizers whose gradients it unscaled: it skips, or has skipped, their steps if these are not finite."""
         self._unseen = False
         """True if there was a backward that was not looked at."""
         self._looked = False
@@ -156,6 +149,10 @@ class TorchWatcher(Watcher):
         self._see_outputs(call, result)
         return result
 
+    def see_compiled(self, wrapper: Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call of what `torch.compile` returned, seen if it is the model's that is watched."""
+        return partial(self._call, original) if unwrap(wrapper) is self._state.called else original
+
     def _begin(self, args: Any, kwargs: Any) -> ForwardCall:
         fresh = all(p.grad is None for p in self._parameters.values())
         call = ForwardCall(self._step, self._micro_batch, args, kwargs, self._state.snapshot(), fresh)
@@ -226,27 +223,28 @@ class TorchWatcher(Watcher):
 
     def see_scale(self) -> None:
         """Note that a GradScaler scaled a loss."""
-        self._scaled = True
+        self._scaled.update(self._optimizers or [None])
 
     def see_unscaled(self, optimizer: Any) -> None:
         """Note that a GradScaler unscaled the gradients of an optimizer."""
         if optimizer in self._optimizers:
-            self._scaled, self._unscaled = False, True
+            self._scaled.discard(optimizer)
+            self._unscaled.add(optimizer)
 
     def see_scaler_step(self, optimizer: Any, stepped: bool) -> None:
         """Note that a GradScaler took or skipped a step."""
         if not stepped and optimizer in self._optimizers and not self._stopped:
             self._require_finite_parameters(self._step, "when the step is skipped")
+            self._agree_to_stop()
+            self.see_unscaled(optimizer)  # a fused optimizer unscales by itself
             self._next_step(optimizer)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stopped:
+        if self._stopped or _skips_step(optimizer):
             return
-        found = getattr(optimizer, "found_inf", None)
-        if found is not None and _number(found) > 0:
-            return  # a fused optimizer skips the step by itself
         self.count += 1
-        self._scaled = self._unscaled = False
+        self._scaled.discard(optimizer)
+        self._unscaled.discard(optimizer)
         self._look(at_step=True)
         if self._versions != self._current_versions():  # written to since the last step, by something else
             self._require_finite_parameters(self._step, "before the step")
@@ -255,7 +253,7 @@ class TorchWatcher(Watcher):
         self._update = UpdateBefore.of(optimizer, self._step, given) if self._options.captures else None
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stopped:
+        if self._stopped or _skips_step(optimizer):
             return
         if self._unseen:  # a closure that the optimizer called has run backward
             self._look()
@@ -275,7 +273,7 @@ class TorchWatcher(Watcher):
         for call in self._calls:
             call.release()
         self._calls.clear()
-        self._unseen = self._scaled = self._unscaled = self._looked = False
+        self._unseen = self._looked = False
         self._micro_batch = 0
         if optimizer is self._optimizers[0]:
             self._step += 1
@@ -291,25 +289,33 @@ class TorchWatcher(Watcher):
         yield from self._parameters.values()
         yield from (p for p in self._trained().values() if id(p) not in self._names)
 
+    def _with_gradients(self, but: set[Any]) -> Iterator[Tensor]:
+        """Yield the parameters that have gradients, but for those of some optimizers.
+
+        A parameter of no optimizer goes with the first.
+        """
+        first = self._optimizers[0] if self._optimizers else None
+        pairs = [(one, group) for one in self._optimizers if but for group in one.param_groups]
+        owners = {id(p): one for one, group in pairs for p in group["params"]}
+        for p in self._watched():
+            if p.grad is not None and p.grad.dtype in FLOATS and not (but and owners.get(id(p), first) in but):
+                yield p
+
     def _look(self, norm: Tensor | None = None, at_step: bool = False) -> None:
         """Look at the outputs and gradients that were not looked at yet."""
         outputs = [call for call in self._calls if call.norm is not None]
-        grads = None
-        if (self._unseen or at_step) and not self._scaled:
-            if norm is None and (self._unseen or not self._looked):
-                found = [local_part(p.grad) for p in self._watched() if p.grad is not None and p.grad.dtype in FLOATS]
-                norm = _norm([g.coalesce().values() if g.is_sparse else g for g in found])
-            grads = norm
-        elif norm is not None and not self._scaled:
-            grads = norm
-        self._unseen = self._unseen and self._scaled
+        grads = None if self._scaled else norm  # the norm of scaled gradients may overflow
+        if grads is None and (self._unseen or (at_step and not self._looked)):
+            found = [local_part(p.grad) for p in self._with_gradients(self._scaled) if p.grad is not None]
+            grads = _norm([g.coalesce().values() if g.is_sparse else g for g in found])
+        self._unseen = self._unseen and bool(self._scaled)
         self._looked = self._looked or grads is not None
         flags = [call.norm for call in outputs if call.norm is not None] + ([] if grads is None else [grads])
         finite = not flags or _all_finite(flags)
         if not finite:
             for call in outputs:
                 self._judge_outputs(call)
-            if grads is not None and not self._unscaled:
+            if grads is not None:
                 self._judge_gradients()
         for call in outputs:
             call.norm = None
@@ -320,9 +326,8 @@ class TorchWatcher(Watcher):
                 self._calls.remove(call)
 
     def _judge_gradients(self) -> None:
-        for p in self._watched():
-            if p.grad is None or p.grad.dtype not in FLOATS:
-                continue
+        for p in self._with_gradients(self._scaled | self._unscaled):
+            assert p.grad is not None
             element = nonfinite_element(self._names.get(id(p), "a parameter"), dense_part(p.grad), NUMBERS)
             if element is not None:
                 calls = [call for call in self._calls if call.task is not None]
@@ -456,7 +461,9 @@ class TorchWatcher(Watcher):
 
     def _hit(self, calls: Sequence[ForwardCall], tripped: str, place: str) -> None:
         """Stop at a number that one of these forwards, or the backward of them all, made bad."""
-        hit = None if calls else Hit(tripped, self._step, place=place)
+        if not calls:
+            self._require_finite_parameters(self._step, "before the step")
+        hit = None if calls else Hit(tripped, self._step, place=place, evidence=[NOT_CALLED])
         alone = len(calls) == 1 and calls[0].fresh and self._ranks == 1
         for call in reversed(calls):
             record = partial(self._state.record, call, self._options.loss)
@@ -522,6 +529,12 @@ def _optimizers(optimizer: Any) -> list[Any]:
     return found
 
 
+def _skips_step(optimizer: Any) -> bool:
+    """Return True if a fused optimizer is told by a GradScaler to skip its step, which it then does by itself."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and _number(found) > 0
+
+
 def _norm(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one number that is not finite if one of these tensors is not; it may also be too large itself."""
     filled = [x.detach() for x in tensors if x.numel()]
@@ -576,6 +589,18 @@ def _install(replace: Replace) -> None:
             watcher.see_scaler_step(optimizer, watcher.count != count)
         return result
 
+    wrapper = _compat.compiled_wrapper()
+    if wrapper is not None:
+        call = wrapper.__call__
+
+        @wraps(call)
+        def seen_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            function = partial(call, self)
+            for watcher in list(_watchers):
+                function = watcher.see_compiled(self, function)
+            return function(*args, **kwargs)
+
+        replace(wrapper, "__call__", seen_call)
     replace(_compat.clip_grad, _compat.TOTAL_NORM, seen_norm)
     replace(torch.amp.GradScaler, "scale", seen_scale)
     replace(torch.amp.GradScaler, "unscale_", seen_unscale)

@@ -43,8 +43,8 @@ from elementgrad._watch.backend import (
     WatchBackend,
     Watcher,
     WatchOptions,
-    positions_of,
 )
+from elementgrad._watch.elements import positions_of
 from elementgrad.errors import OptionError
 
 Tensor = torch.Tensor

@@ -55,11 +55,15 @@ class UpdateBefore:
             tensors |= {f"update.{n}.{key}": x.detach() for key, x in named.items() if isinstance(x, Tensor)}
             plain.append({k: v for k, v in state.items() if isinstance(v, PLAIN)})
         groups = []
-        for group in self._optimizer.param_groups:
-            options = {k: v for k, v in group.items() if isinstance(v, PLAIN) or type(v) is tuple}
-            groups.append({"count": len(group["params"]), "options": options})
-            if set(_options(kind, group)) - set(options):  # a learning rate that is a tensor, for example
+        for n, group in enumerate(self._optimizer.param_groups):
+            try:
+                options = {
+                    key: _to_json(value, f"update.option.{n}.{key}", tensors)
+                    for key, value in _options(kind, group).items()
+                }
+            except TypeError:
                 return {}, {}, {}
+            groups.append({"count": len(group["params"]), "options": options})
         results = {f"updated:{n}": p.detach() for n, p in enumerate(self._parameters)}
         return tensors, {"optimizer": kind.__name__, "groups": groups, "states": plain}, results
 
@@ -74,7 +78,7 @@ def run_update(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     for group in settings["groups"]:
         numbers = range(len(parameters), len(parameters) + int(group["count"]))
         new = [tensors[f"update.{n}.value"].clone().requires_grad_() for n in numbers]
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in group["options"].items()}
+        options = {key: _from_json(value, tensors) for key, value in group["options"].items()}
         groups.append({"params": new, **_options(kind, options)})
         parameters += new
     optimizer: Any = kind(groups)  # type: ignore[call-arg]
@@ -86,6 +90,24 @@ def run_update(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
             optimizer.state[p] = settings["states"][n] | state
     optimizer.step()
     return {f"updated:{n}": p.detach() for n, p in enumerate(parameters)}
+
+
+def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return an option in JSON: a tensor as its name in `tensors`, where it is put, and a tuple as a list."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if type(value) is tuple:
+        return [_to_json(each, f"{name}.{n}", tensors) for n, each in enumerate(value)]
+    if not isinstance(value, PLAIN):
+        raise TypeError(type(value).__name__)
+    return value
+
+
+def _from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        return tensors[value["tensor"]].clone()
+    return tuple([_from_json(each, tensors) for each in value]) if isinstance(value, list) else value
 
 
 def _optimizer_named(name: str) -> type[torch.optim.Optimizer] | None:

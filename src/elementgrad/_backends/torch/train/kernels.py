@@ -73,8 +73,6 @@ class TorchProduct:
         # If all columns of a factor occur, the factor is used as it is, without a copy.
         self._rows = None if len(unique_rows) == rows else index_tensor(unique_rows, device)
         self._columns = None if len(unique_columns) == columns else index_tensor(unique_columns, device)
-        cell = row_of * len(unique_columns) + column_of
-        self._cell = None if _counts_up(cell, rows * columns) else index_tensor(cell, device)
         self._csr: Tensor | None = None
         copied = sum(
             len(unique) for unique, size in ((unique_rows, rows), (unique_columns, columns)) if len(unique) < size
@@ -86,6 +84,10 @@ class TorchProduct:
         }
         self._differentiable = self._cheapest("gather", "block")
         self._fastest = self._cheapest("gather", "block", "sample")
+        self._cell: Tensor | None = None
+        if self._block in (self._differentiable, self._fastest):
+            cell = row_of * len(unique_columns) + column_of
+            self._cell = None if _counts_up(cell, rows * columns) else index_tensor(cell, device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_csr": None}

@@ -142,7 +142,8 @@ class TorchPartialParameter(PartialParameter):
         self.leaves = tuple([group.leaf for group in self.groups])
         self.leaf_names = tuple([group.leaf_name for group in self.groups])
         self.sizes = [len(group.positions) for group in self.groups]
-        self.positions = np.concatenate([np.zeros(0, dtype=np.int64), *[group.positions for group in self.groups]])
+        positions = [np.zeros(0, dtype=np.int64), *[group.positions for group in self.groups]]
+        self.positions = positions[1] if len(self.groups) == 1 else np.concatenate(positions)
         self.index = index_tensor(self.positions, self.tensor.device)
         self._joined = None
         for group in self.groups:
@@ -377,5 +378,5 @@ def tensor_bits(tensor: Tensor) -> tuple[str, np.ndarray]:
 
 
 def index_tensor(positions: np.ndarray, device: torch.device | str) -> Tensor:
-    """Return a copy of positions as a flat int64 tensor."""
-    return torch.from_numpy(np.array(positions, dtype=np.int64).reshape(-1)).to(device)
+    """Return positions as a flat int64 tensor. It may share their memory, to which nothing is written."""
+    return torch.from_numpy(np.require(positions, np.int64, ["C", "W"]).reshape(-1)).to(device)
