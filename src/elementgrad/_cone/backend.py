@@ -62,6 +62,9 @@ class RecordedProgram(Program, ABC):
 class ConeBackend(ABC):
     """Records the programs of one framework."""
 
+    op_seconds: float
+    """The time to record one operation, roughly."""
+
     @abstractmethod
     def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> RecordedProgram:
         """Record a function; raise `NoConeError` if that cannot be done, or has more operations than the limit."""

@@ -106,6 +106,10 @@ class Program:
     ops: Sequence[ProgramOp]
     inputs: Sequence[ProgramValue]
     outputs: Sequence[ProgramValue]
+    speed: float = 2e10
+    """The multiplications and additions for a value in a second, in which its derivative is computed too."""
+    recording_seconds: float = 0.0
+    """The time that it took to record it, by an estimate, so that equal programs are equal in all decisions."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,9 @@ class Cone:
     steps: list[ConeStep]
     needed: Mapping[ProgramValue, Box] = field(default_factory=dict)
 
-    @property
-    def work(self) -> float:
-        """The multiplications and additions, roughly."""
-        return sum([step.op.rule.cost(step.boxes) for step in self.steps])
+    def count_work(self, moved: float = 0.0) -> float:
+        """Return the multiplications and additions, roughly, and as many as `moved` for each element of a result."""
+        return sum([step.op.rule.cost(step.boxes) + moved * _size(step.boxes) for step in self.steps])
 
 
 def _size(boxes: Sequence[Box | None]) -> int:
@@ -181,12 +184,12 @@ def empty(shape: Shape) -> Box:
     return tuple([Interval(0, 0)] * len(shape))
 
 
-def whole_work(ops: Sequence[ProgramOp], of: ProgramValue) -> float:
-    """Return the work of all that a whole value depends on."""
+def whole_work(ops: Sequence[ProgramOp], of: ProgramValue, moved: float = 0.0) -> float:
+    """Return the work of all that a whole value depends on, counted as that of a cone."""
     needed, work = {of}, 0.0
     for op in reversed(ops):
         results = [result for result in op.results if result is not None and result in needed]
         if results:
-            work += op.rule.work * sum([prod(result.shape) for result in results])
+            work += (op.rule.work + moved) * sum([prod(result.shape) for result in results])
             needed.update(op.operands)
     return work

@@ -361,7 +361,7 @@ class BoundCall:
                     self._single_calls.stops = False
                 return None, []
             if inside is not None and self._single_calls is not None:
-                remember(self._single_calls, self._signature, inside.names_of_one())
+                remember(self._single_calls, self.signature, inside.names_of_one())
         outputs = self._named_outputs(returned)
         if not outputs and not (capture and capture.values):
             raise FrameworkError(f"the function returned {type(returned).__name__} and no tensor; return a tensor")
@@ -377,7 +377,8 @@ class BoundCall:
         return None if structure is None else single_calls(self.model.roots[""], structure)
 
     @cached_property
-    def _signature(self) -> Hashable:
+    def signature(self) -> Hashable:
+        """What the calls of layers may depend on: the method, and the shapes, dtypes and plain values of arguments."""
         return getattr(self.function, "__name__", ""), signature(pytree.named_leaves(self._bound.arguments, ""))
 
     def _stop_rule(self, keys: Sequence[CaptureKey]) -> StopRule | None:
@@ -385,7 +386,7 @@ class BoundCall:
         known = self._single_calls
         if known is not None and not known.stops:
             return None
-        single = set() if known is None else known.names.get(self._signature, set())
+        single = set() if known is None else known.names.get(self.signature, set())
         # What a module is given may have the name of a layer inside of it, which is called later.
         numbered = [
             key for key in keys if key.numbered and not (key.base.endswith(GIVEN) and self.model.lookup(key.base))

@@ -18,6 +18,7 @@ from elementgrad._cone.plan import Cone, NoConeError, plan_need
 from elementgrad._names.arguments import option_error
 from elementgrad._names.call import BoundCall, PartialCall, TensorRef
 from elementgrad._place.selection import Selection
+from elementgrad._read.cone_memory import RecordingMemory
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
@@ -42,7 +43,7 @@ def record(
         inputs: the tensors by which it is differentiated.
         outputs: the tensors that were named in it.
         required: True to raise an error if it cannot be recorded; False to return None then, or if it has so many
-            operations that the recording would take too long.
+            operations that the recording would take too long, or was recorded in vain before.
     """
     backend = call.backend
     if not backend.records_programs:
@@ -51,14 +52,21 @@ def record(
         return None
     # All arguments are recorded, so that nothing is computed with them.
     refs = [*inputs, *[ref for ref in call.inputs if ref not in inputs]]
-    limit = None if required else cost.most_ops(count_elements(call))
+    implementation = backend.load("cone")
+    memory = limit = None
+    if not required:
+        memory = RecordingMemory(call, inputs, outputs)
+        if memory.was_in_vain():
+            return None
+        limit = cost.most_ops(count_elements(call), implementation.op_seconds)
     try:
-        program = backend.load("cone").record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
+        program = implementation.record(PartialCall(call, refs, outputs), [ref.tensor for ref in refs], limit)
     except NoConeError as error:
-        if required:
+        if memory is None:
             raise _refuse(str(error)) from error
+        memory.note()
         return None
-    return ConeLinearization(backend, program, required)
+    return ConeLinearization(backend, program, memory)
 
 
 def _refuse(why: str) -> FrameworkError:
@@ -86,9 +94,10 @@ class ConeLinearization(Linearization):
     reads_blocks = True
     missing_rules = {"forward": "a cone is swept in reverse"}  # noqa: RUF012
 
-    def __init__(self, backend: Backend, program: RecordedProgram, required: bool):
+    def __init__(self, backend: Backend, program: RecordedProgram, memory: RecordingMemory | None):
         self._backend = backend
-        self._required = required
+        self._memory = memory
+        """Where it is noted that cones fail or do not pay; None if they are required."""
         self.program = program
         self.inputs = program.sources
         self.outputs = program.tensors
@@ -106,7 +115,10 @@ class ConeLinearization(Linearization):
     def pays(self, output: int, rows: Selection) -> bool:
         """Return True if the cone of some elements is cheaper than the whole function."""
         of = self.program.outputs[output]
-        return self.program.pays(self.plan(output, box_of(rows, of.shape)), of)
+        pays = self.program.pays(self.plan(output, box_of(rows, of.shape)), of)
+        if not pays and self._memory is not None and not cost.may_repeat(self.program, of):
+            self._memory.note()
+        return pays
 
     def describe(self, output: int, rows: Selection, names: Mapping[int, str]) -> str:
         of = self.program.outputs[output]
@@ -127,7 +139,10 @@ class ConeLinearization(Linearization):
         except ElementgradError:
             raise
         except Exception as error:
-            raise (_refuse if self._required else NoConeError)(reason(error)) from error
+            if self._memory is None:
+                raise _refuse(reason(error)) from error
+            self._memory.note()
+            raise NoConeError(reason(error)) from error
 
     def read_block(
         self, output: int, rows: Selection, inputs: Sequence[int], columns: Sequence[Selection]

@@ -327,6 +327,7 @@ def _result_bytes(operation: Any) -> int:
 
 class _StagingState(threading.local):
     graphs: tuple[Any, ...] = ()
+    unfinished: Any = None
 
 
 _local = _StagingState()
@@ -339,6 +340,19 @@ def run_functions_as_python() -> Iterator[None]:
         _call_patch.enter()
         assign(_local, "graphs", (*_local.graphs, _current_graph()))
         yield
+
+
+def may_leave_unfinished() -> None:
+    """Allow the graph that is being traced to end where a run stops, until the innermost open scope is left."""
+    assign(_local, "unfinished", _current_graph())
+
+
+def can_leave_run() -> bool:
+    """Return True if what is running can be left now: eager code, or a graph that nothing but a part is used of.
+
+    Other graphs are made to their end, with what they write.
+    """
+    return tf.executing_eagerly() or _current_graph() is _local.unfinished
 
 
 def came_through_function(error: BaseException) -> bool:

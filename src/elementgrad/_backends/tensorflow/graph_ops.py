@@ -1,4 +1,4 @@
-"""Ops of TensorFlow's graphs: their shapes, and how to run one again on other tensors."""
+"""Ops of TensorFlow: their shapes in graphs, how to run one again on other tensors, and to see each that runs."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from elementgrad._backends.tensorflow._compat import op_def_registry
+from elementgrad._backends.tensorflow._compat import context, op_callbacks, op_def_registry
+from elementgrad._cleanup import defer
 
 Operation = Any
 
@@ -48,3 +49,15 @@ def _raw_op(kind: str) -> tuple[Callable[..., Any], list[str], dict[str, str]]:
     renamed = dict(zip([name for name in own if name not in parameters], others, strict=True))
     names = {name: renamed.get(name, name) for name in own}
     return function, [names[name] for name in inputs], {names[name]: name for name in attributes}
+
+
+def see_operations(see: Any) -> None:
+    """Have `see` called after each operation of this thread, until the innermost open scope is left."""
+    callback: Any = lambda *args, **kwargs: see(*args, **kwargs)  # noqa: E731  # a new one, to be removed alone
+    defer(_remove_callback, callback)
+    op_callbacks.add_op_callback(callback)
+
+
+def _remove_callback(callback: Any) -> None:
+    if callback in context.context().op_callbacks:
+        op_callbacks.remove_op_callback(callback)

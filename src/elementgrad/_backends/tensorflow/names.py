@@ -17,7 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow._compat import convert_by_autograph, in_symbolic_scope, keras_backend
-from elementgrad._backends.tensorflow.autodiff import is_in_inner_graph, python_function_of, run_functions_as_python
+from elementgrad._backends.tensorflow.autodiff import (
+    can_leave_run,
+    is_in_inner_graph,
+    python_function_of,
+    run_functions_as_python,
+)
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer, enter, push, scope
 from elementgrad._names import pytree
 from elementgrad._names.backend import GIVEN, Model, NamesBackend, Replacement, add_prefix, split_prefix
@@ -81,7 +86,7 @@ class KerasModel(Model):
         )
 
     def may_stop(self) -> bool:
-        return bool(tf.executing_eagerly())  # a graph is made to its end, with what it writes
+        return can_leave_run()
 
     def input_aliases(self) -> Mapping[str, Sequence[str]]:
         root = self.roots.get("")

@@ -12,11 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.tensorflow._compat import context, op_callbacks, should_record_backprop
+from elementgrad._backends.tensorflow._compat import should_record_backprop
 from elementgrad._backends.tensorflow.autodiff import run_functions_as_python
+from elementgrad._backends.tensorflow.graph_ops import see_operations
 from elementgrad._backends.tensorflow.isolate import isolated
 from elementgrad._backends.tensorflow.names import KerasModel
-from elementgrad._cleanup import defer, enter, scope
+from elementgrad._cleanup import enter, scope
 from elementgrad._train.trainer import TopBackend, group_by_size
 from elementgrad.errors import FrameworkError, UnconnectedError
 
@@ -203,18 +204,6 @@ class TurnCounter(scope):
         # Inputs as well: the results of a custom gradient are recorded only after their operation.
         for x in (*inputs, *outputs):
             self.check(x)
-
-
-def see_operations(see: Any) -> None:
-    """Have `see` called after each operation of this thread, until the innermost open scope is left."""
-    callback: Any = lambda *args, **kwargs: see(*args, **kwargs)  # noqa: E731  # a new one, to be removed alone
-    defer(_remove_callback, callback)
-    op_callbacks.add_op_callback(callback)
-
-
-def _remove_callback(callback: Any) -> None:
-    if callback in context.context().op_callbacks:
-        op_callbacks.remove_op_callback(callback)
 
 
 def _next_id() -> int:

@@ -30,7 +30,7 @@ from elementgrad._backends.tensorflow._compat import (
     uid,
 )
 from elementgrad._backends.tensorflow.explain_rules import TensorflowOp, inner_op_types, is_differentiable
-from elementgrad._backends.tensorflow.top import see_operations
+from elementgrad._backends.tensorflow.graph_ops import see_operations
 from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
 from elementgrad._explain.provenance import is_assigned_from
 from elementgrad._names.backend import Model, add_prefix

@@ -25,7 +25,6 @@ from elementgrad._backends.jax.cone import custom, moves, windows  # noqa: F401 
 from elementgrad._backends.jax.cone.rules import PlacedRegion, Target, cut
 from elementgrad._backends.jax.cone.trace import build, run_steps
 from elementgrad._backends.jax.program import FOLLOWED, bind, evaluate, follow
-from elementgrad._cone import cost
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import Box, Interval, Shape, join, sizes
 from elementgrad._cone.plan import Cone, ConeStep, NoConeError, ProgramValue, whole_work
@@ -40,6 +39,8 @@ CHUNK = 16
 """The number of reverse sweeps that run together."""
 MOST_COMPILED = 32
 """The number of parts that are kept compiled for one program, the last used ones."""
+START_SECONDS = 1e-3
+"""The time that a recording takes beside its operations, roughly."""
 SECONDS_PER_STEP = 5e-3
 """The time to compile one operation, roughly."""
 
@@ -103,6 +104,7 @@ class JaxProgram(RecordedProgram):
             raise NoConeError("the function has side effects")
         built = build(program, limit)
         self.ops, self.inputs, self.outputs = built.ops, built.inputs, built.outputs
+        self.recording_seconds = START_SECONDS + JaxCone.op_seconds * len(self.ops)
         for value, array in zip(self.inputs, arrays, strict=True):
             value.differentiable = jnp.issubdtype(array.dtype, jnp.inexact)
         self._arrays = dict(zip(self.inputs, arrays, strict=True))
@@ -174,7 +176,7 @@ class JaxProgram(RecordedProgram):
             self._walk(of, box, template, grow=True)
             if before == template:
                 break
-        work = self._walk(of, box, template, grow=False).work
+        work = self._walk(of, box, template, grow=False).count_work()
         wider = dict(template)
         for _ in range(3):
             for shift in (-max(of.shape, default=0), max(of.shape, default=0)):
@@ -184,7 +186,7 @@ class JaxProgram(RecordedProgram):
             wide = self._walk(of, box, wider, grow=False)
         except _TooLargeError:
             return template
-        return wider if wide.work <= 1.5 * work else template
+        return wider if wide.count_work() <= 1.5 * work else template
 
     def _walk(self, of: ProgramValue, box: Box, template: dict[int, Shape], grow: bool) -> RegionCone:
         """Walk the program backwards with boxes of the sizes of a template, which is made to fit with `grow`."""
@@ -237,7 +239,7 @@ class JaxProgram(RecordedProgram):
         if not self._is_shared or not super().pays(cone, of):
             return False
         # A read goes forwards and backwards, at three times the work of the value.
-        return self._parts.is_compiled or 3 * whole_work(self.ops, of) / cost.SPEED > SECONDS_PER_STEP * len(cone.steps)
+        return self._parts.is_compiled or 3 * whole_work(self.ops, of) / self.speed > SECONDS_PER_STEP * len(cone.steps)
 
     # Runs
 
@@ -418,6 +420,8 @@ def _unroll(equation: Any, operands: list[Any], step: Any) -> list[Any]:
 
 
 class JaxCone(ConeBackend):
+    op_seconds = 1e-4
+
     def record(self, run: TensorFunction, inputs: Sequence[Array | None], limit: int | None) -> JaxProgram:
         return JaxProgram(run, inputs, limit)
 

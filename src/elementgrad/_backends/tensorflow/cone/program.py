@@ -19,10 +19,10 @@ from elementgrad._backends.tensorflow._compat import (
     custom_gradient,
     registered_gradient,
 )
-from elementgrad._backends.tensorflow.autodiff import copy_tensor, run_functions_as_python
+from elementgrad._backends.tensorflow.autodiff import copy_tensor, may_leave_unfinished, run_functions_as_python
 from elementgrad._backends.tensorflow.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.tensorflow.cone.rules import GraphCall, cut, find_rule
-from elementgrad._backends.tensorflow.graph_ops import static_shape
+from elementgrad._backends.tensorflow.graph_ops import see_operations, static_shape
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
@@ -42,6 +42,10 @@ STATELESS = {"ReadVariableOp", "ResourceGather", "Placeholder", "VarHandleOp", *
 """Operations with a state that only read it, or only change what those inside them change."""
 WITHOUT_SLOPE = {"StopGradient", "Floor", "Ceil", "Rint", "Round", "FloorDiv", "ZerosLike", "OnesLike"}
 """Operations whose derivative is None, which no tape goes through."""
+
+
+START_SECONDS = 8e-3
+"""The time that a trace takes beside its operations, roughly."""
 
 
 class ReadVariables:
@@ -138,19 +142,31 @@ def _count_ops() -> int:
     return len(tf.compat.v1.get_default_graph().get_operations())
 
 
+class _GivenUpError(BaseException):
+    """Raised to leave a function that has too many operations, past handlers of the user's errors."""
+
+
 class _Trace:
     """A function, traced into a graph with its inputs as tensors of that graph."""
 
-    def __init__(self, run: TensorFunction, inputs: Sequence[Tensor | None]):
-        self._run, self._inputs = run, inputs
+    def __init__(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None):
+        self._run, self._inputs, self._limit = run, inputs, limit
         self.sources: list[Any] = [None] * len(inputs)
         """The tensor of the graph for each input; None for a variable, which the function reads itself."""
         self.outputs: list[Any] = []
         self.calls: Calls = {}
-        with isolated(), without_log(), scope():
-            _patch.enter()
-            assign(_local, "calls", self.calls)
-            self.function = tf.compat.v1.wrap_function(self._trace, [])
+        self._seen = 0
+        self._gave_up = False
+        try:
+            with isolated(), without_log(), scope():
+                _patch.enter()
+                assign(_local, "calls", self.calls)
+                self.function = tf.compat.v1.wrap_function(self._trace, [])
+        except (_GivenUpError, Exception):
+            if not self._gave_up:
+                raise
+        if self._gave_up:  # also where the user's code caught it
+            raise NoConeError(f"the function has more than {limit} operations for its size")
         self.graph = self.function.graph
 
     def _trace(self) -> list[Any]:
@@ -165,8 +181,19 @@ class _Trace:
                 arguments.append(self.sources[position])
         with scope():
             enter(run_functions_as_python())
+            may_leave_unfinished()  # only what the named tensors depend on is used
+            if self._limit is not None:
+                see_operations(self._count)
             self.outputs = [tf.convert_to_tensor(y) for y in self._run(*arguments)]
         return self.outputs
+
+    def _count(self, *_: Any, **__: Any) -> None:
+        """Leave the function once it has too many operations. This is done once, as its code may catch it and go on."""
+        assert self._limit is not None
+        self._seen += 1
+        if self._seen > self._limit and not self._gave_up:
+            self._gave_up = True
+            raise _GivenUpError
 
     def _tap(self, position: int, activation: Tensor) -> Tensor:
         if self.sources[position] is not None:
@@ -178,23 +205,27 @@ class _Trace:
 class TensorflowProgram(RecordedProgram):
     """A recorded function, with its differentiated inputs and the tensors that were named in it."""
 
+    speed = 7e9
+
     def __init__(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None):
         if not tf.executing_eagerly():
             raise NoConeError("the function is called while a graph is traced")
         try:
-            trace = _Trace(run, inputs)
+            trace = _Trace(run, inputs, limit)
         except (NoConeError, ElementgradError):
             raise
         except Exception as error:  # the plain way will raise it again if it is the user's own
             raise NoConeError(f"it cannot be traced into a graph ({_last_line(error)})") from error
         try:
-            builder = _Builder(trace, inputs, limit)
+            builder = _Builder(trace, inputs)
             self.outputs = builder.build(trace.outputs)
         except (NoConeError, ElementgradError):
             raise
         except Exception as error:  # the plain way does without what TensorFlow could not do here
             raise NoConeError(f"its graph cannot be taken apart ({_last_line(error)})") from error
         self.ops = builder.ops
+        # All operations of the graph were traced, also those that nothing is computed with.
+        self.recording_seconds = START_SECONDS + TensorflowCone.op_seconds * len(trace.graph.get_operations())
         self.inputs = builder.inputs
         self.tensors = trace.outputs
         self.sources = [trace.sources[position] if x is None else x for position, x in enumerate(inputs)]
@@ -283,10 +314,9 @@ def run_cone(
 class _Builder:
     """Makes a program of a graph, from the outputs backwards."""
 
-    def __init__(self, trace: _Trace, inputs: Sequence[Tensor | None], limit: int | None):
+    def __init__(self, trace: _Trace, inputs: Sequence[Tensor | None]):
         self.ops: list[ProgramOp] = []
         self._trace = trace
-        self._limit = limit
         self._captured = {id(inner): external for external, inner in trace.graph.captures}
         self._variables: dict[int, ProgramValue] = {}
         """The value of each variable that was read, by its handle."""
@@ -418,8 +448,6 @@ class _Builder:
         call: Any,
         env: dict[int, ProgramValue],
     ) -> None:
-        if self._limit is not None and len(self.ops) >= self._limit:
-            raise NoConeError(f"the function has more than {self._limit} operations for its size")
         sloped = any(value.differentiable for value in operands) and name not in WITHOUT_SLOPE
         if sloped and isinstance(call, GraphCall):
             sloped = registered_gradient(op) is not None
@@ -633,6 +661,8 @@ def _close(groups: list[set[str]], order: Sequence[Operation]) -> list[set[str]]
 
 
 class TensorflowCone(ConeBackend):
+    op_seconds = 1e-3
+
     def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> TensorflowProgram:
         return TensorflowProgram(run, inputs, limit)
 

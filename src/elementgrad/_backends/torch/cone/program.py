@@ -58,6 +58,10 @@ SHAPE_KEEPING = frozenset(
 """Operations of one tensor whose results are like it, so that no meta kernel has to say so."""
 
 
+START_SECONDS = 1e-3
+"""The time that a recording takes beside its operations, roughly."""
+
+
 class AliasedWriteError(Exception):
     """An in-place write to a tensor that has views, which PyTorch's own functionalization makes plain first."""
 
@@ -442,6 +446,7 @@ class TorchProgram(RecordedProgram):
         if any(isinstance(node, _compat.PythonNode) for node in _nodes_behind(outputs) - recorder.custom_nodes):
             raise NoConeError("the apply of an autograd.Function was looked up before the function runs")
         self.ops = recorder.ops
+        self.recording_seconds = START_SECONDS + TorchCone.op_seconds * len(self.ops)
         self.inputs = values
         self.tensors = outputs
         self.sources = [x if x is not None else source for x, source in zip(inputs, sources, strict=True)]
@@ -504,6 +509,8 @@ def _sweep(y: Tensor, ends: Sequence[Tensor], seed: Any) -> list[Tensor]:
 
 
 class TorchCone(ConeBackend):
+    op_seconds = 4e-4
+
     def record(self, run: TensorFunction, inputs: Sequence[Tensor | None], limit: int | None) -> TorchProgram:
         return TorchProgram(run, inputs, limit)
 
