@@ -42,6 +42,7 @@ from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
+    NOTHING_TRACKED,
     CotangentSizes,
     Hint,
     LiveReport,
@@ -226,7 +227,7 @@ def _hint_for_argument(error: RuntimeError) -> Hint | None:
     function, argument = names
     evidence = f"PyTorch has no derivative of {function} by {argument}"
     if argument.startswith("running_"):
-        return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
+        return Hint("not-tracked", evidence, variant=MOVING_STATISTIC)
     return Hint("no-rule", evidence, Op(function, user_line_of(error, is_user_file)))
 
 
@@ -557,7 +558,7 @@ def _report_untracked(recorder: TorchOpRecorder, root: int, target: int, wrt: Te
     hint = None
     if not recorder.any_tracked and (wrt is None or not wrt.requires_grad):
         evidence = "nothing that the step computes with requires gradients"
-        hint = Hint("not-tracked", evidence, _first_op(recorder, target))
+        hint = Hint("not-tracked", evidence, _first_op(recorder, target), NOTHING_TRACKED)
     return LiveReport("unconnected", _graph_of(recorder, root, target), hint)
 
 
@@ -605,7 +606,7 @@ def _report_finished(
     if not wrt.requires_grad:
         normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
         statistic = normed and not isinstance(wrt, torch.nn.Parameter)
-        hint = Hint("not-tracked", "its requires_grad is False", Op(MOVING_STATISTIC) if statistic else None)
+        hint = Hint("not-tracked", "its requires_grad is False", variant=MOVING_STATISTIC if statistic else None)
     elif not wrt.is_leaf and not wrt.retains_grad:
         hint = Hint("non-leaf", "is_leaf is False")
     return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, wrt="the tensor")
