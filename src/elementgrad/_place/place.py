@@ -418,6 +418,7 @@ def parse_place(named: Named) -> Place:
     if isinstance(place, Place):
         return place
     if registry.backend_of(place) is None:
+        registry.require_keras_on_tensorflow(place)
         raise PlaceError(
             f'{quoted(place)} names no tensor; give a name such as "x" or "output[0]", a place or a tensor'
         )
