@@ -60,7 +60,7 @@ def test_budgets_are_read(text, count):
 
 
 @pytest.mark.parametrize("given_budget", ["much", "20", "MB", "-3MB", 0, -1, 1.5, True, [], "1e9B"])
-def test_what_is_no_budget_is_refused_before_any_work(given_budget):
+def test_an_invalid_budget_is_refused_before_any_work(given_budget):
     calls = []
     with pytest.raises(eg.OptionError, match=r"budget[ =].* is not an amount of memory; give bytes"):
         eg.jacobian(lambda x: calls.append(x) or x, torch.ones(2), budget=given_budget)

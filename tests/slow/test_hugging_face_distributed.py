@@ -154,7 +154,7 @@ def test_preparing_first_is_refused(ranks):
         assert inside.startswith("the model was wrapped in DistributedDataParallel before eg.trainable was called")
 
 
-def test_all_ranks_have_what_the_first_wrote_to_its_parameter(ranks):
+def test_values_written_on_the_first_rank_reach_all_ranks(ranks):
     first, second = (rank["written"] for rank in ranks)
     assert torch.equal(first[:KNOWN], gpt2().transformer.wte.weight[:KNOWN])
     assert (first[KNOWN:] == 0.5).all()

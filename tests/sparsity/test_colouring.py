@@ -54,7 +54,7 @@ def arrow(size: int, column: bool) -> np.ndarray:
 
 
 @given(masks, st.data())
-def test_a_colouring_reads_what_is_asked_for(mask, data):
+def test_a_colouring_gives_the_requested_entries(mask, data):
     pattern, matrix = Pattern.from_dense(mask), filled(mask)
     asked = data.draw(arrays.arrays(bool, (pattern.size,)))
     for without in ([], ["reverse"], ["forward"]):

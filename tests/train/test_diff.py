@@ -201,7 +201,7 @@ def test_pytrees_of_jax_and_models_of_keras_differ_too():
     assert eg.diff(*layers).size == 0
 
 
-def test_what_holds_no_weights_is_refused(tmp_path):
+def test_files_without_weights_are_refused(tmp_path):
     with pytest.raises(eg.FrameworkError, match="after=int holds no weights; give a model, a state dict"):
         eg.diff({}, 5)
     with pytest.raises(eg.OptionError, match=r"a\.step is int, and weights are tensors or arrays"):

@@ -43,7 +43,7 @@ def test_attributes_are_back_as_they_stood():
     assert Derived().method() == Derived().static() == "own"
 
 
-def test_what_is_replaced_in_part_is_undone():
+def test_a_partial_replacement_is_undone():
     before = dict(vars(Derived))
 
     def install(replace: Any) -> None:
@@ -88,7 +88,7 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
     assert Derived().method() == Base().method() == "own"
 
 
-def test_a_class_that_nobody_needs_any_more_is_let_go():
+def test_a_patched_class_is_freed_with_its_last_user():
     patch = AttributePatch(lambda replace, owner: replace(owner, "method", None))
 
     def use() -> Any:
@@ -160,7 +160,7 @@ def test_layers_whose_call_is_no_plain_method(kind):
     np.testing.assert_allclose(kind()(X), 3 * X)
 
 
-def test_layers_made_in_a_run_know_what_their_call_takes():
+def test_layers_made_in_a_run_keep_their_own_call():
     class Making(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             layer = Static()

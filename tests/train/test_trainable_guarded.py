@@ -60,7 +60,7 @@ def test_a_class_that_allows_no_subclass_leaves_the_model_as_it_was(model):
     assert [name for name, parameter in whole.named_parameters() if parameter.requires_grad] == names
 
 
-def test_registries_of_classes_do_not_hear_of_ours():
+def test_subclass_registries_do_not_see_our_classes():
     registry = {}
 
     class Registered(nn.Module):
