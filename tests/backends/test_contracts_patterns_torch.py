@@ -1,4 +1,4 @@
-"""What finding patterns takes for granted of PyTorch: a new version that breaks one of these breaks it."""
+"""Contracts with PyTorch for sparsity patterns, which a new version could change."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What ranking and training elements take for granted of TensorFlow and Keras."""
+"""Contracts with TensorFlow and Keras for ranking and training elements."""
 
 import keras
 import numpy as np

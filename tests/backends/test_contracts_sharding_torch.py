@@ -1,4 +1,4 @@
-"""What the backend takes for granted of PyTorch's `fully_shard`: a new version that breaks one of these breaks it."""
+"""Contracts with PyTorch's `fully_shard`, which a new version could change."""
 
 import pytest
 import torch

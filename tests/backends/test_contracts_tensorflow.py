@@ -1,4 +1,4 @@
-"""What the backend takes for granted of TensorFlow and Keras: a new version that breaks one of these breaks it."""
+"""Contracts with TensorFlow and Keras: behaviour that the backend relies on, which a new version could change."""
 
 import inspect
 import random
@@ -365,7 +365,7 @@ def test_tensorflow_says_whether_a_tape_is_recording():
 
 @pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion])
 def test_optimizers_write_by_the_methods_of_a_variable(kind):
-    """Elements in training hear of every write by methods that are replaced on the variable's class."""
+    """Trained elements see every write through methods that are replaced on the variable's class."""
     variable = keras.Variable(np.ones(3))
     plain = type(variable._value)
     seen = []
@@ -398,7 +398,7 @@ def test_embeddings_are_rows_of_a_variable_and_count_from_the_end_too():
 
 
 def test_setting_an_attribute_to_its_own_value_does_nothing():
-    """So a layer that is trainable, with variables that are not, needs another way to be told."""
+    """A trainable layer whose variables are not trainable needs another mark."""
     layer = keras.layers.Dense(2)
     layer.build((None, 3))
     layer.bias.trainable = False

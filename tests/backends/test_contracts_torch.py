@@ -1,4 +1,4 @@
-"""What the backend takes for granted of PyTorch: a new version that breaks one of these breaks it."""
+"""Contracts with PyTorch: behaviour that the backend relies on, which a new version could change."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""What the command line refuses, in one line before any work, and how it tells that the user's own code raised."""
+"""Refusals of the command line, in one line before any work, and errors of the user's own code."""
 
 import sys
 

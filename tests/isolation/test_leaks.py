@@ -129,7 +129,7 @@ def test_no_memory_is_kept_when_a_recording_is_gone():
 
 def test_a_tag_holds_no_reference_to_its_name(fw):
     class Name(str):
-        """A text that can be asked whether it is still alive."""
+        """A text with weak references."""
 
     x, name = fw.tensor(X), Name("step_17")
     alive = weakref.ref(name)

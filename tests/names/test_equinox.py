@@ -1,4 +1,4 @@
-"""Models of Equinox, asked in every way that a model of another framework is: names, reads, explanations, training."""
+"""Models of Equinox in every verb: names, reads, explanations, training."""
 
 import jax
 import jax.numpy as jnp

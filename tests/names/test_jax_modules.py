@@ -22,7 +22,7 @@ def assert_near(found, expected):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Dense:
-    """As Equinox makes its modules: a frozen dataclass that knows which of its fields are arrays."""
+    """A module as Equinox makes them: a frozen dataclass that knows which of its fields are arrays."""
 
     weight: jax.Array
     bias: jax.Array | None

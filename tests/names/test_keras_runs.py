@@ -1,4 +1,4 @@
-"""What a read of a Keras model leaves as it was, what it says of names that do not fit, and compiled code."""
+"""Reads of Keras models: state that stays as it was, errors about names, compiled code."""
 
 import threading
 from typing import Any

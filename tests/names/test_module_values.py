@@ -1,4 +1,4 @@
-"""What passes a name in a module: views, layers that give back their input, tied tensors, threads, inner reads."""
+"""Values at a name in a module: views, layers that return their input, tied tensors, threads, inner reads."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""What inputs and outputs are called, what comes back for several of them, and what is refused before any work."""
+"""Names of inputs and outputs, results for several of them, and refusals before any work."""
 
 from collections import OrderedDict, namedtuple
 

@@ -1,4 +1,4 @@
-"""A run ends at the last value that was asked for: nothing behind it is computed, and nothing is left undone."""
+"""A run ends at the last named value: nothing after it is computed, and all state is restored."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Tags in any function, compiled or not: met when somebody asks, passed on as they are when nobody does."""
+"""Tags in any function, compiled or not: captured when they are named, and otherwise without effect."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What cannot be had in one way is had in another: without rules for stacks, for a direction, for attention."""
+"""Fallbacks of reads: without rules for batches, for a direction, for attention."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -31,7 +31,7 @@ def uses(f, *args, wrt="x", of=None):
 
 
 def shares(f, *args, **names):
-    """What each use does to the sum of the output."""
+    """Check the share of each use in the sum of the output."""
     linear, found = uses(f, *args, **names)
     seeds = jnp.ones_like(linear.outputs[0])[None]
     return [

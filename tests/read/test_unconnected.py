@@ -1,4 +1,4 @@
-"""Where there is no gradient, and what is special: batches of examples, complex numbers, dtypes."""
+"""Missing gradients and special cases: batches of examples, complex numbers, dtypes."""
 
 import functools
 

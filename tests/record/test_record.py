@@ -1,4 +1,4 @@
-"""Recordings of eager code: what may be asked, by whom and when, and that nothing is disturbed."""
+"""Recordings of eager code: reads during and after the block, and state that stays as it was."""
 
 import jax.numpy as jnp
 import keras

@@ -1,4 +1,4 @@
-"""What a notebook shows: plain HTML in which everything is escaped, and which never raises."""
+"""HTML for notebooks: everything is escaped, and it never raises."""
 
 from html.parser import HTMLParser
 

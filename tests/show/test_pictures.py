@@ -1,4 +1,4 @@
-"""What pictures show: the numbers in their colours, the limits of these, marks, and what is left out."""
+"""Pictures: numbers as colours and their limits, marks, and parts that are left out."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a report holds: the question, the numbers as they are, the plan, the diagnosis; and how it is written."""
+"""Reports: the question, the exact numbers, the plan, the diagnosis; and how the file is written."""
 
 import base64
 import csv

@@ -58,13 +58,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each of two ranks found."""
+    """Return the findings of each of two ranks."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process finds."""
+    """Return the findings of one process."""
     found = once(tmp_path_factory, "alone", lambda folder: torch.save(everything(folder), folder / "found.pt"))
     return torch.load(found / "found.pt", weights_only=False)
 

@@ -1,4 +1,4 @@
-"""Colourings read every entry that is asked for, and in few sweeps; sets of reach are those of Python's sets."""
+"""Colourings read every requested entry in few sweeps; index sets agree with Python's sets."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ squares = st.integers(1, 12).flatmap(lambda size: arrays.arrays(bool, (size, siz
 
 
 def assert_reads(matrix: np.ndarray, pattern: Pattern, found: Coloring, asked: np.ndarray | None = None) -> None:
-    """What the sweeps of a colouring give of a matrix holds each of the entries in its place."""
+    """Check that the sweeps of a colouring give each entry of a matrix in its place."""
     sweeps = [
         (np.arange(count)[:, None] == colours).astype(float)
         for count, colours in ((found.forward, found.columns), (found.reverse, found.rows))

@@ -288,7 +288,7 @@ def test_a_change_after_the_block_is_refused_where_it_matters():
 
 
 class Held:
-    """A tensor that nobody sees from outside."""
+    """A container in which PyTorch does not look for tensors."""
 
     def __init__(self, tensor):
         self.tensor = tensor

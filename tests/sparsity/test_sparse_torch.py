@@ -1,4 +1,4 @@
-"""How patterns are found on PyTorch: made programs, rules of every sort, and what cannot be known."""
+"""Patterns on PyTorch: random programs, rules of every kind, and operations without a pattern."""
 
 import ctypes
 
@@ -183,7 +183,7 @@ class NumpyBack(NumpyAhead):
 
 
 def pointed(x):
-    """What a kernel outside of PyTorch reads."""
+    """Return what a kernel outside of PyTorch reads."""
     return torch.tensor((ctypes.c_double * SIZE).from_address(x.detach().data_ptr()), dtype=x.dtype)
 
 

@@ -16,7 +16,7 @@ TOKENS = [7, 0, 1]
 
 
 class Torch:
-    """The recurrent model of PyTorch, and how its elements hear losses there."""
+    """The recurrent model of PyTorch, and how losses are routed to its elements."""
 
     table = "embedding.weight"
 

@@ -91,7 +91,7 @@ def test_one_step_of_descent_is_that_of_the_whole_gradient_at_the_entry():
 
 
 def leaked(optimizer, begin=0):
-    """How many frozen entries of the table the usual answer moves: from step `begin` on it masks the gradient."""
+    """Count the frozen entries that masking the gradient from step `begin` on moves."""
     model = seeded(Classifier)
     mask = torch.zeros(100, 10)
     mask[0, 5] = 1

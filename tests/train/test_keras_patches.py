@@ -1,4 +1,4 @@
-"""What is replaced while somebody looks inside is back afterwards exactly as it was: methods of layers of every sort,
+"""Patched attributes are restored exactly: methods of layers of every sort,
 what was inherited, and what could be replaced only in part."""
 
 import gc

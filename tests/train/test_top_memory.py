@@ -75,7 +75,7 @@ def small_pieces(monkeypatch):
 
 
 def peak(model, loss_fn, by, k=20):
-    """How many dense gradients, or what is as large, live at once."""
+    """Return how many dense gradients, or tensors as large, live at once."""
     with Memory(64 * 64 * 4) as memory:
         eg.top(model, loss_fn, k, by)
     assert not memory.live

@@ -1,4 +1,4 @@
-"""What may not be done to a model in training, and what is noticed of what is done to it."""
+"""Changes to a model in training: those that are refused, and those that are noticed."""
 
 import copy
 import pickle

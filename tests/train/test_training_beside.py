@@ -1,4 +1,4 @@
-"""What trains beside elements: parameters that `keep` names, a warning about those that nobody named, hooks."""
+"""Parameters that train beside elements: those that `keep` names, a warning about others, hooks."""
 
 import copy
 import warnings

@@ -28,7 +28,7 @@ def dicts():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """As Equinox makes them: a frozen dataclass that is a pytree, with fields that are no arrays."""
+    """A module as Equinox makes them: a frozen dataclass that is a pytree, with fields that are no arrays."""
 
     weight: jax.Array
     bias: jax.Array
