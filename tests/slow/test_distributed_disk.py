@@ -25,7 +25,7 @@ import zarr
 
 import elementgrad as eg
 from elementgrad._read import workers as driver
-from elementgrad._read.zarr import KEY, Store
+from elementgrad._read.zarr import ATTRIBUTE, Store
 from tests.support.distributed_functions import Fit, arguments, watched
 from tests.support.distributed_pools import QUIET, ROOT, Copied, Elsewhere
 
@@ -251,7 +251,7 @@ def test_chunks_that_are_not_written_are_nan(tmp_path):
 
 def test_workers_without_a_shared_disk_send_their_blocks(tmp_path):
     x, weight = arguments(rows=30, columns=2000)
-    assert weight.nbytes > driver.INLINE
+    assert weight.nbytes > driver.INLINE_BYTES
     J = eg.jacobian(watched(), x, weight, wrt="x", budget=200_000)
     with Elsewhere(2) as pool:
         np.testing.assert_array_equal(J.dense(executor=pool, out=tmp_path / "j.zarr")[:], J.dense().numpy())
@@ -353,10 +353,10 @@ def test_an_array_with_a_damaged_chunk_raises_where_it_is_read_and_is_not_comple
     damage(out / "c/7/0", "a bit in the middle")
     with pytest.raises(ValueError, match="checksum"):
         array[:]
-    store = Store.shared(out, J.blocks().layout, array.attrs[KEY]["mark"])
+    store = Store.shared(out, J.blocks().layout, array.attrs[ATTRIBUTE]["mark"])
     store.remove_damaged()  # and the process is killed
-    assert zarr.open_array(out, mode="r").attrs[KEY]["complete"] is False
-    assert J.dense(out=out).attrs[KEY]["complete"] is True
+    assert zarr.open_array(out, mode="r").attrs[ATTRIBUTE]["complete"] is False
+    assert J.dense(out=out).attrs[ATTRIBUTE]["complete"] is True
 
 
 def test_arrays_without_checksums_are_gone_on_with(tmp_path):

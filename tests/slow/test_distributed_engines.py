@@ -82,7 +82,7 @@ def test_functions_that_workers_cannot_read_are_an_error():
 def test_lost_blocks_are_retried_a_few_times():
     J = eg.jacobian(lambda x: x**2, torch.arange(4.0))
     lost = OSError("the connection was closed")
-    with Losing(driver.TRIES, lost) as pool:
+    with Losing(driver.MAX_RETRIES, lost) as pool:
         assert torch.equal(J.dense(executor=pool), J.dense())
     remedies = {
         lost: "give workers more memory, or a smaller budget",
@@ -90,7 +90,7 @@ def test_lost_blocks_are_retried_a_few_times():
         CancelledError(): "keep the executor open",
     }
     for error, remedy in remedies.items():
-        with Losing(driver.TRIES + 1, error) as pool, pytest.raises(eg.WorkerError, match=f"4 times.*; {remedy}"):
+        with Losing(driver.MAX_RETRIES + 1, error) as pool, pytest.raises(eg.WorkerError, match=f"4 times.*; {remedy}"):
             J.dense(executor=pool)
 
 
@@ -111,7 +111,7 @@ def test_leaving_the_loop_early_cancels_pending_blocks(tmp_path):
 
 
 def test_a_worker_frees_functions_after_an_idle_time(monkeypatch):
-    monkeypatch.setattr(worker, "IDLE", 0.1)
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 0.1)
     J = eg.jacobian(lambda x: x**2, torch.arange(4.0))
     blocks = J.blocks()
     payload = driver._make_payload(J, blocks.plan, blocks.layout)

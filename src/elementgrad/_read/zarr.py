@@ -42,11 +42,11 @@ GROUPS = 256
 """Numbers are compared in so many groups, so that a change of a few among many is seen."""
 PARTS_NAMED = 200
 """Of so many parts a digest is stored one by one, to name the one that differs."""
-KEY = "elementgrad"
+ATTRIBUTE = "elementgrad"
 """The attribute of an array that says which Jacobian it holds."""
 DIFFERENCES_NAMED = 4
 """The number of names of what differs in the error."""
-PATIENCE = 10.0
+MAX_WAIT = 10.0
 """Seconds in which another process makes an array that it has begun to make."""
 
 
@@ -225,7 +225,7 @@ class Store:
     @property
     def mark(self) -> str:
         """The mark by which a worker knows that a path leads to this array, and to no other on a disk of its own."""
-        return str(self.array.attrs[KEY]["mark"])
+        return str(self.array.attrs[ATTRIBUTE]["mark"])
 
     @classmethod
     def at(cls, path: Path, layout: BlockLayout, dtype: np.dtype, name: str, wanted: Fingerprint) -> "Store":
@@ -234,12 +234,12 @@ class Store:
             attributes: Any = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
             attributes |= wanted.to_attributes()
             try:
-                _make_array(path, layout, dtype, {KEY: attributes})
+                _make_array(path, layout, dtype, {ATTRIBUTE: attributes})
             except OSError as error:
                 raise OptionError(f"{path} cannot be made: {error}; give another name") from error
         try:
             store = cls(path, layout, _open_array(path))
-            attributes = store.array.attrs[KEY]
+            attributes = store.array.attrs[ATTRIBUTE]
         except (KeyError, OSError, ValueError):  # a group, or an array of another program
             raise OptionError(f"{path} holds something else; give another name") from None
         differences = wanted.differences(attributes)
@@ -293,16 +293,16 @@ class Store:
                 f"{missing} blocks were written and are not in {self.path}; check that no other program deletes "
                 "them, and call again"
             )
-        if not self.array.attrs[KEY]["complete"]:
+        if not self.array.attrs[ATTRIBUTE]["complete"]:
             for leftover in self.path.glob("c/**/*.partial"):
                 leftover.unlink(missing_ok=True)
             self._set_complete(True)
         return zarr.open_array(str(self.path), mode="r")
 
     def _set_complete(self, complete: bool) -> None:
-        attributes: Any = self.array.attrs[KEY]
+        attributes: Any = self.array.attrs[ATTRIBUTE]
         if attributes["complete"] != complete:
-            self.array = self.array.update_attributes({KEY: dict(attributes) | {"complete": complete}})
+            self.array = self.array.update_attributes({ATTRIBUTE: dict(attributes) | {"complete": complete}})
 
     def _is_sound(self, index: int) -> bool:
         """Return True if a chunk decodes, or is not there at all."""
@@ -356,7 +356,7 @@ def _make_array(path: Path, layout: BlockLayout, dtype: np.dtype, attributes: di
 def _move(made: Path, target: Path) -> None:
     """Rename a file to a free name. Of several processes, the one that creates a file beside it does so."""
     claim = target.with_name(f"{target.name}.partial")
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + MAX_WAIT
     while not target.exists():
         try:
             claim.touch(exist_ok=False)

@@ -49,8 +49,6 @@ class TensorflowLinearization(Linearization):
     the first sweep but what the second needs.
     """
 
-    traces_batches = True
-
     def __init__(
         self,
         inputs: Sequence[Tensor],

@@ -28,7 +28,7 @@ Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
 Modes = tuple[Any, ...]
 _guards: list[Any] = []  # inference mode ends when the object that set it is freed
-LEFT = "_elementgrad_left"
+LEFT_MARK = "_elementgrad_left"
 """Marks a mode of ours that was left. PyTorch takes modes off for a moment, and may put it back after that."""
 
 
@@ -142,7 +142,7 @@ def enter_mode(mode: Any) -> None:
     on the mode itself would hide an interrupt behind an error: PyTorch takes modes off for a moment, an interrupt in
     that moment loses the mode, and its `__exit__` finds nothing to leave.
     """
-    vars(mode).pop(LEFT, None)  # it may have been on before
+    vars(mode).pop(LEFT_MARK, None)  # it may have been on before
     defer(_leave_mode, mode, _flags())
     mode.__enter__()
 
@@ -162,7 +162,7 @@ class in_mode(scope):  # noqa: N801
 
 def _leave_mode(mode: Any, before: list[bool]) -> None:
     """Leave a mode. Not by its `__exit__`, which cannot run again after an interrupt in the middle of it."""
-    if hasattr(mode, LEFT):
+    if hasattr(mode, LEFT_MARK):
         return
     functions = isinstance(mode, TorchFunctionMode)
     stack = FUNCTIONS if functions else OPERATIONS
@@ -171,7 +171,7 @@ def _leave_mode(mode: Any, before: list[bool]) -> None:
     steps = stack.change(modes, [*modes[:at], *modes[at + 1 :]])
     if not functions:
         steps += _set_flags(_saved_flags(mode) or before, modes[at + 1 :])
-    call_atomically(*steps, partial(setattr, mode, LEFT, True))
+    call_atomically(*steps, partial(setattr, mode, LEFT_MARK, True))
 
 
 def _flags() -> list[bool]:
@@ -201,7 +201,7 @@ def snapshot_ambient_state() -> Callable[[], None]:
     now = ambient_state()
     if now.function_modes or now.dispatch_modes:
         for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
-            if any(hasattr(mode, LEFT) for mode in modes):
+            if any(hasattr(mode, LEFT_MARK) for mode in modes):
                 _set_modes(stack, modes)
                 now = ambient_state()
     return partial(restore_ambient_state, now)
@@ -228,7 +228,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 def _set_modes(stack: Stack, modes: Modes) -> None:
     """Turn on these modes and no others, except for modes of ours that were left meanwhile."""
     now = stack.modes()
-    after = [mode for mode in modes if not hasattr(mode, LEFT)]
+    after = [mode for mode in modes if not hasattr(mode, LEFT_MARK)]
     steps = stack.change(now, after)
     if not steps:
         return
@@ -398,7 +398,7 @@ def is_own_hook(hook: Any) -> bool:
     return getattr(getattr(hook, "func", hook), "__module__", "").startswith("elementgrad.")
 
 
-def removed_later() -> list[Any]:
+def deferred_handles() -> list[Any]:
     """Return a list for the handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
 
     Register hooks through the list, as in `handles.extend(map(node.register_hook, [hook]))`: that runs in C, so no
@@ -445,9 +445,9 @@ State = tuple[RandomState | None, Precision]
 """The state that a function runs from: the generators, unless it leaves no trace, and the autocast of each device."""
 
 
-FULL: Precision = tuple([(False, None) for _ in DEVICES])
+NO_AUTOCAST: Precision = tuple([(False, None) for _ in DEVICES])
 """No autocast, whatever dtype it would have."""
-NOTHING: AbstractContextManager[Any] = nullcontext()
+NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def state(function: Any = None) -> State:
@@ -471,7 +471,7 @@ def set_random(state: RandomState | None) -> None:
 
 def precision() -> Precision:
     if not _compat._is_any_autocast_enabled():
-        return FULL
+        return NO_AUTOCAST
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
@@ -567,7 +567,7 @@ def run_from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-class plainly(scope):  # noqa: N801
+class without_autocast(scope):  # noqa: N801
     """A `with` block for sweeps, without inference mode and autocast: they run in the precision of the evaluation."""
 
     __slots__ = ()
