@@ -353,7 +353,7 @@ def test_an_array_with_a_damaged_chunk_raises_where_it_is_read_and_is_not_comple
     damage(out / "c/7/0", "a bit in the middle")
     with pytest.raises(ValueError, match="checksum"):
         array[:]
-    store = Store.shared(out, J.blocks().layout, array.attrs[ATTRIBUTE]["mark"])
+    store = Store.open_shared(out, J.blocks().layout, array.attrs[ATTRIBUTE]["mark"])
     store.remove_damaged()  # and the process is killed
     assert zarr.open_array(out, mode="r").attrs[ATTRIBUTE]["complete"] is False
     assert J.dense(out=out).attrs[ATTRIBUTE]["complete"] is True
@@ -399,6 +399,6 @@ def test_an_array_is_not_called_complete_while_blocks_are_missing(tmp_path):
     J = eg.jacobian(torch.tanh, torch.ones(64), budget=2000)
     mark = J.dense(out=tmp_path / "j.zarr").attrs["elementgrad"]["mark"]
     next((tmp_path / "j.zarr").glob("c/3/0")).unlink()
-    store = Store.shared(tmp_path / "j.zarr", J.blocks().layout, mark)
+    store = Store.open_shared(tmp_path / "j.zarr", J.blocks().layout, mark)
     with pytest.raises(eg.WorkerError, match="1 blocks were written and are not in"):
         store.finish()

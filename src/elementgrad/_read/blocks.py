@@ -98,7 +98,7 @@ class Blocks:
         store.remove_damaged()
         # Workers may have written to a copy on a disk of their own. What is missing then is read once more.
         for worker_store in (store, None):
-            for index, values in self.read(store.missing(), worker_store):
+            for index, values in self.read(store.missing_blocks(), worker_store):
                 if values is not None:
                     store.write(index, values)
         return store.finish()

@@ -147,7 +147,7 @@ class WorkerEvaluation:
         with self._backend.load("read").restore_ambient_state(payload.ambient_state):
             values = self._jacobian._read_part(payload.plan, payload.layout, task.index)
         self.last_used = time.monotonic()
-        store = None if task.out is None else Store.shared(Path(task.out), payload.layout, task.mark)
+        store = None if task.out is None else Store.open_shared(Path(task.out), payload.layout, task.mark)
         if store is None:
             return BlockResult(values=np.ascontiguousarray(values))
         store.write(task.index, values)

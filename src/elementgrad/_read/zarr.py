@@ -254,7 +254,7 @@ class Store:
         return store
 
     @classmethod
-    def shared(cls, path: Path, layout: BlockLayout, mark: str) -> "Store | None":
+    def open_shared(cls, path: Path, layout: BlockLayout, mark: str) -> "Store | None":
         """Open the same array in another process; return None if that does not see it."""
         try:
             store = cls(path, layout, _open_array(path))
@@ -267,10 +267,10 @@ class Store:
         damaged = [index for index in range(len(self._layout)) if not self._is_sound(index)]
         for index in damaged:
             self._chunk(index).unlink(missing_ok=True)
-        if self.missing():  # a process that is killed before they are there again leaves an array that says so
+        if self.missing_blocks():  # a process that is killed before they are there again leaves an array that says so
             self._set_complete(False)
 
-    def missing(self) -> list[int]:
+    def missing_blocks(self) -> list[int]:
         """Return the blocks that are not there yet."""
         return [index for index in range(len(self._layout)) if not _is_done(self._chunk(index))]
 
@@ -287,7 +287,7 @@ class Store:
         """Mark the array as complete, clear away what killed processes left, and return it to be read."""
         import zarr
 
-        missing = len(self.missing())
+        missing = len(self.missing_blocks())
         if missing:
             raise WorkerError(
                 f"{missing} blocks were written and are not in {self.path}; check that no other program deletes "

@@ -148,12 +148,12 @@ class TorchLinearization(Linearization):
             tracked = {i: track for i in held if is_trackable(inputs[i])}
 
         def evaluate(plain_attention: bool) -> Graph:
-            again, now = (before, None) if plain_attention else (None, before)
+            start, current = (before, None) if plain_attention else (None, before)
             leaves: list[Any] = []
             arguments: list[Any] = []
             uses.clear()
             with (
-                isolated(run.function, again, plain_attention, now) as runs_user_code,
+                isolated(run.function, start, plain_attention, current) as runs_user_code,
                 checkpointing_disabled(run.inside) if runs_user_code else NULL_CONTEXT,
                 in_mode(Freezable()) if freezes else NULL_CONTEXT,
             ):
@@ -225,7 +225,7 @@ class TorchLinearization(Linearization):
         y = self.outputs[output]
         if type(y) is not Tensor or not y.requires_grad or not y.is_floating_point():
             return None
-        with isolated(None, now=self._sweep_state, sweeps=True):
+        with isolated(None, current=self._sweep_state, sweeps=True):
             try:
                 return self._run_one(self._make_vjp(y[index], [self.leaves[i] for i in inputs]), None)
             except RuntimeError as error:
@@ -263,7 +263,7 @@ class TorchLinearization(Linearization):
         if not y.requires_grad:
             return None, True
         try:
-            with isolated(None, now=self._sweep_state, sweeps=True):
+            with isolated(None, current=self._sweep_state, sweeps=True):
                 cotangent = torch.zeros_like(y, requires_grad=True)
                 (gradient,) = _engine_run_backward((y,), (cotangent,), True, True, (leaf,), **ENGINE_OPTIONS)
                 if gradient is None:
@@ -320,7 +320,7 @@ class TorchLinearization(Linearization):
         if sweep is None:
             return [None] * len(inputs)
         seeds = clone_inference_tensor(seeds)
-        with isolated(None, now=self._sweep_state, sweeps=True):  # a rule may run parts of the function again
+        with isolated(None, current=self._sweep_state, sweeps=True):  # a rule may run parts of the function again
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._run_one(sweep, seeds[0])]
             if output not in self._unbatchable:

@@ -480,40 +480,40 @@ class isolated(scope):  # noqa: N801
 
     Args:
         function: the function that runs in the block.
-        again: an earlier state to run from.
+        start: an earlier state to run from.
         attention: True to compute attention by the kernels that have derivatives of every order and direction.
-        now: the state now, if it was just read.
+        current: the state as it is, if it was just read.
         sweeps: True for sweeps, which run in the precision of the evaluation and not in that of an autocast.
 
     The value of the block is False if the function leaves no trace, and True if it may do anything.
     """
 
-    __slots__ = ("_again", "_attention", "_function", "_now", "_sweeps")
+    __slots__ = ("_attention", "_current", "_function", "_start", "_sweeps")
 
     def __init__(
         self,
         function: Any,
-        again: State | None = None,
+        start: State | None = None,
         attention: bool = False,
-        now: State | None = None,
+        current: State | None = None,
         sweeps: bool = False,
     ):
         self._function = function
-        self._again = again
+        self._start = start
         self._attention = attention
-        self._now = now
+        self._current = current
         self._sweeps = sweeps
 
     def __enter__(self) -> bool:
         super().__enter__()
         try:
-            random = generators() if self._now is None else self._now[0]
+            random = generators() if self._current is None else self._current[0]
             if random is not None:
                 defer(set_random, random)
                 if self._function is not None:
                     defer(snapshot_ambient_state())
                 BufferCopies(self._function).start()
-            enter_modes(self._again, self._attention)
+            enter_modes(self._start, self._attention)
             if self._sweeps:
                 leave_autocast()
         except BaseException:
@@ -531,7 +531,7 @@ def _install_force_eager(replace: Replace) -> None:
 _force_eager = AttributePatch(_install_force_eager)
 
 
-def enter_modes(again: State | None = None, attention: bool = False) -> None:
+def enter_modes(start: State | None = None, attention: bool = False) -> None:
     """Turn gradients on, and inference mode and the compiler off, until the innermost open scope is left."""
     if torch.is_inference_mode_enabled():
         enter(torch.inference_mode(False))
@@ -549,9 +549,9 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
         # Not by `sdpa_kernel`: an interrupt while it restores the kernels leaves some of them off.
         defer(_compat._sdpa_kernel, _compat._cur_sdpa_kernel_backends())
         _compat._sdpa_kernel([SDPBackend.MATH])
-    if again is not None:
-        set_random(again[0])
-        for device, before, now in zip(DEVICES, again[1], precision(), strict=True):
+    if start is not None:
+        set_random(start[0])
+        for device, before, now in zip(DEVICES, start[1], precision(), strict=True):
             if before != now and (before[0] or now[0]):
                 enter(torch.autocast(device, dtype=before[1], enabled=before[0]))
 
