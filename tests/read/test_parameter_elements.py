@@ -111,7 +111,7 @@ CASES = KNOWN | OTHER
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(uses, "SMALLEST", 1)
+    monkeypatch.setattr(uses, "MIN_SIZE", 1)
 
 
 def derivatives(model, x, count):

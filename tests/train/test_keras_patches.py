@@ -5,6 +5,8 @@ import gc
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -13,9 +15,16 @@ import pytest
 import tensorflow as tf
 
 import elementgrad as eg
-from elementgrad._cleanup import AttributePatch
+from elementgrad._cleanup import AttributePatch, scope
 
 X = tf.constant([[1.0, -2.0, 0.5]])
+
+
+@contextmanager
+def installed(patch: AttributePatch, *of: Any) -> Iterator[None]:
+    with scope():
+        patch.enter(*of)
+        yield
 
 
 class Base:
@@ -53,11 +62,11 @@ def test_a_partial_replacement_is_undone():
 
     patch, broken = AttributePatch(install), True
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="half-way"), patch.on():
+        with pytest.raises(RuntimeError, match="half-way"), installed(patch):
             pass
         assert dict(vars(Derived)) == before
     broken = False
-    with patch.on():
+    with installed(patch):
         assert Derived.static is None
     assert dict(vars(Derived)) == before
 
@@ -73,7 +82,7 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
     seen, all_in = [], threading.Barrier(4)
 
     def use() -> None:
-        with patch.on(Derived), patch.on(Base):
+        with installed(patch, Derived), installed(patch, Base):
             all_in.wait(10)
             seen.append(Derived().method() + Base().method())
             all_in.wait(10)
@@ -95,7 +104,7 @@ def test_a_patched_class_is_freed_with_its_last_user():
         class Short(Base):
             pass
 
-        with patch.on(Short):
+        with installed(patch, Short):
             return weakref.ref(Short)
 
     gone = use()

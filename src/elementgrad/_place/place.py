@@ -411,7 +411,7 @@ Named = str | Place | Tensor | None
 
 
 def parse_place(named: Named) -> Place:
-    """Return the place that an argument of a verb stands for."""
+    """Return the place that an argument of a verb means."""
     if named is None:
         return ONLY
     place = _parse_name(named) if isinstance(named, str) else named

@@ -21,7 +21,7 @@ from elementgrad._read.zarr import Fingerprint, Store, check_out, fingerprint
 BLOCK_BUDGET = 256 * 10**6
 """The default budget of one block; the same everywhere, so that a later call cuts alike."""
 MIN_BLOCKS = 64
-"""There are at least so many blocks, if there are as many rows or columns, to keep workers busy."""
+"""There are at least this many blocks, if there are as many rows or columns, to keep workers busy."""
 
 
 class Blocks:

@@ -17,7 +17,7 @@ from elementgrad.errors import OptionError, quoted
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 BUDGET_DIVISOR = 8
-"""By default sweeps take at most one part in so many of the free memory."""
+"""By default sweeps take at most one part in this many of the free memory."""
 BUDGET_HINT = 'give bytes as an int, or a text such as "200MB" or "1.5 GiB"'
 PROGRESS_DELAY = 2.0
 """Seconds before a progress bar is shown."""

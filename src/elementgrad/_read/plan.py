@@ -18,7 +18,7 @@ from elementgrad._sparsity.coloring import Coloring
 Mode = Literal["reverse", "forward"]
 Shape = tuple[int, ...]
 LIVE_DERIVATIVES = 3
-"""About so many of the largest intermediate derivatives are alive at once: one read, one made, one on a detour."""
+"""About this many of the largest intermediate derivatives are alive at once: one read, one made, one on a detour."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ Pick = Callable[[Tensor, int, int], Tensor]
 LARGEST_ITEMSIZE = 16
 """No number takes more bytes."""
 UNCHECKED_BYTES = 10**8
-"""Results of up to so many bytes are not compared with the free memory."""
+"""Results of up to this many bytes are not compared with the free memory."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ from elementgrad.errors import FrameworkError, OptionError, WorkerError, require
 MAX_EVALUATIONS = 2
 """The number of evaluations that a process keeps; the oldest goes first."""
 IDLE_SECONDS = 300.0
-"""After so many seconds without a block an evaluation is kept no longer: a cluster is there for others too."""
+"""An evaluation is dropped after this many seconds without a block, since others use the cluster too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,7 @@ def _pickle_error(error: Exception) -> bytes:
 
 
 INLINE_BYTES = 2**18
-"""Payloads of up to so many bytes come with every task; larger ones are written to a file once."""
+"""Payloads of up to this many bytes come with every task; larger ones are written to a file once."""
 MAX_RETRIES = 3
 """How often a block that was lost with its worker is sent again."""
 MIN_IN_FLIGHT, MAX_IN_FLIGHT = 4, 1024

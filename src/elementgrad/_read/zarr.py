@@ -1,6 +1,6 @@
 """A Jacobian on disk as a Zarr array, written block by block: a chunk that is there, and sound, is done.
 
-Each chunk ends with a checksum of Zarr's crc32c codec. A call that goes on with an array reads the chunks that are
+Each chunk ends with a checksum of Zarr's crc32c codec. A call that resumes an array reads the chunks that are
 there once, removes those that do not decode, and computes them again with the missing ones.
 
 A later call knows by a `Fingerprint` that an array is of the same Jacobian: names, shapes, plan, arguments and the
@@ -35,13 +35,13 @@ from elementgrad._read.plan import BlockLayout
 from elementgrad.errors import OptionError, WorkerError, quoted, require_packages
 
 VERSION = 3
-"""The version of what is compared: arrays of another are not gone on with."""
+"""The version of what is compared: an array of another version is not resumed."""
 TOLERANCE_POWER = 0.75
 """Numbers count as equal if they differ by less than this power of the precision."""
 GROUPS = 256
-"""Numbers are compared in so many groups, so that a change of a few among many is seen."""
+"""Numbers are compared in this many groups, so that a change of a few among many is seen."""
 PARTS_NAMED = 200
-"""Of so many parts a digest is stored one by one, to name the one that differs."""
+"""Of this many parts a digest is stored one by one, to name the one that differs."""
 ATTRIBUTE = "elementgrad"
 """The attribute of an array that says which Jacobian it holds."""
 DIFFERENCES_NAMED = 4
@@ -199,7 +199,7 @@ def _are_close(mine: Sequence[float], theirs: Sequence[float], tolerance: float)
 
 
 def check_out(out: Any) -> Path:
-    """Return the path if an array can be made or gone on with there; checked before anything is computed."""
+    """Return the path if an array can be made or resumed there; checked before anything is computed."""
     if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
         raise OptionError(f'out={quoted(out)} is not a path; give the name of a directory, such as "j.zarr"')
     require_packages("zarr", "out=", "distributed")

@@ -39,7 +39,7 @@ Relinearize = Callable[[int, Tensor], "TensorflowLinearization"]
 FEW = 16
 """So many sweeps of one kind run one by one on the tape, which takes less time than to trace them."""
 FILLING = 8
-"""A batch is filled with zeros to at most so many times its size."""
+"""A batch is filled with zeros to at most this many times its size."""
 
 
 class TensorflowLinearization(Linearization):

@@ -176,9 +176,6 @@ class TorchRead(ReadBackend):
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)
 
-    def seeds(self, values: np.ndarray, like: Tensor) -> Tensor:
-        return torch.from_numpy(values).to(like.device, like.dtype)
-
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Tensor]:
         options: Any = {"size": pattern.shape, "check_invariants": False}
         if layout == "coo":

@@ -242,7 +242,7 @@ class SetIdTable:
     """The ids of tensors, and which of them vary."""
 
     SLACK = 256
-    """Cells of storages that are gone are dropped after so many new ones."""
+    """Cells of storages that are gone are dropped after this many new ones."""
 
     def __init__(self, sets: IndexSets):
         self._sets = sets
