@@ -4,8 +4,8 @@ Modes of a thread are entered by `with` statements, of which an interrupt can sk
 again, as by `torch.set_grad_enabled(False)` in the user's function. `ambient_state` reads them all, and
 `restore_ambient_state` restores them. What is set for the whole process is left alone, as other threads may set it.
 
-Modules that the function calls work on copies of their buffers (`BufferCopies`), so that what they write to them is
-lost. `isolated` puts all of this together.
+Modules that the function calls work on copies of their buffers (`BufferCopies`), so that what they write to them, such
+as the running statistics of BatchNorm, is lost. `isolated` puts all of this together.
 """
 
 import sys
