@@ -390,7 +390,7 @@ def test_calls_that_begin_at_once_on_a_disk_without_links_share_one_array(tmp_pa
     assert os.listdir(tmp_path / "j.zarr") == ["zarr.json"]
     (tmp_path / "left.zarr").mkdir()
     (tmp_path / "left.zarr/zarr.json.partial").touch()
-    monkeypatch.setattr("elementgrad._read.zarr.PATIENCE", 0.05)
+    monkeypatch.setattr("elementgrad._read.zarr.MAX_WAIT", 0.05)
     with pytest.raises(eg.OptionError, match=r"has left zarr\.json\.partial behind; remove it"):
         eg.jacobian(torch.sin, torch.ones(3)).dense(out=tmp_path / "left.zarr")
 
