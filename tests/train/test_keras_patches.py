@@ -45,7 +45,7 @@ def test_attributes_are_back_as_they_stood():
         replace(Derived, "method", lambda self: "new")
         replace(Derived, "static", lambda: "new")
 
-    with AttributePatch(install).on():
+    with installed(AttributePatch(install)):
         assert Derived().method() == Derived.static() == "new"
         assert Base().method() == "own"
     assert dict(vars(Derived)) == before
