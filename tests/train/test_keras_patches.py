@@ -21,7 +21,7 @@ X = tf.constant([[1.0, -2.0, 0.5]])
 
 
 @contextmanager
-def installed(patch: AttributePatch, *of: Any) -> Iterator[None]:
+def patched_by(patch: AttributePatch, *of: Any) -> Iterator[None]:
     with scope():
         patch.enter(*of)
         yield
@@ -45,7 +45,7 @@ def test_attributes_are_back_as_they_stood():
         replace(Derived, "method", lambda self: "new")
         replace(Derived, "static", lambda: "new")
 
-    with installed(AttributePatch(install)):
+    with patched_by(AttributePatch(install)):
         assert Derived().method() == Derived.static() == "new"
         assert Base().method() == "own"
     assert dict(vars(Derived)) == before
@@ -62,11 +62,11 @@ def test_a_partial_replacement_is_undone():
 
     patch, broken = AttributePatch(install), True
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="half-way"), installed(patch):
+        with pytest.raises(RuntimeError, match="half-way"), patched_by(patch):
             pass
         assert dict(vars(Derived)) == before
     broken = False
-    with installed(patch):
+    with patched_by(patch):
         assert Derived.static is None
     assert dict(vars(Derived)) == before
 
@@ -82,7 +82,7 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
     seen, all_in = [], threading.Barrier(4)
 
     def use() -> None:
-        with installed(patch, Derived), installed(patch, Base):
+        with patched_by(patch, Derived), patched_by(patch, Base):
             all_in.wait(10)
             seen.append(Derived().method() + Base().method())
             all_in.wait(10)
@@ -104,7 +104,7 @@ def test_a_patched_class_is_freed_with_its_last_user():
         class Short(Base):
             pass
 
-        with installed(patch, Short):
+        with patched_by(patch, Short):
             return weakref.ref(Short)
 
     gone = use()
