@@ -317,12 +317,12 @@ class Explanation(pytree.Leaf):
         cotangents = self._follow(replay.cotangents) if finite else None
         flags = self._follow(replay.finite_flags)
 
-        def tangents() -> Any:
-            return (self._follow(replay.tangents) or (None,))[0]
-
         def overflows(op: Op) -> bool:
             finite_there = replay.is_finite_in_float64(op, finite)
             return probe.overflows() if finite_there is None else finite_there
+
+        def tangents() -> Any:
+            return (self._follow(replay.tangents) or (None,))[0]
 
         return why_nonfinite(path, flags, cotangents, finite, tangents, overflows)
 
@@ -465,7 +465,8 @@ def _tensor_and_positions(place: Place) -> Picked:
 
 
 def _from_report(report: LiveReport, framework: str) -> Diagnosis:
-    path = DataPath(report.graph) if report.graph is not None else None
+    graph = report.step.graph if report.step is not None else report.graph
+    path = DataPath(graph) if graph is not None else None
     names = {"of": report.of, "wrt": report.wrt}
     if report.verdict == "flows" and (report.hint is None or report.hint.cause is None):
         evidence = [] if report.hint is None else [report.hint.evidence]

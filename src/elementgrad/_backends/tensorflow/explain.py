@@ -291,7 +291,7 @@ def _report_request(request: TapeRequest, positions: np.ndarray | None = None) -
     held = {n: x for op in graph.ops for n, x in zip(op.outputs, op.results, strict=False)}
     source = next((held[n] for n in later if n in held), request.source)
     step = StepTrace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
-    return LiveReport(verdict, graph, None, value=value, wrt=wrt, step=step, positions=positions)
+    return LiveReport(verdict, value=value, wrt=wrt, step=step, positions=positions)
 
 
 def _values_of_variable(request: TapeRequest) -> Sequence[int]:

@@ -593,14 +593,9 @@ def _report_finished(
         if requests.accumulated is not None:
             before = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
             return LiveReport("mismatch", None, before, value=value, wrt="the tensor")
-        if (verdict := NUMBERS.verdict(value)) == "flows":
-            return LiveReport("flows", value=value, wrt="the tensor", suspect=_hidden_write(recorder, root))
-        step = _step_trace(recorder, root)
-        graph = None if step is None else step.graph
-        suspect = _hidden_write(recorder, root)
-        return LiveReport(
-            verdict, graph, value=value, step=step, positions=positions, wrt="the tensor", suspect=suspect
-        )
+        verdict, suspect = NUMBERS.verdict(value), _hidden_write(recorder, root)
+        step = None if verdict == "flows" else _step_trace(recorder, root)
+        return LiveReport(verdict, value=value, step=step, positions=positions, wrt="the tensor", suspect=suspect)
     hint: Hint | None = None
     if not wrt.requires_grad:
         normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
