@@ -333,31 +333,29 @@ ELSEWHERE = "another result"
 """Stands for the operation where the source is used for other results only."""
 CONSTANT = "a constant"
 """Stands for the operation where the result is computed from plain numbers alone."""
+_OPERATIONS_BY_GROUP = {
+    "ROOTS": """
+        sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance
+        hypot normalize cosine_similarity euclidean_norm""",
+    "LOGS": "log log_ log2 log10 xlogy logit binary_cross_entropy",
+    "PRODUCTS": """
+        mul mul_ multiply div true_divide divide prod reduce_prod cumprod multiply_no_nan divide_no_nan""",
+    "ARCS": "acos asin atanh arccos arcsin arctanh",
+    "POWERS": "pow pow_ power float_power",
+    "DECOMPOSITIONS": "eig eigh linalg_eig linalg_eigh svd linalg_svd",
+    "COPIES": "tensor as_tensor asarray from_numpy new_tensor",
+    "POOLS": """
+        max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+        fractional_max_pool2d fractional_max_pool3d reduce_window""",
+    "ORDERS": "topk top_k sort kthvalue median nanmedian mode cummax cummin",
+    "CROSS_ENTROPIES": """
+        cross_entropy softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits""",
+    "SEGMENTS": """
+        segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max
+        unsorted_segment_min""",
+}
 _GROUPS: Mapping[str, Iterable[str]] = {
-    **{
-        name: words.split()
-        for name, words in {
-            "ROOTS": """
-                sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance
-                hypot normalize cosine_similarity euclidean_norm""",
-            "LOGS": "log log_ log2 log10 xlogy logit binary_cross_entropy",
-            "PRODUCTS": """
-                mul mul_ multiply div true_divide divide prod reduce_prod cumprod multiply_no_nan divide_no_nan""",
-            "ARCS": "acos asin atanh arccos arcsin arctanh",
-            "POWERS": "pow pow_ power float_power",
-            "DECOMPOSITIONS": "eig eigh linalg_eig linalg_eigh svd linalg_svd",
-            "COPIES": "tensor as_tensor asarray from_numpy new_tensor",
-            "POOLS": """
-                max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-                fractional_max_pool2d fractional_max_pool3d reduce_window""",
-            "ORDERS": "topk top_k sort kthvalue median nanmedian mode cummax cummin",
-            "CROSS_ENTROPIES": """
-                cross_entropy softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits""",
-            "SEGMENTS": """
-                segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max
-                unsorted_segment_min""",
-        }.items()
-    },
+    **{name: words.split() for name, words in _OPERATIONS_BY_GROUP.items()},
     "DIVISIONS": DIVISIONS,
     "MATRIX_PRODUCTS": MATRIX_PRODUCTS,
     "OWN_MASK": OWN_MASK,
@@ -379,24 +377,22 @@ GROWING = DIVISIONS.union(_GROUPS["POWERS"], ["square"])
 
 
 def _parse_words() -> tuple[dict[str, Cause], dict[Variant, Cause]]:
-    causes, variants = {}, {}
+    causes: dict[str, Cause] = {}
+    variants: dict[Variant, Cause] = {}
     for block in re.split(r"\n(?=\S)", _WORDS.strip()):
         name, _, words = block.partition("\n")
         general, *closer = words.split("\n  at ")
-        causes[name] = _parse_cause(general)
-        for words in closer:
-            operations, _, words = words.partition("\n")
-            cause = _parse_cause(words, causes[name])
-            for group in operations.split(", "):
-                variants.update({(name, operation): cause for operation in _GROUPS.get(group, [group])})
+        causes[name] = _parse_cause(general, Cause("", ""))
+        for part in closer:
+            groups, _, words = part.partition("\n")
+            operations = [operation for group in groups.split(", ") for operation in _GROUPS.get(group, [group])]
+            variants |= dict.fromkeys([(name, each) for each in operations], _parse_cause(words, causes[name]))
     return causes, variants
 
 
-def _parse_cause(words: str, general: Cause | None = None) -> Cause:
+def _parse_cause(words: str, general: Cause) -> Cause:
     clause, _, fix = " ".join(words.split()).partition("-> ")
-    return (
-        Cause(clause.strip(), fix) if general is None else Cause(clause.strip() or general.clause, fix or general.fix)
-    )
+    return Cause(clause.strip() or general.clause, fix or general.fix)
 
 
 CAUSES, VARIANTS = _parse_words()
