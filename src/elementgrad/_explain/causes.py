@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elementgrad._explain import kinds
-from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
+from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC, NOTHING_TRACKED
 
 Variant = tuple[str, str]
 """A cause and an operation, or a phrase that stands for one."""
@@ -50,6 +50,10 @@ not-tracked
     {wrt} is a running statistic, which is not trained by gradients
     -> train <the weight and the bias|gamma and beta|the scale and the bias> of the layer; its statistics are updated
     from the data< in model.train() mode| when it is called with training=True|>
+  at NOTHING_TRACKED
+    nothing that {of} is computed from requires gradients
+    -> compute {of} from the parameters or tensors that you train, and call requires_grad_(True) on those that are
+    frozen
 integer
     {wrt} holds integers, which have no gradients
     -> take the gradient of the <weight|weight|table> that it indexes, or convert it< first, as in x.float()|:
@@ -168,6 +172,8 @@ row-not-used
 out-of-range
     {operation} gets an index out of range, for which JAX reads the nearest element or NaN and drops the gradient
     -> check the indices first, as in assert (ids < len(table)).all()
+  at WRITES
+    {operation} gets an index out of range, and JAX drops what is written there
   at SEGMENTS
     {operation} gets an id outside of the segments, and drops its elements
     -> check the ids first, as in assert ((ids >= 0) & (ids < num_segments)).all()
@@ -197,7 +203,7 @@ modified-through-data
     torch.no_grad(), is for leaves between two steps
 cancelled
     its contributions cancel in {operation}
-    -> look at one term, or change the sum: a sum over a softmax is always 1
+    -> look at one term, or change the sum: a softmax always sums to 1, and values minus their mean to 0
   at layer_norm, group_norm, instance_norm, batch_norm
     -> normalise over several values: a single value minus its mean is always zero
   at CROSS_ENTROPIES
@@ -350,6 +356,7 @@ _OPERATIONS_BY_GROUP = {
     "ORDERS": "topk top_k sort kthvalue median nanmedian mode cummax cummin",
     "CROSS_ENTROPIES": """
         cross_entropy softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits""",
+    "WRITES": ".at[].set .at[].add .at[].subtract .at[].multiply .at[].divide .at[].power .at[].min .at[].max",
     "SEGMENTS": """
         segment_sum segment_max segment_min unsorted_segment_sum unsorted_segment_prod unsorted_segment_max
         unsorted_segment_min""",
@@ -363,6 +370,7 @@ _GROUPS: Mapping[str, Iterable[str]] = {
     "SOFTMAXES": SOFTMAXES,
     "LEAF_WRITE": [LEAF_WRITE],
     "MOVING_STATISTIC": [MOVING_STATISTIC],
+    "NOTHING_TRACKED": [NOTHING_TRACKED],
     "ELSEWHERE": [ELSEWHERE],
     "CONSTANT": [CONSTANT],
 }
