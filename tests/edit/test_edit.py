@@ -22,7 +22,7 @@ def run(fw, verb, x, index, value):
 
 
 def test_made_indices_read_through_real_tensors(fw):
-    @settings(max_examples=counts(120 if fw is JAX else 1000))
+    @settings(max_examples=counts(*((60, 600) if fw is JAX else (300, 5000))))
     @given(shapes_and_indices(wrong=True, max_axes=4))
     def agrees(made):
         shape, index = made
@@ -41,7 +41,7 @@ def test_made_indices_read_through_real_tensors(fw):
 
 
 def test_random_edits_agree_with_numpy(fw):
-    @settings(max_examples=counts(100 if fw is JAX else 600))
+    @settings(max_examples=counts(*((60, 500) if fw is JAX else (200, 3000))))
     @given(edits(VERBS))
     def agrees(made):
         verb, x, index, value = made

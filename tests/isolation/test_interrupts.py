@@ -24,7 +24,7 @@ from tests.support import user_jax, user_keras, user_torch
 from tests.support.interrupts import interrupted, points, some, spelled
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-EVERY = {"torch": 1, "keras": 1, "jax": 1} if LONG else {"torch": 41, "keras": 151, "jax": 151}
+EVERY = {"torch": 1, "keras": 1, "jax": 1} if LONG else {"torch": 73, "keras": 199, "jax": 199}
 """Of the points at which a verb can be interrupted, one in so many is tried."""
 FRAMEWORKS = [user_torch, user_keras, user_jax]
 
@@ -57,7 +57,8 @@ def test_an_interrupt_inside_settings_of_jax_leaves_none_to_the_thread():
     call, model, source = user_jax.READS["explain"], user_jax.model(), jax._src.config.__file__
     call(model)
     around = user_jax.surroundings()
-    inside = inspect.getsourcelines(jax._src.config.StateContextManager)
+    config = jax._src.config  # its contexts are generators in older versions
+    inside = inspect.getsourcelines(getattr(config, "StateContextManager", config.State.__call__))
     lines = range(inside[1], inside[1] + len(inside[0]))
     stops = [stop for stop in points(lambda: call(model), source) if stop[0][1] in lines]
     assert len(stops) > 5

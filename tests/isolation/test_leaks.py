@@ -17,7 +17,7 @@ from tests.support.frameworks import TENSORFLOW
 from tests.support.user import JACOBIAN_READS
 
 X = np.array([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
-CALLS = {user_torch: 100, user_keras: 10, user_jax: 10}
+CALLS = {user_torch: 30, user_keras: 10, user_jax: 10}
 """A leak of one object per call shows after a few; TensorFlow and JAX trace functions anew in every call."""
 VERBS = {
     user_torch: [

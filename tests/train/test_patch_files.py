@@ -23,7 +23,7 @@ from elementgrad._train.entries import Entry
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights
-from tests.support.made import counts, shapes_and_indices
+from tests.support.made import LONG, counts, shapes_and_indices
 
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1}
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0]
@@ -177,7 +177,7 @@ def test_a_flipped_byte_never_gives_another_patch(tmp_path, version):
     content = path.read_bytes() if version == 2 else b"".join(storage.pack(*first_version(patch)))
     passed = 0
     for at in range(len(content)):
-        for mask in (0x01, 0xFF):
+        for mask in (0x01, 0xFF) if LONG else ((0x01, 0xFF)[at % 2],):
             path.write_bytes(content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :])
             try:
                 read = Patch.read(path)
@@ -192,7 +192,7 @@ def test_every_truncation_is_refused_and_so_is_an_addition(tmp_path):
     path = tmp_path / "p"
     some().write(path)
     content = path.read_bytes()
-    for length in range(len(content)):
+    for length in range(0, len(content), 1 if LONG else 3):
         path.write_bytes(content[:length])
         with pytest.raises(eg.PatchError, match=r"p is (cut short|empty)"):
             Patch.read(path)

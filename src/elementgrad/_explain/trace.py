@@ -139,6 +139,12 @@ class Numbers:
             raise TypeError(f"a tensor of {self._backend.dtype(x)} has no numbers to read")
         return values if native and values.dtype.kind != "V" else values.astype(np.float32)
 
+    def moved(self, x: Tensor, position: int, by: float) -> np.ndarray:
+        """Return the numbers in float64, with the one at a flat position moved."""
+        array = np.array(self.array(x), np.float64, order="C")  # or of a transposed tensor, `reshape` is a copy
+        array.reshape(-1)[position] += by
+        return array
+
     def like(self, array: np.ndarray, x: Tensor) -> Tensor:
         """Return a tensor of these numbers, with the dtype and on the device of another."""
         return self._backend.cast(array if array.flags.writeable else array.copy(), x)

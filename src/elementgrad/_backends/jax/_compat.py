@@ -71,6 +71,12 @@ def is_wrapped_function(value: Any) -> bool:
     return isinstance(value, linear_util.WrappedFun)
 
 
+def reverse_rule(params: Mapping[str, Any]) -> Any:
+    """Return the reverse rule among the parameters of a `custom_vjp` as the user wrote it; None if it has no such."""
+    rule = params.get("bwd")
+    return getattr(getattr(rule, "__self__", rule), "f", None)  # older versions have a method of the wrapped function
+
+
 def without_consts(jaxpr: Any) -> Any:
     """Return a jaxpr without the arrays of its constants, which are its first inputs then. Before 0.12 it has none."""
     return jaxpr.with_consts([]) if getattr(jaxpr, "consts", None) else jaxpr
