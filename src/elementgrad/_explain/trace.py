@@ -271,24 +271,19 @@ class Trace(ABC):
         """
 
 
+@dataclass
 class StepTrace(Trace):
     """A training step that ran as it is, from a tensor to the loss that it got its gradient from."""
 
-    def __init__(
-        self,
-        graph: OpGraph[Any],
-        numbers: Numbers,
-        source: Tensor,
-        target: Tensor,
-        following: Callable[[], AbstractContextManager[Any]],
-        later_ids: Sequence[int] = (),
-    ):
-        self.graph, self.numbers, self.source, self.target = graph, numbers, source, target
-        self.later_ids = later_ids
-        self._following = following
+    graph: OpGraph[Any]
+    numbers: Numbers
+    source: Tensor
+    target: Tensor
+    follow: Callable[[], AbstractContextManager[Any]]
+    later_ids: Sequence[int] = ()
 
     def following(self) -> AbstractContextManager[Any]:
-        return self._following()
+        return self.follow()
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
         raise NotImplementedError("the gradient of a step is the one that it computed")

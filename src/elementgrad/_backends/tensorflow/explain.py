@@ -291,7 +291,7 @@ def _report_request(request: TapeRequest, positions: np.ndarray | None = None) -
     held = {n: x for op in graph.ops for n, x in zip(op.outputs, op.results, strict=False)}
     source = next((held[n] for n in later if n in held), request.source)
     step = StepTrace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
-    return LiveReport(verdict, graph, None, value=value, wrt=wrt, step=step, positions=positions)
+    return LiveReport(verdict, value=value, wrt=wrt, step=step, positions=positions)
 
 
 def _values_of_variable(request: TapeRequest) -> Sequence[int]:
@@ -373,11 +373,11 @@ def _source_hint(request: TapeRequest) -> Hint | None:
         return None if source.trainable else hint
     tracked = _tracked_values(request)
     maker = next((op for op in request.ops if request.source_id in op.outputs), None)
-    is_cut = maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked
+    cut = maker if maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked else None
     if request.source_id in tracked:
-        return Hint("resliced", "", maker) if is_cut and _only_the_whole_is_used(request, maker) else None
-    if is_cut:
-        return Hint("resliced", "", maker)
+        return Hint("resliced", "", cut) if cut is not None and _only_the_whole_is_used(request, cut) else None
+    if cut is not None:
+        return Hint("resliced", "", cut)
     if any(request.source_id in op.inputs for op in request.ops):
         return Hint("not-tracked", "the tape does not watch it")
     if request.is_slice:
