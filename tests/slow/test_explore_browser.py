@@ -439,7 +439,7 @@ def test_the_drivers_stay_under_the_pointer_when_the_shares_come(opened):
     assert abs(page.locator(".eg-drivers tbody button").first.bounding_box()["y"] - before) < 2
 
 
-def test_no_part_of_a_picture_is_deaf(opened):
+def test_the_gap_between_tiles_belongs_to_the_nearest(opened):
     net, x = NETS["torch"]()
     page = opened(net, x)
     go_to(page, "conv1[0, 0, 0, 0]")

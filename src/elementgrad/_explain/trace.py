@@ -177,6 +177,8 @@ class Hint:
     evidence: str = ""
     op: Op | None = None
     """One of the graph's, or one made for the hint if there is a line to name."""
+    variant: str | None = None
+    """Chooses the words for the cause in place of the operation, if there is something closer."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,8 @@ class LiveReport:
 
 LEAF_WRITE = "a write in place to a leaf"
 """Stands for the operation where PyTorch refuses to write to a leaf."""
+NOTHING_TRACKED = "a step without gradients"
+"""Stands for the operation where nothing that a step computes with requires gradients."""
 MOVING_STATISTIC = "a moving statistic"
 """Stands for the operation where the source is a statistic that a layer updates by itself, as a batch norm does."""
 
