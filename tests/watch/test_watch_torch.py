@@ -441,7 +441,7 @@ class Lossy(torch.nn.Module):
         return {"loss": self.loss_of(logits), "logits": logits, "again": logits}
 
 
-def root(x):
+def rooted(x):
     return (x - x.detach()).sqrt()
 
 
@@ -452,13 +452,13 @@ def mean_square(x):
 @pytest.mark.parametrize(("outside", "where"), [(False, "logits"), (True, "logits"), (False, "loss"), (True, "loss")])
 def test_a_gradient_between_two_outputs_counts_once_and_belongs_to_the_model(capture, outside, where):
     square = torch.square
-    model = Lossy(root, mean_square) if where == "logits" else Lossy(square, lambda x: root(x).sum())
+    model = Lossy(rooted, mean_square) if where == "logits" else Lossy(square, lambda x: rooted(x).sum())
     with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=capture) as watch:
         out = model(torch.ones(2, 3))
         loss = out["loss"] + (out["logits"].square().sum() if outside else 0)
         loss.backward()
     assert caught.value.cause == "singular"
-    assert caught.value.where == f"test_watch_torch.py:{root.__code__.co_firstlineno + 1}"
+    assert caught.value.where == f"test_watch_torch.py:{rooted.__code__.co_firstlineno + 1}"
     assert watch.replay().same
 
 
@@ -466,6 +466,6 @@ def test_a_bad_gradient_from_outside_is_told_from_those_between_outputs(capture)
     model = Lossy(torch.square, mean_square)
     with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=capture) as watch:
         out = model(torch.ones(2, 3))
-        (out["loss"] + root(out["logits"]).sum()).backward()
+        (out["loss"] + rooted(out["logits"]).sum()).backward()
     assert (caught.value.cause, str(caught.value.place)) == ("outside", "output.logits[0, 0]")
     assert watch.replay().same
