@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -234,10 +235,12 @@ def pull_cotangents(
     numbers: Numbers,
     chosen: Chosen | None = None,
     see: Callable[[int, Tensor], None] = lambda value, cotangent: None,
+    totals: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> list[CotangentSizes | None] | None:
     """Pull cotangents back through the operations; return their sizes at each operation.
 
-    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped.
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped. `totals`
+    are known sums of all that arrives at some values, and replace what is pulled back to these.
     """
     sizes: list[CotangentSizes | None] = [None] * len(ops)
     for index, op in reversed(list(enumerate(ops))):
@@ -245,6 +248,7 @@ def pull_cotangents(
         for value, g in zip(op.outputs, arriving, strict=True):
             if g is not None:
                 see(value, g)
+        arriving = [totals.get(value, g) for value, g in zip(op.outputs, arriving, strict=True)]
         pairs = zip(op.inputs, op.operands, strict=False)
         wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
         if all(g is None for g in arriving) or not any(wanted) or not op.results:
