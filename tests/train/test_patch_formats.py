@@ -203,6 +203,38 @@ def test_every_byte_that_changes_in_another_format_is_refused_or_harmless(model,
     assert refused > len(content) / 2
 
 
+def tie(model):
+    """Add a head that is tied to the table; PEFT writes the rows of such a table once for each of its names."""
+    model.head = torch.nn.Linear(8, 30, bias=False)
+    model.head.weight = model.table.weight
+    return model
+
+
+def write_tied(folder, head):
+    deltas = {"head": head, "table": torch.arange(16.0).reshape(2, 8)}
+    tensors = {f"base_model.model.{name}.trainable_tokens_delta": delta for name, delta in deltas.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "TRAINABLE_TOKENS", "token_indices": [3, 7]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_tokens_of_a_tied_table_are_read_once(model, tmp_path):
+    write_tied(tmp_path, torch.arange(16.0).reshape(2, 8))
+    untied = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # as checkpoints leave the head out
+    patch = Patch.read(tmp_path, tie(model))
+    eg.apply(model, patch)
+    assert torch.equal(model.head.weight[[3, 7]], torch.arange(16.0).reshape(2, 8))
+    assert torch.equal(eg.apply(untied, Patch.read(tmp_path, untied))["table.weight"], model.table.weight)
+
+
+def test_tied_tables_with_other_tokens_each_are_refused(model, tmp_path):
+    write_tied(tmp_path, torch.ones(2, 8))
+    with pytest.raises(eg.PatchError, match=r"the base has no tensor named 'head.weight'"):
+        Patch.read(tmp_path, model)
+    with pytest.raises(eg.PatchError, match=r"are one tensor of the base, and the file changes them differently"):
+        Patch.read(tmp_path, tie(model))
+
+
 @pytest.mark.parametrize(
     ("tensors", "rows", "text"),
     [

@@ -108,12 +108,15 @@ def _pairs(before: Weights, after: Weights, only_common: bool) -> list[tuple[str
     """Return the tensors that both sides have, each once; raise an error if the others are not to be left out."""
     pairs: dict[tuple[int, int], tuple[str, FileTensor, FileTensor]] = {}
     problems = []
+    # A tied tensor needs a partner by one of its names alone.
+    common = before.tensors.keys() & after.tensors.keys()
+    known = [{id(side.tensors[name]) for name in common} for side in (before, after)]
     for name in dict.fromkeys([*before.tensors, *after.tensors]):
         old, new = before.tensors.get(name), after.tensors.get(name)
         if old is None or new is None:
-            sides = (before, after, old) if new is None else (after, before, new)
+            alone, partnered = (old, known[0]) if new is None else (new, known[1])
             # A state dict has no buffers that are not persistent, and a patch of a model none at all.
-            if not (sides[2] and sides[2].is_buffer) and not _has_other_name(name, *sides):
+            if not (alone and alone.is_buffer) and id(alone) not in partnered:
                 problems.append(f"{name} ({'new' if old is None else 'gone'})")
         elif (old.shape, old.dtype) != (new.shape, new.dtype):
             problems.append(f"{name} ({old.dtype} of shape {old.shape}, then {new.dtype} of shape {new.shape})")
@@ -126,11 +129,6 @@ def _pairs(before: Weights, after: Weights, only_common: bool) -> list[tuple[str
     if problems:
         warn(f"{len(problems)} tensors are not the same in both and are left out: {listed(problems)}")
     return list(pairs.values())
-
-
-def _has_other_name(name: str, here: Weights, there: Weights, tensor: FileTensor | None) -> bool:
-    """Return True if a tied tensor has another name that both sides know."""
-    return any(other is tensor and known in there.tensors for known, other in here.tensors.items() if known != name)
 
 
 def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool, before: Weights) -> Entry | None:
@@ -147,7 +145,7 @@ def _compare_tensor(name: str, old: FileTensor, new: FileTensor, originals: bool
     if not positions.size:
         return None
     values, former = (BitArray(old.dtype, some) for some in rows)
-    tied = tuple(other for other, tensor in before.tensors.items() if tensor is old and other != name)
+    tied = tuple(other for other in before.names_of(old) if other != name)
     mark = fingerprint(old.shape, old.dtype, lambda some: old_bits[some])
     old.unload()
     return Entry.at(

@@ -40,8 +40,14 @@ Elements = tuple[str, np.ndarray, BitArray]
 def read_foreign(path: str | os.PathLike[str], base: Any, place: Any = None) -> Patch:
     """Return the patch that a file or folder of another format makes of weights."""
     weights = weights_of(base, "base")
-    found = [_to_entry(weights, *elements) for elements in _read_elements(Path(path), weights, place)]
-    return Patch(tuple([entry for entry in found if entry is not None]))
+    found: dict[str, Entry | None] = {}
+    for name, positions, values in _read_elements(Path(path), weights, place):
+        first = weights.names_of(_find(weights, name))[0]
+        entry = _to_entry(weights, first, positions, values)
+        if found.setdefault(first, entry) != entry:
+            names = listed(weights.names_of(_find(weights, name)))
+            raise PatchError(f"{names} are one tensor of the base, and the file changes them differently")
+    return Patch(tuple([entry for entry in found.values() if entry is not None]))
 
 
 def write_foreign(
@@ -84,7 +90,8 @@ def _to_entry(weights: Weights, name: str, positions: np.ndarray, values: BitArr
         raise PatchError(f"{name}: {error}") from None
     mark = fingerprint(tensor.shape, tensor.dtype, lambda some: bits[some])
     empty = BitArray(tensor.dtype, bits[:0])
-    entry = Entry(None, name, tensor.shape, tensor.dtype, np.zeros(0, np.int64), empty, empty, mark)
+    tied = tuple(weights.names_of(tensor)[1:]) if weights.knows_ties else None
+    entry = Entry(None, name, tensor.shape, tensor.dtype, np.zeros(0, np.int64), empty, empty, mark, tied)
     return Change(entry, positions[order], take_rows(bits, positions[order]), new).to_entry(None)
 
 
@@ -137,6 +144,8 @@ def _read_adapter(folder: Path, weights: Weights) -> Iterator[Elements]:
     for name, tensor in tensors.items():
         module, _, part = name.removeprefix(PREFIX).rpartition(".")
         if part == "trainable_tokens_delta":
+            if _is_left_out(name, tensors, weights):
+                continue
             yield f"{module}.weight", _positions_of_rows(rows, _find_matrix(weights, module)), _numbers(tensor)
         elif part == "shira_weight":
             base = _find_matrix(weights, module)
@@ -151,6 +160,18 @@ def _read_adapter(folder: Path, weights: Weights) -> Iterator[Elements]:
             yield f"{module}.weight", positions, _add(name, old, difference)
         elif part != "shira_indices":
             raise PatchError(f"{folder} holds {name}, which is not part of a {kind} adapter that only changes elements")
+
+
+def _is_left_out(name: str, tensors: Mapping[str, FileTensor], weights: Weights) -> bool:
+    """Return True for a table that only the adapter has: PEFT writes a tied one once for each of its names."""
+
+    def is_known(delta: str) -> bool:
+        return f"{delta.removeprefix(PREFIX).rpartition('.')[0]}.weight" in weights.tensors
+
+    bits = tensors[name].read()
+    return not is_known(name) and any(
+        is_known(other) and np.array_equal(tensor.read(), bits) for other, tensor in tensors.items()
+    )
 
 
 def _read_tensors(path: Path, rows: Any = None) -> dict[str, FileTensor]:

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
@@ -374,8 +375,7 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict, or raise an error if a name stands twice."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RepeatedNameError(repr(next(name for name in names if names.count(name) > 1)))
+        raise RepeatedNameError(repr(Counter(name for name, _ in pairs).most_common(1)[0][0]))
     return unique
 
 

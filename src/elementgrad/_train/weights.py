@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from operator import index
 from types import MappingProxyType
@@ -123,6 +124,17 @@ class Weights:
         """True if tensors that are one have all of their names here."""
         self._packed = packed
         """The file as it was read; the bytes of the tensors are views of it."""
+
+    def names_of(self, tensor: FileTensor) -> Sequence[str]:
+        """Return all names of a tensor."""
+        return self._names[id(tensor)]
+
+    @cached_property
+    def _names(self) -> Mapping[int, Sequence[str]]:
+        names: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+        return names
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Weights":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -64,13 +64,14 @@ class TorchTrainer(Trainer):
         self._names = TorchModel(model)
         reshard(model)
         self._shards = {id(storage.tensor): storage for storage in sharded_storages(model)}
-        self._checked: set[int] = set()
-        """The ids of parameters that are known to share no memory with others."""
+        self._sharing: dict[int, tuple[str, str]] | None = None
+        self._renormed: set[int] | None = None
         self._frozen: list[tuple[torch.nn.Parameter, bool, bool]] = []
         self._owner = object()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._sharing = self._renormed = None  # by the ids of other tensors
         self._owner = object()
         _freezer.claim_copies(self._frozen, self._owner)
 
@@ -143,13 +144,14 @@ class TorchTrainer(Trainer):
             raise FrameworkError(f"{name} is expanded, so that one number is many elements; make it contiguous first")
         if tensor.is_inference():
             raise FrameworkError(f"{name} was made in inference mode and cannot be written to; make the model outside")
-        for module in self._model.modules():
-            has_table = any(parameter is tensor for parameter in module._parameters.values())
-            if has_table and getattr(module, "max_norm", None) is not None:
-                raise FrameworkError(
-                    f"{name} is the table of an embedding with max_norm, which rewrites its rows in every forward; "
-                    "set max_norm=None"
-                )
+        if self._renormed is None:
+            tables = [m._parameters for m in self._model.modules() if getattr(m, "max_norm", None) is not None]
+            self._renormed = {id(parameter) for table in tables for parameter in table.values()}
+        if id(tensor) in self._renormed:
+            raise FrameworkError(
+                f"{name} is the table of an embedding with max_norm, which rewrites its rows in every forward; "
+                "set max_norm=None"
+            )
 
     def parse_dtype(self, dtype: Any) -> torch.dtype | None:
         parsed: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -183,17 +185,14 @@ class TorchTrainer(Trainer):
 
     def _check_memory(self, tensor: Tensor) -> None:
         """Raise if another parameter shares memory with this one."""
-        if id(tensor) in self._checked:
-            return
-        parameters = list(self.named_parameters())
-        for other, parameter in parameters:
-            if _share_memory(tensor, parameter):
-                name = next(name for name, parameter in parameters if parameter is tensor)
-                raise FrameworkError(
-                    f"{name} and {other} are two parameters that share memory, so that one number would be two "
-                    "elements; make them one parameter, or give each its own copy"
-                )
-        self._checked.add(id(tensor))
+        if self._sharing is None:
+            self._sharing = _find_sharing(self.named_parameters())
+        if id(tensor) in self._sharing:
+            name, other = self._sharing[id(tensor)]
+            raise FrameworkError(
+                f"{name} and {other} are two parameters that share memory, so that one number would be two "
+                "elements; make them one parameter, or give each its own copy"
+            )
 
     def start(self, groups: Sequence[Any], keep: Sequence[Tensor] = ()) -> None:
         parameters = self._partial_parameters()
@@ -439,15 +438,31 @@ def _repeats_memory(tensor: Tensor) -> bool:
     return False
 
 
-def _share_memory(left: Tensor, right: Tensor) -> bool:
-    """Return True if two different tensors have a number in common."""
-    if left is right or not (_is_strided(left) and _is_strided(right) and left.numel() and right.numel()):
-        return False
-    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
-        return False
-    (left_first, left_last), (right_first, right_last) = _byte_span(left), _byte_span(right)
-    if left_last < right_first or right_last < left_first:  # as weights of recurrent layers, one after another
-        return False
+def _find_sharing(parameters: Iterable[tuple[str, Tensor]]) -> dict[int, tuple[str, str]]:
+    """Return the parameters that share memory with another one, by id: their name and the other's."""
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in parameters:
+        if _is_strided(tensor) and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    sharing: dict[int, tuple[str, str]] = {}
+    for same in by_storage.values():
+        same.sort(key=lambda named: _byte_span(named[1]))
+        for at, (name, tensor) in enumerate(same):
+            # Those that begin behind its end, as weights of recurrent layers do, share nothing with it.
+            for other, parameter in takewhile(lambda named: _meet(tensor, named[1]), same[at + 1 :]):  # noqa: B023
+                if tensor is not parameter and _share_numbers(tensor, parameter):
+                    sharing.setdefault(id(tensor), (name, other))
+                    sharing.setdefault(id(parameter), (other, name))
+    return sharing
+
+
+def _meet(tensor: Tensor, later: Tensor) -> bool:
+    """Return True if another tensor of the same storage begins before the end of this one."""
+    return _byte_span(later)[0] <= _byte_span(tensor)[1]
+
+
+def _share_numbers(left: Tensor, right: Tensor) -> bool:
+    """Return True if two tensors of one storage that meet have a number in common."""
     if left.dtype.itemsize != right.dtype.itemsize or (left.is_contiguous() and right.is_contiguous()):
         return True
     return bool(torch.isin(_storage_positions(left), _storage_positions(right)).any())
