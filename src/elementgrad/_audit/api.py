@@ -68,10 +68,7 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     """
     backend = registry.backend_of_model(model)
     if backend is None:
-        raise FrameworkError(
-            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
-            "or a pytree of jax.Array, such as a dict of parameters"
-        )
+        raise registry.no_model_error(model, "is no model with parameters of its own")
     if not callable(loss):
         raise OptionError(
             f"loss={quoted(loss)[:80]} cannot be called; give a function of the model, as in lambda model: "
