@@ -229,9 +229,9 @@ def test_tokens_of_a_tied_table_are_read_once(model, tmp_path):
 
 def test_tied_tables_with_other_tokens_each_are_refused(model, tmp_path):
     write_tied(tmp_path, torch.ones(2, 8))
-    with pytest.raises(eg.PatchError, match="the base has no tensor named 'head.weight'"):
+    with pytest.raises(eg.PatchError, match=r"the base has no tensor named 'head.weight'"):
         Patch.read(tmp_path, model)
-    with pytest.raises(eg.PatchError, match="are one tensor of the base, and the file changes them differently"):
+    with pytest.raises(eg.PatchError, match=r"are one tensor of the base, and the file changes them differently"):
         Patch.read(tmp_path, tie(model))
 
 
