@@ -116,6 +116,17 @@ def a_write_by_numpy_to_what_is_saved():
 
 
 @BROKEN.says("mismatch", "modified-through-data")
+def a_write_by_numpy_to_what_is_added_up():
+    def f(x):
+        h = x * 2
+        numbers = h.detach().numpy()  # <- here
+        numbers *= 3
+        return h.sum()
+
+    return f, X
+
+
+@BROKEN.says("mismatch", "modified-through-data")
 def a_copy_without_gradients():
     def write(h):
         with torch.no_grad():

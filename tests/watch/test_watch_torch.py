@@ -425,3 +425,47 @@ def test_an_infinity_that_a_saturated_layer_hides_is_not_blamed_on_the_optimizer
             optimizer.step()
     assert str(caught.value).startswith("step 2: 0.weight[3, 4] is inf before the step")
     assert caught.value.cause == "bad-parameter"
+
+
+class Lossy(torch.nn.Module):
+    """Returns its loss, and the logits that it is of, as models of Hugging Face do."""
+
+    def __init__(self, logits_of, loss_of):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+        self.logits_of, self.loss_of = logits_of, loss_of
+
+    def forward(self, x):
+        logits = self.last(self.logits_of(self.first(x)))
+        return {"loss": self.loss_of(logits), "logits": logits, "again": logits}
+
+
+def rooted(x):
+    return (x - x.detach()).sqrt()
+
+
+def mean_square(x):
+    return x.square().mean()
+
+
+@pytest.mark.parametrize(("outside", "where"), [(False, "logits"), (True, "logits"), (False, "loss"), (True, "loss")])
+def test_a_gradient_between_two_outputs_counts_once_and_belongs_to_the_model(capture, outside, where):
+    square = torch.square
+    model = Lossy(rooted, mean_square) if where == "logits" else Lossy(square, lambda x: rooted(x).sum())
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=capture) as watch:
+        out = model(torch.ones(2, 3))
+        loss = out["loss"] + (out["logits"].square().sum() if outside else 0)
+        loss.backward()
+    assert caught.value.cause == "singular"
+    assert caught.value.where == f"test_watch_torch.py:{rooted.__code__.co_firstlineno + 1}"
+    assert watch.replay().same
+
+
+def test_a_bad_gradient_from_outside_is_told_from_those_between_outputs(capture):
+    model = Lossy(torch.square, mean_square)
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=capture) as watch:
+        out = model(torch.ones(2, 3))
+        (out["loss"] + rooted(out["logits"]).sum()).backward()
+    assert (caught.value.cause, str(caught.value.place)) == ("outside", "output.logits[0, 0]")
+    assert watch.replay().same

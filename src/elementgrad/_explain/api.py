@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from elementgrad._backends import registry
-from elementgrad._backends.autodiff import Linearization
 from elementgrad._backends.base import Backend
 from elementgrad._backends.registry import not_compiled
 from elementgrad._cleanup import enter, scope
@@ -29,7 +28,7 @@ from elementgrad._explain.causes import CONSTANT
 from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.differences import EPSILON
 from elementgrad._explain.path import CauseFinding, DataPath
-from elementgrad._explain.probe import Probe
+from elementgrad._explain.probe import Probe, weighted_gradient
 from elementgrad._explain.replay import Replay
 from elementgrad._explain.trace import Hint, LiveReport, Op, OpGraph, Record, StepTrace, Trace, Verdict, cannot_follow
 from elementgrad._names import pytree
@@ -306,15 +305,11 @@ class Explanation(pytree.Leaf):
         return self._diagnose_flowing(path, gradient)
 
     def _judge_without_path(self, path: DataPath, gradient: np.ndarray | None) -> Diagnosis:
-        if gradient is None:
-            return self._diagnosis("unconnected", CauseFinding(None), path)
-        if not np.isfinite(gradient).all():
-            return self._diagnosis("nonfinite", CauseFinding(None), path)
-        return (
-            self._diagnose_flowing(path, gradient)
-            if gradient.any()
-            else self._diagnosis("zero", CauseFinding(None), path)
-        )
+        if gradient is not None and np.isfinite(gradient).all() and gradient.any():
+            return self._diagnose_flowing(path, gradient)
+        verdict: Verdict = "zero" if gradient is not None else "unconnected"
+        verdict = "nonfinite" if gradient is not None and gradient.any() else verdict
+        return self._diagnosis(verdict, CauseFinding(None), path)
 
     def _why_nonfinite(self, trace: Trace, path: DataPath, probe: Probe, value: np.ndarray) -> CauseFinding:
         finite = bool(np.isfinite(value).all())
@@ -322,12 +317,12 @@ class Explanation(pytree.Leaf):
         cotangents = self._follow(replay.cotangents) if finite else None
         flags = self._follow(replay.finite_flags)
 
-        def tangents() -> Any:
-            return (self._follow(replay.tangents) or (None,))[0]
-
         def overflows(op: Op) -> bool:
             finite_there = replay.is_finite_in_float64(op, finite)
             return probe.overflows() if finite_there is None else finite_there
+
+        def tangents() -> Any:
+            return (self._follow(replay.tangents) or (None,))[0]
 
         return why_nonfinite(path, flags, cotangents, finite, tangents, overflows)
 
@@ -411,15 +406,9 @@ class OpaqueTrace(Trace):
         self.graph = OpGraph((), 0, 1, frozenset((0, 1)))
 
     def gradient(self, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
-        linear: Linearization = self._backend.linearize(self._run, [self._source], False, 1)
-        like = linear.value(0)
-        shape = tuple(self._backend.shape(like))
-        seed = np.zeros(int(np.prod(shape, dtype=int)))
-        seed[of] = weights
-        (cotangent,) = linear.vjp(0, [0], self._backend.cast(seed.reshape(1, *shape), like))
-        if cotangent is None:
-            return None
-        return self._backend.reshape(cotangent, tuple(self._backend.shape(cotangent))[1:])
+        return weighted_gradient(
+            self._backend, self._backend.linearize(self._run, [self._source], False, 1), of, weights
+        )
 
 
 def suspect_hints(graph: OpGraph) -> list[Hint]:
@@ -476,14 +465,15 @@ def _tensor_and_positions(place: Place) -> Picked:
 
 
 def _from_report(report: LiveReport, framework: str) -> Diagnosis:
-    path = DataPath(report.graph) if report.graph is not None else None
+    graph = report.step.graph if report.step is not None else report.graph
+    path = DataPath(graph) if graph is not None else None
     names = {"of": report.of, "wrt": report.wrt}
-    if report.hint is None and report.verdict == "flows":
-        suspect = report.suspect
-        evidence = () if suspect is None or suspect.op is None else (_suspicion(suspect.op, suspect.evidence),)
-        return Diagnosis("flows", value=report.value, evidence=evidence, **names)
-    if report.hint is not None and report.hint.cause is None and report.verdict == "flows":
-        return Diagnosis("flows", value=report.value, evidence=(report.hint.evidence,), **names)
+    if report.verdict == "flows" and (report.hint is None or report.hint.cause is None):
+        evidence = [] if report.hint is None else [report.hint.evidence]
+        if report.suspect is not None and report.suspect.op is not None:
+            seen = f"{describe(report.suspect.op)}: {report.suspect.evidence}"
+            evidence.append(f"{seen}, and the gradient may be that of other numbers")
+        return Diagnosis("flows", value=report.value, evidence=tuple(evidence), **names)
     if report.hint is not None:
         finding = CauseFinding.of_hint(report.hint)
     elif path is None:
@@ -502,10 +492,6 @@ def _from_report(report: LiveReport, framework: str) -> Diagnosis:
     else:
         finding = why_unconnected(path, None)
     return Diagnosis.made(report.verdict, finding, path, framework, value=report.value, **names)
-
-
-def _suspicion(op: Op, evidence: str) -> str:
-    return f"{op.operation} at {op.where}: {evidence}, and the gradient may be that of other numbers"
 
 
 def _follow_step(report: LiveReport, step: StepTrace, path: DataPath) -> CauseFinding:

@@ -156,13 +156,10 @@ class Probe:
 
     def gradient_size(self, dtype: str = "float64") -> float | None:
         """Return the size of the gradient in another precision; None if the function does not accept it."""
-        of, weights = self.seeds
-        seed = np.zeros(math.prod(self.backend.shape(self.of_operand.tensor)))
-        seed[of] = weights
         if not self.affords_run():
             return None
         try:
-            gradient = SampledCall(self.call, self.source, self.target, dtype).gradient(seed)
+            gradient = SampledCall(self.call, self.source, self.target, dtype).gradient(*self.seeds)
         except Exception:  # the user's function is made for another precision
             return None
         return None if gradient is None else float(np.abs(gradient.reshape(-1)[self.wrt]).max(initial=0.0))
@@ -246,13 +243,10 @@ class SampledCall:
             single = _SingleTensorCall(run.call, run.sources[:1], run.targets, rest=(run.sources[1:], self.tensors[1:]))
             return self.backend.linearize(single, self.tensors[:1], False, 1)
 
-    def gradient(self, weights: np.ndarray) -> np.ndarray | None:
+    def gradient(self, of: np.ndarray, weights: np.ndarray) -> np.ndarray | None:
         """Return the gradient of a weighted sum of the target's elements; None if there is no path."""
         with self.backend.precision(self.dtype):
-            linear = self.linearize()
-            like = linear.value(0)
-            seed = self.backend.cast(weights.reshape(self.backend.shape(like)), like)
-            (gradient,) = linear.vjp(0, [0], self.backend.reshape(seed, (1, *self.backend.shape(like))))
+            gradient = weighted_gradient(self.backend, self.linearize(), of, weights)
             return None if gradient is None else self.backend.to_float64(gradient)
 
     def move(self, x: Tensor, parts: Sequence[int], by: float | np.ndarray) -> Tensor:
@@ -283,6 +277,15 @@ class SampledCall:
         with self.backend.precision(self.dtype):
             (value,) = self.backend.load("explain").run_at(run, self.tensors)
         return real_parts(self.backend, value)
+
+
+def weighted_gradient(backend: Backend, linear: Linearization, of: np.ndarray, weights: np.ndarray) -> Tensor | None:
+    """Return the gradient of a weighted sum of the target's elements at positions `of`; None if there is no path."""
+    like = linear.value(0)
+    seed = np.zeros((1, *backend.shape(like)))
+    seed.reshape(-1)[of] = weights
+    (gradient,) = linear.vjp(0, [0], backend.cast(seed, like))
+    return None if gradient is None else backend.reshape(gradient, tuple(backend.shape(gradient))[1:])
 
 
 @dataclass(frozen=True)

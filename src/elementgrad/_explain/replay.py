@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,6 @@ class Replay:
         try:
             with self._trace.following(), numbers.in_float64():
                 wide = self._widen(op, {})
-                if wide is None:
-                    return None
                 results: Sequence[Tensor | None] = wide.results
                 if gradient:
                     wanted = [numbers.is_differentiable(x) for x in wide.operands]
@@ -130,8 +129,6 @@ class Replay:
                 tangents: dict[int, Tensor] = dict.fromkeys(self._sources, tangent)
                 for op in ops:
                     wide = self._widen(op, values)
-                    if wide is None:
-                        return None
                     arriving = [tangents.get(value) for value in op.inputs]
                     moving = any(t is not None for t in arriving) and not self._connected.isdisjoint(op.outputs)
                     leaving = wide.jvp(arriving) if moving else ()
@@ -148,19 +145,23 @@ class Replay:
         except Exception:  # it is made for another precision
             return None
 
-    def _widen(self, op: Op, values: Mapping[int, Tensor]) -> Op | None:
-        """Return an operation that ran on other values in float64; None if it cannot, or rounds them."""
-        numbers = self._numbers
-        inputs = [values.get(value, x) for value, x in zip(op.inputs, op.operands, strict=True)]
-        wide = [numbers.is_differentiable(x) for x in inputs]
-        if not any(wide):
+    def _widen(self, op: Op, values: Mapping[int, Tensor]) -> Op:
+        """Return an operation that ran on other values in float64; TypeError if it cannot, or rounds them."""
+        if not any(map(self._numbers.is_differentiable, op.operands)):
             return op  # it makes constants
         if not op.can_rerun:
-            return None
-        operands = [numbers.widen(x) if widened else x for x, widened in zip(inputs, wide, strict=True)]
+            raise TypeError(f"{op.operation} does not run again")
+        return self._run_again(op, values, True)
+
+    def _run_again(self, op: Op, values: Mapping[int, Tensor], wide: bool) -> Op:
+        numbers = self._numbers
+        operands = [values.get(value, x) for value, x in zip(op.inputs, op.operands, strict=True)]
+        if wide:
+            operands = [numbers.widen(x) if numbers.is_differentiable(x) else x for x in operands]
         results = op.rerun(operands)
-        floats = [numbers.array(y) for y in results if numbers.is_differentiable(y)]
-        return replace(op, operands=operands, results=results) if all(y.itemsize >= 8 for y in floats) else None
+        if wide and any(numbers.is_differentiable(y) and numbers.array(y).itemsize < 8 for y in results):
+            raise TypeError(f"{op.operation} rounds")
+        return replace(op, operands=operands, results=results)
 
     def target_at(self, position: int, by: float, wide: bool = False) -> np.ndarray:
         """Return the target's chosen elements with one element of the source moved, in float64 if `wide`.
@@ -169,19 +170,12 @@ class Replay:
         """
         trace, numbers = self._trace, self._numbers
         with trace.following(), numbers.in_float64() if wide else nullcontext():
-            x = numbers.array(trace.source).astype(np.float64)
-            x.reshape(-1)[position] += by
+            x = numbers.moved(trace.source, position, by)
             source = numbers.like(x, numbers.widen(trace.source) if wide else trace.source)
             values: dict[int, Tensor] = dict.fromkeys(self._sources, source)
             for op in self._ops:
                 if op.results and not values.keys().isdisjoint(op.inputs):
-                    operands = [values.get(value, old) for value, old in zip(op.inputs, op.operands, strict=True)]
-                    if wide:
-                        operands = [numbers.widen(x) if numbers.is_differentiable(x) else x for x in operands]
-                    results = op.rerun(operands)
-                    if wide and any(numbers.is_differentiable(y) and numbers.array(y).itemsize < 8 for y in results):
-                        raise TypeError(f"{op.operation} rounds")
-                    values.update(zip(op.outputs, results, strict=True))
+                    values.update(zip(op.outputs, self._run_again(op, values, wide).results, strict=True))
             target = values.get(trace.graph.target, trace.target)
             return numbers.array(target).astype(np.float64).reshape(-1)[self._of]
 
@@ -241,10 +235,12 @@ def pull_cotangents(
     numbers: Numbers,
     chosen: Chosen | None = None,
     see: Callable[[int, Tensor], None] = lambda value, cotangent: None,
+    totals: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> list[CotangentSizes | None] | None:
     """Pull cotangents back through the operations; return their sizes at each operation.
 
-    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped.
+    With `chosen` only some elements of some values count. `see` gets every cotangent, which is then dropped. `totals`
+    are known sums of all that arrives at some values, and replace what is pulled back to these.
     """
     sizes: list[CotangentSizes | None] = [None] * len(ops)
     for index, op in reversed(list(enumerate(ops))):
@@ -252,6 +248,7 @@ def pull_cotangents(
         for value, g in zip(op.outputs, arriving, strict=True):
             if g is not None:
                 see(value, g)
+        arriving = [totals.get(value, g) for value, g in zip(op.outputs, arriving, strict=True)]
         pairs = zip(op.inputs, op.operands, strict=False)
         wanted = [value in connected and numbers.is_differentiable(x) for value, x in pairs]
         if all(g is None for g in arriving) or not any(wanted) or not op.results:

@@ -41,9 +41,9 @@ def read_foreign(path: str | os.PathLike[str], base: Any, place: Any = None) -> 
     """Return the patch that a file or folder of another format makes of weights."""
     weights = weights_of(base, "base")
     found: dict[str, Entry | None] = {}
-    for name, *elements in _read_elements(Path(path), weights, place):
+    for name, positions, values in _read_elements(Path(path), weights, place):
         first = weights.names_of(_find(weights, name))[0]
-        entry = _to_entry(weights, first, *elements)
+        entry = _to_entry(weights, first, positions, values)
         if found.setdefault(first, entry) != entry:
             names = listed(weights.names_of(_find(weights, name)))
             raise PatchError(f"{names} are one tensor of the base, and the file changes them differently")
@@ -254,7 +254,7 @@ def _module_of(name: str) -> str:
 def _write_flat(patch: Patch, path: str | os.PathLike[str]) -> None:
     tensors = {}
     for name in dict.fromkeys(entry.name for entry in patch.entries):
-        entries = [entry.ordered() for entry in patch.entries if entry.name == name]
+        entries = [entry.sort() for entry in patch.entries if entry.name == name]
         positions = np.concatenate([entry.indices for entry in entries])
         values = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])
         order = np.argsort(positions, kind="stable")

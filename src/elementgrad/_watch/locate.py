@@ -7,7 +7,9 @@ back through the record, up to the first operation from which one comes that is 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from elementgrad._explain.causes import SELECTING
 from elementgrad._explain.diagnosis import Diagnosis
 from elementgrad._explain.path import CauseFinding, DataPath
 from elementgrad._explain.replay import finite_flags, pull_cotangents
-from elementgrad._explain.trace import Op, OpGraph
+from elementgrad._explain.trace import CotangentSizes, Op, OpGraph
 from elementgrad._watch.backend import NamedValue, StepRecord
 from elementgrad._watch.elements import bad_float, first_bad, nonfinite_element, place_text
 from elementgrad._watch.report import WatchReport
@@ -65,15 +67,17 @@ class _Search:
             report = self._find_gradient({self._record.loss.id: ones}, loss)
             if report is not None:
                 return report
-        seeds: dict[int, Tensor] = {}
-        for position, g in sorted(self._record.cotangents.items()):
-            output = self._record.outputs[position]
-            if self._is_bad(g):
+        # What arrived at an output is the sum of what came from behind it and from other outputs, as where a model
+        # returns its loss and the logits that it is of.
+        arrived = [(self._record.outputs[position], g) for position, g in sorted(self._record.cotangents.items())]
+        totals = {output.id: g for output, g in arrived if output.id is not None}
+        bad = [(output, g) for output, g in arrived if self._is_bad(g)]
+        inside = self._bad_gradients({}, totals)[0] if bad else {}
+        for output, g in bad:
+            if output.id not in inside:
                 place, value = self._element(output.name, g)
                 return WatchReport.of_cause(self._tripped, "outside", place, value, in_gradient=True)
-            if output.id is not None:
-                seeds[output.id] = seeds[output.id] + g if output.id in seeds else g
-        return self._find_gradient(seeds, self._record.outputs[0]) if seeds else None
+        return self._find_gradient({}, self._record.outputs[0], totals) if totals else None
 
     def _origin(self, values: set[int], target: NamedValue) -> WatchReport:
         """Walk back from values that are not finite to what made the first of them."""
@@ -138,15 +142,25 @@ class _Search:
         site = {"where": op.where, "operation": op.operation}
         return WatchReport.of_cause(self._tripped, "update", place_text(target.name, index), value, state=state, **site)
 
-    def _find_gradient(self, seeds: dict[int, Tensor], target: NamedValue) -> WatchReport | None:
-        ops, numbers = self._record.ops, self._numbers
+    def _bad_gradients(
+        self, seeds: Mapping[int, Tensor], totals: Mapping[int, Tensor]
+    ) -> tuple[dict[int, Tensor], list[CotangentSizes | None] | None]:
+        """Return the gradients inside of the model that are not finite, and the sizes of all at each operation."""
         gradients: dict[int, Tensor] = {}
 
         def see(value: int, g: Tensor) -> None:
             if self._is_bad(g):
                 gradients[value] = g
 
-        sizes = pull_cotangents(ops, self._record.connected, dict(seeds), numbers, see=see)
+        record = self._record
+        sizes = pull_cotangents(record.ops, record.connected, dict(seeds), self._numbers, see=see, totals=totals)
+        return gradients, sizes
+
+    def _find_gradient(
+        self, seeds: Mapping[int, Tensor], target: NamedValue, totals: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> WatchReport | None:
+        ops, numbers = self._record.ops, self._numbers
+        gradients, sizes = self._bad_gradients(seeds, totals)
         if sizes is None or not gradients:
             return None
         source = min(gradients)

@@ -43,7 +43,7 @@ from elementgrad._explain.trace import (
 from elementgrad.errors import ElementgradError, FrameworkError, UnconnectedError
 
 Tensor = Any
-SLICING = ("indexing", "gather", "slice", "reshape")
+SLICING = ("indexing", "gather", "gather_nd", "embedding_lookup", "slice", "reshape")
 
 
 class TensorflowRecord(Record):
@@ -291,7 +291,7 @@ def _report_request(request: TapeRequest, positions: np.ndarray | None = None) -
     held = {n: x for op in graph.ops for n, x in zip(op.outputs, op.results, strict=False)}
     source = next((held[n] for n in later if n in held), request.source)
     step = StepTrace(graph, NUMBERS, tf.convert_to_tensor(source), request.target, _following, later)
-    return LiveReport(verdict, graph, None, value=value, wrt=wrt, step=step, positions=positions)
+    return LiveReport(verdict, value=value, wrt=wrt, step=step, positions=positions)
 
 
 def _values_of_variable(request: TapeRequest) -> Sequence[int]:
@@ -369,19 +369,26 @@ def _source_hint(request: TapeRequest) -> Hint | None:
         if not tape._watch_accessed_variables:
             return Hint("not-tracked", "the tape has watch_accessed_variables=False")
         statistic = str(source.name).rpartition("/")[2].startswith("moving_")
-        hint = Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if statistic else None)
+        hint = Hint("not-tracked", "its trainable is False", variant=MOVING_STATISTIC if statistic else None)
         return None if source.trainable else hint
     tracked = _tracked_values(request)
-    if request.source_id in tracked:
-        return None
     maker = next((op for op in request.ops if request.source_id in op.outputs), None)
-    if maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked:
-        return Hint("resliced", "", maker)
+    cut = maker if maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked else None
+    if request.source_id in tracked:
+        return Hint("resliced", "", cut) if cut is not None and _only_the_whole_is_used(request, cut) else None
+    if cut is not None:
+        return Hint("resliced", "", cut)
     if any(request.source_id in op.inputs for op in request.ops):
         return Hint("not-tracked", "the tape does not watch it")
     if request.is_slice:
         return Hint("resliced", "it was cut out of what the tape watches before, and is not used itself")
     return Hint("unused", "no operation uses it")
+
+
+def _only_the_whole_is_used(request: TapeRequest, maker: TensorflowOp) -> bool:
+    """Return True if the target is computed from what the source was cut out of, and not from the source."""
+    leading = DataPath(OpGraph(request.ops, request.source_id, request.target_id, frozenset())).to_target
+    return request.source_id not in leading and maker.inputs[0] in leading
 
 
 def _tracked_values(request: TapeRequest) -> set[int]:
@@ -406,7 +413,7 @@ def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if not frozen and source.trainable:
         return []
     is_statistic = any(kind == "buffer" for kind, _ in frozen)  # unfreezing a layer does not train it
-    return [Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if is_statistic else None)]
+    return [Hint("not-tracked", "its trainable is False", variant=MOVING_STATISTIC if is_statistic else None)]
 
 
 def _nudge(x: Tensor) -> Tensor:

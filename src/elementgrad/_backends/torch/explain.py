@@ -2,12 +2,12 @@
 
 `TorchTrace` runs a function once under a `TorchOpRecorder`, which keeps what each call read and made. Live tensors have
 no record, but their autograd graph is walked (`report_live`). A training step runs as it is under a recorder
-(`report_step`). `RefusedRun` turns PyTorch's errors about gradients into causes.
+(`report_step`). `_hint_for_refusal` turns PyTorch's errors about gradients into causes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,13 @@ from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_rules import COPYING, NUMBERS, dense, flow_hook
 from elementgrad._backends.torch.isolate import (
     Freezable,
+    deferred_handles,
     generators,
     in_mode,
     is_freezing_call,
     isolated,
-    plainly,
-    removed_later,
     state,
+    without_autocast,
 )
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
@@ -42,6 +42,7 @@ from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
+    NOTHING_TRACKED,
     CotangentSizes,
     Hint,
     LiveReport,
@@ -97,7 +98,7 @@ class TorchRecord(Record):
             y, tracked = self.targets[target], [x for _, x in self.sources if x.requires_grad]
             pulled: Sequence[Any] = [None] * len(tracked)
             if y.requires_grad and tracked:
-                with isolated(None), plainly():
+                with isolated(None), without_autocast():
                     seed = NUMBERS.at(y, of, weights)
                     pulled = torch.autograd.grad(y, tracked, seed, retain_graph=True, allow_unused=True)
             by_source = dict(zip(map(id, tracked), pulled, strict=True))
@@ -135,7 +136,6 @@ class TorchTrace(Trace):
     def __init__(self, record: TorchRecord, source: int, target: int):
         self._record, self._index = record, (source, target)
         self._source = record.arguments[source]
-        self._refused = RefusedRun.after(record.recorder)
         source_id, passed = record.sources[source]
         frozen = [] if passed.requires_grad else [Hint("not-tracked", "the function sets its requires_grad to False")]
         hints = [*_hints_of_source(self._source, record.run.held[source]), *frozen, *record.recorder.hints]
@@ -151,7 +151,7 @@ class TorchTrace(Trace):
         return following()
 
     def hint_for_error(self, error: Exception) -> Hint | None:
-        return self._refused.hint(error)
+        return _hint_for_refusal(self._record.recorder, error)
 
     def apply_source_hooks(self, gradient: Tensor) -> Tensor:
         hooks = getattr(self._source, "_backward_hooks", None) if self._source is not None else None
@@ -226,52 +226,42 @@ def _hint_for_argument(error: RuntimeError) -> Hint | None:
     function, argument = names
     evidence = f"PyTorch has no derivative of {function} by {argument}"
     if argument.startswith("running_"):
-        return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
+        return Hint("not-tracked", evidence, variant=MOVING_STATISTIC)
     return Hint("no-rule", evidence, Op(function, user_line_of(error, is_user_file)))
 
 
-@dataclass(frozen=True)
-class RefusedRun:
-    """The operations that ran before PyTorch refused to compute a gradient."""
+def _hint_for_refusal(recorder: TorchOpRecorder, error: BaseException) -> Hint | None:
+    """Return why PyTorch refused to compute a gradient of what was recorded; None if the error is an unknown one."""
+    for text in (str(error), str(error.__cause__ or "")):
+        if _compat.is_inplace_error(text):
+            write = _find_write(recorder.overwrites, text)
+            return Hint("modified-in-place", "the gradient needs the numbers from before", write)
+        if _compat.is_leaf_write_error(text):
+            return Hint("modified-in-place", "", Op(LEAF_WRITE, user_line_of(error, is_user_file)))
+        if _compat.is_freed_graph_error(text):
+            return _freed_graph_hint(recorder.requests.backwards, recorder.stale)
+        name = _compat.operation_without_derivative(text)
+        if name is not None:
+            return Hint("no-rule", "", next((op for op in recorder.ops if op.operation == name), Op(name)))
+    return None
 
-    ops: Sequence[Op]
-    overwrites: Sequence[Overwrite]
-    backwards: Sequence[Op]
-    stale: Op | None
 
-    @classmethod
-    def after(cls, recorder: TorchOpRecorder) -> "RefusedRun":
-        return cls(recorder.ops, recorder.overwrites, recorder.requests.backwards, recorder.stale)
+def _freed_graph_hint(backwards: Sequence[Op], stale: Op | None) -> Hint:
+    if stale is not None:
+        evidence = f"{stale.operation} uses a tensor that was computed before, whose graph was freed"
+        return Hint("freed-graph", evidence, stale)
+    earlier = [op.where for op in backwards[:-1] if op.where]
+    evidence = f"backward() was called before, at {earlier[-1]}" if earlier else ""
+    return Hint("freed-graph", evidence, backwards[-1] if backwards else None)
 
-    def hint(self, error: BaseException) -> Hint | None:
-        """Return the cause of an error of PyTorch's; None if it is unknown."""
-        for text in (str(error), str(error.__cause__ or "")):
-            if _compat.is_inplace_error(text):
-                return Hint("modified-in-place", "the gradient needs the numbers from before", self._writer(text))
-            if _compat.is_leaf_write_error(text):
-                return Hint("modified-in-place", "", Op(LEAF_WRITE, user_line_of(error, is_user_file)))
-            if _compat.is_freed_graph_error(text):
-                return self._freed_graph_hint()
-            name = _compat.operation_without_derivative(text)
-            if name is not None:
-                return Hint("no-rule", "", next((op for op in self.ops if op.operation == name), Op(name)))
-        return None
 
-    def _freed_graph_hint(self) -> Hint:
-        if self.stale is not None:
-            evidence = f"{self.stale.operation} uses a tensor that was computed before, whose graph was freed"
-            return Hint("freed-graph", evidence, self.stale)
-        earlier = [op.where for op in self.backwards[:-1] if op.where]
-        evidence = f"backward() was called before, at {earlier[-1]}" if earlier else ""
-        return Hint("freed-graph", evidence, self.backwards[-1] if self.backwards else None)
-
-    def _writer(self, text: str) -> Op | None:
-        """Return the write that PyTorch complains of, by the shape and the maker of the tensor if the text has them."""
-        shape, maker = _compat.overwritten_shape(text), _compat.overwritten_maker(text)
-        matches = [write for write in self.overwrites if shape is None or write.shape == shape] or self.overwrites
-        if maker is not None:
-            matches = [write for write in matches if write.maker == maker] or matches
-        return matches[-1].op if matches else None
+def _find_write(overwrites: Sequence[Overwrite], text: str) -> Op | None:
+    """Return the write that PyTorch complains of, by the shape and the maker of the tensor if the text has them."""
+    shape, maker = _compat.overwritten_shape(text), _compat.overwritten_maker(text)
+    matches = [write for write in overwrites if shape is None or write.shape == shape] or overwrites
+    if maker is not None:
+        matches = [write for write in matches if write.maker == maker] or matches
+    return matches[-1].op if matches else None
 
 
 def run_at(run: TensorFunction, tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -336,7 +326,7 @@ def report_live(of: Picked, wrt: Picked) -> LiveReport:
 def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:
     """Report the verdict by the gradient alone, where the graph cannot be followed."""
     seed = _seed(of)
-    with isolated(None), plainly():
+    with isolated(None), without_autocast():
         (gradient,) = torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True, allow_unused=True)
     if gradient is None:
         return LiveReport.unfollowed("unconnected", error)
@@ -412,7 +402,7 @@ class _NodePath:
 
     def add_hooks(self, positions: np.ndarray | None) -> list[list[CotangentSizes]]:
         """Have each node note its gradients until the scope is left; where it reads the tensor, at some elements."""
-        handles = removed_later()
+        handles = deferred_handles()
         flows: list[list[CotangentSizes]] = [[] for _ in self._nodes]
         for node, sizes in zip(self._nodes, flows, strict=True):
             slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
@@ -426,7 +416,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
     keeps_grad = x.is_leaf or x.retains_grad
     seed = _seed(of)
     try:
-        with isolated(None), plainly():
+        with isolated(None), without_autocast():
             flows = path.add_hooks(wrt[1])
             (gradient,) = torch.autograd.grad(of[0], x, seed, retain_graph=True)
     except RuntimeError as error:
@@ -507,7 +497,7 @@ def report_step(
             return _report_untracked(recorder, root, target, wrt)
         if unused and requests.sides is not None:
             return _report_unused(recorder, *requests.sides)
-        hint = RefusedRun.after(recorder).hint(error)
+        hint = _hint_for_refusal(recorder, error)
         if hint is None:
             raise
         return LiveReport("unconnected", _graph_of(recorder, root, requests.target or root), hint)
@@ -557,7 +547,7 @@ def _report_untracked(recorder: TorchOpRecorder, root: int, target: int, wrt: Te
     hint = None
     if not recorder.any_tracked and (wrt is None or not wrt.requires_grad):
         evidence = "nothing that the step computes with requires gradients"
-        hint = Hint("not-tracked", evidence, _first_op(recorder, target))
+        hint = Hint("not-tracked", evidence, _first_op(recorder, target), NOTHING_TRACKED)
     return LiveReport("unconnected", _graph_of(recorder, root, target), hint)
 
 
@@ -593,19 +583,14 @@ def _report_finished(
         if requests.accumulated is not None:
             before = Hint("accumulated", "its .grad contained a gradient before", requests.accumulated)
             return LiveReport("mismatch", None, before, value=value, wrt="the tensor")
-        if (verdict := NUMBERS.verdict(value)) == "flows":
-            return LiveReport("flows", value=value, wrt="the tensor", suspect=_hidden_write(recorder, root))
-        step = _step_trace(recorder, root)
-        graph = None if step is None else step.graph
-        suspect = _hidden_write(recorder, root)
-        return LiveReport(
-            verdict, graph, value=value, step=step, positions=positions, wrt="the tensor", suspect=suspect
-        )
+        verdict, suspect = NUMBERS.verdict(value), _hidden_write(recorder, root)
+        step = None if verdict == "flows" else _step_trace(recorder, root)
+        return LiveReport(verdict, value=value, step=step, positions=positions, wrt="the tensor", suspect=suspect)
     hint: Hint | None = None
     if not wrt.requires_grad:
         normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
         statistic = normed and not isinstance(wrt, torch.nn.Parameter)
-        hint = Hint("not-tracked", "its requires_grad is False", Op(MOVING_STATISTIC) if statistic else None)
+        hint = Hint("not-tracked", "its requires_grad is False", variant=MOVING_STATISTIC if statistic else None)
     elif not wrt.is_leaf and not wrt.retains_grad:
         hint = Hint("non-leaf", "is_leaf is False")
     return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, wrt="the tensor")
@@ -630,7 +615,7 @@ def _step_trace(recorder: TorchOpRecorder, root: int) -> StepTrace | None:
 def following() -> Iterator[None]:
     """Run operations again without disturbing anything."""
     _compat.load_forward_rules()
-    with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
+    with isolated(None, attention=True), without_autocast():  # the plain kernel has forward derivatives
         yield
 
 

@@ -202,6 +202,8 @@ class ModelState:
         tracked = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if pairs:
             roots, seeds = [x for x, _ in pairs], [g for _, g in pairs]
+            for x, g in pairs:  # of an output that another one is computed from, all that arrived, and not once more
+                x.register_hook(lambda _, g=g: g)
             found = torch.autograd.grad(roots, list(tracked.values()), seeds, allow_unused=True)
             results |= {f"gradient:{name}": g for name, g in zip(tracked, found, strict=True) if g is not None}
         return results
