@@ -18,7 +18,7 @@ X = np.array([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
 
 
 @pytest.mark.parametrize("read", JACOBIAN_READS)
-def test_what_the_function_writes_into_its_argument_stays_inside(read):
+def test_writes_into_an_argument_do_not_reach_the_user(read):
     x = torch.tensor(X)
 
     def f(x):
@@ -136,7 +136,7 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_that_the_function_turns_is_back_after_a_read(name):
+def test_modes_set_by_the_function_are_restored_after_a_read(name):
     fw, (read, write, other) = TORCH, SWITCHES[name]
     before, raises = read(), False
 

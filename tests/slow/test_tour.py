@@ -167,7 +167,7 @@ def assert_in_browser(page):
     assert complaints == []
 
 
-def test_the_digits_and_words_are_what_they_are_said_to_be():
+def test_the_digits_and_words_match_their_description():
     images, labels = load_digits()
     sklearn = pytest.importorskip("sklearn.datasets", reason="pip install scikit-learn")
     original = sklearn.load_digits()

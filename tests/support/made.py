@@ -127,7 +127,7 @@ def spread(value: np.ndarray | None, x: np.ndarray, index: Any) -> np.ndarray:
 
 
 def numpy_edit(verb: str, x: np.ndarray, index: Any, value: np.ndarray | None) -> np.ndarray:
-    """What NumPy itself makes of an edit: the oracle."""
+    """Return the result of an edit in NumPy: the oracle."""
     if verb == "get":
         return np.asarray(x[index])
     edited = x.copy()

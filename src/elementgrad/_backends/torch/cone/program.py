@@ -23,7 +23,14 @@ from elementgrad._backends.torch.autodiff import materialize
 from elementgrad._backends.torch.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.torch.cone.calls import CustomCall, RecordedCall, flatten_call, unflatten_call
 from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_own_hook, isolated, plainly, restore_attributes
+from elementgrad._backends.torch.isolate import (
+    add_hook,
+    enter_mode,
+    is_own_hook,
+    isolated,
+    restore_attributes,
+    without_autocast,
+)
 from elementgrad._cleanup import defer, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import Box, sizes, slices, whole
@@ -487,7 +494,7 @@ def _nodes_behind(outputs: Sequence[Tensor]) -> set[Any]:
 
 def _sweep(y: Tensor, ends: Sequence[Tensor], seed: Any) -> list[Tensor]:
     """Run one reverse sweep, from a cotangent or from the element at a flat position."""
-    with plainly():
+    with without_autocast():
         target, cotangent = y, seed
         if not isinstance(seed, Tensor):
             alone = y.numel() == 1
@@ -518,7 +525,7 @@ def run_cone(
     """Run the operations of a cone on their parts; return the part that was asked for, and the leaves."""
     held: dict[ProgramValue, Tensor] = {}
     leaves: dict[ProgramValue, Tensor] = {}
-    with torch.inference_mode(False), plainly(), torch.set_grad_enabled(grad):
+    with torch.inference_mode(False), without_autocast(), torch.set_grad_enabled(grad):
         for value, box in cone.needed.items():
             if value.constant is not None:
                 region = value.constant if sizes(box) == value.shape else value.constant[slices(box)]
