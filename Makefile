@@ -33,7 +33,7 @@ matrix:
 
 # More examples of every property test, and interrupts at far more lines. Takes an hour or more.
 sweep: $(VENV)/test.stamp
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 -k "$(if $(K),$(K),made or of_hessians_are or interrupt)"
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 -k "$(if $(K),$(K),made or random or flipped or of_hessians_are or interrupt)"
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

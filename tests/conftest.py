@@ -25,6 +25,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what frameworks and test modules hold stays, and need not be looked at again and again
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _earlier_modules_are_frozen() -> None:
+    """Keep the collector from what earlier test modules left, which frameworks cache: gigabytes, towards the end.
+
+    Tests that look at all objects, and JAX's check for leaks of tracers, do not look through it either.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=FRAMEWORKS, ids=repr)
 def fw(request: pytest.FixtureRequest) -> Framework:
     return request.param

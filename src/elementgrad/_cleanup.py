@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, suppress
+from collections.abc import Callable, Generator, Hashable
+from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from operator import call
@@ -484,13 +484,6 @@ class AttributePatch:
         self._install = install
         self._lock = Lock()
         self._patches: dict[tuple[Hashable, ...], _InstalledPatch] = {}
-
-    @contextmanager
-    def on(self, *of: Hashable) -> Iterator[None]:
-        """Replace the attributes for a block of code."""
-        with scope():
-            self.enter(*of)
-            yield
 
     def enter(self, *of: Hashable) -> None:
         """Replace the attributes until the innermost open scope is left."""

@@ -54,6 +54,12 @@ def test_a_wrong_rule_is_a_finding_about_what_is_in_front_of_it():
     assert "except_=['Rule']" in str(audit)
 
 
+def test_a_wrong_rule_is_not_excused_by_how_its_operand_lies_in_memory():
+    change = rule(lambda x: 3 * x, lambda g, x: 2 * g)
+    (finding,) = eg.audit(Net(lambda h: change(h.T).T), loss).findings
+    assert finding.evidence == ("its rule gives 2 for an element whose slope is 3",)
+
+
 def test_a_rule_that_is_wrong_for_one_operand_is_about_that_one():
     change = rule(torch.matmul, lambda g, x, w: (g @ w.T, x.T @ g / 2))
     (finding,) = eg.audit(Net(change, several=True), loss).findings

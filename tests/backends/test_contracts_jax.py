@@ -1,4 +1,4 @@
-"""What the backend takes for granted of JAX: a new version that breaks one of these breaks it."""
+"""Contracts with JAX: behaviour that the backend relies on, which a new version could change."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What finding patterns takes for granted of JAX: what its moving operations are called, and mean."""
+"""Contracts with JAX for sparsity patterns: the names and meanings of operations that move elements."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ MOVES = {
 
 
 def followed(f, x):
-    """What the rules make of a function of numbers of sets."""
+    """Return the result of the rules for a function of set numbers."""
     program = jax.make_jaxpr(f)(x)
     (result,) = JaxprPropagator(IndexSets(x.size), RULES).run(program, [DependentValue(x)])
     return result.ids

@@ -1,4 +1,4 @@
-"""What finding patterns takes for granted of TensorFlow: its operations by name, run again on other numbers."""
+"""Contracts with TensorFlow for sparsity patterns: operations by name, run again on other numbers."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ MOVES = {
 
 
 def followed(f, x):
-    """What the rules make of a function of numbers of sets."""
+    """Return the result of the rules for a function of set numbers."""
     graph = tf.function(f).get_concrete_function(tf.TensorSpec(x.shape, tf.float64)).graph
     rest = [external for external, _ in graph.captures]
     return GraphPropagator(IndexSets(x.size), RULES).run(graph, [DependentValue(x), *rest], graph.outputs)[0].ids

@@ -1,4 +1,4 @@
-"""What finding patterns takes for granted of PyTorch: a new version that breaks one of these breaks it."""
+"""Contracts with PyTorch for sparsity patterns, which a new version could change."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_a_mode_of_functions_is_off_inside_what_it_was_asked_about():
     assert torch.Tensor.numpy not in asked
 
 
-def test_what_is_written_to_a_view_is_in_the_memory_of_its_base():
+def test_a_write_to_a_view_changes_its_base():
     x = torch.zeros(2, 3, dtype=torch.complex64)
     assert torch.view_as_real(x).untyped_storage()._cdata == x.untyped_storage()._cdata
     assert x.t()[1].untyped_storage()._cdata == x.untyped_storage()._cdata

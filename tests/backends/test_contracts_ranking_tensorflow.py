@@ -1,4 +1,4 @@
-"""What ranking and training elements take for granted of TensorFlow and Keras."""
+"""Contracts with TensorFlow and Keras for ranking and training elements."""
 
 import keras
 import numpy as np
@@ -42,7 +42,7 @@ def test_tensorflow_leaves_negative_segments_out_of_sums(compiled):
     assert total(tf.constant([1.0, np.nan, 2.0])).numpy().tolist() == [3.0, 0.0]
 
 
-def test_keras_lends_tensors_to_variables_and_keeps_what_is_written_apart():
+def test_keras_stateless_scope_replaces_variables_and_collects_writes():
     variable = keras.Variable([1.0])
     with keras.StatelessScope([(variable, tf.constant([2.0]))]) as scope:
         assert variable.numpy().tolist() == [2.0]

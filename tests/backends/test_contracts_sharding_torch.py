@@ -1,4 +1,4 @@
-"""What the backend takes for granted of PyTorch's `fully_shard`: a new version that breaks one of these breaks it."""
+"""Contracts with PyTorch's `fully_shard`, which a new version could change."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_pytorch_counts_the_writes_to_a_spread_tensor_and_not_those_to_what_is_h
     assert layer.weight.full_tensor().eq(1).all()
 
 
-def test_pytorch_delivers_a_gradient_to_a_leaf_as_by_a_backward_and_hooks_hear_it_once():
+def test_pytorch_accumulates_into_a_leaf_and_runs_its_hooks_once():
     leaf, heard = nn.Parameter(torch.zeros(2)), []
     leaf.register_hook(lambda gradient: heard.append("hook") or 2 * gradient)
     leaf.register_post_accumulate_grad_hook(

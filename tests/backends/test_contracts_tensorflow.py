@@ -1,4 +1,4 @@
-"""What the backend takes for granted of TensorFlow and Keras: a new version that breaks one of these breaks it."""
+"""Contracts with TensorFlow and Keras: behaviour that the backend relies on, which a new version could change."""
 
 import inspect
 import random
@@ -72,7 +72,7 @@ def test_tensorflow_gives_a_dense_gradient_for_a_gather_of_a_list_of_one_list():
     assert isinstance(tape.gradient(y, x), tf.Tensor)
 
 
-def test_tensorflow_raises_our_errors_again_as_what_they_are():
+def test_tensorflow_reraises_our_errors_with_their_type():
     class OurError(IndexError):
         __init__ = Exception.__init__
 
@@ -93,7 +93,7 @@ def test_tensorflow_tensors_variables_and_keras_variables_share_a_type():
         assert isinstance(tensor, (tf.Tensor, tf.Variable, tf.__internal__.types.Tensor))
 
 
-def test_autograph_leaves_alone_what_bears_its_sign():
+def test_autograph_skips_functions_with_its_attribute():
     def converted(x):
         return x if x[0] > 0 else -x
 
@@ -190,7 +190,7 @@ def test_keras_tries_the_first_of_the_steps_that_it_does_not_unroll():
         assert len(seen) == calls
 
 
-def test_a_compiled_method_of_tensorflow_holds_its_object_in_a_box():
+def test_tensorflow_compiled_methods_wrap_their_object():
     from elementgrad._backends.tensorflow import autodiff as staging
 
     class Holder:
@@ -300,7 +300,7 @@ def test_tensorflow_binds_and_converts_the_arguments_of_a_compiled_function():
     assert compiled._autograph is True
 
 
-def test_autograph_converts_what_it_is_told_to():
+def test_autograph_converts_marked_functions():
     from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
 
     def choosing(x):
@@ -312,7 +312,7 @@ def test_autograph_converts_what_it_is_told_to():
     assert callable(tf.__internal__.autograph.control_status_ctx)
 
 
-def test_keras_says_whether_it_runs_a_layer_just_for_a_shape():
+def test_keras_marks_symbolic_calls_of_layers():
     import keras
 
     scopes, seen = sys.modules["keras.src.backend.common.symbolic_scope"], []
@@ -352,7 +352,7 @@ def test_tensorflow_says_which_operations_leave_a_trace():
     assert not stateful(lambda: tf.tanh(x) * x)
 
 
-def test_tensorflow_knows_whether_anybody_records():
+def test_tensorflow_says_whether_a_tape_is_recording():
     from tensorflow.python.eager.record import could_possibly_record
 
     x = tf.ones(2)
@@ -365,7 +365,7 @@ def test_tensorflow_knows_whether_anybody_records():
 
 @pytest.mark.parametrize("kind", [keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Lion])
 def test_optimizers_write_by_the_methods_of_a_variable(kind):
-    """Elements in training hear of every write by methods that are replaced on the variable's class."""
+    """Trained elements see every write through methods that are replaced on the variable's class."""
     variable = keras.Variable(np.ones(3))
     plain = type(variable._value)
     seen = []
@@ -397,8 +397,8 @@ def test_embeddings_are_rows_of_a_variable_and_count_from_the_end_too():
     assert np.array_equal(rows, tf.gather(layer._embeddings._value, [0, 3]))
 
 
-def test_setting_an_attribute_to_what_it_is_does_nothing():
-    """So a layer that is trainable, with variables that are not, needs another way to be told."""
+def test_setting_an_attribute_to_its_own_value_does_nothing():
+    """A trainable layer whose variables are not trainable needs another mark."""
     layer = keras.layers.Dense(2)
     layer.build((None, 3))
     layer.bias.trainable = False
@@ -423,7 +423,7 @@ def test_tensorflow_tells_of_every_eager_operation_and_reads_variables_by_a_name
     assert "pywrap_tfe.TFE_Py_FastPathExecute" in inspect.getsource(gen_math_ops.mul)
 
 
-def test_tensorflow_asks_one_function_for_the_rule_of_an_operation():
+def test_tensorflow_looks_up_gradient_rules_in_one_function():
     x = tf.constant([1.0, 4.0])
     (pulled,) = [_gradient_function("Sqrt", ("T", 1), 1, [x], [tf.sqrt(x)], [tf.ones(2)], (), "")]
     np.testing.assert_allclose(pulled, [0.5, 0.25])

@@ -1,4 +1,4 @@
-"""What the backend takes for granted of PyTorch: a new version that breaks one of these breaks it."""
+"""Contracts with PyTorch: behaviour that the backend relies on, which a new version could change."""
 
 import copy
 import importlib
@@ -263,7 +263,7 @@ def test_pytorch_transforms_take_hold_of_their_arguments_by_two_wrappers(monkeyp
         assert ("_wrap_for_grad", (2, 3)) in seen
 
 
-def test_pytorch_tells_the_innermost_hooks_for_what_is_saved_and_uses_them_alone():
+def test_pytorch_uses_the_innermost_saved_tensor_hooks_alone():
     autograd, seen = torch._C._autograd, []
     assert not autograd._top_saved_tensors_default_hooks(False)
     assert autograd._saved_tensors_hooks_get_disabled_error_message() is None
@@ -280,7 +280,7 @@ def test_pytorch_tells_the_innermost_hooks_for_what_is_saved_and_uses_them_alone
     assert seen[-1] is True
 
 
-def test_pytorch_does_not_give_the_key_of_a_storage_away_while_somebody_refers_to_it():
+def test_pytorch_does_not_reuse_the_key_of_a_live_storage():
     x = torch.ones(5)
     key, reference = x.untyped_storage()._cdata, StorageWeakRef(x.untyped_storage())
     assert x[2:].detach().untyped_storage()._cdata == key
@@ -385,7 +385,7 @@ def test_the_leaves_of_a_graph_are_found_by_walking_it():
     assert end.variable is x
 
 
-def test_pytorch_calls_what_stands_among_its_global_hooks_and_those_that_come_during_a_call():
+def test_pytorch_calls_global_hooks_also_when_added_during_a_call():
     from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_hook
 
     seen, later = [], []

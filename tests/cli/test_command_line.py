@@ -69,7 +69,7 @@ def test_a_pattern_prints_each_place_that_it_matches(user, fw, capsys):
     assert code in (0, 1)
 
 
-def test_findings_are_told_by_text_object_and_exit_code(user, fw, capsys):
+def test_findings_are_in_the_text_the_result_and_the_exit_code(user, fw, capsys):
     assert main(["grad", f"{user}:cut", "[1.0]"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""

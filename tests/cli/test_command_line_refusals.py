@@ -1,4 +1,4 @@
-"""What the command line refuses, in one line before any work, and how it tells that the user's own code raised."""
+"""Refusals of the command line, in one line before any work, and errors of the user's own code."""
 
 import sys
 
@@ -113,7 +113,7 @@ PARSING = {
 
 
 @pytest.mark.parametrize(("typed", "says"), PARSING.values(), ids=PARSING)
-def test_what_does_not_parse_is_said_in_a_line(typed, says, capsys):
+def test_unparsable_arguments_end_with_one_line(typed, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(typed.split())
     assert stopped.value.code == 2
@@ -124,7 +124,7 @@ def test_what_does_not_parse_is_said_in_a_line(typed, says, capsys):
 
 
 @pytest.mark.parametrize(("typed", "says"), USAGE.values(), ids=USAGE)
-def test_what_cannot_work_is_said_in_a_line(typed, says, folder, monkeypatch, capsys):
+def test_impossible_calls_end_with_one_line(typed, says, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(typed.split()) == 2
     printed = capsys.readouterr()
@@ -146,7 +146,7 @@ def test_framework_is_taken_from_the_option_where_nothing_tells(folder, monkeypa
     assert main(["grad", "plain.py:f", "[3.0]", "--framework", "torch"]) == 2
 
 
-def test_what_the_users_code_raises_is_shown_as_python_would(folder, monkeypatch, capsys):
+def test_errors_of_the_users_code_have_a_traceback(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert main(["grad", "of_jax.py:bad", "[1.0]"]) == 3
     error = capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_what_the_users_code_raises_is_shown_as_python_would(folder, monkeypatch
         assert "importlib" not in error
 
 
-def test_jax_has_float64_only_where_it_is_told_to(folder, monkeypatch, capsys):
+def test_jax_has_float64_only_with_x64_enabled(folder, monkeypatch, capsys):
     from elementgrad._backends.jax.tensor import WIDE
 
     monkeypatch.chdir(folder)

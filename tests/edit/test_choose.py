@@ -34,7 +34,7 @@ def test_the_hard_choice_is_exactly_one_element(fw):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_number_beside_the_hard_choice_does_not_reach_it(fw, bad):
+def test_nan_beside_the_hard_choice_does_not_reach_it(fw, bad):
     x, logits = fw.tensor([bad, 2.0, 3.0]), fw.tensor([0.0, 5.0, 0.0])
     assert fw.numpy(eg.choose(x, logits, hard=True)) == 2.0
     gradient, _ = fw.grad(lambda x, logits: eg.choose(x, logits, hard=True), x, logits)

@@ -22,7 +22,7 @@ def run(fw, verb, x, index, value):
 
 
 def test_made_indices_read_through_real_tensors(fw):
-    @settings(max_examples=counts(120 if fw is JAX else 1000))
+    @settings(max_examples=counts(*((60, 600) if fw is JAX else (300, 5000))))
     @given(shapes_and_indices(wrong=True, max_axes=4))
     def agrees(made):
         shape, index = made
@@ -40,8 +40,8 @@ def test_made_indices_read_through_real_tensors(fw):
     agrees()
 
 
-def test_made_edits_give_what_numpy_gives(fw):
-    @settings(max_examples=counts(100 if fw is JAX else 600))
+def test_random_edits_agree_with_numpy(fw):
+    @settings(max_examples=counts(*((60, 500) if fw is JAX else (200, 3000))))
     @given(edits(VERBS))
     def agrees(made):
         verb, x, index, value = made
@@ -173,7 +173,7 @@ def test_values_of_a_dtype_that_fits_are_not_read(fw, monkeypatch):
         assert fw.numpy(eg.at(fw.tensor([1, 2], dtype))[0].set(fw.tensor(3, narrower)))[0] == 3
 
 
-def test_traced_values_are_not_looked_at(fw):
+def test_traced_values_are_not_read(fw):
     x = fw.tensor([1, 2], "uint8")
     assert fw.numpy(fw.jit(lambda x, value: eg.at(x)[0].set(value))(x, fw.tensor(300, "int32"))).tolist() == [44, 2]
     mapped = fw.vmap(lambda value: eg.at(x)[0].set(value))(fw.tensor([300], "int32"))
@@ -333,7 +333,7 @@ def test_without_an_index_a_place_is_the_whole_tensor(fw):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("verb", ["set", "add", "multiply", "apply", "only", "stop", "get"])
 @pytest.mark.parametrize("index", [1, slice(1, 2), [1], np.array([False, True, False])], ids=str)
-def test_a_bad_number_in_an_untouched_element_reaches_nothing_else(fw, verb, bad, index):
+def test_nan_in_an_untouched_element_stays_there(fw, verb, bad, index):
     def loss(x, value):
         edited = run(fw, verb, x, index, value if verb in ("set", "add", "multiply") else None)
         return fw.sum(edited if verb == "get" else eg.at(edited)[1:].get() ** 2)

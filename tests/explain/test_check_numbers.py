@@ -19,6 +19,7 @@ NOT_FINITE = "the value is not finite, and cannot be varied"
 NO_VALUES = "the function has no finite values nearby"
 STEPS = "the function changes in steps there, so differences say nothing"
 STEEPER = "the slope grows without bound as the step size gets smaller"
+LOST = "the slope is lost in the rounding of the value, which is so much larger"
 UNSETTLED = "differences with neighbouring step sizes do not agree"
 
 
@@ -30,6 +31,14 @@ def part(share, y, o):
 def weighed(o, x):
     e = o.exp(x)
     return e / o.sum(e)
+
+
+@pytest.mark.parametrize("share", [1, 5])
+@pytest.mark.parametrize("large", [1e16, 1e30])
+def test_a_slope_that_is_lost_in_the_value_is_undecided(fw, large, share):
+    o = OPS[fw.name]
+    found = eg.check(lambda x: o.sum(part(share, x, o)), fw.tensor([large, 1.0]), wrt="x[1]")
+    assert (found.verdict, found.undecided[0].why) == ("undecided", LOST)
 
 
 @pytest.mark.parametrize("odd", [-INF, INF, NAN])

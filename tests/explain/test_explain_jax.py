@@ -191,3 +191,10 @@ def test_an_update_beside_the_array_is_named():
     assert (found.verdict, found.cause) == ("zero", "out-of-range")
     assert "index 5 is out of range for axis 0 of size 3" in found.evidence[0]
     assert "writes to the nearest place" in str(found)
+
+
+@pytest.mark.parametrize("write", ["set", "add", "max"])
+def test_a_write_beside_the_array_is_said_to_be_dropped(write):
+    found = eg.explain(lambda x, u: getattr(x.at[7], write)(u).sum(), jnp.ones(3), jnp.array(2.0), wrt="u")
+    assert (found.verdict, found.cause) == ("zero", "out-of-range")
+    assert "JAX drops what is written there" in str(found)

@@ -225,6 +225,38 @@ def test_a_read_that_is_cancelled_while_it_waits_is_never_made():
     assert len(calls) == made
 
 
+def test_a_page_gets_the_answer_that_is_being_read_while_the_explorer_closes(caplog):
+    calls, gate = [], threading.Event()
+
+    def slow(x):
+        calls.append(1)
+        if len(calls) > 1:
+            gate.wait(20)
+        return x * 2
+
+    def ask(client, answers, element):
+        body = json.dumps({"ask": "view", "tensor": 0, "of": {"tensor": 1, "index": [element]}})
+        answers[element] = json.loads(
+            client.send("POST", body=body, Content_Type="application/json")[1].splitlines()[-1]
+        )
+
+    answers = {}
+    with eg.explore(slow, torch.ones(2)) as explorer:
+        pages = [threading.Thread(target=ask, args=(Client(explorer), answers, element)) for element in (0, 1)]
+        pages[0].start()
+        while len(calls) < 2:
+            pages[0].join(0.01)
+        pages[1].start()
+        while explorer._worker._queue.empty():
+            pages[1].join(0.01)
+        threading.Timer(1.8, gate.set).start()
+    for page in pages:
+        page.join()
+    assert "gradient" in answers[0]
+    assert answers[1] == {"error": "the explorer was closed"}
+    assert not caplog.records  # such as the server's on what it had to break off
+
+
 def test_closing_leaves_the_model_as_it_was_and_the_port_free():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
     x = torch.ones(4, 3)

@@ -125,7 +125,7 @@ RUN_AGAIN = {
 
 
 @pytest.mark.parametrize("case", RUN_AGAIN)
-def test_a_run_in_another_way_raises_its_error_alone(case):
+def test_an_error_of_a_second_run_is_raised_without_the_first(case):
     f, make = RUN_AGAIN[case]
     with pytest.raises(UserError) as raised:
         (eg.grad if "frozen" in case else eg.explain)(f, make())

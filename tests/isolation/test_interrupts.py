@@ -24,7 +24,7 @@ from tests.support import user_jax, user_keras, user_torch
 from tests.support.interrupts import interrupted, points, some, spelled
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-EVERY = {"torch": 1, "keras": 1, "jax": 1} if LONG else {"torch": 41, "keras": 151, "jax": 151}
+EVERY = {"torch": 1, "keras": 1, "jax": 1} if LONG else {"torch": 73, "keras": 199, "jax": 199}
 """Of the points at which a verb can be interrupted, one in so many is tried."""
 FRAMEWORKS = [user_torch, user_keras, user_jax]
 
@@ -39,7 +39,7 @@ trains = pytest.mark.parametrize("fw", FRAMEWORKS[:2], ids=name)
 
 
 @reads
-def test_an_interrupted_read_leaves_nothing_behind(fw, verb):
+def test_an_interrupted_read_restores_all_state(fw, verb):
     call, model = fw.READS[verb], fw.model()
     expected = call(model)
     every = points(lambda: call(model))
@@ -57,7 +57,8 @@ def test_an_interrupt_inside_settings_of_jax_leaves_none_to_the_thread():
     call, model, source = user_jax.READS["explain"], user_jax.model(), jax._src.config.__file__
     call(model)
     around = user_jax.surroundings()
-    inside = inspect.getsourcelines(jax._src.config.StateContextManager)
+    config = jax._src.config  # its contexts are generators in older versions
+    inside = inspect.getsourcelines(getattr(config, "StateContextManager", config.State.__call__))
     lines = range(inside[1], inside[1] + len(inside[0]))
     stops = [stop for stop in points(lambda: call(model), source) if stop[0][1] in lines]
     assert len(stops) > 5
@@ -198,7 +199,7 @@ def test_undo_goes_on_after_an_interrupt_and_an_error():
     assert done == ["last", "stops", "stops", "first"]
 
 
-def test_what_several_interrupts_left_is_undone_by_the_next_verb():
+def test_the_next_verb_undoes_the_remains_of_several_interrupts():
     done = []
 
     @with_cleanup
@@ -311,7 +312,7 @@ def test_a_lock_is_free_after_any_interrupt(signals):
         assert not lock._holder
 
 
-def test_modes_are_left_wherever_they_are():
+def test_a_recording_left_open_ends_below_another_recording():
     x = torch.tensor([1.0, 2.0, 3.0])
     first = eg.record(x)
     first.__enter__()  # as an interrupt on the way into its end leaves it
@@ -433,7 +434,7 @@ def test_flags_of_modes_are_right_when_modes_end_out_of_order():
 
 
 @pytest.mark.parametrize("end", ["dies", "dies elsewhere", "interrupted"])
-def test_a_recording_whose_end_never_ran_ends_with_it_or_with_the_next_verb(monkeypatch, end):
+def test_a_recording_without_an_exit_ends_when_freed_or_at_the_next_verb(monkeypatch, end):
     x = torch.ones(2)
     recordings = [eg.record(x)]
     recordings[0].__enter__()
@@ -451,7 +452,7 @@ def test_a_recording_whose_end_never_ran_ends_with_it_or_with_the_next_verb(monk
     assert ambient_state().dispatch_modes == ambient_state().function_modes == ()
 
 
-def test_the_end_of_a_recording_has_no_first_instruction():
+def test_the_exit_of_a_recording_cannot_be_interrupted_at_its_start():
     x = torch.ones(2)
     recording = eg.record(x)
     assert isinstance(recording.__exit__, BuiltinMethodType)
@@ -492,7 +493,7 @@ def test_an_interrupted_block_ends_what_was_entered_in_it():
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def test_blocks_of_autocast_that_end_twice_are_put_right():
+def test_autocast_nesting_is_repaired_when_a_block_ends_twice():
     @with_cleanup
     def verb():
         block = torch.autocast("cpu")

@@ -1,5 +1,8 @@
 """Arguments, buffers, random numbers and switches that the function changes are the user's again after a read."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ X = np.array([[0.1, 0.2, 0.3], [0.7, -0.4, 0.9]])
 
 
 @pytest.mark.parametrize("read", JACOBIAN_READS)
-def test_what_the_function_writes_into_its_argument_stays_inside(read):
+def test_writes_into_an_argument_do_not_reach_the_user(read):
     x = torch.tensor(X)
 
     def f(x):
@@ -133,7 +136,7 @@ SWITCHES = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_that_the_function_turns_is_back_after_a_read(name):
+def test_modes_set_by_the_function_are_restored_after_a_read(name):
     fw, (read, write, other) = TORCH, SWITCHES[name]
     before, raises = read(), False
 
@@ -184,3 +187,20 @@ def test_elements_of_an_output_are_read_where_the_function_leaves_gradients_disa
     assert eg.check(f, x, of="output[1]")
     assert eg.explain(f, x, of="output[1]", wrt="x[1]").verdict == "flows"
     assert torch.is_grad_enabled()
+
+
+def test_a_check_for_nan_that_is_turned_on_after_a_verb_is_heeded():
+    divide = jax.jit(lambda x: x / x)
+
+    def use():
+        eg.explain(lambda x: jnp.sqrt(x).sum(), jnp.zeros(2))
+        jax.config.update("jax_debug_nans", True)
+        try:
+            assert divide(jnp.ones(1)) == divide(jnp.full(1, 2.0)) == 1
+            with pytest.raises(FloatingPointError):
+                divide(jnp.zeros(1))
+        finally:
+            jax.config.update("jax_debug_nans", False)
+
+    with ThreadPoolExecutor(1) as thread:  # a thread in which JAX has not turned the check off yet
+        thread.submit(use).result()

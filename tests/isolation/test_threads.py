@@ -1,6 +1,8 @@
 """Several threads that read one model at once get the right numbers, and leave it as it was."""
 
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,3 +43,10 @@ def test_threads_read_one_model_with_buffers(name):
     assert all(
         now is own and torch.equal(now, value) for now, (own, value) in zip(model.buffers(), before, strict=True)
     )
+
+
+def test_reads_go_on_while_another_thread_imports_the_compiler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", ModuleType("torch._dynamo.eval_frame"))
+    model, x = torch.nn.Linear(2, 1), torch.ones(1, 2)
+    assert torch.equal(eg.grad(model, x, wrt="weight"), x)
+    assert eg.explain(model, x, wrt="weight").verdict == "flows"

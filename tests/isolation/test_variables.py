@@ -31,7 +31,7 @@ def methods():
 
 @pytest.mark.parametrize("where", ["eager", "traced inside", "traced before", "inside a loop", "in a user's graph"])
 @pytest.mark.parametrize("write", WRITES)
-def test_variables_of_tensorflow_hold_what_they_held(write, where):
+def test_tensorflow_variables_keep_their_values(write, where):
     v = tf.Variable(tf.constant([3.0, 4.0, 5.0], tf.float64))
     before = methods()
 

@@ -1,4 +1,4 @@
-"""Models of Equinox, asked in every way that a model of another framework is: names, reads, explanations, training."""
+"""Models of Equinox in every verb: names, reads, explanations, training."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def test_weights_are_explained_checked_and_split(mlp):
     assert eg.explain(dead, X, of="output[0]", wrt="layers.0.layers.1.bias[0]").cause == "dead-relu"
 
 
-def test_what_a_module_does_not_know_is_refused_with_the_way(mlp):
+def test_unsupported_calls_of_equinox_modules_are_refused(mlp):
     with pytest.raises(eg.PlaceError, match=r"none of the inputs x, and .* constant on JAX; pass it to the function"):
         eg.grad(lambda x: jnp.sum(mlp(x)), X, wrt=eg.at(mlp.layers[0].weight)[0, 1])
     with pytest.raises(eg.OptionError, match=r"names_from=MLP is not a model .* On JAX pass it to the function"):

@@ -75,7 +75,7 @@ def test_a_single_weight_and_a_token_embedding():
     assert_close(tied, rows[4])
 
 
-def test_between_blocks_and_with_keyword_arguments():
+def test_derivatives_between_blocks_with_keyword_arguments():
     model, ids = bert()
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     J = eg.jacobian(

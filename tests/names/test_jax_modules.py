@@ -22,7 +22,7 @@ def assert_near(found, expected):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Dense:
-    """As Equinox makes its modules: a frozen dataclass that knows which of its fields are arrays."""
+    """A module as Equinox makes them: a frozen dataclass that knows which of its fields are arrays."""
 
     weight: jax.Array
     bias: jax.Array | None
@@ -110,7 +110,7 @@ def test_arrays_of_a_module_have_names():
         eg.grad(model, X, wrt=eg.at("layers.0.weights", kind="parameter"))
 
 
-def test_what_is_no_array_stays_as_it_is_in_a_run():
+def test_fields_that_are_no_arrays_stay_as_they_are():
     seen = []
 
     class Noting(Dense):
@@ -265,7 +265,7 @@ def test_parameters_of_linen():
     assert_near(eg.jacobian(model.apply, variables, X, wrt="hidden").dense(), expected(hidden))
 
 
-def test_what_nnx_shares_is_one_among_arguments():
+def test_objects_shared_by_nnx_are_one_among_arguments():
     nnx = pytest.importorskip("flax.nnx")
 
     class Net(nnx.Module):

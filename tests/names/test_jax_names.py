@@ -70,7 +70,7 @@ CUTS = [plainly, jitted, nested, rematerialised, beside_a_gradient, beside_a_loo
 
 @pytest.mark.parametrize("f", CUTS, ids=lambda f: getattr(f, "__name__", "jitted"))
 @pytest.mark.parametrize("called", [False, True], ids=["new", "called before"])
-def test_a_tag_cuts_a_function_in_two(f, called):
+def test_a_derivative_by_a_tag_is_that_of_the_rest_of_the_function(f, called):
     if called:
         f(X)
     first, second = jax.jacobian(before)(X), jax.jacobian(after)(before(X))
@@ -140,7 +140,7 @@ def test_reads_of_tags_run_under_transformations():
     assert_near(jax.grad(slope)(X), jax.grad(lambda x: jax.jacobian(after)(before(x))[0, 1])(X))
 
 
-def test_reads_inside_of_what_is_read():
+def test_reads_inside_of_a_function_that_is_read():
     def f(x):
         h = eg.tag(x**3, "outer")
         slope = eg.grad(lambda h: jnp.sum(eg.tag(h**2, "inner") ** 2), h, wrt="inner")
@@ -183,7 +183,7 @@ def test_repeated_tags_are_numbered():
         eg.grad(recurrence, start, wrt="t")
 
 
-def test_a_tag_on_an_array_from_outside_is_met():
+def test_a_tag_on_a_closed_over_array_is_captured():
     assert_near(eg.grad(lambda x: jnp.sum((eg.tag(W, "w") @ x) ** 2), X, wrt="w"), jnp.outer(2 * (W @ X), X))
 
 
@@ -207,7 +207,7 @@ def test_the_sign_of_a_zero_and_integers_pass_a_tag():
         eg.grad(lambda x: jnp.sum(x) * eg.tag(jnp.arange(3), "n")[1], X, wrt="n")
 
 
-def test_tags_that_nobody_asks_for_change_nothing():
+def test_unread_tags_change_nothing():
     def f(x, tag):
         h = tag(x * 2, "a")
         h = jax.lax.scan(lambda c, _: (tag(jnp.sin(c), "b"), None), h, None, length=2)[0]

@@ -59,7 +59,7 @@ class ByHand:
         layer.call = call
 
     def tensors(self, model: Any) -> dict[str, tf.Tensor]:
-        """What every activation is, by the name that it bears, in the order in which they are met."""
+        """Return every activation by its name, in the order of the run."""
         rows = activations(model, self.notes["inputs"][0])
         bases = [base(name) for name in rows]
         return {name: self.notes[bases[at]][bases[:at].count(bases[at])] for at, name in enumerate(rows)}

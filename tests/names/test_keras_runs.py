@@ -1,4 +1,4 @@
-"""What a read of a Keras model leaves as it was, what it says of names that do not fit, and compiled code."""
+"""Reads of Keras models: state that stays as it was, errors about names, compiled code."""
 
 import threading
 from typing import Any
@@ -85,7 +85,7 @@ def test_variables_go_by_their_own_path_or_themselves_and_stay_parameters_when_f
         np.testing.assert_array_equal(eg.grad(model, X, of="output[0, 0]", wrt=wrt)[:, 0], X[0])
 
 
-def test_masks_stay_on_what_passes():
+def test_keras_masks_stay_on_captured_tensors():
     model = keras.Sequential(
         [keras.Input((3,)), layers.Embedding(5, 2, mask_zero=True, name="embed"), layers.LSTM(2, name="lstm")]
     )
@@ -96,7 +96,7 @@ def test_masks_stay_on_what_passes():
     assert np.any(J[(0, 0), (0, 1)])
 
 
-def test_threads_meet_their_own():
+def test_threads_capture_their_own_tags():
     models, found = [functional() for _ in range(4)], {}
 
     def read(number: int) -> None:
@@ -185,7 +185,7 @@ def test_compiled_functions_get_their_arguments_as_tensorflow_gives_them(functio
     np.testing.assert_allclose(shares.total, expected, rtol=1e-6)
 
 
-def test_what_the_first_run_builds_is_there_for_the_second():
+def test_layers_built_by_the_first_run_are_there_for_the_second():
     model = keras.Sequential([keras.layers.Dense(2, name="a")])
     with pytest.raises(eg.PlaceError, match="'a/kernel' did not exist before this first run, which has built it; call"):
         eg.grad(model, tf.ones((1, 3)), of="output[0, 0]", wrt="a/kernel")

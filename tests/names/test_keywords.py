@@ -46,7 +46,7 @@ def test_a_misspelt_option_is_refused_though_the_model_takes_any_keyword(verb):
         verb(Net(), torch.ones(2, 3), **{misspelt: "x"})
 
 
-def test_a_keyword_that_the_function_does_not_take_is_held_to_be_an_option():
+def test_a_keyword_that_the_function_does_not_take_is_read_as_an_option():
     with pytest.raises(eg.OptionError, match=r"wtr= is not an option of eg.grad; did you mean wrt="):
         eg.grad(lambda x: x.sum(), torch.ones(3), wtr="x")
     with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):

@@ -147,7 +147,7 @@ def test_a_live_parameter_that_the_function_closes_over_is_a_place(held):
     assert eg.explain(lambda x: held.loss(held.net(x)), held.x, wrt=eg.at(held.parameter)[0, 1]).verdict == "flows"
 
 
-def test_a_closed_over_model_lends_its_names(held):
+def test_names_from_gives_the_names_of_a_closed_over_model(held):
     f = lambda x: held.loss(held.net(x))  # noqa: E731
     held.close(eg.grad(f, held.x, wrt=f"{held.weight}[0, 1]", names_from=held.net), held.gradient()[0, 1])
     held.close(eg.grad(f, held.x, wrt=f"net.{held.weight}[0, 1]", names_from={"net": held.net}), held.gradient()[0, 1])
@@ -228,7 +228,7 @@ def test_a_parameter_that_is_not_used_is_unconnected():
         eg.grad(lambda x: x.sum(), x, wrt=torch.ones(3))
 
 
-def test_a_model_without_a_name_says_which_to_give(held):
+def test_a_model_argument_without_wrt_shows_a_name(held):
     with pytest.raises(eg.PlaceError, match=rf"no input tensor; name a tensor.* wrt='model.{held.weight}'"):
         eg.grad(lambda model: held.loss(model(held.x)), held.net)
     with pytest.raises(eg.PlaceError, match=rf"nearest: model.{held.weight}"):

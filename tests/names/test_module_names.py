@@ -139,7 +139,7 @@ def test_a_method_of_a_module_has_its_names():
         ("stem", eg.at("image", kind="parameter"), "no parameter is named 'image'"),
     ],
 )
-def test_what_is_no_name_is_refused(of, wrt, message):
+def test_invalid_names_are_refused(of, wrt, message):
     model, x = made("resnet")
     model.unused = nn.Linear(2, 2)
     before = state(model)
@@ -163,7 +163,7 @@ def test_several_parts_are_named_one_by_one():
     assert_close(given.dense(), eg.jacobian(model, x, of="rnn:1:1").dense())
 
 
-def test_a_name_that_two_things_bear_is_decided_by_kind():
+def test_kind_decides_between_two_tensors_of_one_name():
     class Twofold(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What passes a name in a module: views, layers that give back their input, tied tensors, threads, inner reads."""
+"""Values at a name in a module: views, layers that return their input, tied tensors, threads, inner reads."""
 
 import copy
 import threading
@@ -12,7 +12,7 @@ from tests.names.test_modules import assert_close
 from tests.support.torch_models import made
 
 
-def test_threads_meet_their_own_values():
+def test_threads_capture_their_own_values():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     inputs = [torch.randn(1, 3, dtype=torch.float64) for _ in range(4)]
     expected = [eg.grad(model, x, wrt="1") for x in inputs]
@@ -68,7 +68,7 @@ def test_a_call_from_another_thread_is_not_part_of_the_run():
     assert_close(eg.jacobian(model, torch.ones(2), wrt="inner").dense(), torch.eye(2))
 
 
-def test_scripted_modules_and_children_called_module_are_what_they_were():
+def test_scripted_modules_and_children_called_module_are_unchanged():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -85,7 +85,7 @@ def test_scripted_modules_and_children_called_module_are_what_they_were():
     assert_close(eg.jacobian(scripted, x, of="output", wrt="input").dense(), scripted.weight.detach())
 
 
-def test_marks_in_the_names_of_modules():
+def test_module_names_with_hashes_and_colons():
     model = nn.ModuleDict({"a:b": nn.Linear(2, 2, bias=False)})
     model.forward = lambda x: model["a:b"](x) * 2
     assert_close(eg.jacobian(model, torch.ones(2), wrt="a:b").dense(), 2 * torch.eye(2))
@@ -126,7 +126,7 @@ def test_a_view_that_is_written_to_later(shape, frozen):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_that_gives_back_what_it_was_given(frozen):
+def test_a_layer_that_returns_its_input(frozen):
     class Skip(nn.Module):
         def __init__(self):
             super().__init__()
@@ -148,7 +148,7 @@ def test_a_layer_that_gives_back_what_it_was_given(frozen):
     assert_close(shares[0] + shares[1], total)
 
 
-def test_one_tensor_under_two_names_is_asked_for_under_both():
+def test_one_tensor_is_found_under_both_of_its_names():
     model, x = made("shared")
     first, second = eg.grad(model, x, of="output[0, 0]", wrt=["block.0.weight", "decoder.weight"])
     assert_close(first, second)

@@ -1,4 +1,4 @@
-"""What inputs and outputs are called, what comes back for several of them, and what is refused before any work."""
+"""Names of inputs and outputs, results for several of them, and refusals before any work."""
 
 from collections import OrderedDict, namedtuple
 
@@ -102,7 +102,7 @@ def test_several_outputs_go_by_number_with_a_colon_or_a_dot(fw):
     assert fw.numpy(eg.grad(f, fw.tensor(A), of="output:1[2]", wrt="x[2]")) == 3
 
 
-def test_a_tensor_itself_says_which_input_is_meant(fw):
+def test_an_input_may_be_given_as_the_tensor_itself(fw):
     x, y = fw.tensor(A), fw.tensor(B)
 
     def f(x, y):
@@ -204,14 +204,14 @@ def test_a_gradient_without_of_needs_a_single_number(fw):
         eg.hessian(lambda x: x[:, None] ** 2, x)
 
 
-def test_two_inputs_of_one_name_are_told_apart_or_refused(fw):
+def test_two_inputs_of_one_name_are_distinguished_or_refused(fw):
     p = {"a.b": fw.tensor(A), "a": {"b": fw.tensor(B)}}
     with pytest.raises(eg.PlaceError, match=r"2 inputs are named 'p.a.b'; rename the keys of the dicts"):
         eg.grad(lambda p: fw.sum(p["a.b"] * p["a"]["b"]), p, wrt="p.a.b")
     assert fw.numpy(eg.grad(lambda p: fw.sum(p["a.b"] * p["a"]["b"]), p, wrt=p["a.b"])).tolist() == B.tolist()
 
 
-def test_what_the_function_raises_comes_through_unchanged(fw):
+def test_errors_of_the_function_come_through_unchanged(fw):
     class MineError(Exception):
         pass
 

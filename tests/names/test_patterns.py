@@ -156,7 +156,7 @@ def test_paths_avoid_all_that_a_pattern_matches(net):
     assert torch.equal(by_pattern.total, eg.contributions(net, X, without=listed, **question).total)
 
 
-def test_a_pattern_that_fits_nothing_is_refused(net):
+def test_a_pattern_without_a_match_is_refused(net):
     with pytest.raises(eg.PlaceError, match=r"no name matches 'layers.\*'"):
         eg.grad(net, X, of="output[0, 0, 0]", wrt="layers.*")
     with pytest.raises(eg.PlaceError, match=r"no name matches 'layers.\*'"):
@@ -180,7 +180,7 @@ def test_patterns_choose_what_trains(net):
     assert places == ["d0/kernel[0]", "d1/kernel[0]", "d2/kernel[0]"]
 
 
-def test_what_a_module_is_given_is_a_place(net):
+def test_inputs_of_modules_are_places(net):
     # The block adds its input to what attention makes of it, so that the two derivatives differ.
     given = eg.grad(net, X, of="h.1[0, 0, 0]", wrt="h.1.fc.input")
     read = torch.func.grad(lambda x: (X + net.h[1].attn(net.h[1].fc(x), X1, X1)[0])[0, 0, 0])(X1 := net.h[0](X))
@@ -198,7 +198,7 @@ def test_what_a_module_is_given_is_a_place(net):
     assert not net.h[1].fc._forward_pre_hooks_with_kwargs
 
 
-def test_a_child_that_is_called_input_has_the_name():
+def test_a_child_named_input_is_found_before_the_modules_input():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -259,7 +259,7 @@ def test_arguments_by_name_are_given_by_name():
         eg.grad(Outer(), x, wrt="inner.input")
 
 
-def test_keras_layers_are_given_things_too():
+def test_inputs_of_keras_layers_are_places():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(1, name="b")])
     x = np.ones((1, 3), "float32")

@@ -23,7 +23,7 @@ def gpt():
     return transformers.GPT2LMHeadModel(config).double().eval(), encoded
 
 
-def test_a_transformer_is_asked_by_keywords_patterns_and_as_an_argument(gpt):
+def test_a_transformer_is_read_by_keywords_patterns_and_as_an_argument(gpt):
     model, encoded = gpt
     place = "transformer.h.*.mlp.c_fc.weight[0]"
     read = eg.grad(model, encoded, of="output.logits[0, -1, 3]", wrt=place)
@@ -52,7 +52,7 @@ def test_names_of_a_transformer_need_no_tokens(gpt):
         eg.names(model, match="transformer.h.*.attn.c_atn.weight")
 
 
-def test_a_keras_application_is_asked_like_any_model():
+def test_a_keras_application_is_read_like_any_model():
     keras.utils.set_random_seed(0)
     model = keras.applications.MobileNet(
         input_shape=(32, 32, 3), alpha=0.25, weights=None, classes=4, classifier_activation=None

@@ -1,4 +1,4 @@
-"""A run ends at the last value that was asked for: nothing behind it is computed, and nothing is left undone."""
+"""A run ends at the last named value: nothing after it is computed, and all state is restored."""
 
 import gc
 import weakref
@@ -137,7 +137,7 @@ def test_a_listing_of_names_is_a_complete_run(make):
     assert count(model, lambda: read(model, "first[0, 1]"))[1] == 0
 
 
-def test_other_shapes_are_another_run(make):
+def test_arguments_of_other_shapes_need_a_complete_run_first(make):
     model = make()
     short = model.input()[:1]
     assert [count(model, lambda: read(model, "cell[0, 1]", short))[1] for _ in range(2)] == [1, 0]
@@ -198,7 +198,7 @@ def test_a_model_that_catches_exceptions_gives_the_same(make, around):
     assert np.array_equal(numbers, again)
 
 
-def test_an_error_before_the_value_is_the_users(make):
+def test_errors_of_the_function_before_the_named_value_are_raised(make):
     def fails(model, x):
         raise ZeroDivisionError("mine")
 

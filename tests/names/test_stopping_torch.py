@@ -43,7 +43,7 @@ def test_buffers_and_random_numbers_are_as_before_and_the_mask_is_the_models():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
-def test_modes_that_the_model_entered_are_left():
+def test_modes_that_the_model_entered_are_left_when_it_is_stopped():
     class Modes(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -64,7 +64,7 @@ def test_modes_that_the_model_entered_are_left():
 
 
 @pytest.mark.parametrize("outer", [0, None], ids=["block", "root"])
-def test_hooks_around_a_call_that_is_being_made_see_its_end(outer):
+def test_hooks_around_an_unfinished_call_run_to_its_end(outer):
     net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.Tanh())
     around = net if outer is None else net[outer]
     seen = []
@@ -74,7 +74,7 @@ def test_hooks_around_a_call_that_is_being_made_see_its_end(outer):
     assert seen == ["begin", "end"]
 
 
-def test_hooks_of_other_layers_do_not_hinder():
+def test_hooks_of_other_layers_do_not_prevent_stopping():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     seen = []
     for layer in net:
@@ -98,7 +98,7 @@ def test_a_forward_that_was_replaced_in_the_instance_runs_to_its_end():
     assert seen == ["load", "free"]
 
 
-def test_what_a_module_is_given_stops_before_it_runs():
+def test_a_read_by_a_modules_input_stops_before_it_runs():
     assert torch.equal(eg.value(torch.nn.Sequential(Late()), X, of="0.input#0[0, 1]", cone=False), X[0, 1])
 
 

@@ -1,4 +1,4 @@
-"""Tags in any function, compiled or not: met when somebody asks, passed on as they are when nobody does."""
+"""Tags in any function, compiled or not: captured when they are named, and otherwise without effect."""
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ def test_compiled_functions_are_read_at_their_tags(fw, called_before):
     assert float(f(x)) == 36.0
 
 
-def test_a_tag_passes_on_what_it_is_given(fw):
+def test_a_tag_returns_its_value(fw):
     x = fw.tensor(X)
     assert eg.tag(x, "x") is x
     pair = {"a": x, "b": [x, x]}
@@ -111,7 +111,7 @@ def test_tags_inside_of_pytorchs_own_transforms_are_passed_on():
     np.testing.assert_allclose(torch.func.vmap(f)(x[:, None]), X**3)
 
 
-def test_a_constant_that_was_tagged_before_is_met_all_the_same(fw):
+def test_a_constant_that_was_tagged_before_is_captured(fw):
     constant = fw.tensor(X)
 
     def f(x):

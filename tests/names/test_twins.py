@@ -63,7 +63,7 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """What Keras calls `both` and `lstm2`."""
+    """Return the tensors that Keras calls `both` and `lstm2`."""
 
     def __init__(self):
         super().__init__()

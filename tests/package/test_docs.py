@@ -66,7 +66,7 @@ def readers() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("page", "tab"), list(readers()))
 def test_the_code_of_a_page_runs_in_order(page, tab, capsys):
-    """What stands behind an expression as `# -> value` must be how it prints; behind `print(error)`, part of that."""
+    """Check that the `# -> value` after an expression is its repr; after `print(error)`, a part of the text."""
     names: dict[str, object] = {}
     checked = 0
     read = [code for own, code in blocks(page) if own in (None, tab)]
@@ -91,7 +91,7 @@ def test_the_code_of_a_page_runs_in_order(page, tab, capsys):
 
 
 def awaited(lines: list[str], end: int) -> str:
-    """What is said of the value of a statement: behind it, or alone on the next line."""
+    """Return the stated value of a statement: after it, or alone on the next line."""
     beside, below = [*lines, ""][end - 1 : end + 1]
     return beside.partition("# -> ")[2].strip() or (below[5:].strip() if below.startswith("# -> ") else "")
 

@@ -68,7 +68,7 @@ class Small(torch.nn.Module):
 
 
 def functions(fw, span: str) -> dict[str, Any]:
-    """What `f` and its arguments are in a call: a function of two, one with a single number, or any."""
+    """Return `f` and its arguments for a call: a function of two, one with a single number, or any."""
     matrix = fw.tensor([[1.0, 2.0], [3.0, 4.0]])
     found = {"X": matrix, "i": 1, "j": 2, "v": fw.tensor([1.0, 0.0, 2.0]), "u": fw.tensor([1.0, 0.0, 2.0])}
     found |= {"x": fw.tensor([1.0, 2.0, 3.0]), "y": fw.tensor([2.0, 2.0, 2.0]), "f": lambda x: x**2}
@@ -87,7 +87,7 @@ def keras_model() -> Any:
 
 
 def names_of(section: str, span: str) -> dict[str, Any]:
-    """What the names of a call stand for, by the section that it stands in."""
+    """Return the values of the names in a call, by its section."""
     table = {"table": JAX.tensor(np.ones((2, 6))), "head": JAX.tensor([1.0])}
     if section == "torch.func" and "model" not in span:
         return functions(TORCH, span)

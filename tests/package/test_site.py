@@ -1,4 +1,4 @@
-"""What the documentation says of itself: every page is found, every public name described, the picture true."""
+"""The documentation as a site: every page is linked, every public name described, the picture up to date."""
 
 import re
 from importlib import util

@@ -26,7 +26,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=counts(1000))
+@settings(max_examples=counts(300, 5000))
 @given(st.sampled_from(NAMES), shapes_and_indices(), st.sampled_from([None, "parameter", "activation", "input"]))
 def test_made_places_round_trip_through_their_text(name, made, kind):
     place = eg.at(name, kind=kind)[made[1]]

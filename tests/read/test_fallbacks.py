@@ -1,4 +1,4 @@
-"""What cannot be had in one way is had in another: without rules for stacks, for a direction, for attention."""
+"""Fallbacks of reads: without rules for batches, for a direction, for attention."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +93,7 @@ def test_fused_attention_has_second_derivatives_and_columns():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_columns_of_a_recurrent_network(kind):
+def test_a_recurrent_network_has_columns(kind):
     torch.manual_seed(0)
     cell = kind(2, 3).double()
     x = torch.randn(4, 2, dtype=torch.float64)
@@ -187,7 +187,7 @@ RULELESS = {
 
 
 @pytest.mark.parametrize("read", ["row", "column", "whole", "product", "row product"])
-def test_what_no_direction_has_a_rule_for_is_told(fw, read):
+def test_a_function_without_rules_in_both_directions_is_an_error(fw, read):
     with pytest.raises(eg.FrameworkError, match=f"{fw.name} can differentiate this in no direction: "):
         READS[read][0](eg.jacobian(RULELESS[fw.name], fw.tensor(X)))
 

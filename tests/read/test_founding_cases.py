@@ -56,7 +56,7 @@ def test_plain_indexing_is_differentiable(fw):
     assert gradient.tolist() == [6, 0, 0]
 
 
-def test_enable_gradients_for_element_zero_alone(fw):
+def test_only_gives_one_element_a_gradient(fw):
     (gradient,) = fw.grad(lambda x: squares(fw, eg.at(x)[0].only()), fw.tensor([3.0, 4.0, 5.0]))
     assert gradient.tolist() == [6, 0, 0]
 

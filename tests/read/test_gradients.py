@@ -41,7 +41,7 @@ def numpy_loss(verb, x, index, value):
 
 
 def test_made_edits_have_the_gradients_of_finite_differences(fw):
-    @settings(max_examples=counts(120 if fw is JAX else 300))
+    @settings(max_examples=counts(*((60, 600) if fw is JAX else (100, 1500))))
     @given(edits(("get", "set", "add", "multiply", "apply")))
     def agrees(made):
         verb, x, index, value = made
@@ -64,7 +64,7 @@ def test_made_edits_have_the_gradients_of_finite_differences(fw):
 
 
 def test_made_selections_get_the_gradient_alone_or_not_at_all(fw):
-    @settings(max_examples=counts(60 if fw is JAX else 250))
+    @settings(max_examples=counts(*((40, 300) if fw is JAX else (80, 1250))))
     @given(edits(("only", "stop")))
     def agrees(made):
         verb, x, index, _ = made

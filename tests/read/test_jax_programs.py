@@ -97,7 +97,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_what_changes_between_calls_is_seen(kind, read, monkeypatch):
+def test_changes_between_calls_are_seen(kind, read, monkeypatch):
     for scale in (2.0, 3.0, 3.0, 2.0):
         monkeypatch.setitem(globals(), "SCALE", scale)
         monkeypatch.setattr(HOLDER, "scale", scale)
@@ -132,7 +132,7 @@ def test_an_equal_program_is_compiled_once(compiled):
     assert compiled(anew(jnp.ones((5, 3)))) > 0
 
 
-def test_arrays_and_functions_of_the_user_are_not_kept():
+def test_compiled_programs_hold_no_arrays_or_functions_of_the_user():
     class Holder:
         def __init__(self, scale):
             self.weight = scale * jnp.ones((3, 3))

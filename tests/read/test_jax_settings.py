@@ -1,5 +1,7 @@
 """Every verb on JAX under the settings of strict code bases: what we compute with is explicit in rank and dtype."""
 
+from contextlib import ExitStack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,12 @@ import elementgrad as eg
 
 SETTINGS = {
     "strict": {
-        "jax_numpy_rank_promotion": "raise",
-        "jax_numpy_dtype_promotion": "strict",
-        "jax_enable_checks": True,
-        "jax_check_tracer_leaks": True,
+        "numpy_rank_promotion": "raise",
+        "numpy_dtype_promotion": "strict",
+        "enable_checks": True,
+        "check_tracer_leaks": True,
     },
-    "debug_nans": {"jax_debug_nans": True},
+    "debug_nans": {"debug_nans": True},
 }
 """What only adds errors while a program is traced is on together; the other one runs programs in another way."""
 NUMBERS = np.arange(1.0, 7.0).reshape(2, 3) / 3
@@ -36,12 +38,10 @@ PICKED = {
 
 @pytest.fixture(params=SETTINGS, autouse=True)
 def setting(request):
-    before = {name: getattr(jax.config, name) for name in SETTINGS[request.param]}
-    for name, value in SETTINGS[request.param].items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with ExitStack() as stack:
+        for name, value in SETTINGS[request.param].items():
+            stack.enter_context(getattr(jax, name)(value))
+        yield
 
 
 def scaled(x):

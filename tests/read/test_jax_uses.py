@@ -31,7 +31,7 @@ def uses(f, *args, wrt="x", of=None):
 
 
 def shares(f, *args, **names):
-    """What each use does to the sum of the output."""
+    """Check the share of each use in the sum of the output."""
     linear, found = uses(f, *args, **names)
     seeds = jnp.ones_like(linear.outputs[0])[None]
     return [
@@ -64,7 +64,7 @@ def test_calls_are_looked_into_where_they_mean_what_is_inside():
     assert_shares(nested, [("exp", jnp.exp(X)), ("add", 1)], X)
 
 
-def test_what_has_rules_of_its_own_is_one_use():
+def test_loops_and_branches_are_one_use():
     def f(x):
         looped, _ = jax.lax.scan(lambda carry, _: (carry * carry, None), x, None, length=2)
         chosen = jax.lax.cond(x[0] > 0, lambda x: x * x, lambda x: x, x)

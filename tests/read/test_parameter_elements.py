@@ -111,7 +111,7 @@ CASES = KNOWN | OTHER
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(uses, "SMALLEST", 1)
+    monkeypatch.setattr(uses, "MIN_SIZE", 1)
 
 
 def derivatives(model, x, count):
@@ -218,7 +218,7 @@ def test_code_that_writes_to_the_weight_writes_to_a_copy():
     assert torch.equal(model.weight, before)
 
 
-def test_an_input_that_is_written_to_afterwards_is_the_same_error_as_ever():
+def test_a_write_to_a_layers_input_after_its_use_is_an_error():
     def writes(model, x):
         hidden = x * 1.0
         y = functional.linear(hidden, model.weight)
@@ -231,7 +231,7 @@ def test_an_input_that_is_written_to_afterwards_is_the_same_error_as_ever():
             eg.grad(model, x, of="output[0, 2]", wrt=place)
 
 
-def test_autocast_columns_hessians_and_graphs_are_as_ever():
+def test_autocast_columns_hessians_and_graphs_are_unchanged():
     model, x = KNOWN["linear"][0], vectors(5, 30)
     dense = derivatives(model, x, 40)
     J = eg.jacobian(lambda model: model(x)[0], model, wrt="model.weight")
@@ -261,7 +261,7 @@ def test_the_same_with_several_parameters_and_inputs():
     assert all(torch.allclose(left, right) for left, right in zip(result, expected, strict=True))
 
 
-def test_reads_leave_no_stand_in_behind():
+def test_reads_leave_no_proxy_behind():
     model, x = KNOWN["tied"]
     jacobian = eg.jacobian(lambda model: model(x).reshape(-1)[:4], model, wrt="model.weight")
     for _ in range(20):

@@ -138,12 +138,12 @@ def test_shares_of_what_is_computed_on_the_way(fw):
         ({"wrt": "x[7]"}, r"x\[7\]: index 7 is out of range"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fw, options, message):
+def test_invalid_contributions_are_refused(fw, options, message):
     with pytest.raises(eg.ElementgradError, match=message):
         eg.contributions(residual(fw), fw.tensor(X), **{"wrt": "x", **options})
 
 
-def test_no_path_is_an_error_unless_zeros_will_do(fw):
+def test_a_missing_path_is_an_error_unless_zeros_are_accepted(fw):
     def f(x):
         eg.tag(x * 2, "aside")
         return fw.sum(x)

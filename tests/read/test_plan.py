@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import elementgrad as eg
 from elementgrad._read import budget as bytes_of
-from elementgrad._read.plan import AT_ONCE, Task, choose_direction, fit
+from elementgrad._read.plan import LIVE_DERIVATIVES, Task, choose_direction, fit_to_budget
 
 counts = st.integers(1, 10**6)
 
@@ -22,7 +22,7 @@ def tasks(draw):
 
 @given(tasks())
 def test_sweeps_are_the_fewer_of_rows_and_columns(task):
-    plan = fit(task, choose_direction(task, {}))
+    plan = fit_to_budget(task, choose_direction(task, {}))
     assert plan.sweeps == min(task.rows, task.columns)
     assert plan.mode == ("reverse" if task.rows <= task.columns else "forward")
 
@@ -34,8 +34,8 @@ def test_a_direction_without_a_rule_is_not_taken(task, missing):
 
 @given(tasks(), st.integers(1, 10**9), st.integers(1, 10**7))
 def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
-    plan = fit(task, choose_direction(task, {}), work, budget)
-    each = (task.of_size + task.wrt_size) * task.itemsize + AT_ONCE * work
+    plan = fit_to_budget(task, choose_direction(task, {}), work, budget)
+    each = (task.of_size + task.wrt_size) * task.itemsize + LIVE_DERIVATIVES * work
     assert plan.chunk * plan.chunks >= plan.sweeps
     assert plan.chunk * (plan.chunks - 1) < plan.sweeps
     if plan.sweeps > 1:
@@ -46,7 +46,7 @@ def test_chunks_fit_the_budget_and_cover_all_sweeps(task, budget, work):
 
 @given(tasks(), st.integers(1, 10**9))
 def test_a_plan_prints_what_is_asked_and_what_it_saves(task, budget):
-    plan = fit(task, choose_direction(task, {}), 100, budget)
+    plan = fit_to_budget(task, choose_direction(task, {}), 100, budget)
     printed = str(plan)
     assert f"{plan.sweeps} {plan.mode} sweep" in printed
     assert [line.split()[0] for line in printed.splitlines()][:4] == ["asked", "naive", "planned", "speed-up"]
@@ -60,7 +60,7 @@ def test_budgets_are_read(text, count):
 
 
 @pytest.mark.parametrize("given_budget", ["much", "20", "MB", "-3MB", 0, -1, 1.5, True, [], "1e9B"])
-def test_what_is_no_budget_is_refused_before_any_work(given_budget):
+def test_an_invalid_budget_is_refused_before_any_work(given_budget):
     calls = []
     with pytest.raises(eg.OptionError, match=r"budget[ =].* is not an amount of memory; give bytes"):
         eg.jacobian(lambda x: calls.append(x) or x, torch.ones(2), budget=given_budget)

@@ -124,7 +124,7 @@ def ints(shape, number):
 
 
 def assert_every_read_is(fw, J, own, out, into, reads):
-    """Hold all that a Jacobian can be asked against a block in NumPy, of shape `(*examples, *out, *into)`."""
+    """Compare every read of a Jacobian with a block in NumPy, of shape `(*examples, *out, *into)`."""
     examples = own.shape[: own.ndim - len(out) - len(into)]
     matrix = own.reshape(*examples, int(np.prod(out)), int(np.prod(into)))
     rng = np.random.default_rng(0)

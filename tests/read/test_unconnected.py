@@ -1,4 +1,4 @@
-"""Where there is no gradient, and what is special: batches of examples, complex numbers, dtypes."""
+"""Missing gradients and special cases: batches of examples, complex numbers, dtypes."""
 
 import functools
 
@@ -26,7 +26,7 @@ UNCONNECTED = {
 
 
 @pytest.mark.parametrize("cut", UNCONNECTED)
-def test_unconnected_is_an_error_unless_zeros_will_do(fw, cut):
+def test_unconnected_is_an_error_unless_zeros_are_accepted(fw, cut):
     f, x = functools.partial(UNCONNECTED[cut], OPS[fw.name]), fw.tensor([1.0, 2.0, 3.0])
     reads = {
         "row": lambda J: J[0, :],
@@ -133,7 +133,7 @@ MIXED = "the examples mix: example .* depend on each other.*leave batch=True out
     [lambda o, x: x - o.mean(x, axis=0, keepdims=True), lambda o, x: o.roll(x, 1, 0), lambda o, x: o.cumsum(x, 0)],
     ids=["normalised", "rolled", "summed up"],
 )
-def test_examples_that_mix_are_told(fw, mix):
+def test_examples_that_mix_are_an_error(fw, mix):
     o = OPS[fw.name]
     J = eg.jacobian(lambda x: mix(o, x), fw.tensor(CROWD), batch=True)
     for read in (lambda: J[0, :], lambda: J[:, 0], lambda: J.diagonal(), lambda: J @ fw.tensor(CROWD)):
@@ -147,7 +147,7 @@ def test_examples_that_mix_are_told(fw, mix):
 
 @settings(max_examples=made.counts(30))
 @given(st.integers(2, 9).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)))))
-def test_any_two_examples_that_mix_are_told(case):
+def test_any_two_examples_that_mix_are_found(case):
     count, (one, other, *_) = case
     x = torch.ones(count, 2, dtype=torch.float64)
 

@@ -160,7 +160,7 @@ def test_columns_that_are_not_finite_are_those_of_rows():
     assert np.isnan(J[:, 0].numpy()[0])
 
 
-def test_attention_that_must_be_evaluated_again_is_not_evaluated_elsewhere():
+def test_attention_over_a_changed_input_is_an_error():
     x = torch.rand(1, 1, 4, 8)
     H = eg.hessian(lambda x: (scaled_dot_product_attention(x, x, x) ** 2).sum(), x)
     x.mul_(3)
@@ -188,7 +188,7 @@ def test_each_input_of_a_batch_is_looked_at(fw):
         eg.hessian(lambda x, y: f(x, y)[:, 0], x, x, wrt=["x", "y"], batch=True)
 
 
-def test_examples_that_mix_with_opposite_signs_are_found_out(fw):
+def test_examples_that_mix_with_opposite_signs_are_an_error(fw):
     signs = fw.tensor([[0.0], [1.0], [1.0], [-1.0]])
     J = eg.jacobian(lambda x: x + signs * x[:1], fw.tensor(np.ones((4, 2))), batch=True)
     with pytest.raises(eg.BatchError, match="the examples mix"):
@@ -273,7 +273,7 @@ def test_a_variable_stays_when_a_sweep_computes_it_again():
     assert v.numpy() == 0
 
 
-def test_the_value_is_nobody_elses_memory():
+def test_the_value_shares_no_memory():
     y = torch.ones(2)
     eg.jacobian(lambda x: y, torch.ones(2)).value.add_(1)
     assert y.tolist() == [1, 1]

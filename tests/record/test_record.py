@@ -1,4 +1,4 @@
-"""Recordings of eager code: what may be asked, by whom and when, and that nothing is disturbed."""
+"""Recordings of eager code: reads during and after the block, and state that stays as it was."""
 
 import jax.numpy as jnp
 import keras
@@ -28,7 +28,7 @@ def assert_values(fw, tensor, expected):
     assert tuple(tensor.shape) == np.shape(expected)
 
 
-def test_elements_with_a_plain_tensor_that_nobody_watched(fw):
+def test_elements_by_a_tensor_that_was_not_recorded(fw):
     x, y = fw.tensor(X), fw.tensor(Y)
     with eg.record(x) as rec:
         z = x @ y
@@ -131,7 +131,7 @@ def test_an_exception_in_the_block_leaves_a_usable_recording(fw):
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
 
 
-def test_nested_recordings_each_know_their_own(fw):
+def test_nested_recordings_are_independent(fw):
     x, y = fw.tensor([1.0, 2.0]), fw.tensor([3.0, 4.0])
     with eg.record(x) as outer:
         a = x * y
@@ -183,7 +183,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_work_is_refused_in_a_sentence(fw, name):
+def test_impossible_recordings_are_refused_in_a_sentence(fw, name):
     ask, error, message = BAD[name]
     x = fw.tensor([1.0, 2.0])
     with eg.record(x) as rec:

@@ -9,7 +9,7 @@ import elementgrad as eg
 from tests.support.functions import ThriceOnePlusSum
 
 
-def test_what_an_inner_recording_sees_the_outer_sees_too():
+def test_an_outer_recording_includes_the_inner():
     x = torch.tensor([1.0, 2.0, 3.0])
     with eg.record(x) as outer:
         a = x.sum()
@@ -71,7 +71,7 @@ def test_an_inner_recording_may_be_of_other_parts_of_the_memory(part):
     assert outer.grad(z, x).tolist() == [2 * base[1] + 1 + 10 * (2 * base[2] + 1), 2 * base[2] + 1, 1]
 
 
-def test_what_was_detached_outside_stays_detached_inside():
+def test_tensors_detached_outside_stay_detached_inside():
     x = torch.tensor([1.0, 2.0])
     with eg.record(x) as outer:
         d = x.detach()
@@ -143,7 +143,7 @@ def test_recorded_tensors_of_two_dtypes_in_one_memory_are_refused():
         pass
 
 
-def test_what_was_computed_before_the_inner_block_is_none_of_its_paths():
+def test_an_inner_recording_has_no_paths_from_before_it():
     x = torch.tensor([1.0, 2.0])
     with eg.record(x) as outer:
         a, h = x.sum(), x[:1]

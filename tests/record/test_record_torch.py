@@ -72,7 +72,7 @@ def test_tensors_that_share_memory_may_be_recorded_together():
         pass
 
 
-def test_what_the_user_detaches_stays_detached():
+def test_detached_tensors_stay_detached():
     x = torch.tensor([1.0, 2.0])
     with eg.record(x) as rec:
         d = x.detach()
@@ -99,7 +99,7 @@ def test_what_the_user_detaches_stays_detached():
         lambda x: x.view(1, 3)._base,
     ],
 )
-def test_what_gives_a_recorded_tensor_back_does_not_cut_it_off(mode, same):
+def test_functions_that_return_a_recorded_tensor_keep_its_path(mode, same):
     x = torch.tensor([1.0, 2.0, 3.0])
     with eg.record(x) as rec:
         a = x.sum()
@@ -204,7 +204,7 @@ def test_transforms_of_functions_see_the_recorded_tensor():
     assert not torch.func.vmap(lambda row: row.sum())(x).requires_grad
 
 
-def test_what_an_inner_recording_saved_may_be_overwritten_in_the_outer():
+def test_saved_tensors_of_an_inner_recording_may_be_overwritten():
     x, y = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
     with eg.record(x) as outer:
         with eg.record(y) as inner:
@@ -221,7 +221,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return (x * x).sum()
 
 
-def test_code_that_cannot_be_watched_is_refused_or_seen_by_autograd():
+def test_unrecordable_code_is_refused_or_seen_by_autograd():
     x = torch.tensor([1.0, 2.0])
     with eg.record(x) as rec:
         y = scripted(x) + x.sum()
@@ -264,7 +264,7 @@ def test_tensors_of_no_elements_or_no_axes():
 @pytest.mark.parametrize(
     "cut", [lambda x: x.detach(), lambda x: x.data, lambda x: x.detach()[:2]], ids=["detach", "data", "slice"]
 )
-def test_what_was_cut_off_in_the_block_is_not_taken_for_the_recorded_tensor(cut):
+def test_a_detached_tensor_is_not_the_recorded_tensor(cut):
     x = torch.tensor([1.0, 2.0, 3.0])
     with eg.record(x) as rec:
         d = cut(x)

@@ -367,7 +367,7 @@ def write(model):
 
 
 def others(make):
-    """Rank by losses that are others when they are asked for again."""
+    """Rank by losses that differ when they are computed again."""
     model, loss_fn = mlp()
     return eg.top(model, make(loss_fn), 5)
 

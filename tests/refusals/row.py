@@ -1,4 +1,4 @@
-"""What rows of the table of refusals share."""
+"""Shared parts of the rows of the table of refusals."""
 
 import pytest
 

@@ -17,7 +17,7 @@ def assert_refused(call, error, text):
 
 
 @pytest.mark.parametrize("case", EVERYWHERE)
-def test_what_cannot_work_is_refused_on_every_framework(fw, case):
+def test_impossible_calls_are_refused_on_every_framework(fw, case):
     call, error, text = EVERYWHERE[case]
     both = " and ".join(sorted([fw.name, RING[fw].name]))
     names = {"{fw}": fw.name, "{other}": RING[fw].name, "{both}": both}
@@ -27,5 +27,5 @@ def test_what_cannot_work_is_refused_on_every_framework(fw, case):
 
 
 @pytest.mark.parametrize(("framework", "case"), [(name, case) for name, rows in OWN.items() for case in rows])
-def test_what_cannot_work_is_refused(framework, case):
+def test_impossible_calls_are_refused(framework, case):
     assert_refused(*OWN[framework][case])

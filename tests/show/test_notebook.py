@@ -1,4 +1,4 @@
-"""What a notebook shows: plain HTML in which everything is escaped, and which never raises."""
+"""HTML for notebooks: everything is escaped, and it never raises."""
 
 from html.parser import HTMLParser
 
@@ -78,7 +78,7 @@ def test_long_tables_are_cut_and_say_so():
     assert "40 more rows are left out" in html
 
 
-def test_whatever_happens_something_is_shown(monkeypatch):
+def test_a_failed_repr_shows_the_plain_object(monkeypatch):
     monkeypatch.setattr(eg.Plan, "lines", property(lambda self: 1 / 0))
     html = eg.jacobian(torch.sin, torch.ones(3)).plan()._repr_html_()
     assert "Plan object" in html

@@ -1,4 +1,4 @@
-"""What pictures show: the numbers in their colours, the limits of these, marks, and what is left out."""
+"""Pictures: numbers as colours and their limits, marks, and parts that are left out."""
 
 import subprocess
 import sys
@@ -284,7 +284,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_plotted_is_refused_in_one_sentence(case):
+def test_impossible_plots_are_refused_in_one_sentence(case):
     arguments, options, error, message = REFUSED[case]
     with pytest.raises(error, match=message) as raised:
         eg.plot(*arguments, **options)

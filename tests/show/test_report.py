@@ -1,4 +1,4 @@
-"""What a report holds: the question, the numbers as they are, the plan, the diagnosis; and how it is written."""
+"""Reports: the question, the exact numbers, the plan, the diagnosis; and how the file is written."""
 
 import base64
 import csv
@@ -106,7 +106,7 @@ def test_no_gradient_is_reported_with_the_line_that_cut_it(fw, tmp_path):
     assert numbers(html) == []
 
 
-def test_what_was_trained_is_reported_before_and_after(tmp_path):
+def test_trained_elements_are_reported_before_and_after(tmp_path):
     model = torch.nn.Linear(3, 2)
     elements = eg.trainable(model, ["weight[0, 1]", "bias"])
     before = elements["weight[0, 1]"].item()

@@ -63,7 +63,7 @@ def test_exit_codes_of_findings_and_of_the_users_errors(folder):
     assert "elementgrad" not in done.stderr
 
 
-def test_what_is_wrong_with_a_call_is_said_before_a_framework_is_imported(folder):
+def test_invalid_calls_are_refused_before_a_framework_is_imported(folder):
     (folder / "slow.py").write_text("raise AssertionError('loaded')\n")
     for arguments in (["--wrt", "x["], ["--budget", "much"], ["--out", "g.csv"], ["--unconnected", "perhaps"]):
         done = run(folder, "grad", "slow.py:f", "[1.0]", *arguments)

@@ -145,7 +145,7 @@ def test_keras_models_and_seeded_operations_are_the_same_on_workers(pool):
         eg.jacobian(lambda x: model(x, training=True), x).dense(executor=pool)  # Keras pickles no state of a dropout
 
 
-def test_a_function_whose_value_is_another_on_a_worker_is_refused(pool):
+def test_a_function_with_another_value_on_a_worker_is_refused(pool):
     random = np.random.default_rng()
     J = eg.jacobian(lambda x: x * random.uniform(), torch.ones(3))
     with pytest.raises(eg.FrameworkError, match="output has another value in a worker than where the Jacobian was"):
@@ -167,7 +167,7 @@ def test_jax_keeps_the_width_of_its_numbers_on_workers(pool):
     np.testing.assert_array_equal(found, J.dense())
 
 
-def test_an_exception_of_the_function_comes_through_at_once(pool, tmp_path):
+def test_an_exception_of_the_function_is_raised_at_once(pool, tmp_path):
     here = os.getpid()
     log = tmp_path / "log"
 
@@ -188,7 +188,7 @@ def test_an_exception_of_the_function_comes_through_at_once(pool, tmp_path):
     assert len(log.read_text().splitlines()) <= 3  # once for each block that was on its way, and none again
 
 
-def test_a_direction_without_a_rule_is_found_out_before_the_blocks_are_cut(threads):
+def test_a_direction_without_a_rule_is_found_before_blocks_are_laid_out(threads):
     import jax
     import jax.numpy as jnp
 

@@ -25,12 +25,12 @@ import zarr
 
 import elementgrad as eg
 from elementgrad._read import workers as driver
-from elementgrad._read.zarr import KEY, Store
+from elementgrad._read.zarr import ATTRIBUTE, Store
 from tests.support.distributed_functions import Fit, arguments, watched
 from tests.support.distributed_pools import QUIET, ROOT, Copied, Elsewhere
 
 
-def test_what_is_there_is_not_read_again_and_another_jacobian_is_refused(tmp_path):
+def test_stored_chunks_are_reused_and_another_jacobian_is_refused(tmp_path):
     log, out = tmp_path / "log", tmp_path / "j.zarr"
     x, weight = arguments()
 
@@ -120,7 +120,7 @@ WAYS = ("closure", "function", "model", "list", "slots", "namespace", "object", 
 
 
 @pytest.mark.parametrize("reach", [*WAYS, "default", "array", "wrapped"])
-def test_what_a_function_reads_without_being_given_it_is_known_by_its_numbers(tmp_path, reach):
+def test_changed_closures_refuse_the_stored_array(tmp_path, reach):
     x, data = torch.linspace(-1, 1, 40), torch.linspace(-1, 1, 80 * 40).reshape(80, 40)
     other = data.clone()
     other[3, 7] += 1e-6  # which no sum over all of it tells
@@ -152,7 +152,7 @@ def test_parameters_and_buffers_of_a_model_are_known_to_the_bit(tmp_path):
         tensor.data.copy_(before)
 
 
-def test_what_a_function_does_and_the_globals_that_it_loads_are_known_by_their_numbers(tmp_path):
+def test_changed_code_or_globals_refuse_the_stored_array(tmp_path):
     x = torch.tensor([0.0, 0.5, 1.0])
 
     def ask(code):
@@ -192,7 +192,7 @@ def test_one_row_of_many_is_seen_where_a_function_cannot_be_looked_into(tmp_path
         torch.set_num_threads(1)
 
 
-def test_bits_are_not_compared_where_the_same_sweeps_give_others(tmp_path):
+def test_bits_are_not_compared_where_sweeps_are_not_deterministic(tmp_path):
     class Noisy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -224,7 +224,7 @@ def test_other_frameworks_know_a_function_to_the_bit(tmp_path, numbers):
         ask(data)
 
 
-def test_what_is_in_the_way_of_a_block_is_one_error_before_any_work(tmp_path):
+def test_an_unreadable_block_is_one_error_before_any_work(tmp_path):
     log, out = tmp_path / "log", tmp_path / "j.zarr"
     J = eg.jacobian(watched(str(log)), *arguments(rows=41), wrt="x", budget=5_000)
     J.dense(out=out)
@@ -242,22 +242,22 @@ def test_what_is_in_the_way_of_a_block_is_one_error_before_any_work(tmp_path):
     assert not np.isnan(J.dense(out=out)[:]).any()
 
 
-def test_what_is_not_written_yet_is_no_number(tmp_path):
+def test_chunks_that_are_not_written_are_nan(tmp_path):
     J = eg.jacobian(lambda x: x**2, torch.ones(8), budget=100)
     J.dense(out=tmp_path / "j.zarr")
     next((tmp_path / "j.zarr").glob("c/0/0")).unlink()
     assert np.isnan(zarr.open_array(tmp_path / "j.zarr")[0]).all()
 
 
-def test_workers_that_share_no_disk_get_what_they_need_and_give_back_what_they_read(tmp_path):
+def test_workers_without_a_shared_disk_send_their_blocks(tmp_path):
     x, weight = arguments(rows=30, columns=2000)
-    assert weight.nbytes > driver.INLINE
+    assert weight.nbytes > driver.INLINE_BYTES
     J = eg.jacobian(watched(), x, weight, wrt="x", budget=200_000)
     with Elsewhere(2) as pool:
         np.testing.assert_array_equal(J.dense(executor=pool, out=tmp_path / "j.zarr")[:], J.dense().numpy())
 
 
-def test_a_driver_that_is_killed_leaves_what_is_done_and_the_next_goes_on(tmp_path):
+def test_a_killed_driver_leaves_its_chunks_and_the_next_continues(tmp_path):
     log, out = tmp_path / "log", tmp_path / "j.zarr"
     command = [sys.executable, "-m", "tests.support.distributed_run", "killed", str(out), str(log)]
     driven = subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, start_new_session=True)
@@ -277,7 +277,7 @@ def test_a_driver_that_is_killed_leaves_what_is_done_and_the_next_goes_on(tmp_pa
     np.testing.assert_array_equal(array[:], J.dense().numpy())
 
 
-def test_what_workers_wrote_to_a_copy_of_their_own_is_read_again(tmp_path):
+def test_blocks_written_to_a_workers_own_copy_are_read_again(tmp_path):
     out, other = tmp_path / "j.zarr", tmp_path / "copy.zarr"
     J = eg.jacobian(torch.tanh, torch.ones(64), budget=2000)
     J.dense(out=out)
@@ -353,10 +353,10 @@ def test_an_array_with_a_damaged_chunk_raises_where_it_is_read_and_is_not_comple
     damage(out / "c/7/0", "a bit in the middle")
     with pytest.raises(ValueError, match="checksum"):
         array[:]
-    store = Store.shared(out, J.blocks().layout, array.attrs[KEY]["mark"])
+    store = Store.open_shared(out, J.blocks().layout, array.attrs[ATTRIBUTE]["mark"])
     store.remove_damaged()  # and the process is killed
-    assert zarr.open_array(out, mode="r").attrs[KEY]["complete"] is False
-    assert J.dense(out=out).attrs[KEY]["complete"] is True
+    assert zarr.open_array(out, mode="r").attrs[ATTRIBUTE]["complete"] is False
+    assert J.dense(out=out).attrs[ATTRIBUTE]["complete"] is True
 
 
 def test_arrays_without_checksums_are_gone_on_with(tmp_path):
@@ -390,7 +390,7 @@ def test_calls_that_begin_at_once_on_a_disk_without_links_share_one_array(tmp_pa
     assert os.listdir(tmp_path / "j.zarr") == ["zarr.json"]
     (tmp_path / "left.zarr").mkdir()
     (tmp_path / "left.zarr/zarr.json.partial").touch()
-    monkeypatch.setattr("elementgrad._read.zarr.PATIENCE", 0.05)
+    monkeypatch.setattr("elementgrad._read.zarr.MAX_WAIT", 0.05)
     with pytest.raises(eg.OptionError, match=r"has left zarr\.json\.partial behind; remove it"):
         eg.jacobian(torch.sin, torch.ones(3)).dense(out=tmp_path / "left.zarr")
 
@@ -399,6 +399,6 @@ def test_an_array_is_not_called_complete_while_blocks_are_missing(tmp_path):
     J = eg.jacobian(torch.tanh, torch.ones(64), budget=2000)
     mark = J.dense(out=tmp_path / "j.zarr").attrs["elementgrad"]["mark"]
     next((tmp_path / "j.zarr").glob("c/3/0")).unlink()
-    store = Store.shared(tmp_path / "j.zarr", J.blocks().layout, mark)
+    store = Store.open_shared(tmp_path / "j.zarr", J.blocks().layout, mark)
     with pytest.raises(eg.WorkerError, match="1 blocks were written and are not in"):
         store.finish()

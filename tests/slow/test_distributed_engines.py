@@ -72,17 +72,17 @@ def unreadable():
     raise ValueError("not in this process")
 
 
-def test_what_cannot_be_read_by_a_worker_is_told():
+def test_functions_that_workers_cannot_read_are_an_error():
     there = Unreadable()
     told = r"cannot be read in another process: not in .* make what does not"
     with ThreadPoolExecutor(1) as threads, pytest.raises(eg.OptionError, match=told):
         eg.jacobian(lambda x: x**2 if there else x, torch.arange(3.0)).dense(executor=threads)
 
 
-def test_what_is_lost_is_tried_again_and_not_for_ever():
+def test_lost_blocks_are_retried_a_few_times():
     J = eg.jacobian(lambda x: x**2, torch.arange(4.0))
     lost = OSError("the connection was closed")
-    with Losing(driver.TRIES, lost) as pool:
+    with Losing(driver.MAX_RETRIES, lost) as pool:
         assert torch.equal(J.dense(executor=pool), J.dense())
     remedies = {
         lost: "give workers more memory, or a smaller budget",
@@ -90,11 +90,11 @@ def test_what_is_lost_is_tried_again_and_not_for_ever():
         CancelledError(): "keep the executor open",
     }
     for error, remedy in remedies.items():
-        with Losing(driver.TRIES + 1, error) as pool, pytest.raises(eg.WorkerError, match=f"4 times.*; {remedy}"):
+        with Losing(driver.MAX_RETRIES + 1, error) as pool, pytest.raises(eg.WorkerError, match=f"4 times.*; {remedy}"):
             J.dense(executor=pool)
 
 
-def test_leaving_early_cancels_what_is_on_its_way_and_reads_no_more(tmp_path):
+def test_leaving_the_loop_early_cancels_pending_blocks(tmp_path):
     log = tmp_path / "log"
     J = eg.jacobian(watched(str(log)), *arguments(), wrt="x", budget=5_000)
     with Gated() as pool:
@@ -110,8 +110,8 @@ def test_leaving_early_cancels_what_is_on_its_way_and_reads_no_more(tmp_path):
         assert torch.equal(J.dense(executor=pool), J.dense())  # the same again is another read
 
 
-def test_a_worker_lets_go_of_what_nobody_asks_for(monkeypatch):
-    monkeypatch.setattr(worker, "IDLE", 0.1)
+def test_a_worker_frees_functions_after_an_idle_time(monkeypatch):
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 0.1)
     J = eg.jacobian(lambda x: x**2, torch.arange(4.0))
     blocks = J.blocks()
     payload = driver._make_payload(J, blocks.plan, blocks.layout)
@@ -151,7 +151,7 @@ eg.jacobian(torch.sin, torch.ones(4)).dense(executor=ProcessPoolExecutor(1, mult
 """
 
 
-def test_a_script_that_starts_workers_as_it_is_imported_is_told_where_to_put_that(tmp_path):
+def test_a_script_without_a_main_guard_is_an_error_that_says_so(tmp_path):
     (tmp_path / "script.py").write_text(GUARDLESS)
     command = [sys.executable, str(tmp_path / "script.py")]
     ended = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False)

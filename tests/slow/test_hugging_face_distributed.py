@@ -58,13 +58,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each of two ranks found."""
+    """Return the findings of each of two ranks."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process finds."""
+    """Return the findings of one process."""
     found = once(tmp_path_factory, "alone", lambda folder: torch.save(everything(folder), folder / "found.pt"))
     return torch.load(found / "found.pt", weights_only=False)
 
@@ -154,7 +154,7 @@ def test_preparing_first_is_refused(ranks):
         assert inside.startswith("the model was wrapped in DistributedDataParallel before eg.trainable was called")
 
 
-def test_all_ranks_have_what_the_first_wrote_to_its_parameter(ranks):
+def test_values_written_on_the_first_rank_reach_all_ranks(ranks):
     first, second = (rank["written"] for rank in ranks)
     assert torch.equal(first[:KNOWN], gpt2().transformer.wte.weight[:KNOWN])
     assert (first[KNOWN:] == 0.5).all()

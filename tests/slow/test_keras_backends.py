@@ -60,6 +60,7 @@ if sys.argv[1] == "torch":
 for verb, ask in {
     "model argument": lambda: eg.grad(lambda model: model(x)[0, 0], model, wrt="model.fc/kernel[0, 0]"),
     "names_from": lambda: eg.grad(lambda x: model(x)[0, 0], x, wrt="fc/kernel[0, 0]", names_from=model),
+    "bare variable": lambda: eg.grad(lambda x: model(x)[0, 0], x, wrt=model.get_layer("fc").kernel),
     "variable": lambda: eg.grad(lambda x: model(x)[0, 0], x, wrt=eg.at(model.get_layer("fc").kernel)[0, 0]),
 }.items():
     try:

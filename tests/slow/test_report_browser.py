@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, folder):
-    """Opens a report, and in the end sees that it has asked for nothing and complained of nothing."""
+    """Open a report; at the end check that it requested nothing and logged no error."""
     contexts, complaints = [], []
 
     def open_(name, width="desk", scheme="light", **options):

@@ -25,7 +25,7 @@ def launched(module, folder, **environment):
 
 
 def outcomes(processes):
-    """What each process says of its checks; none outlives the first that ends otherwise than it should."""
+    """Return what each process reports of its checks; all are stopped once one fails."""
     try:
         told = [process.communicate(timeout=300) for process in processes]
     finally:

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def facts(folder):
-    """What each process saw, by how many there were and its number."""
+    """Return what each process saw, by the number of processes and its rank."""
     every = [(count, rank) for count in (1, *COUNTS) for rank in range(count)]
     return {(count, rank): json.loads((folder / f"facts-{count}-{rank}.json").read_text()) for count, rank in every}
 

@@ -1,4 +1,4 @@
-"""Colourings read every entry that is asked for, and in few sweeps; sets of reach are those of Python's sets."""
+"""Colourings read every requested entry in few sweeps; index sets agree with Python's sets."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ squares = st.integers(1, 12).flatmap(lambda size: arrays.arrays(bool, (size, siz
 
 
 def assert_reads(matrix: np.ndarray, pattern: Pattern, found: Coloring, asked: np.ndarray | None = None) -> None:
-    """What the sweeps of a colouring give of a matrix holds each of the entries in its place."""
+    """Check that the sweeps of a colouring give each entry of a matrix in its place."""
     sweeps = [
         (np.arange(count)[:, None] == colours).astype(float)
         for count, colours in ((found.forward, found.columns), (found.reverse, found.rows))
@@ -54,7 +54,7 @@ def arrow(size: int, column: bool) -> np.ndarray:
 
 
 @given(masks, st.data())
-def test_a_colouring_reads_what_is_asked_for(mask, data):
+def test_a_colouring_gives_the_requested_entries(mask, data):
     pattern, matrix = Pattern.from_dense(mask), filled(mask)
     asked = data.draw(arrays.arrays(bool, (pattern.size,)))
     for without in ([], ["reverse"], ["forward"]):

@@ -214,7 +214,7 @@ def test_a_slice_from_before_the_block_writes_to_its_base():
     assert rec.grad(y, v).tolist() == [4, 6]
 
 
-def test_writes_that_autograd_is_told_not_to_see_cut_the_path():
+def test_writes_hidden_from_autograd_cut_the_path():
     t = torch.tensor([3.0, 1.0, 0.0])
     with eg.record(t) as rec:
         t[1] = t[0] * 2
@@ -257,7 +257,7 @@ def test_a_long_recurrence_copies_each_saved_tensor_once_at_most():
     np.testing.assert_allclose(rec.grad(eg.at(t)[1000], eg.at(t)[900]).item(), slope, rtol=1e-10)
 
 
-def test_what_is_never_written_is_never_copied():
+def test_tensors_that_are_never_written_are_never_copied():
     x = torch.ones(10)
     with eg.record(x) as rec:
         for _ in range(10):
@@ -288,7 +288,7 @@ def test_a_change_after_the_block_is_refused_where_it_matters():
 
 
 class Held:
-    """A tensor that nobody sees from outside."""
+    """A container in which PyTorch does not look for tensors."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -305,7 +305,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_hooks_of_the_users_for_what_is_saved(hooks, where):
+def test_saved_tensor_hooks_of_the_user(hooks, where):
     t = torch.tensor([3.0, 0.0, 0.0])
     saved, nothing = torch.autograd.graph.saved_tensors_hooks(*hooks), nullcontext()
     outside, inside = (saved, nothing) if where == "outside" else (nothing, saved)
@@ -327,7 +327,7 @@ def test_hooks_of_the_users_for_what_is_saved(hooks, where):
             rec.grad(y, t)
 
 
-def test_where_nothing_may_be_packed_an_overwritten_value_is_refused():
+def test_an_overwritten_value_is_refused_where_it_cannot_be_saved():
     t = torch.tensor([3.0, 0.0])
     with eg.record(t) as rec, torch.autograd.graph.disable_saved_tensors_hooks("none here"):
         t[1] = t[0] ** 2
@@ -337,7 +337,7 @@ def test_where_nothing_may_be_packed_an_overwritten_value_is_refused():
         rec.grad(y, t)
 
 
-def test_a_question_about_many_elements_asks_each_version_once(monkeypatch):
+def test_a_read_of_many_elements_visits_each_write_once(monkeypatch):
     asked = []
     after = versions.TensorVersion.follows
     monkeypatch.setattr(

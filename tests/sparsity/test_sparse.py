@@ -169,7 +169,7 @@ def test_a_matrix_without_entries_is_empty(fw):
             np.testing.assert_array_equal(fw.numpy(J.diagonal()), np.zeros(3))
 
 
-def test_a_matrix_comes_in_the_layout_asked_for(fw):
+def test_a_matrix_has_the_requested_layout(fw):
     own = np.diag([2.0, 4.0, 6.0])
     J = eg.jacobian(lambda x: x * x, fw.tensor([1.0, 2.0, 3.0]), pattern=eg.Pattern.from_dense(np.eye(3)))
     to_dense = {"torch": lambda m: m.to_dense().numpy(), "jax": lambda m: np.asarray(m.todense())}
@@ -201,7 +201,7 @@ def test_a_rule_whose_derivative_is_not_symmetric_is_not_read_by_symmetry(fw):
     np.testing.assert_allclose(S(fw.tensor(at)).toarray(), own, **EXACT)
 
 
-def test_a_product_over_an_axis_misses_nothing_on_jax():
+def test_a_product_over_an_axis_has_all_entries_on_jax():
     """Its derivative reshapes and transposes in one operation."""
     jnp = pytest.importorskip("jax.numpy")
     J = eg.jacobian(lambda x: jnp.prod(x.reshape(2, 4), 1), jnp.arange(1.0, 9.0))

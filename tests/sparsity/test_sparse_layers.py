@@ -233,7 +233,7 @@ def test_a_variable_of_a_model_is_not_set_by_a_prepared_read():
         S(tf.ones((4, 3)))
 
 
-def test_what_a_model_writes_and_draws_is_as_before_after_prepared_reads():
+def test_prepared_reads_restore_buffers_and_random_states():
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)])
     x = tf.constant(np.random.default_rng(0).normal(size=(3, 4)), tf.float32)
     before = [variable.numpy().copy() for variable in model.variables]

@@ -1,4 +1,4 @@
-"""How patterns are found on JAX and TensorFlow: made programs, held against the numbers of PyTorch."""
+"""Patterns on JAX and TensorFlow: random programs, compared with PyTorch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How patterns are found on PyTorch: made programs, rules of every sort, and what cannot be known."""
+"""Patterns on PyTorch: random programs, rules of every kind, and operations without a pattern."""
 
 import ctypes
 
@@ -183,7 +183,7 @@ class NumpyBack(NumpyAhead):
 
 
 def pointed(x):
-    """What a kernel outside of PyTorch reads."""
+    """Return what a kernel outside of PyTorch reads."""
     return torch.tensor((ctypes.c_double * SIZE).from_address(x.detach().data_ptr()), dtype=x.dtype)
 
 
@@ -199,7 +199,7 @@ def pointed(x):
         (lambda x: NumpyBack.apply(x), r"goes by its values \(numpy\)|reads the gradient", False),
     ],
 )
-def test_what_goes_by_values_is_refused_and_has_a_pattern_here_at_most(f, why, here):
+def test_functions_that_branch_on_values_have_only_a_local_pattern(f, why, here):
     J = eg.jacobian(f, POINT, wrt=POINT)
     with pytest.raises(eg.PatternError, match=why):
         J.pattern()
@@ -298,7 +298,7 @@ def test_an_input_that_was_changed_has_no_pattern_of_its_own_any_more():
     assert J.pattern().size == SIZE
 
 
-def test_a_recording_says_that_its_pattern_is_not_found():
+def test_a_recording_without_a_pattern_is_an_error():
     x = torch.ones(3)
     with eg.record(x) as rec:
         y = x * 2

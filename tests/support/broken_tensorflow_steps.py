@@ -112,6 +112,45 @@ def a_slice_that_is_taken_again():
     return step
 
 
+@BROKEN.says("unconnected", "resliced", fix="take the slice once")
+def a_slice_that_is_taken_again_on_the_tape():
+    table = tf.Variable(tf.zeros([4, 3]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            row = table[1]  # <- here
+            y = tf.reduce_sum(table[1] ** 2)
+        return tape.gradient(y, row)
+
+    return step
+
+
+@BROKEN.says("unconnected", "resliced", fix="take the slice once")
+def a_lookup_that_is_made_again():
+    table = tf.Variable(tf.ones([4, 3]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, [1])  # <- here
+            y = tf.reduce_sum(tf.gather(table, [1]) ** 2)
+        return tape.gradient(y, rows)
+
+    return step
+
+
+@BROKEN.says("unconnected", "unused")
+def a_slice_of_what_does_not_count():
+    table, other = tf.Variable(tf.ones([4, 3])), tf.Variable(1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            row = table[1]
+            y = other**2
+        return tape.gradient(y, row)
+
+    return step
+
+
 @BROKEN.says("unconnected", "inner-gradient")
 def a_gradient_penalty_outside_the_tape():
     def step():

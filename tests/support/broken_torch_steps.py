@@ -13,7 +13,15 @@ X = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]])
 Y = torch.tensor([0, 1])
 
 
-@BROKEN.says("unconnected", "not-tracked")
+@BROKEN.says("unconnected", "not-tracked", fix="compute the loss from the parameters")
+def a_loss_of_constants():
+    def step():
+        F.mse_loss(torch.zeros(2, 3), X).backward()  # <- here
+
+    return step
+
+
+@BROKEN.says("unconnected", "not-tracked", fix="requires_grad_(True) on those that are frozen")
 def the_famous_error():
     x = torch.tensor([1.0, 2.0, 3.0])
 

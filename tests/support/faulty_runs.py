@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a watched run ended with."""
+    """The end of a watched run."""
 
     error: Any
     replay: Any

@@ -1,4 +1,4 @@
-"""What tests need of JAX."""
+"""JAX behind the common interface of `frameworks`."""
 
 from typing import Any
 

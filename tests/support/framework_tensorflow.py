@@ -1,4 +1,4 @@
-"""What tests need of TensorFlow."""
+"""TensorFlow behind the common interface of `frameworks`."""
 
 from typing import Any
 

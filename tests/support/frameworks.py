@@ -1,4 +1,4 @@
-"""The three frameworks behind one face, so that a test is written once. All in float64 unless told otherwise."""
+"""The three frameworks behind one interface, so that a test is written once. Float64 unless stated otherwise."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -215,7 +215,7 @@ HOMES = {
 
 
 def map_of(one: Home, other: Home) -> dict[str, Any]:
-    """What somebody writes who knows both layouts: names of the one to names of the other, with axes where needed."""
+    """Return a user's map between two layouts: names of the one to names of the other, with axes where needed."""
     found: dict[str, Any] = {}
     for key in SHAPES:
         axes = tuple(one.axes[key].index(axis) for axis in other.axes[key])

@@ -140,7 +140,7 @@ def with_accelerate(folder, model, resume=None, micro=1):
 
 
 def result(folder, model, elements, before):
-    """What came of it: the rows, what else moved, and the patch, which every rank writes for itself here."""
+    """Return the result: the rows, what else moved, and the patch, which every rank writes for itself here."""
     after = model.state_dict()
     values = after[TABLE][KNOWN:].clone()
     moved = {name: int((tensor != before[name]).sum()) for name, tensor in after.items()}
@@ -157,7 +157,7 @@ def result(folder, model, elements, before):
 
 
 def refused():
-    """What the errors say about elements of a model that was prepared before, and of what is inside of it."""
+    """Return the errors about elements of a model that was prepared before, and of modules inside of it."""
     wrapped = Accelerator(cpu=True).prepare(gpt2())
     said = []
     try:
@@ -207,7 +207,7 @@ def written():
 
 
 def example():
-    """What the example prints on this rank, and whether it says that something did not hold."""
+    """Return what the example prints on this rank, and whether a check of it failed."""
     path = Path(__file__).parents[2] / "examples" / "new_tokens_trainer.py"
     spec = util.spec_from_file_location(path.stem, path)
     module = util.module_from_spec(spec)

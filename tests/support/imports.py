@@ -1,4 +1,4 @@
-"""Set frameworks up for tests at the moment that they are imported, so that nobody has to import them for that.
+"""Set frameworks up for tests when they are imported, so that no test imports them only for that.
 
 `install` puts a finder in front of Python's. The finder imports PyTorch before TensorFlow where the tests of this
 process use both, as the other order is known to crash, and changes the settings of a framework right behind its import.

@@ -74,7 +74,7 @@ def made(name: str, parameters: Any, options: Options) -> torch.optim.Optimizer:
 
 
 def leaked(name: str, options: Options, before: int) -> int:
-    """How many frozen elements ten steps change if the gradient is multiplied by a mask, after some without it."""
+    """Count the frozen elements that ten steps with a masked gradient change, after some steps without a mask."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(100, 10), nn.Linear(10, 2, bias=False))
     for parameter in model.parameters():
@@ -118,7 +118,7 @@ def table() -> str:
 
 
 def parted(page: str) -> tuple[str, str, str]:
-    """What stands before the table of the page, the table, and what stands after."""
+    """Return the page before its table, the table, and the rest."""
     before, _, rest = page.partition(START)
     held, _, after = rest.partition(END)
     return before + START, held, END + after

@@ -1,4 +1,4 @@
-"""What every framework says of its models for the tests that rank their elements, and the elements they should give."""
+"""Models of each framework for the tests that rank elements, and the elements that are expected."""
 
 from collections.abc import Callable
 from typing import Any

@@ -62,7 +62,7 @@ def frozen():
 
 
 class Sparse(keras.Model):
-    """A table whose gradient comes in rows, a variable without axes, one that is empty, and a layer nobody calls."""
+    """A table whose gradient comes in rows, a variable without axes, an empty one, and a layer that is not called."""
 
     def __init__(self):
         super().__init__()

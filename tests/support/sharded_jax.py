@@ -83,7 +83,7 @@ def training(layout: str) -> None:
 
 @cache
 def expected() -> Any:
-    """What one device makes of it."""
+    """Return the result on one device."""
     params, elements = single()
     return trained(elements, params, None)
 
@@ -152,7 +152,7 @@ def largest(layout: str) -> None:
 
 
 def by_hand() -> list[int]:
-    """Inside of a `shard_map` each device has its own batch, and values hear what `jax.grad` would tell them."""
+    """Inside of a `shard_map` each device has its own batch, and values get the gradient of `jax.grad`."""
     params, sharding = spread(numbers(), "batch over 4")
     elements, tokens = eg.trainable(params, APART), to(batch(), sharding)
 

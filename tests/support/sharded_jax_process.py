@@ -61,7 +61,7 @@ def training(layout: str) -> list[str]:
 
 @cache
 def expected() -> Any:
-    """What one device makes of it."""
+    """Return the result on one device."""
     params, elements = single()
     return trained(elements, params, None)
 

@@ -21,7 +21,7 @@ def loss(x: Any, w: Any) -> Any:
 
 
 def summed(x: Any) -> Any:
-    """What goes from device to device."""
+    """Return the communication between devices."""
     return jax.lax.psum(jnp.sin(x) * x, "devices")
 
 

@@ -1,4 +1,4 @@
-"""What the checks of elements under `tf.distribute` have in common; each kind of strategy has processes of its own."""
+"""Shared checks of elements under `tf.distribute`; each kind of strategy has processes of its own."""
 
 import json
 import traceback
@@ -20,7 +20,7 @@ BATCH = 8
 
 
 def copies_of(variable):
-    """What each replica of this process has of a variable."""
+    """Return the values of a variable on each replica of this process."""
     held = variable._value
     if not isinstance(held, tf.distribute.DistributedValues):
         return [held.numpy()]
@@ -162,7 +162,7 @@ def sent(strategy, step, batch):
 
 
 class Head:
-    """All of a layer, where elements are asked for: what they are compared with."""
+    """Return a layer that trains as a whole, to compare its elements with."""
 
     def __init__(self, model):
         self.variables = model.get_layer("head").trainable_variables
@@ -186,7 +186,7 @@ def wired(strategy, width):
 
 
 def wire(strategy, width):
-    """What a step sends for a large layer, and what for four elements of a table and of that layer."""
+    """Return what a step sends for a large layer, and for four elements of a table and of that layer."""
     return tuple(sent(strategy, step, batch) for _, step, batch in wired(strategy, width))
 
 

@@ -1,4 +1,4 @@
-"""What one of several processes does to train elements together with the others: started by `torchrun`, or alone."""
+"""One of several processes that train elements together: started by `torchrun`, or alone."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def world():
 
 
 def words(step, micro=1):
-    """What this process sees of the batch of a step, in so many pieces."""
+    """Return the part of a batch that this process gets, in so many pieces."""
     every = torch.randint(WORDS, (BATCH, 4), generator=torch.Generator().manual_seed(step))
     every[:, 0] = torch.arange(BATCH) % 4
     rank, count = world()
@@ -127,7 +127,7 @@ def digest(tensors):
 
 
 def told(engine, model, elements, norms, kind=Model, places=PLACES, dtype=torch.float32):
-    """What the test looks at: values, whether all else is as it was, and by what ranks are compared."""
+    """Return the values, whether all else is as it was, and a digest by which ranks are compared."""
     return {
         "values": [leaf.detach().double().tolist() for leaf in elements.parameters()],
         "norms": norms,
@@ -211,7 +211,7 @@ def exactly(engine, folder):
 
 
 def counting(engine, folder):
-    """What a step puts on the wire, with the elements and without."""
+    """Return what a step sends, with the elements and without."""
     model, elements = prepared(engine)
     (batch,) = words(0)
     if engine == "ddp":

@@ -1,4 +1,4 @@
-"""What holds in a model under `fully_shard` and in no other: each check asserts, in every process."""
+"""Checks of models under `fully_shard` alone; each asserts in every process."""
 
 import pytest
 import torch
@@ -184,7 +184,7 @@ def _refused(optimizer):
 
 
 def checkpoints(folder):
-    """What PyTorch's own checkpoints load: by `load_state_dict` in any way; in place alone it would be lost."""
+    """Check loading of PyTorch's own checkpoints by `load_state_dict`; values loaded in place alone would be lost."""
     model, elements = prepared("fsdp")
     train("fsdp", model, elements)
     path, whole = folder / f"checkpoint-{world()[1]}", full(model)

@@ -62,7 +62,7 @@ def _told(model):
 
 
 def unlike(folder):
-    """Elements or weights that are not the same in all processes: those that do not come first are told."""
+    """Check the error about elements or weights that differ between processes."""
     rank, count = world()
     for places in (f"norm.weight[{rank}]", f"blocks.{rank % 2}.linear.bias[0]"):
         model = made()

@@ -1,4 +1,4 @@
-"""What takes long and is the same for every test is done once in a test run, by whichever worker needs it first."""
+"""Slow shared work of tests, done once in a test run by the worker that needs it first."""
 
 import os
 import shutil

@@ -36,7 +36,7 @@ class ResNet(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A transformer encoder whose two layers share their weights with nobody."""
+    """A transformer encoder whose two layers have weights of their own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tour must give: the founding numbers, and what comes of the usual answers."""
+"""Expected results of the tour: the founding numbers, and those of the usual answers."""
 
 FOUNDING = {
     "replaced": ["[1, 2, 10, 4]", "[1, 1, 0, 1], 1", "78", "[0, 4, 6, 8], 14"],

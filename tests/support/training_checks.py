@@ -1,4 +1,4 @@
-"""How gradients of elements are held against those of the whole model."""
+"""Comparison of gradients of elements with those of the whole model."""
 
 import copy
 from itertools import product
@@ -77,7 +77,7 @@ def backward(outputs):
 
 
 def limit(close, dtype):
-    """How far gradients may be apart; a wider limit is for float32 and less, where the order of sums shows."""
+    """The tolerance of gradients; wider for float32 and less, where the order of sums shows."""
     return CLOSE[dtype] if close is None or dtype == torch.float64 else close
 
 

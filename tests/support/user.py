@@ -1,4 +1,4 @@
-"""What users of all frameworks share: reads of a Jacobian, and code that raises when and what it is told to."""
+"""User code on all frameworks: reads of a Jacobian, and functions that raise at a given call."""
 
 import numpy as np
 

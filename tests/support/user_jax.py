@@ -85,7 +85,7 @@ READS = {
 
 
 class User(Failing):
-    """Parameters and a function of a user's, which raises in its forward or in its derivative where it is told to."""
+    """Parameters and a function of a user's, which raises in its forward or in its derivative on request."""
 
     def __init__(self, fragile=False):
         super().__init__()

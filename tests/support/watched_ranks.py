@@ -1,4 +1,4 @@
-"""One of two processes that train a model with DDP, of which the second gets a bad batch; prints what it is told."""
+"""One of two processes that train a model with DDP, of which the second gets a bad batch; prints its error."""
 
 import json
 import os

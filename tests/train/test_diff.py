@@ -201,7 +201,7 @@ def test_pytrees_of_jax_and_models_of_keras_differ_too():
     assert eg.diff(*layers).size == 0
 
 
-def test_what_holds_no_weights_is_refused(tmp_path):
+def test_files_without_weights_are_refused(tmp_path):
     with pytest.raises(eg.FrameworkError, match="after=int holds no weights; give a model, a state dict"):
         eg.diff({}, 5)
     with pytest.raises(eg.OptionError, match=r"a\.step is int, and weights are tensors or arrays"):
@@ -213,7 +213,7 @@ def test_what_holds_no_weights_is_refused(tmp_path):
 
 
 def test_a_file_is_not_loaded_to_be_compared(tmp_path):
-    """A terabyte that takes no room on the disk: only the header and the pages that are asked for are read."""
+    """A sparse file of a terabyte: only the header and the pages that are needed are read."""
     head = {"big": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}
     head["small"] = {"dtype": "F32", "shape": [1], "data_offsets": [1 << 40, (1 << 40) + 4]}
     text = json.dumps(head).encode()

@@ -16,7 +16,7 @@ TOKENS = [7, 0, 1]
 
 
 class Torch:
-    """The recurrent model of PyTorch, and how its elements hear losses there."""
+    """The recurrent model of PyTorch, and how losses are routed to its elements."""
 
     table = "embedding.weight"
 
@@ -135,7 +135,7 @@ def moved(before, now):
     return [(name, *at) for name in before for at in np.argwhere(before[name] != now[name]).tolist()]
 
 
-def test_entries_of_a_recurrent_model_hear_their_own_token_alone(recurrent):
+def test_entries_of_a_recurrent_model_get_the_gradient_of_their_own_token(recurrent):
     of_two, of_five = (recurrent.whole(TOKENS, target) for target in (2, 5))
     first, second = f"{recurrent.table}[0, 12]", f"{recurrent.table}[1, 25]"
     before = recurrent.state()
@@ -148,7 +148,7 @@ def test_entries_of_a_recurrent_model_hear_their_own_token_alone(recurrent):
     assert moved(before, recurrent.state()) == [(recurrent.table, 0, 12), (recurrent.table, 1, 25)]
 
 
-def test_an_entry_whose_token_does_not_occur_hears_zero(recurrent):
+def test_an_entry_whose_token_does_not_occur_has_a_zero_gradient(recurrent):
     entry = f"{recurrent.table}[0, 12]"
     recurrent.start([entry])
     assert recurrent.step([7, 4, 3], {entry: 2}) == [0.0]

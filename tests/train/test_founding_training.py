@@ -91,7 +91,7 @@ def test_one_step_of_descent_is_that_of_the_whole_gradient_at_the_entry():
 
 
 def leaked(optimizer, begin=0):
-    """How many frozen entries of the table the usual answer moves: from step `begin` on it masks the gradient."""
+    """Count the frozen entries that masking the gradient from step `begin` on moves."""
     model = seeded(Classifier)
     mask = torch.zeros(100, 10)
     mask[0, 5] = 1
@@ -126,7 +126,7 @@ def test_the_usual_mask_makes_nan_of_an_infinite_gradient():
     assert (table.weight != before).nonzero().tolist() == [[0, 1]]
 
 
-def test_one_entry_of_a_sequence_model_hears_the_loss_of_one_output_token():
+def test_one_entry_gets_the_gradient_of_one_output_token():
     model = seeded(Sequences)
     tokens = torch.tensor([[7, 0, 3]])
     (whole,) = torch.autograd.grad(of_token(model, tokens, 2), model.embedding.weight)
@@ -157,7 +157,7 @@ def test_an_entry_whose_token_does_not_occur_has_a_gradient_of_zero_and_not_none
 PAIR = "embedding.weight[0, 12]", "embedding.weight[1, 25]"
 
 
-def test_each_entry_hears_its_own_loss_and_not_that_of_the_other():
+def test_each_entry_gets_the_gradient_of_its_own_loss_alone():
     model = seeded(Sequences)
     tokens = torch.tensor([[7, 0, 1]])
     (of_two,) = torch.autograd.grad(of_token(model, tokens, 2), model.embedding.weight)
@@ -186,7 +186,7 @@ def test_another_loss_for_the_other_entry_changes_nothing_for_the_first():
     assert heard[0][1] != heard[1][1]
 
 
-def test_the_published_sum_of_the_losses_lets_each_entry_hear_both():
+def test_summed_losses_give_each_entry_both_gradients():
     model = seeded(Sequences)
     tokens = torch.tensor([[7, 0, 1]])
     (of_two,) = torch.autograd.grad(of_token(model, tokens, 2), model.embedding.weight)

@@ -1,10 +1,12 @@
-"""What is replaced while somebody looks inside is back afterwards exactly as it was: methods of layers of every sort,
+"""Patched attributes are restored exactly: methods of layers of every sort,
 what was inherited, and what could be replaced only in part."""
 
 import gc
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -13,9 +15,16 @@ import pytest
 import tensorflow as tf
 
 import elementgrad as eg
-from elementgrad._cleanup import AttributePatch
+from elementgrad._cleanup import AttributePatch, scope
 
 X = tf.constant([[1.0, -2.0, 0.5]])
+
+
+@contextmanager
+def installed(patch: AttributePatch, *of: Any) -> Iterator[None]:
+    with scope():
+        patch.enter(*of)
+        yield
 
 
 class Base:
@@ -43,7 +52,7 @@ def test_attributes_are_back_as_they_stood():
     assert Derived().method() == Derived().static() == "own"
 
 
-def test_what_is_replaced_in_part_is_undone():
+def test_a_partial_replacement_is_undone():
     before = dict(vars(Derived))
 
     def install(replace: Any) -> None:
@@ -53,11 +62,11 @@ def test_what_is_replaced_in_part_is_undone():
 
     patch, broken = AttributePatch(install), True
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="half-way"), patch.on():
+        with pytest.raises(RuntimeError, match="half-way"), installed(patch):
             pass
         assert dict(vars(Derived)) == before
     broken = False
-    with patch.on():
+    with installed(patch):
         assert Derived.static is None
     assert dict(vars(Derived)) == before
 
@@ -73,7 +82,7 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
     seen, all_in = [], threading.Barrier(4)
 
     def use() -> None:
-        with patch.on(Derived), patch.on(Base):
+        with installed(patch, Derived), installed(patch, Base):
             all_in.wait(10)
             seen.append(Derived().method() + Base().method())
             all_in.wait(10)
@@ -88,14 +97,14 @@ def test_many_threads_share_a_replacement_and_the_last_takes_it_back():
     assert Derived().method() == Base().method() == "own"
 
 
-def test_a_class_that_nobody_needs_any_more_is_let_go():
+def test_a_patched_class_is_freed_with_its_last_user():
     patch = AttributePatch(lambda replace, owner: replace(owner, "method", None))
 
     def use() -> Any:
         class Short(Base):
             pass
 
-        with patch.on(Short):
+        with installed(patch, Short):
             return weakref.ref(Short)
 
     gone = use()
@@ -160,7 +169,7 @@ def test_layers_whose_call_is_no_plain_method(kind):
     np.testing.assert_allclose(kind()(X), 3 * X)
 
 
-def test_layers_made_in_a_run_know_what_their_call_takes():
+def test_layers_made_in_a_run_keep_their_own_call():
     class Making(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             layer = Static()

@@ -80,7 +80,7 @@ def test_patches_of_every_kind_come_back_from_a_file(tmp_path):
 
 @settings(max_examples=counts(60), deadline=None)
 @given(states(3))
-def test_merged_patches_do_what_each_does(made):
+def test_merged_patches_contain_all_changes(made):
     a, b, c = made
     p, q = eg.diff(a, b), eg.diff(a, c)
     conflicts = p.conflicts(q)
@@ -123,7 +123,7 @@ def test_a_function_decides_about_conflicts():
     assert eg.merge([]).size == 0
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_patches_that_do_not_follow_each_other_are_refused():
     a, b, c = ({"w": np.float32(x)} for x in ([1, 2, 3], [1, 5, 6], [9, 9, 9]))
     with pytest.raises(eg.PatchError, match=r"does not fit what the first leaves: w\[1\] is another value there"):
         eg.diff(a, b).then(eg.diff(a, c))

@@ -23,7 +23,7 @@ from elementgrad._train.entries import Entry
 from elementgrad._train.numbers import BitArray
 from elementgrad._train.patch import Patch
 from elementgrad._train.weights import FileTensor, Weights
-from tests.support.made import counts, shapes_and_indices
+from tests.support.made import LONG, counts, shapes_and_indices
 
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1}
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0]
@@ -133,7 +133,7 @@ def first_version(patch):
     return {"version": "1", "entries": json.dumps(descriptions)}, tensors
 
 
-def test_files_of_the_first_version_are_read_for_good(tmp_path):
+def test_files_of_the_first_version_are_read(tmp_path):
     """The checksum is that of the file that was written when the format was made."""
     content = b"".join(storage.pack(*first_version(some("sample:"))))
     assert hashlib.sha256(content).hexdigest() == "0b57ae35d1849e020a7891e29422e83fc195ad7dfe601959137a4c50d4e78c6c"
@@ -177,7 +177,7 @@ def test_a_flipped_byte_never_gives_another_patch(tmp_path, version):
     content = path.read_bytes() if version == 2 else b"".join(storage.pack(*first_version(patch)))
     passed = 0
     for at in range(len(content)):
-        for mask in (0x01, 0xFF):
+        for mask in (0x01, 0xFF) if LONG else ((0x01, 0xFF)[at % 2],):
             path.write_bytes(content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :])
             try:
                 read = Patch.read(path)
@@ -192,7 +192,7 @@ def test_every_truncation_is_refused_and_so_is_an_addition(tmp_path):
     path = tmp_path / "p"
     some().write(path)
     content = path.read_bytes()
-    for length in range(len(content)):
+    for length in range(0, len(content), 1 if LONG else 3):
         path.write_bytes(content[:length])
         with pytest.raises(eg.PatchError, match=r"p is (cut short|empty)"):
             Patch.read(path)
@@ -215,7 +215,7 @@ def test_every_truncation_is_refused_and_so_is_an_addition(tmp_path):
         (b"\1\1\0\0\0\0\0\0" + b'{"a":' + b"[" * 252, "header does not parse"),
     ],
 )
-def test_what_is_no_patch_is_refused_by_what_it_is(tmp_path, content, message):
+def test_files_that_are_no_patch_are_refused(tmp_path, content, message):
     (tmp_path / "p").write_bytes(content)
     with pytest.raises(eg.PatchError, match=message):
         eg.inspect(tmp_path / "p")
@@ -292,12 +292,12 @@ def positions(*at):
         ({"tensors": lambda tensors: tensors.pop("1.values")}, "3 entries are described, and the tensors are"),
     ],
 )
-def test_what_does_not_hold_together_is_refused_even_with_a_right_checksum(tmp_path, how, message):
+def test_inconsistent_files_with_a_valid_checksum_are_refused(tmp_path, how, message):
     with pytest.raises(eg.PatchError, match=message):
         eg.inspect(forged(tmp_path / "p", **how))
 
 
-def test_what_fits_no_model_is_refused_by_inspect_and_apply_alike(tmp_path):
+def test_impossible_indices_are_refused_by_inspect_and_apply(tmp_path):
     model = Weights(
         {"fc.weight": FileTensor.of(np.zeros((3, 5), np.float32)), "n": FileTensor.of(np.zeros(2, np.int32))}
     )
@@ -331,7 +331,7 @@ def test_overlapping_entries_in_a_file_are_refused(tmp_path):
         eg.inspect(tmp_path / "p")
 
 
-def test_a_missing_file_is_said_as_python_says_it_and_no_package_is_needed(tmp_path, monkeypatch):
+def test_missing_files_and_folders_are_pythons_own_errors(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         eg.inspect(tmp_path / "missing")
     with pytest.raises(IsADirectoryError):
@@ -341,7 +341,7 @@ def test_a_missing_file_is_said_as_python_says_it_and_no_package_is_needed(tmp_p
     assert eg.inspect(tmp_path / "p") == some()
 
 
-def test_a_place_that_nothing_can_be_written_to_is_refused_as_python_does(tmp_path):
+def test_an_unwritable_path_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         some().write(tmp_path / "missing" / "p")
     with pytest.raises(IsADirectoryError):
@@ -353,7 +353,7 @@ def test_a_place_that_nothing_can_be_written_to_is_refused_as_python_does(tmp_pa
 
 
 @pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() == 0, reason="root may do everything")
-def test_missing_permissions_are_pythons_own_errors(tmp_path):
+def test_missing_permissions_are_permission_errors(tmp_path):
     (tmp_path / "p").write_text("old")
     (tmp_path / "p").chmod(0o444)
     with pytest.raises(PermissionError):

@@ -239,7 +239,7 @@ def test_a_limit_on_files_and_a_folder_for_a_patch_are_said_in_a_sentence(base, 
         eg.inspect(base)
 
 
-def test_what_a_killed_process_left_goes_after_an_hour(base, patch, tmp_path):
+def test_temporary_files_of_killed_processes_are_removed_after_an_hour(base, patch, tmp_path):
     stale = [
         "model-00001-of-00004.0123456789abcdef.safetensors",
         ".model-00001-of-00004.0123456789abcdef.safetensors.0123456789abcdef.tmp",

@@ -125,7 +125,7 @@ def test_we_read_shira_that_peft_writes(model, tmp_path):
     assert torch.equal(trained(TOKENS), model(TOKENS))
 
 
-def test_what_no_format_holds_is_refused(model, tmp_path):
+def test_patches_that_no_format_can_hold_are_refused(model, tmp_path):
     _, rows = moved(model, lambda m: m.table.weight[3, :5].add_(1))
     _, bias = moved(model, lambda m: m.first.bias.add_(1))
     path = tmp_path / "out"

@@ -135,7 +135,7 @@ def swap(name, *stored):
         ({"tensors": swap("0.gaps", "U8", (201,), bytes(200) + b"\xff")}, "not those of 200 positions"),
     ],
 )
-def test_what_does_not_hold_together_is_refused_though_its_checksums_are_right(tmp_path, how, message):
+def test_inconsistent_folders_with_valid_checksums_are_refused(tmp_path, how, message):
     with pytest.raises((eg.PatchError, ImportError), match=message):
         eg.inspect(forged(tmp_path / "p", **how))
 

@@ -57,7 +57,7 @@ def test_numbers_are_equal_only_bit_by_bit():
     assert BitArray.of(np.float32([0.0])) != "0.0"
 
 
-def test_numbers_cannot_be_written_to_by_anybody():
+def test_values_of_a_patch_are_read_only():
     bits = np.zeros((1, 4), np.uint8)
     numbers = BitArray("float32", bits)
     bits[:] = 1
@@ -79,7 +79,7 @@ def test_numbers_cannot_be_written_to_by_anybody():
         (lambda: BitArray("float8_e4m3fn", np.zeros((1, 1), np.uint8)).floats(), "cannot be turned to floats here"),
     ],
 )
-def test_what_is_no_number_is_refused(make, message):
+def test_values_that_are_no_numbers_are_refused(make, message):
     with pytest.raises(eg.ElementgradError, match=message):
         make()
 
@@ -146,7 +146,7 @@ def reads(array):
     return lambda at: array.reshape(-1)[at].reshape(-1, 1).view(np.uint8)
 
 
-def test_fingerprints_stay_what_they_were():
+def test_fingerprints_are_stable_across_versions():
     """Files are checked by them, so no version of NumPy or of this library may change them."""
     tensor = np.arange(1000, dtype="<f4").reshape(20, 50)
     assert fingerprint((20, 50), "float32", reads(tensor)) == (
@@ -211,7 +211,7 @@ def test_made_disjoint_changes_leave_the_fingerprint_in_any_order(full):
     composes()
 
 
-def test_what_is_no_fingerprint_is_refused():
+def test_an_invalid_fingerprint_is_refused():
     with pytest.raises(eg.PatchError, match="'md5:1' is not a fingerprint, which is sample: or full:"):
         fits("md5:1", (1,), "float32", reads(np.zeros(1)))
     with pytest.raises(eg.PatchError, match="give one row of bits per position"):

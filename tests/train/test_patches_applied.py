@@ -93,7 +93,7 @@ def test_a_patch_made_beside_another_fits_the_model_without_it(model, tmp_path):
     assert_same(model, other)
 
 
-def test_a_patch_may_come_where_elements_were_given_back_what_they_were(model, tmp_path):
+def test_a_patch_applies_after_a_release_without_values(model, tmp_path):
     path = tmp_path / "patch.safetensors"
     elements = trained(model, "0.weight[3]", path)
     elements.undo()
@@ -103,7 +103,7 @@ def test_a_patch_may_come_where_elements_were_given_back_what_they_were(model, t
         eg.apply(model, path)
 
 
-def test_overlapping_patches_need_a_word(model, tmp_path):
+def test_overlapping_patches_need_an_option(model, tmp_path):
     first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
     before = copy.deepcopy(model)
     trained(copy.deepcopy(model), "0.weight[3]", first)
@@ -284,7 +284,7 @@ def test_weights_of_tied_names_in_a_file(tmp_path):
         eg.apply(Weights({"table.weight": held, "head.weight": other}), tmp_path / "patch.safetensors", overwrite=True)
 
 
-def test_a_patch_that_says_nothing_of_ties_is_applied_as_ever(tmp_path):
+def test_a_patch_without_ties_is_applied(tmp_path):
     elements = eg.trainable(tied(True), "table.weight[1]")
     elements.save(tmp_path / "patch.safetensors")
     (entry,) = eg.inspect(tmp_path / "patch.safetensors").entries
@@ -302,7 +302,7 @@ def test_masks_take_no_more_than_their_elements(model, tmp_path):
     assert path.stat().st_size < 2000
 
 
-def test_what_was_written_over_is_not_saved(model, tmp_path):
+def test_saving_after_values_were_overwritten_is_an_error(model, tmp_path):
     elements = trained(model, "1.bias", tmp_path / "patch.safetensors")
     elements.release()
     elements.save(tmp_path / "again.safetensors")
@@ -312,7 +312,7 @@ def test_what_was_written_over_is_not_saved(model, tmp_path):
         elements.save(tmp_path / "late.safetensors")
 
 
-def test_undo_leaves_alone_what_was_loaded_since(model, patch):
+def test_undo_does_not_overwrite_values_loaded_since(model, patch):
     applied = eg.apply(model, patch)
     model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
     with pytest.raises(eg.PatchError, match="there is nothing to undo"):

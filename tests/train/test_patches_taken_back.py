@@ -46,7 +46,7 @@ def test_names_that_are_tied_here_and_not_there_are_refused(tmp_path):
     assert torch.equal(model["a"].weight, before)
 
 
-def test_what_was_taken_back_is_not_taken_back_again(tmp_path):
+def test_an_undo_does_not_repeat_on_a_later_patch(tmp_path):
     model = nn.Linear(2, 1)
     path = patched(model, "weight[0, 0]", tmp_path / "p.safetensors")
     first = eg.apply(model, path)

@@ -46,7 +46,7 @@ def alone(model, elements, place, loss):
     return gradient
 
 
-def test_each_place_hears_its_own_loss_alone(model):
+def test_each_place_gets_the_gradient_of_its_own_loss_alone(model):
     elements = eg.trainable(model, ["table.weight[0, 2]", "table.weight[1, 3]", "head.bias"])
     losses = nn.functional.cross_entropy(model(TOKENS), TOKENS, reduction="none")
     expected = [
@@ -87,7 +87,7 @@ def test_a_part_of_a_place_may_have_its_own(model):
     assert torch.equal(elements["table.weight[:2]"].grad.view(2, 4), expected)
 
 
-def test_gradients_accumulate_as_ever(model):
+def test_gradients_accumulate_as_in_pytorch(model):
     elements = eg.trainable(model, "head.bias")
     elements.backward({"head.bias": model(TOKENS).sum()})
     once = elements["head.bias"].grad.clone()
@@ -95,7 +95,7 @@ def test_gradients_accumulate_as_ever(model):
     assert torch.equal(elements["head.bias"].grad, 2 * once)
 
 
-def test_nothing_else_hears_it(model):
+def test_routed_losses_reach_no_other_parameter(model):
     elements = eg.trainable(model, ["table.weight[0]"])
     model.head.requires_grad_(True)
     probe = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
@@ -150,7 +150,7 @@ def test_a_graph_is_kept_when_asked_for(model):
 
 
 @pytest.mark.parametrize("empty", [{}, {(): "loss"}])
-def test_losses_for_nobody_are_refused(model, empty):
+def test_losses_without_a_place_are_refused(model, empty):
     elements = eg.trainable(model, ["head.bias"])
     loss = model(TOKENS).sum()
     with pytest.raises(eg.PlaceError, match=r"no losses are given|given to no place"):

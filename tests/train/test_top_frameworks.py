@@ -120,7 +120,7 @@ def test_size_and_how_far_elements_have_moved(ranked):
     assert elements(found) == best({name: abs(other[name] - x) for name, x in STATE.items()}, 9)
 
 
-def test_among_some_and_what_comes_of_it_trains(ranked):
+def test_top_among_some_parameters_can_be_trained(ranked):
     places = eg.top(ranked.model, ranked.losses, 4, among=["2.bias", "0.weight[1]"])
     allowed = {name: np.full(x.shape, -1.0) for name, x in STATE.items()}
     whole = scores("gradient")
@@ -184,7 +184,7 @@ def test_the_first_of_equal_ones_across_pieces_on_jax(monkeypatch, count, floor)
     assert sizes.tolist() == [abs(values[i]) for i in sorted(order)]
 
 
-def test_a_sweep_makes_no_derivative_of_other_parameters_on_jax():
+def test_a_jax_sweep_computes_no_other_parameter_gradients():
     params = [jnp.ones((500, 64)), jnp.ones((64, 8)), jnp.ones((8, 8))]
     linear = JaxLinearization(lambda table, w, v: [jnp.tanh(table[jnp.array([0, 3])] @ w @ v).sum(1)], params)
     sweep = linear.compile_vjp(0, [1, 2])

@@ -17,7 +17,7 @@ from tests.support.ranked import HOW
 from tests.support.ranked_torch import checkpointed, mlp
 
 
-def test_what_is_computed_again_on_the_way_back_disturbs_no_buffer():
+def test_recomputation_in_backward_changes_no_buffer():
     model, loss_fn = checkpointed(False)
     before = copy.deepcopy(model.state_dict())
     eg.top(model, loss_fn, 3, "fisher")
@@ -75,7 +75,7 @@ def small_pieces(monkeypatch):
 
 
 def peak(model, loss_fn, by, k=20):
-    """How many dense gradients, or what is as large, live at once."""
+    """Return how many dense gradients, or tensors as large, live at once."""
     with Memory(64 * 64 * 4) as memory:
         eg.top(model, loss_fn, k, by)
     assert not memory.live
@@ -101,7 +101,7 @@ def test_no_second_dense_gradient_lives():
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_beside_a_gradient_there_is_one_sum_at_most():
+def test_ranking_holds_at_most_one_sum_beside_a_gradient():
     model, x = tower()
     for by in HOW:
         assert peak(model, lambda model: (model(row).sum() for row in x), by) == 2
@@ -109,7 +109,7 @@ def test_beside_a_gradient_there_is_one_sum_at_most():
     assert peak(model, None, "magnitude") == 0
 
 
-def test_what_is_remembered_is_of_the_order_of_k(monkeypatch):
+def test_the_memory_of_elements_is_proportional_to_k(monkeypatch):
     monkeypatch.setattr(ranking, "ROOM", 0)
     most = []
     settle = ranking.TopElements._prune

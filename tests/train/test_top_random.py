@@ -56,6 +56,6 @@ def test_parameters_of_jax_have_random_elements_too():
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, None, "0"])
-def test_what_is_no_seed_is_refused(model, seed):
+def test_an_invalid_seed_is_refused(model, seed):
     with pytest.raises(eg.OptionError, match="is not a seed; give an int of at least 0"):
         eg.top(model, None, 5, by="random", seed=seed)

@@ -73,7 +73,7 @@ def test_a_model_that_is_one_number():
     assert eg.top(bare, None, 1, "magnitude") == [eg.at("x")]
 
 
-def test_values_that_are_not_finite_are_no_matter_where_nobody_chooses():
+def test_non_finite_values_outside_of_among_do_not_matter():
     model, _ = mlp()
     with torch.no_grad():
         model[0].bias[2] = float("inf")
@@ -82,6 +82,6 @@ def test_values_that_are_not_finite_are_no_matter_where_nobody_chooses():
     assert len(eg.top(model, None, 3, "magnitude", among=["0.bias[:2]", "0.weight"])) >= 1
 
 
-def test_whole_numbers_are_not_ranked():
+def test_integer_parameters_are_not_ranked():
     model, _ = sparse()
     assert "steps" not in [place.name for place in eg.top(model, None, 40, "magnitude")]

@@ -58,7 +58,7 @@ def test_loaded_values_are_trained_on(model):
     assert_same(model.state_dict(), other)
 
 
-def test_a_checkpoint_of_the_same_training_keeps_the_originals(model):
+def test_loading_weights_of_the_same_training_keeps_the_originals(model):
     before = state(model)
     elements = eg.trainable(model, PLACES)
     train(model, elements)
@@ -171,7 +171,7 @@ def test_a_second_call_adds_places(model):
     assert type(model.head) is nn.Linear
 
 
-def test_a_second_call_keeps_what_the_user_let_train(model):
+def test_a_second_call_keeps_the_users_trainable_parameters(model):
     eg.trainable(model, "fold[0]")
     model.norm.requires_grad_(True)
     second = eg.trainable(model, "fold[1]")

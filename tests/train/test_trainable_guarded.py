@@ -1,4 +1,4 @@
-"""What may not be done to a model in training, and what is noticed of what is done to it."""
+"""Changes to a model in training: those that are refused, and those that are noticed."""
 
 import copy
 import pickle
@@ -60,7 +60,7 @@ def test_a_class_that_allows_no_subclass_leaves_the_model_as_it_was(model):
     assert [name for name, parameter in whole.named_parameters() if parameter.requires_grad] == names
 
 
-def test_registries_of_classes_do_not_hear_of_ours():
+def test_subclass_registries_do_not_see_our_classes():
     registry = {}
 
     class Registered(nn.Module):

@@ -1,4 +1,4 @@
-"""What trains beside elements: parameters that `keep` names, a warning about those that nobody named, hooks."""
+"""Parameters that train beside elements: those that `keep` names, a warning about others, hooks."""
 
 import copy
 import warnings
@@ -74,7 +74,7 @@ def silent():
 @pytest.mark.parametrize(
     "keep", ["lora_*", ["lora_A", "lora_B"], ADAPTERS, "*.default.*", "attn.lora_?", ("*lora_A*", "lora_B.default")]
 )
-def test_what_is_kept_trains_beside_the_elements(model, keep):
+def test_kept_parameters_train_beside_the_elements(model, keep):
     before = flags(model)
     elements = eg.trainable(model, PLACE, keep=keep)
     assert flags(model) == before
@@ -130,7 +130,7 @@ def test_a_model_without_a_choice_of_what_trains_is_no_reason_to_warn(frozen):
 
 
 @pytest.mark.usefixtures("silent")
-def test_a_second_call_neither_warns_of_the_first_nor_forgets_what_it_kept(model):
+def test_a_second_call_does_not_warn_and_keeps_the_first(model):
     before = flags(model)
     first = eg.trainable(model, PLACE, keep="lora_A")
     second = eg.trainable(model, OTHER)
@@ -147,7 +147,7 @@ def test_a_second_call_neither_warns_of_the_first_nor_forgets_what_it_kept(model
 
 
 @pytest.mark.usefixtures("silent")
-def test_elements_of_what_was_kept_train_once_its_keeper_is_released(model):
+def test_elements_of_a_kept_parameter_train_after_release(model):
     first = eg.trainable(model, PLACE, keep="lora_A")
     eg.trainable(model, OTHER, keep="lora_B").release()
     with pytest.raises(eg.ElementgradError):
@@ -176,7 +176,7 @@ def test_a_patch_freezes_nothing(model, tmp_path):
 
 
 @pytest.mark.usefixtures("silent")
-def test_a_copy_keeps_what_was_kept(model):
+def test_a_copied_model_releases_the_parameters_of_keep(model):
     before = flags(model)
     model, elements = copy.deepcopy((model, eg.trainable(model, PLACE, keep="lora_*")))
     with pytest.raises(eg.DuplicateError, match="as keep= of an earlier"):
@@ -201,7 +201,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED)
-def test_what_keep_cannot_be(model, call, error, text):
+def test_invalid_values_of_keep_are_refused(model, call, error, text):
     before = flags(model)
     with pytest.raises(error, match=text):
         call(model)
@@ -245,7 +245,7 @@ def keras_moved(model):
 
 @pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("keep", ["head", "head/*", ["kernel", "head/bias"]])
-def test_variables_that_are_kept_are_fitted_beside_the_elements(keep):
+def test_kept_variables_are_fitted_beside_the_elements(keep):
     model = keras_model()
     model.get_layer("table").trainable = True
     model.get_layer("head").bias.trainable = keep != "head"

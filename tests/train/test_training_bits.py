@@ -62,7 +62,7 @@ def held(model):
 
 
 @pytest.mark.parametrize(("fw", "name", "dtype"), CASES, ids=[f"{fw.name}-{name}-{dtype}" for fw, name, dtype in CASES])
-def test_what_nobody_moved_is_as_it_was(fw, name, dtype, tmp_path):
+def test_unmoved_elements_are_bit_identical(fw, name, dtype, tmp_path):
     values = drawn(name)
     model = made(fw, values)
     assert held(model) == values.tobytes()
@@ -99,7 +99,7 @@ def test_what_nobody_moved_is_as_it_was(fw, name, dtype, tmp_path):
 
 @pytest.mark.parametrize("fw", [TORCH, TENSORFLOW], ids=["torch", "tensorflow"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-def test_what_is_written_to_a_parameter_is_what_its_elements_go_on_from(fw, name, tmp_path):
+def test_elements_continue_from_values_written_to_the_parameter(fw, name, tmp_path):
     values = drawn(name)
     before = np.stack([np.zeros_like(values[0]), values[1]])
     model, other = made(fw, before), made(fw, before)

@@ -180,7 +180,7 @@ def test_layers_that_are_computed_again_for_their_gradients(reentrant):
 
 @pytest.mark.parametrize("kind", ["linear", "lookup", "bag"])
 def test_a_step_between_forward_and_backward_is_as_it_is_in_the_plain_model(kind):
-    """What a first layer computes its gradient by is its input alone, so that its weight may have changed."""
+    """The gradient of a first layer needs its input alone, so that its weight may have changed."""
     build, inputs = DOUBLE[kind]
     torch.manual_seed(0)
     model = build().double()

@@ -77,7 +77,7 @@ def test_saved_and_loaded_as_any_model(tmp_path):
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
 
-def test_tied_weights_stay_tied_when_asked_to():
+def test_tied_weights_stay_tied_with_the_option():
     torch.manual_seed(0)
     model = gpt2()
     elements = eg.trainable(model, "lm_head.weight[3]")

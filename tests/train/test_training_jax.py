@@ -75,7 +75,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_plan_says_what_is_dense(case):
+def test_a_plan_lists_dense_gradients(case):
     loss, params, places = CASES[case]
     plan = eg.trainable(arrays(params, jnp.float32), places).plan(loss)
     if case == "dense, many":  # how a bias is broadcast differs between versions
@@ -188,7 +188,7 @@ def test_custom_rules_are_kept():
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 1e30])
-def test_elements_that_stand_out_leave_nothing_behind(odd):
+def test_a_large_or_non_finite_original_value_leaves_no_error(odd):
     kernel = numbers(6, 8)
     kernel[2, 3] = odd
     elements = eg.trainable({"w": jnp.array(kernel, jnp.float32)}, "w[2, 3]")
@@ -235,7 +235,7 @@ def test_half_precision_has_masters():
     assert eg.trainable(params, SOME, dtype="float64").values[SOME[0]].dtype == jnp.float64
 
 
-def test_products_of_half_precision_lose_nothing_to_the_change():
+def test_a_small_change_survives_a_half_precision_product():
     kernel = jnp.ones((6, 8), jnp.bfloat16).at[2, 3].set(1.0078125)
     elements = eg.trainable({"w": kernel}, "w[2, 3]")
     values = {"w[2, 3]": jnp.array([0.010009765625], jnp.float32)}  # as it is in bfloat16

@@ -28,7 +28,7 @@ def dicts():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """As Equinox makes them: a frozen dataclass that is a pytree, with fields that are no arrays."""
+    """A module as Equinox makes them: a frozen dataclass that is a pytree, with fields that are no arrays."""
 
     weight: jax.Array
     bias: jax.Array
@@ -126,7 +126,7 @@ def test_a_model_of_this_form_trains_and_is_merged_saved_and_applied(form, tmp_p
 
 
 @pytest.mark.parametrize("name", ["b", "c.inner"])
-def test_what_nnx_shares_trains_by_any_of_its_paths(name, tmp_path):
+def test_objects_shared_by_nnx_train_by_any_path(name, tmp_path):
     nnx = pytest.importorskip("flax.nnx", reason="the oldest packages come without flax")
 
     class Outer(nnx.Module):

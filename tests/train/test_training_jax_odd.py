@@ -69,7 +69,7 @@ def test_products_are_exact_however_large_the_elements_of_traced_parameters_are(
 
 
 @pytest.mark.parametrize("odd", [1e8, np.inf, np.nan])
-def test_other_parameters_may_stand_out_where_these_did_not(odd):
+def test_parameters_with_other_non_finite_values_give_right_gradients(odd):
     table = jax.random.normal(jax.random.key(0), (20, 20), jnp.float64)
     elements, values = eg.trainable({"w": table}, "w[1, 1]"), {"w[1, 1]": jnp.array([0.5], table.dtype)}
     other = {"w": table.at[1, 1].set(odd)}
@@ -96,7 +96,7 @@ def test_other_parameters_may_stand_out_where_these_did_not(odd):
 @pytest.mark.parametrize("case", PRODUCTS)
 @settings(max_examples=counts(12))
 @given(data=st.data())
-def test_made_numbers_that_are_not_finite_give_what_the_dense_gradient_gives(case, data):
+def test_non_finite_values_agree_with_the_dense_gradient(case, data):
     """In the parameters, elements that train among them, in their values, and in what they are multiplied with."""
     shape, _, place = PRODUCTS[case]
     elements, x, ours, dense = compiled_product(case)
@@ -188,7 +188,7 @@ def test_infinite_numbers_beside_the_elements_are_multiplied_by_no_zero(place):
             np.testing.assert_allclose(slope[place], slopes[place], rtol=1e-12)
 
 
-def test_an_element_that_is_too_large_for_the_dtype_of_a_product_leaves_nothing_behind():
+def test_an_original_value_that_overflows_half_precision_leaves_no_error():
     w = jnp.full((20, 20), 0.5, jnp.float32).at[1, 1].set(1e6)
     elements = eg.trainable({"w": w}, "w[1, 1]")
 
@@ -215,7 +215,7 @@ def test_an_element_that_a_slice_leaves_out_has_a_gradient_of_zero():
     assert elements.grad(lambda params: (params["w"][1] ** 2).sum())["w[0, 0]"].tolist() == [0]
 
 
-def test_what_is_returned_beside_the_loss_may_be_anything():
+def test_outputs_beside_the_loss_may_be_anything():
     elements = eg.trainable({"w": jnp.ones((3, 3))}, "w[0, 0]")
     (loss, aux), _ = elements.value_and_grad(
         lambda params: (params["w"].sum(), ["text", 3, params["w"][0]]), has_aux=True

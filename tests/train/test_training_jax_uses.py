@@ -24,7 +24,7 @@ def test_one_entry_of_an_embedding_under_sgd():
     assert unseen["table[0, 5]"].tolist() == [0.0]
 
 
-def test_each_place_hears_its_own_loss_alone():
+def test_each_place_gets_the_gradient_of_its_own_loss_alone():
     elements = eg.trainable(small(jnp.float64), SMALL)
     one, other = (lambda p: small_loss(p, 2)), (lambda p: small_loss(p, 0))
     routes = {("table[0, 2]", "head.bias[2]"): one, "table[3, 1:3]": other}

@@ -43,7 +43,7 @@ def test_weight_files_load_both_ways(tmp_path):
     assert not any(moved(model, state(other)).values())
 
 
-def test_a_checkpoint_of_the_same_training_keeps_the_originals(tmp_path):
+def test_loading_weights_of_the_same_training_keeps_the_originals(tmp_path):
     model = tagger()
     before = state(model)
     elements = eg.trainable(model, PLACES)
@@ -156,7 +156,7 @@ def test_a_second_call_adds_places_and_others_train_beside():
     assert all(variable.trainable for variable in model.weights)
 
 
-def test_what_is_frozen_meanwhile_stays_so():
+def test_parameters_frozen_meanwhile_stay_frozen():
     model = tagger()
     elements = eg.trainable(model, PLACES)
     model.get_layer("head").trainable = False

@@ -156,7 +156,7 @@ def test_gradients_are_entries_of_the_dense_gradient(case, way, monkeypatch):
 
 @pytest.mark.parametrize("case", ["dense", "conv2d same", "embedding"])
 def test_losses_that_are_made_of_gradients(case, monkeypatch):
-    """As in a penalty on the gradient: what reaches the input depends on the elements too."""
+    """A penalty on the gradient: the gradient of the input depends on the elements too."""
     for (module, name), cost in WAYS["gathered"].items():
         monkeypatch.setattr(module, name, cost)
     model, x, name = built(case, "float64")
@@ -219,7 +219,7 @@ def test_made_layers_and_places(data):
 
 @pytest.fixture(params=DTYPES)
 def dtype(request):
-    """What models are made of."""
+    """Layers that random models consist of."""
     with keras_models.computing_in(request.param):
         yield request.param
 

@@ -65,7 +65,7 @@ def test_the_loss_of_one_token_in_a_recurrent_model(model):
         assert bool(gradient[0] != 0) is hears  # where token 0 does not occur, nobody hears it
 
 
-def test_each_entry_hears_its_own_token_alone(model):
+def test_each_entry_gets_the_gradient_of_its_own_token_alone(model):
     places = ["table/embeddings[0, 12]", "table/embeddings[3, 25]"]
     elements = eg.trainable(model, [*places, "head/bias"])
 
@@ -204,7 +204,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_train_is_refused_before_anything_changes(model, case):
+def test_impossible_places_are_refused_before_anything_changes(model, case):
     places, error, message = REFUSED[case]
     before = [type(layer) for layer in model.layers]
     with pytest.raises(error, match=message.replace("[", r"\[")):

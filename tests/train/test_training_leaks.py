@@ -106,7 +106,7 @@ def test_what_no_vector_on_the_cpu_can_be_given_to_refuses_and_leaves_the_model_
 
 
 class WritesToData(torch.optim.Optimizer):
-    """As optimizers of other packages do: what is written to `.data` bumps no version counter."""
+    """A write to `.data`, as optimizers of other packages do it, bumps no version counter."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})

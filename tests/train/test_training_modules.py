@@ -184,7 +184,7 @@ def test_a_model_of_every_kind():
     assert_gradients(model.double(), PLACES + MORE, tokens, like_frozen=None)
 
 
-def test_hooks_hear_what_they_hear_of_the_plain_model():
+def test_hooks_run_as_for_the_plain_model():
     torch.manual_seed(0)
     model, heard = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), []
     model[0].register_full_backward_hook(lambda module, given, output: heard.append(output[0].clone()))

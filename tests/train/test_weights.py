@@ -147,7 +147,7 @@ def test_a_patch_goes_into_npz_tensors_of_every_name(tmp_path, name):
     assert [after[each].bits.view("<f4").reshape(-1).tolist() for each in (name, "w")] == [[1, 7], [3, 4]]
 
 
-def test_what_out_names_may_be_a_pipe(tmp_path, monkeypatch, capsys):
+def test_out_may_be_a_pipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.savez("w.npz", w=np.float32([1, 2]))
     eg.Patch(()).write("p.safetensors")
@@ -204,7 +204,7 @@ def test_arrays_that_overlap_in_npz_are_refused(tmp_path):
         {"dtype": "F16"},
     ],
 )
-def test_a_header_that_says_nothing_of_use_is_no_weights(wrong, tmp_path):
+def test_an_inconsistent_header_is_refused(wrong, tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | wrong}).encode()
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))

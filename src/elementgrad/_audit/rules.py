@@ -243,9 +243,8 @@ class _Line:
     def _at(self, by: float) -> np.ndarray:
         numbers = self._numbers
         old = self._op.operands[self.operand]
-        x = numbers.array(old).astype(np.float64)
-        x.reshape(-1)[self._flat] += by
-        values = _rerun(self._ops, {self._op.inputs[self.operand]: numbers.like(x, old)})
+        x = numbers.like(numbers.moved(old, self._flat, by), old)
+        values = _rerun(self._ops, {self._op.inputs[self.operand]: x})
         moved = values[self._op.outputs[self._result]]
         return numbers.array(moved).astype(np.float64).reshape(-1)[[self._position]]
 

@@ -85,8 +85,6 @@ class Linearization(ABC):
     outputs: Sequence[Tensor]
     jvp_transposes_vjp = False
     """True if forward sweeps are transposed reverse ones by construction, so that they need no check."""
-    traces_batches = False
-    """True if a batch is traced before it runs, which takes longer than a few sweeps one by one."""
     missing_rules: Mapping[str, str] = MappingProxyType({})
     """Directions, "forward" or "reverse", that are known to have no rule, and why."""
 

@@ -65,8 +65,8 @@ FILE_ARGUMENTS = ("model", "inputs", "out", "plot", "patch", "target", "before",
 
 def tour(*, framework: str, out: str, no_report: bool) -> None:
     """Show the tour in the terminal, and write its page unless `no_report`."""
-    require_packages("rich" if no_report else "rich matplotlib jinja2", "the tour", "show")
-    require_packages("safetensors", "the tour", "train")
+    packages = f"rich safetensors {'' if no_report else 'matplotlib jinja2'}"
+    require_packages(packages, "the tour", f"show,train,{framework}")  # all that it needs, by one installation
     from elementgrad._tour.runner import show_tour
 
     if not no_report:

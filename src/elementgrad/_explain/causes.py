@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elementgrad._explain import kinds
-from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC
+from elementgrad._explain.trace import LEAF_WRITE, MOVING_STATISTIC, NOTHING_TRACKED
 
 Variant = tuple[str, str]
 """A cause and an operation, or a phrase that stands for one."""
@@ -166,7 +166,7 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "cancelled": Cause(
         "its contributions cancel in {operation}",
-        "look at one term, or change the sum: a sum over a softmax is always 1",
+        "look at one term, or change the sum: a softmax always sums to 1, and values minus their mean to 0",
     ),
     "underflow": Cause(
         "values in {operation} are too small for the precision",
@@ -449,6 +449,19 @@ VARIANTS: Mapping[Variant, Cause] = {
         [CONSTANT],
         "compute {of} from {wrt}, or name another result: this one is a constant",
         "it is a constant, which does not depend on any argument",
+    ),
+    **_variants(
+        "not-tracked",
+        [NOTHING_TRACKED],
+        "compute {of} from the parameters or tensors that you train, and call requires_grad_(True) on those that are "
+        "frozen",
+        "nothing that {of} is computed from requires gradients",
+    ),
+    **_variants(
+        "out-of-range",
+        [f".at[].{write}" for write in ("set", "add", "subtract", "multiply", "divide", "power", "min", "max")],
+        CAUSES["out-of-range"].fix,
+        "{operation} gets an index out of range, and JAX drops what is written there",
     ),
     **_variants(
         "out-of-range",

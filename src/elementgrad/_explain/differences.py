@@ -41,6 +41,7 @@ STEPS = "the function changes in steps there, so differences say nothing"
 NOT_FINITE = "the value is not finite, and cannot be varied"
 NO_VALUES = "the function has no finite values nearby"
 ROUNDED = "the two differ by no more than the rounding of larger terms"
+LOST = "the slope is lost in the rounding of the value, which is so much larger"
 STEEPER = "the slope grows without bound as the step size gets smaller"
 UNSETTLED = "differences with neighbouring step sizes do not agree"
 TWO_SLOPES = "small step sizes agree with the gradient and large ones with another slope"
@@ -208,8 +209,8 @@ def judge_gradients(
         verdicts = [before or after for before, after in zip(verdicts, last, strict=True)]
     blurs = [BLURRED * EPSILON[line.dtype] * max(largest[n], sizes[n]) for n in indices]
     sure = [
-        _forgive_rounding(verdict, gradient, blur)
-        for verdict, gradient, blur in zip(verdicts, gradients, blurs, strict=True)
+        _doubt_lost_slope(_forgive_rounding(verdict, gradient, blur), gradient, most, line.dtype)
+        for verdict, gradient, blur, most in zip(verdicts, gradients, blurs, largest, strict=True)
         if verdict
     ]
     return _forgive_stairs(line, sure, gradients)
@@ -218,6 +219,17 @@ def judge_gradients(
 def _forgive_rounding(verdict: DifferenceVerdict, gradient: float, blur: float) -> DifferenceVerdict:
     off = abs(gradient - verdict.difference)
     return replace(verdict, agrees=None, why=ROUNDED) if verdict.agrees is False and off <= blur else verdict
+
+
+def _doubt_lost_slope(verdict: DifferenceVerdict, gradient: float, largest: float, dtype: str) -> DifferenceVerdict:
+    """Leave a gradient undecided that would agree only since the value is so large that any slope would.
+
+    A gradient that is next to nothing, by itself or beside the largest, may agree.
+    """
+    is_small = abs(gradient) <= _negligible(largest, dtype)
+    if not verdict.agrees or is_small or _is_exact_enough(verdict.bound, verdict.difference, gradient, 0.0):
+        return verdict
+    return replace(verdict, agrees=None, why=LOST)
 
 
 def _forgive_stairs(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from elementgrad._explain.trace import MOVING_STATISTIC, Hint, Op, OpGraph
+from elementgrad._explain.trace import Hint, Op, OpGraph
 
 
 @dataclass
@@ -22,9 +22,7 @@ class CauseFinding:
     def of_hint(cls, hint: Hint) -> "CauseFinding":
         """Return the finding for something that the backend knew at once."""
         evidence = [hint.evidence] if hint.evidence else []
-        if hint.op is not None and hint.op.operation == MOVING_STATISTIC:
-            return cls(hint.cause, None, evidence, variant=MOVING_STATISTIC)
-        return cls(hint.cause, hint.op, evidence)
+        return cls(hint.cause, hint.op, evidence, variant=hint.variant)
 
 
 class PathStep(str):

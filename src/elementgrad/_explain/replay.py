@@ -169,8 +169,7 @@ class Replay:
         """
         trace, numbers = self._trace, self._numbers
         with trace.following(), numbers.in_float64() if wide else nullcontext():
-            x = numbers.array(trace.source).astype(np.float64)
-            x.reshape(-1)[position] += by
+            x = numbers.moved(trace.source, position, by)
             source = numbers.like(x, numbers.widen(trace.source) if wide else trace.source)
             values: dict[int, Tensor] = dict.fromkeys(self._sources, source)
             for op in self._ops:

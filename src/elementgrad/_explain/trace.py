@@ -139,6 +139,12 @@ class Numbers:
             raise TypeError(f"a tensor of {self._backend.dtype(x)} has no numbers to read")
         return values if native and values.dtype.kind != "V" else values.astype(np.float32)
 
+    def moved(self, x: Tensor, position: int, by: float) -> np.ndarray:
+        """Return the numbers in float64, with the one at a flat position moved."""
+        array = np.array(self.array(x), np.float64, order="C")  # or of a transposed tensor, `reshape` is a copy
+        array.reshape(-1)[position] += by
+        return array
+
     def like(self, array: np.ndarray, x: Tensor) -> Tensor:
         """Return a tensor of these numbers, with the dtype and on the device of another."""
         return self._backend.cast(array if array.flags.writeable else array.copy(), x)
@@ -171,6 +177,8 @@ class Hint:
     evidence: str = ""
     op: Op | None = None
     """One of the graph's, or one made for the hint if there is a line to name."""
+    variant: str | None = None
+    """Chooses the words for the cause in place of the operation, if there is something closer."""
 
 
 @dataclass(frozen=True)
@@ -324,6 +332,8 @@ class LiveReport:
 
 LEAF_WRITE = "a write in place to a leaf"
 """Stands for the operation where PyTorch refuses to write to a leaf."""
+NOTHING_TRACKED = "a step without gradients"
+"""Stands for the operation where nothing that a step computes with requires gradients."""
 MOVING_STATISTIC = "a moving statistic"
 """Stands for the operation where the source is a statistic that a layer updates by itself, as a batch norm does."""
 

@@ -27,6 +27,8 @@ LOG = logging.getLogger("elementgrad.explore")
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 """Names by which a browser may call this machine; any other in `Host` is another site's name for it."""
+SHUTDOWN_SECONDS = 5
+"""The longest that closing waits for a page that does not take its answer."""
 PROGRESS_SECONDS = 0.5
 """The time between two lines that say that a read is going on."""
 HEADERS = {
@@ -71,7 +73,7 @@ class Explorer:
             server_header=False,
             ws="none",
             lifespan="off",
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="elementgrad-explore-server", daemon=True)
@@ -85,8 +87,9 @@ class Explorer:
     def close(self) -> None:
         """Stop serving, after the read that is running. The model is as it was; further calls do nothing."""
         if not self._closed.is_set():
-            self._server.should_exit = True
+            # The worker is first: pages get the answer that is being read, and hear that no other will come.
             self._worker.close()
+            self._server.should_exit = True
             self._thread.join()
             self._socket.close()
             self._session.close()

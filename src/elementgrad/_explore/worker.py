@@ -18,6 +18,7 @@ class Worker:
         self._queue: PriorityQueue[tuple[int, int, Call | None]] = PriorityQueue()
         self._numbers = count()
         self._closing = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="elementgrad-explore", daemon=True)
         self._thread.start()
 
@@ -30,16 +31,18 @@ class Worker:
             slow: It waits until no other call does, so that a page stays usable.
         """
         future: Future[Any] = Future()
-        if self._closing:
-            future.cancel()
-        else:
-            self._queue.put((int(slow), next(self._numbers), (future, function, args)))
+        with self._lock:  # nothing comes behind the end of the queue
+            if self._closing:
+                future.cancel()
+            else:
+                self._queue.put((int(slow), next(self._numbers), (future, function, args)))
         return future
 
     def close(self) -> None:
         """Wait for the call that is running, drop all that wait, and end the thread. Later calls are dropped too."""
-        self._closing = True
-        self._queue.put((2, next(self._numbers), None))
+        with self._lock:
+            self._closing = True
+            self._queue.put((2, next(self._numbers), None))
         self._thread.join()
 
     def _run(self) -> None:

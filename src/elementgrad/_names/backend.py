@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 Tensor = Any
 Node = tuple[Sequence[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
-"""One level of a container: the keys of its contents (None for the only content of a box, which bears the name of the
+"""One level of a container: the keys of its contents (None for the only content of a box, which has the name of the
 box), the contents, and a function that rebuilds the container around other contents."""
 
 

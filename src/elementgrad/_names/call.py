@@ -437,11 +437,12 @@ class BoundCall:
         """Return `model.input:x` for `model.x`, if `x` is a parameter of a model that is an argument; or the name."""
         for prefix, root in self.model.roots.items():
             rest = split_prefix(prefix, name) if prefix else None
-            parameter, mark, part = re.match(r"(\w*)(.?)(.*)", rest or "").groups()  # type: ignore[union-attr]
-            forward = self.backend.names.forward_of(root) if parameter else None
+            if not rest:
+                continue
+            parameter, mark, part = re.match(r"(\w*)(.?)(.*)", rest).groups()  # type: ignore[union-attr]
             if parameter and parameter == self.model.only_input:
                 return f"{prefix}{GIVEN}{mark and ':0.'}{part}"
-            if parameter in positional_parameters(forward):
+            if parameter in positional_parameters(self.backend.names.forward_of(root)):
                 return f"{prefix}{GIVEN}:{parameter}{mark and '.'}{part}"
         return name
 

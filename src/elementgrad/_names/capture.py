@@ -156,7 +156,7 @@ class CaptureKey:
 
     @property
     def numbered(self) -> bool:
-        """True if the name says which call, so that no later value can bear it."""
+        """True if the name says which call, so that no later value can have it."""
         return self.marked and "#" in self.name
 
     def matches(self, value: CapturedValue) -> bool:
@@ -251,7 +251,7 @@ class Capture:
         self._latest.clear()
 
     def _is_complete(self) -> bool:
-        """Return True if each name has its value, no other value can bear it, and the run can be left here."""
+        """Return True if each name has its value, no other value can have it, and the run can be left here."""
         stop = self._stop
         return (
             stop is not None

@@ -27,12 +27,12 @@ class Leaf:
 
 
 class SharedObjects:
-    """Objects that are one wherever they are met, such as modules of flax NNX; a walk visits each of them once."""
+    """Objects with an identity, such as modules of flax NNX; a walk over a tree visits each of them once."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[Any, str, Any]] = {}  # the object too, so that no other gets its id
         self.aliases: dict[str, str] = {}
-        """The path at which each object was met again, and its first path."""
+        """The later paths of each object, each with the first."""
 
     def __bool__(self) -> bool:
         return bool(self._first)
@@ -42,14 +42,14 @@ class SharedObjects:
             self._first[id(value)] = value, name, new
 
     def find(self, value: Any, name: str = "") -> tuple[Any, str, Any] | None:
-        """Return the object, its first path and what it became; None if it is met for the first time."""
+        """Return the object, its first path and what it became; None at the first visit."""
         first = self._first.get(id(value)) if self._first else None
         if first is not None:
             self.aliases[name] = first[1]
         return first
 
     def first_path(self, name: str) -> str:
-        """Return the path of a leaf by which it was met first."""
+        """Return the first path of a leaf."""
         for other, first in self.aliases.items():
             if name == other or name.startswith(f"{other}."):
                 return self.first_path(first + name[len(other) :])  # what is inside may be shared as well

@@ -15,7 +15,7 @@ from typing import Any
 from elementgrad._backends import registry
 from elementgrad._names.pytree import SIMPLE
 
-MOST_SIGNATURES = 16
+MAX_SIGNATURES = 16
 """Shapes of arguments for which the names of one model are remembered."""
 
 
@@ -65,7 +65,7 @@ def single_calls(model: Any, structure: Hashable) -> SingleCalls:
 
 def remember(memory: SingleCalls, call: Hashable, names: Iterable[str]) -> None:
     """Note names that a complete run has computed once."""
-    if call not in memory.names and len(memory.names) >= MOST_SIGNATURES:
+    if call not in memory.names and len(memory.names) >= MAX_SIGNATURES:
         memory.names.pop(next(iter(memory.names)), None)
     memory.names.setdefault(call, set()).update(names)
 

@@ -73,7 +73,7 @@ def get(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     return backend.take(x, selection)
 
 
-def lend(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
+def take_copy(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
     """Return the elements that `apply` passes to its function, which may write to them."""
     require_unique(selection, "apply")
     return backend.copy(backend.take(x, selection))
@@ -81,7 +81,7 @@ def lend(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
 
 def set_(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Tensor:
     require_unique(selection, "set")
-    value = fit(backend, x, selection, value)
+    value = fit_value(backend, x, selection, value)
     if selection.mask is not None and selection.traced:
         return backend.where(selection.mask.values, backend.cast(value, x), x)
     return backend.put(x, selection, value)
@@ -109,7 +109,7 @@ def stop(backend: Backend, x: Tensor, selection: Selection) -> Tensor:
 
 VERBS: dict[str, Callable[..., Tensor]] = {
     "get": get,
-    "lend": lend,
+    "take_copy": take_copy,
     "set": set_,
     "add": add,
     "multiply": multiply,
@@ -141,7 +141,7 @@ def require_gradient(backend: Backend, x: Tensor, verb: str) -> None:
         raise DtypeError(f"{verb} is about gradients and {x.dtype} has none; give a floating or complex tensor")
 
 
-def fit(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
+def fit_value(backend: Backend, x: Tensor, selection: Selection, value: Any) -> Any:
     """Return the value as a number, or as a tensor of x's dtype that broadcasts to the selection; or raise an error."""
     kind = PYTHON_KINDS.get(type(value))
     if kind is not None:
@@ -175,18 +175,18 @@ def _number(backend: Backend, x: Tensor, value: Any, kind: str) -> Any:
         return value
     limits = backend.dtype_range(x)
     if limits is not None:
-        value = _within(x, limits, value)
+        value = _clamp(x, limits, value)
     return float(value) if type(value) is int and backend.kind(x) != "i" else value
 
 
-def _within(x: Tensor, limits: DtypeRange, value: Any) -> Any:
+def _clamp(x: Tensor, limits: DtypeRange, value: Any) -> Any:
     """Return a number as the dtype of x rounds it at the ends of its range, where frameworks do not agree."""
     if type(value) is complex:
-        return complex(_within(x, limits, value.real), _within(x, limits, value.imag))
+        return complex(_clamp(x, limits, value.real), _clamp(x, limits, value.imag))
     if type(value) is float and not math.isfinite(value):
         return value
     if not limits.holds(value):
-        raise _beyond(x, limits, value)
+        raise _out_of_range_error(x, limits, value)
     return min(max(value, limits.low), limits.high)
 
 
@@ -222,10 +222,10 @@ def _require_range(backend: Backend, x: Tensor, values: np.ndarray) -> None:
             for number in (high, low):
                 number = number.item() if isinstance(number, np.generic) else number
                 if not limits.holds(number):
-                    raise _beyond(x, limits, number)
+                    raise _out_of_range_error(x, limits, number)
 
 
-def _beyond(x: Tensor, limits: DtypeRange, number: Any) -> DtypeError:
+def _out_of_range_error(x: Tensor, limits: DtypeRange, number: Any) -> DtypeError:
     dtype = str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2]
     shown = number if abs(number) < 2**128 or isinstance(number, float) else f"an int of {number.bit_length()} bits"
     return DtypeError(f"{shown} does not fit {dtype}, which holds {limits.low} to {limits.high}; cast x first")
@@ -288,7 +288,7 @@ def _combine(
 ) -> Tensor:
     if backend.kind(x) not in "ifc":
         raise DtypeError(f"add and multiply need numbers and the tensor is {x.dtype}; use set, or cast it first")
-    value = fit(backend, x, selection, value)
+    value = fit_value(backend, x, selection, value)
     multiply = combine is operator.mul
     if selection.mask is not None and selection.mask.traced:
         # Unselected elements are replaced before they are computed with: 0 * inf would poison the gradient.

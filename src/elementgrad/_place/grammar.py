@@ -168,7 +168,7 @@ class _Parser:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return the names that a misspelt one may stand for, as the end of a sentence."""
+    """Return the names that a misspelt one may mean, as the end of a sentence."""
     inside = [other for other in names if other.startswith(name) and other[len(name) :][:1] in tuple(".:/#")]
     close = inside or get_close_matches(name, names, n=3)
     return f"nearest: {listed(close)}" if close else f"there are: {listed(names)}"

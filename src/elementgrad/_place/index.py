@@ -15,7 +15,7 @@ from elementgrad._backends import registry
 from elementgrad._backends.base import Backend
 from elementgrad.errors import FrameworkError, SelectionError, quoted
 
-FITS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
+VALID_ITEMS = "an index is made of ints, slices, `...`, integer arrays and boolean masks"
 
 AXES_LIMIT = 64
 """Axes that an array of NumPy can have."""
@@ -137,7 +137,9 @@ def _item(item: Any, home: Backend | None) -> Item:
         )
         return tuple.__new__(Span, bounds)  # half the time of Span(*bounds), on a path of few microseconds
     if item is None:
-        raise SelectionError(f"None (newaxis) adds an axis and names no element; {FITS}; reshape the tensor instead")
+        raise SelectionError(
+            f"None (newaxis) adds an axis and names no element; {VALID_ITEMS}; reshape the tensor instead"
+        )
     if isinstance(item, (np.ndarray, list)):
         return _from_array(item)
     backend = registry.backend_of(item)
@@ -153,14 +155,14 @@ def _item(item: Any, home: Backend | None) -> Item:
     try:
         return as_int(item)
     except TypeError:
-        raise SelectionError(f"{quoted(item)} of type {type(item).__name__} is not an index; {FITS}") from None
+        raise SelectionError(f"{quoted(item)} of type {type(item).__name__} is not an index; {VALID_ITEMS}") from None
 
 
 def _bound(bound: Any) -> int:
     try:
         return as_int(bound)
     except TypeError:
-        raise SelectionError(f"slice bound {quoted(bound)} is not an int; {FITS}") from None
+        raise SelectionError(f"slice bound {quoted(bound)} is not an int; {VALID_ITEMS}") from None
 
 
 def holds_tensors(value: Any, depth: int = 0) -> bool:
@@ -186,11 +188,11 @@ def _from_array(item: Any) -> Item:
     except OverflowError:
         raise SelectionError(f"{quoted(item)} holds an int that is out of range for any axis") from None
     except TypeError:
-        raise SelectionError(f"{quoted(item)} holds what is not an int; {FITS}") from None
+        raise SelectionError(f"{quoted(item)} holds what is not an int; {VALID_ITEMS}") from None
     except Exception:
         raise SelectionError(f"{type(item).__name__} does not make one array; its rows must be of one length") from None
     if array.dtype.kind not in "biu":
-        raise SelectionError(f"an index array of dtype {array.dtype} cannot name elements; {FITS}")
+        raise SelectionError(f"an index array of dtype {array.dtype} cannot name elements; {VALID_ITEMS}")
     if array.ndim == 0 and array.dtype.kind != "b":
         return int(array)
     return IndexArray.freeze(array)
@@ -199,7 +201,7 @@ def _from_array(item: Any) -> Item:
 def _from_tensor(item: Any, backend: Backend) -> Item:
     kind = backend.kind(item)
     if kind not in "bi":
-        raise SelectionError(f"an index tensor of dtype {item.dtype} cannot name elements; {FITS}")
+        raise SelectionError(f"an index tensor of dtype {item.dtype} cannot name elements; {VALID_ITEMS}")
     values = backend.read(item)
     if values is not None:
         return _from_array(values)

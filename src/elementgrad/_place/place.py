@@ -16,7 +16,7 @@ from elementgrad._place.selection import Selection, Shape, resolve
 from elementgrad.errors import PlaceError, SelectionError, quoted
 
 Tensor = Any
-COORDS = "coords takes ints, one row per element and one column per axis, such as [[0, 5], [1, 12]]"
+COORDS_HINT = "coords takes ints, one row per element and one column per axis, such as [[0, 5], [1, 12]]"
 
 
 class Place:
@@ -142,12 +142,12 @@ class Place:
         except ValueError:
             table = np.zeros(0)
         if len(table.shape) != 2 or not table.shape[1]:
-            raise SelectionError(COORDS)
+            raise SelectionError(COORDS_HINT)
         if self._backend is not None:
             self._require_columns(table.shape[1], self._backend.shape(self._tensor))
         place = self[tuple([table[:, axis] for axis in range(table.shape[1])])]
         if not place._later and any(isinstance(column, IndexArray) and column.boolean for column in place._index):
-            raise SelectionError(COORDS)
+            raise SelectionError(COORDS_HINT)
         return self._with_index(place._index, pointwise=True, later=place._later)
 
     def select(self, shape: tuple[int, ...] | None = None) -> Selection:
@@ -249,7 +249,7 @@ class Place:
         self._live("apply")
         if not callable(function):
             raise PlaceError(f"apply takes a function of the named elements, and {function!r} is none")
-        return self._edit("set", function(self._edit("lend")))
+        return self._edit("set", function(self._edit("take_copy")))
 
     @spelled_as("eg.at(...).only")
     def only(self) -> Tensor:
@@ -411,13 +411,14 @@ Named = str | Place | Tensor | None
 
 
 def parse_place(named: Named) -> Place:
-    """Return the place that an argument of a verb stands for."""
+    """Return the place that an argument of a verb means."""
     if named is None:
         return ONLY
     place = _parse_name(named) if isinstance(named, str) else named
     if isinstance(place, Place):
         return place
     if registry.backend_of(place) is None:
+        registry.require_keras_on_tensorflow(place)
         raise PlaceError(
             f'{quoted(place)} names no tensor; give a name such as "x" or "output[0]", a place or a tensor'
         )

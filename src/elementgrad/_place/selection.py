@@ -14,7 +14,7 @@ from elementgrad.errors import SelectionError, TracedError, quoted
 Shape = tuple[Any, ...]
 """Sizes of axes: ints, or None where a framework does not know one while it traces."""
 
-COUNTED = "the mask is traced, so how many elements it names is not known; use a concrete mask"
+TRACED_MASK = "the mask is traced, so how many elements it names is not known; use a concrete mask"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,7 +94,7 @@ class Selection:
         """One int, range or integer array per axis, with a mask turned into the positions it marks."""
         if self.mask is None:
             return self.parts
-        axes = self.mask.readable(COUNTED).nonzero() if self.of else ()
+        axes = self.mask.readable(TRACED_MASK).nonzero() if self.of else ()
         for axis in axes:
             axis.setflags(write=False)
         return axes
@@ -103,8 +103,8 @@ class Selection:
     def shape(self) -> Shape:
         """The shape of `x[index]`."""
         if self.mask is not None:
-            return (int(np.count_nonzero(self.mask.readable(COUNTED))),)
-        kept = [len(part) if isinstance(part, range) else None for part in self.parts if stays(part)]
+            return (int(np.count_nonzero(self.mask.readable(TRACED_MASK))),)
+        kept = [len(part) if isinstance(part, range) else None for part in self.parts if keeps_axis(part)]
         return (*kept[: self.block], *(self.broadcast or ()), *kept[self.block :])
 
     @cached_property
@@ -199,11 +199,11 @@ class Selection:
         if self.mask is not None:
             return tuple(axes)
         width = len(self.broadcast or ())
-        ndim = width + sum(stays(part) for part in axes)
+        ndim = width + sum(keeps_axis(part) for part in axes)
         parts: list[Any] = []
         axis = 0
         for part, line in zip(axes, lines, strict=True):
-            if stays(part):
+            if keeps_axis(part):
                 axis += width if axis == self.block else 0
                 parts.append(reshape(line, ndim - axis - 1))
                 axis += 1
@@ -224,7 +224,7 @@ class Selection:
     def native(self, to_array: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Return the index in ints, forward slices and arrays by `to_array`, and the axes of the result to flip."""
         if self.mask is not None:
-            return (to_array(self.mask.readable(COUNTED)),), ()
+            return (to_array(self.mask.readable(TRACED_MASK)),), ()
         index: list[Any] = []
         flips: list[int] = []
         axis = 0
@@ -235,7 +235,7 @@ class Selection:
                 # Frameworks disagree on ints beside arrays; as an array it means the same to all.
                 index.append(to_array(np.array([part])) if self.broadcast else part)
             elif isinstance(part, range):
-                ahead = forward(part)
+                ahead = ascending(part)
                 index.append(slice(ahead.start, ahead.stop, ahead.step))
                 if part.step < 0:
                     flips.append(axis)
@@ -287,14 +287,14 @@ class Selection:
         return np.broadcast_to(positions, self.shape[:ndim])
 
 
-def forward(part: range) -> range:
+def ascending(part: range) -> range:
     """Return the same elements in rising order, with bounds and step that fit any framework."""
     if len(part) < 2:
         return range(part.start, part.start + 1) if part else range(0)
     return part if part.step > 0 else part[::-1]
 
 
-def stays(part: Any) -> bool:
+def keeps_axis(part: Any) -> bool:
     """Return True if an axis stays in the result: a range, or a slice of an axis whose size is not known."""
     return isinstance(part, range | Span)
 
@@ -412,7 +412,9 @@ class _IndexWalk:
             return Selection(self.of, tuple(self.parts))
         broadcast = self.shapes[0] if len(self.shapes) == 1 else self.broadcast_shape()
         if 0 not in broadcast:
-            self.parts = [part if stays(part) else self.check_range(part, axis) for axis, part in enumerate(self.parts)]
+            self.parts = [
+                part if keeps_axis(part) else self.check_range(part, axis) for axis, part in enumerate(self.parts)
+            ]
         if not self.of:
             return Selection(self.of, (IndexArray.freeze(np.array(broadcast != (0,))),))
         selection = Selection(self.of, tuple(self.parts), self.block or 0, broadcast)
@@ -442,7 +444,7 @@ class _IndexWalk:
         """Return True if the arrays' axes are where frameworks put them for such an index."""
         if self.lone:  # a mask without axes adds one of its own, which is no axis of the tensor
             return False
-        indexed = [axis for axis, part in enumerate(self.parts) if not stays(part)]
+        indexed = [axis for axis, part in enumerate(self.parts) if not keeps_axis(part)]
         adjacent = indexed[-1] - indexed[0] + 1 == len(indexed)
         return self.block == (indexed[0] if adjacent else 0)
 

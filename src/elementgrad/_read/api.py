@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -96,7 +96,8 @@ def jacobian(
     """
     f, args, kwargs = gather_arguments(jacobian, f, args, kwargs, arguments, names_from)
     recorded = cone is not None and parse_cone(cone) is True
-    evaluation = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, cone=recorded)
+    options = _Options.parse(unconnected, budget, create_graph, batch)
+    evaluation = _evaluate(f, args, kwargs, of, wrt, options, cone=recorded)
     return pytree.map_tree(
         evaluation.of, lambda of: pytree.map_tree(evaluation.wrt, lambda wrt: Jacobian(evaluation, of, wrt, pattern))
     )
@@ -143,7 +144,8 @@ def hessian(
     (tensor(6.), tensor([6., 4.]), tensor([0., 4.]))
     """
     f, args, kwargs = gather_arguments(hessian, f, args, kwargs, arguments, names_from)
-    first = _evaluate(f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch, order=2)
+    options = _Options.parse(unconnected, budget, create_graph, batch)
+    first = _evaluate(f, args, kwargs, of, wrt, options, order=2)
 
     def blocks(of: Operand) -> Tree:
         gradient = first.gradient(of)
@@ -205,10 +207,10 @@ def grad(
     """
     f, args, kwargs = gather_arguments(grad, f, args, kwargs, arguments, names_from)
     cone = None if cone is None else parse_cone(cone)
-    options = f, args, kwargs, of, wrt, unconnected, budget, create_graph, batch
+    options = _Options.parse(unconnected, budget, create_graph, batch)
 
     def read(cone: bool | None) -> Tree:
-        evaluation = _evaluate(*options, cone=cone, kept=False)
+        evaluation = _evaluate(f, args, kwargs, of, wrt, options, cone=cone, copy_values=False)
         return pytree.map_tree(evaluation.of, lambda side: evaluation.gradients(side, require_single=of is None))
 
     with suppress(NoConeError):
@@ -279,6 +281,23 @@ def value(
     return pytree.unflatten_like(of, values)
 
 
+class _Options(NamedTuple):
+    """The options that all derivatives of functions have, checked."""
+
+    zero: bool
+    budget: int | None
+    create_graph: bool
+    batch: bool
+
+    @classmethod
+    def parse(cls, unconnected: Any, budget: Any, create_graph: Any, batch: Any) -> "_Options":
+        zero = parse_unconnected(unconnected)
+        for name, flag in (("batch", batch), ("create_graph", create_graph)):
+            if not isinstance(flag, bool):
+                raise option_error(name, flag, "is neither True nor False; give one of them")
+        return cls(zero, None if budget is None else parse_budget(budget), create_graph, batch)
+
+
 @dataclass(frozen=True, eq=False)
 class _NamedEvaluation(Evaluation):
     """A function evaluated at its arguments, with an operand for each name in `of` and `wrt`."""
@@ -333,23 +352,16 @@ def _evaluate(
     kwargs: Mapping[str, Any],
     of: Tree,
     wrt: Tree,
-    unconnected: Unconnected,
-    budget: int | str | None,
-    create_graph: bool,
-    batch: bool,
+    options: _Options,
     order: int = 1,
     cone: bool | None = False,
-    kept: bool = True,
+    copy_values: bool = True,
 ) -> _NamedEvaluation:
-    """Check all arguments, find the tensors that are named, and run the function once.
+    """Find the tensors that are named, and run the function once.
 
-    With `kept` the values of the outputs are copied, for a user who may ask for them later.
+    With `copy_values` the values of the outputs are copied, for `J.value`: the user may write to them later.
     """
-    zero = parse_unconnected(unconnected)
-    for name, flag in (("batch", batch), ("create_graph", create_graph)):
-        if not isinstance(flag, bool):
-            raise option_error(name, flag, "is neither True nor False; give one of them")
-    limit = None if budget is None else parse_budget(budget)
+    zero, budget, create_graph, batch = options
     of, wrt = pytree.map_tree(of, parse_target), pytree.map_tree(wrt, parse_place)
     call = BoundCall(f, args, kwargs, pytree.leaves_of(wrt))
     of_places, wrt_places = pytree.leaves_of(of), pytree.leaves_of(wrt)
@@ -381,34 +393,35 @@ def _evaluate(
         return linearize([x if i == number else other for i, other in enumerate(tensors)])
 
     ins = make_operands(wrt_places, sources, inputs, tensors)  # before the run, which may take long, for their errors
-    linear: Linearization | None = None
+    linear: Any = None
     if cone is not False:
-        linear = _find_cone(call, inputs, outputs, cone, create_graph or batch, of_places, make_operands, targets)
+        linear = _record_cone(call, inputs, outputs, cone, create_graph or batch, of_places)
+        if linear is not None and cone is None:
+            recorded = make_operands(of_places, targets, outputs, linear.outputs)
+            if not all(linear.pays(of.index, of.select(..., call.backend)) for of in recorded):
+                linear = None
     if linear is None:
         linear = linearize(tensors)
     if not all(map(is_, linear.inputs, tensors)):
         ins = make_operands(wrt_places, sources, inputs, linear.inputs)
-    values = list(map(linear.value, range(len(outputs)))) if kept else linear.outputs
+    values = list(map(linear.value, range(len(outputs)))) if copy_values else linear.outputs
     outs = make_operands(of_places, targets, outputs, values)
     examples = _count_examples(call, [*outs, *ins]) if batch else None
-    options = ReadOptions(zero, limit, examples, reverse_only(call.backend, [*outs, *ins]))
+    read_options = ReadOptions(zero, budget, examples, reverse_only(call.backend, [*outs, *ins]))
     trees = pytree.unflatten_like(of, outs), pytree.unflatten_like(wrt, ins)
     origin = Origin(call, args, dict(kwargs), create_graph, relinearize)
-    return _NamedEvaluation(call.backend, linear, options, origin, *trees)
+    return _NamedEvaluation(call.backend, linear, read_options, origin, *trees)
 
 
-def _find_cone(
+def _record_cone(
     call: BoundCall,
     inputs: Sequence[TensorRef],
     outputs: list[TensorRef],
     cone: bool | None,
     unsupported: bool,
     places: Sequence[Place],
-    make_operands: Callable[..., list[Operand]],
-    targets: list[TensorRef],
 ) -> ConeLinearization | None:
-    """Record the function, if reads by cones are required or pay; return None if it is to be evaluated."""
-    backend = call.backend
+    """Record the function, if reads by cones are required or may pay; return None if it is to be evaluated."""
     if cone and unsupported:
         raise OptionError("cone=True goes with neither create_graph=True nor batch=True; leave one of them out")
     if cone is None and (unsupported or not all(place.index for place in places) or not is_large(call)):
@@ -417,13 +430,8 @@ def _find_cone(
     if linear is None:
         return None
     ends = range(len(outputs)), range(len(inputs))
-    if not all(linear.is_connected(output, input) for output in ends[0] for input in ends[1]):
-        return None  # the plain way says why
-    if cone is None:
-        outs = make_operands(places, targets, outputs, linear.outputs)
-        if not all(linear.pays(of.index, of.select(..., backend)) for of in outs):
-            return None
-    return linear
+    connected = all(linear.is_connected(output, input) for output in ends[0] for input in ends[1])
+    return linear if connected else None  # evaluating it says why there is no path
 
 
 def _distinct(refs: list[TensorRef]) -> list[TensorRef]:

@@ -109,10 +109,6 @@ class ReadBackend(ABC):
         """Return the elements of a vector at positions that `index` prepared."""
 
     @abstractmethod
-    def seeds(self, values: np.ndarray, like: Tensor) -> Tensor:
-        """Return seeds in the dtype of `like`, as constants even while a program is being traced."""
-
-    @abstractmethod
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
         """Return a function from the values of all entries, by rows, to the framework's own sparse matrix.
 

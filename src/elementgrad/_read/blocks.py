@@ -18,10 +18,10 @@ from elementgrad._read.sweeps import SweepRunner
 from elementgrad._read.workers import check_executor, read_on_workers
 from elementgrad._read.zarr import Fingerprint, Store, check_out, fingerprint
 
-BUDGET = 256 * 10**6
+BLOCK_BUDGET = 256 * 10**6
 """The default budget of one block; the same everywhere, so that a later call cuts alike."""
-ENOUGH = 64
-"""There are at least so many blocks, if there are as many rows or columns, to keep workers busy."""
+MIN_BLOCKS = 64
+"""There are at least this many blocks, if there are as many rows or columns, to keep workers busy."""
 
 
 class Blocks:
@@ -98,7 +98,7 @@ class Blocks:
         store.remove_damaged()
         # Workers may have written to a copy on a disk of their own. What is missing then is read once more.
         for worker_store in (store, None):
-            for index, values in self.read(store.missing(), worker_store):
+            for index, values in self.read(store.missing_blocks(), worker_store):
                 if values is not None:
                     store.write(index, values)
         return store.finish()
@@ -143,15 +143,15 @@ class Blocks:
         task, limit = self.plan.task, self.plan.chunk
         if self._is_looped:  # one sweep after another: only the result takes memory
             across = task.wrt_size if self.plan.mode == "reverse" else task.of_size
-            limit = max(1, (self.plan.budget or BUDGET) // max(1, across * task.batch * task.itemsize))
+            limit = max(1, (self.plan.budget or BLOCK_BUDGET) // max(1, across * task.batch * task.itemsize))
         if self._jacobian._runner.budget is None:
-            limit = min(limit, -(-max(1, self.plan.sweeps) // ENOUGH))
+            limit = min(limit, -(-max(1, self.plan.sweeps) // MIN_BLOCKS))
         return limit
 
 
 def _plan_whole(jacobian: Jacobian) -> tuple[Plan, np.ndarray | None]:
     """Return the plan of the whole in a direction that has a rule, and the numbers of two sweeps from generic seeds."""
-    runner = replace(jacobian._runner, budget=jacobian._runner.budget or BUDGET)
+    runner = replace(jacobian._runner, budget=jacobian._runner.budget or BLOCK_BUDGET)
     rows, columns = (math.prod(side.shape) for side in (jacobian._of, jacobian._wrt))
     if not rows * columns:
         return runner.plan(rows, [columns], 0), None

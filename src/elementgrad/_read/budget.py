@@ -16,12 +16,12 @@ from elementgrad._names.pytree import SIMPLE
 from elementgrad.errors import OptionError, quoted
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-SHARE = 8
-"""By default sweeps take at most one part in so many of the free memory."""
-FITS = 'give bytes as an int, or a text such as "200MB" or "1.5 GiB"'
-PATIENCE = 2.0
+BUDGET_DIVISOR = 8
+"""By default sweeps take at most one part in this many of the free memory."""
+BUDGET_HINT = 'give bytes as an int, or a text such as "200MB" or "1.5 GiB"'
+PROGRESS_DELAY = 2.0
 """Seconds before a progress bar is shown."""
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
 _local = threading.local()
 
 
@@ -30,20 +30,20 @@ def parse_budget(budget: int | str | None) -> int | None:
     if budget is None:
         return None
     if isinstance(budget, str):
-        match = _TEXT.fullmatch(budget)
+        match = _AMOUNT.fullmatch(budget)
         if match is None or match[2].upper() not in UNITS:
-            raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
+            raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {BUDGET_HINT}")
         budget = int(float(match[1]) * UNITS[match[2].upper()])
     if not isinstance(budget, int) and type(budget) not in SIMPLE:
-        raise option_error("budget", budget, f"is not an amount of memory; {FITS}")
+        raise option_error("budget", budget, f"is not an amount of memory; {BUDGET_HINT}")
     if isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0:
-        raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {FITS}")
+        raise OptionError(f"budget {quoted(budget)} is not an amount of memory; {BUDGET_HINT}")
     return budget
 
 
 def default_budget(free: int | None) -> int:
     """Return a part of what is free: on the device where that is known, on this machine otherwise."""
-    return max(1, (free if free is not None else _free_memory_in(int(time.monotonic()))) // SHARE)
+    return max(1, (free if free is not None else _free_memory_in(int(time.monotonic()))) // BUDGET_DIVISOR)
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +91,7 @@ class Progress:
         """Set how many of the total are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=count)
-        elif count < self._total and time.monotonic() - self._start > PATIENCE:
+        elif count < self._total and time.monotonic() - self._start > PROGRESS_DELAY:
             self._bar = _make_bar()
             if self._bar is not None:
                 self._bar.start()

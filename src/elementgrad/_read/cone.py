@@ -22,7 +22,7 @@ from elementgrad._read.cone_memory import RecordingMemory
 from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = Any
-MOST_PICKED = 100_000
+MAX_PICKED = 100_000
 """Selections of more elements are picked from a tensor of full size."""
 
 
@@ -171,7 +171,7 @@ class ConeLinearization(Linearization):
     def _pick(self, part: Tensor | None, box: Box | None, selection: Selection, count: int, number: int) -> Tensor:
         """Return the selected elements of a derivative of which a box is given, as (sweeps, elements)."""
         backend, shape = self._backend, (count, selection.size)
-        if part is None or box is None or selection.size > MOST_PICKED:
+        if part is None or box is None or selection.size > MAX_PICKED:
             full = self._embed(part, box, count, number)
             if selection.whole:
                 return backend.reshape(full, shape)

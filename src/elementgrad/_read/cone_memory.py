@@ -14,7 +14,7 @@ from typing import Any
 
 from elementgrad._names.call import BoundCall, TensorRef
 
-MOST_REMEMBERED = 64
+MAX_CALLS = 64
 """Calls that are remembered of one function, the last ones."""
 
 _functions: dict[int, tuple[weakref.ref[Any], OrderedDict[Hashable, None]]] = {}
@@ -52,7 +52,7 @@ class RecordingMemory:
             calls = OrderedDict()
             _functions[number] = owner, calls
         calls[self._key] = None
-        while len(calls) > MOST_REMEMBERED:
+        while len(calls) > MAX_CALLS:
             calls.popitem(last=False)
 
 

@@ -147,10 +147,10 @@ def contributions(
     targets, sources, via, without = expand_patterns(
         call, of_place, wrt_place, _parse_waypoints("via", via), _parse_waypoints("without", without)
     )
-    stops = {_resolve_waypoint(call, place): place for place in pytree.leaves_of(via)}
+    waypoints = {_resolve_waypoint(call, place): place for place in pytree.leaves_of(via)}
     cuts = {_resolve_waypoint(call, place).key: _make_cut(call.backend, place) for place in pytree.leaves_of(without)}
     return pytree.map_tree(
-        targets, lambda of: pytree.map_tree(sources, lambda wrt: _split(call, of, wrt, stops, cuts, zero))
+        targets, lambda of: pytree.map_tree(sources, lambda wrt: _split(call, of, wrt, waypoints, cuts, zero))
     )
 
 
@@ -158,19 +158,19 @@ def _split(
     call: BoundCall,
     of_place: Place,
     wrt_place: Place,
-    stops: Mapping[TensorRef, Place],
+    waypoints: Mapping[TensorRef, Place],
     cuts: Mapping[Any, Any],
     zero: bool,
 ) -> Shares:
     """Return the shares of one derivative."""
     backend = call.backend
     source, target = call.find_source(wrt_place), call.find_target(of_place)
-    passage = _sweep_through(call, of_place, target, stops, cuts) if stops else None
-    end = passage.end if passage else target
+    swept = _sweep_through_waypoints(call, of_place, target, waypoints, cuts) if waypoints else None
+    end = swept.end if swept else target
     linear, uses = backend.load("read").uses(PartialCall(call, [source], [end], cuts), [source.tensor], 0)
-    output = passage.output if passage else call.operand(of_place, target, 0, linear.value(0), batch=False)
+    output = swept.output if swept else call.operand(of_place, target, 0, linear.value(0), batch=False)
     input = call.operand(wrt_place, source, 0, linear.inputs[0] if source.computed else source.tensor, batch=False)
-    seeds = passage.seeds if passage else _one_hot_seeds(backend, output)
+    seeds = swept.seeds if swept else _one_hot_seeds(backend, output)
     derivatives = [None] * len(uses) if seeds is None else _vjp(backend, linear, 0, range(len(uses)), seeds)
     if not zero and all(derivative is None for derivative in derivatives):
         raise unconnected_error(output, input, backend)
@@ -200,7 +200,7 @@ def _make_cut(backend: Backend, place: Place) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True)
-class _Passage:
+class _WaypointSweep:
     """The derivatives of a target with respect to the first of the tensors that its paths must pass."""
 
     output: Operand
@@ -209,22 +209,22 @@ class _Passage:
     """None where no path passes them all."""
 
 
-def _sweep_through(
-    call: BoundCall, place: Place, target: TensorRef, stops: Mapping[TensorRef, Place], cuts: Mapping[Any, Any]
-) -> _Passage:
-    """Sweep back from the target through all stops, the last that is computed first."""
-    backend, targets = call.backend, [target, *stops]
-    linear = backend.linearize(PartialCall(call, list(stops), targets, cuts), [None] * len(stops), False, 1)
+def _sweep_through_waypoints(
+    call: BoundCall, place: Place, target: TensorRef, waypoints: Mapping[TensorRef, Place], cuts: Mapping[Any, Any]
+) -> _WaypointSweep:
+    """Sweep back from the target through all waypoints, the last that is computed first."""
+    backend, targets = call.backend, [target, *waypoints]
+    linear = backend.linearize(PartialCall(call, list(waypoints), targets, cuts), [None] * len(waypoints), False, 1)
     output = call.operand(place, target, 0, linear.value(0), batch=False)
     seeds: Tensor | None = _one_hot_seeds(backend, output)
     here = target
-    for stop in sorted(stops, key=lambda stop: call.orders[stop.key], reverse=True):
+    for waypoint in sorted(waypoints, key=lambda waypoint: call.orders[waypoint.key], reverse=True):
         if seeds is not None:
-            (seeds,) = _vjp(backend, linear, targets.index(here), [targets.index(stop) - 1], seeds)
-        if seeds is not None and stops[stop].index:
-            seeds = _keep_only(backend, seeds, stops[stop])
-        here = stop
-    return _Passage(output, here, seeds)
+            (seeds,) = _vjp(backend, linear, targets.index(here), [targets.index(waypoint) - 1], seeds)
+        if seeds is not None and waypoints[waypoint].index:
+            seeds = _keep_only(backend, seeds, waypoints[waypoint])
+        here = waypoint
+    return _WaypointSweep(output, here, seeds)
 
 
 def _keep_only(backend: Backend, stack: Tensor, place: Place) -> Tensor:

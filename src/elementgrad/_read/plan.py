@@ -17,8 +17,8 @@ from elementgrad._sparsity.coloring import Coloring
 
 Mode = Literal["reverse", "forward"]
 Shape = tuple[int, ...]
-AT_ONCE = 3
-"""About so many of the largest intermediate derivatives are alive at once: one read, one made, one on a detour."""
+LIVE_DERIVATIVES = 3
+"""About this many of the largest intermediate derivatives are alive at once: one read, one made, one on a detour."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def choose_direction(task: Task, missing_rules: Mapping[str, str]) -> Mode:
     return other if mode in missing_rules and other not in missing_rules else mode
 
 
-def fit(
+def fit_to_budget(
     task: Task, mode: Mode, peak: int = 0, budget: int | None = None, notes: tuple[str, ...] = (), looped: bool = False
 ) -> Plan:
     """Fit the sweeps of a direction into a budget, in chunks of about equal size.
@@ -143,7 +143,7 @@ def fit(
     if sweeps <= 1 or budget is None:
         return Plan(task, mode, sweeps, max(1, sweeps), 0, None, notes)
     ends = (task.of_size + task.wrt_size) * task.batch * task.itemsize
-    each = ends + AT_ONCE * peak
+    each = ends + LIVE_DERIVATIVES * peak
     limit = 1 if looped else max(1, min(sweeps, budget // each))
     chunk = -(-sweeps // -(-sweeps // limit))
     if each > budget:

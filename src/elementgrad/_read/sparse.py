@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Tensor = Any
 READY = 10**7
-"""Seeds of up to so many numbers are made once; more are made as they are needed."""
+"""Seeds of up to this many numbers are made once; more are made as they are needed."""
 Format = Literal["csr", "coo", "scipy"]
 PROBES = 2
 

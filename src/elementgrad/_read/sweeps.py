@@ -26,16 +26,16 @@ from elementgrad._backends.autodiff import (
 from elementgrad._backends.base import Backend
 from elementgrad._place.selection import Selection
 from elementgrad._read.budget import Progress, default_budget, format_bytes, free_memory
-from elementgrad._read.plan import Mode, Plan, Task, choose_direction, fit
+from elementgrad._read.plan import Mode, Plan, Task, choose_direction, fit_to_budget
 from elementgrad.errors import BatchError, FrameworkError, SizeError
 
 Tensor = Any
 Pick = Callable[[Tensor, int, int], Tensor]
 """From a batch of sweeps, (k, examples, elements), and its start and stop among all to the part that is kept."""
-WIDEST = 16
+LARGEST_ITEMSIZE = 16
 """No number takes more bytes."""
-ROOM = 10**8
-"""Results of up to so many bytes are not compared with the free memory."""
+UNCHECKED_BYTES = 10**8
+"""Results of up to this many bytes are not compared with the free memory."""
 
 
 @dataclass
@@ -83,13 +83,13 @@ class SweepRunner:
         notes += [f"one sweep after another: {self.unbatchable[mode]}"] if mode in self.unbatchable else []
         sweeps = task.columns if mode == "forward" else rows
         if sweeps <= 1:
-            return fit(task, mode, notes=tuple(notes))
+            return fit_to_budget(task, mode, notes=tuple(notes))
         if mode == "forward":
             peak = max(map(linear.peak_bytes, repeat(True), self.inputs, repeat([self.output]), columns))
         else:
             peak = linear.peak_bytes(False, self.output, self.inputs, sweeps)
         budget = self.budget or default_budget(self.backend.load("read").free_memory(x))
-        return fit(task, mode, peak, budget, tuple(notes), mode in self.unbatchable)
+        return fit_to_budget(task, mode, peak, budget, tuple(notes), mode in self.unbatchable)
 
     def plan_block(self, rows: Selection, columns: Sequence[Selection]) -> Plan:
         """Plan a read of some elements with respect to some of each input."""
@@ -111,7 +111,7 @@ class SweepRunner:
                 ]
         # The everyday read: one element and no batch leave nothing to plan.
         if rows.size == self.batch == 1 and "reverse" not in self.missing_rules:
-            if numbers * WIDEST > ROOM:
+            if numbers * LARGEST_ITEMSIZE > UNCHECKED_BYTES:
                 self.check_room(numbers)
             try:
                 return self._read_row(rows, columns)
@@ -211,7 +211,7 @@ class SweepRunner:
         """Raise `SizeError` for a result that exceeds the free memory: the system would just end the process."""
         x = self.linear.inputs[self.inputs[0]]
         size = numbers * self.backend.itemsize(x)
-        if size > ROOM:
+        if size > UNCHECKED_BYTES:
             free = self.backend.load("read").free_memory(x) or free_memory()
             if size > free:
                 raise SizeError(

@@ -38,10 +38,10 @@ from elementgrad._read.zarr import Store
 from elementgrad._sparsity.pattern import Pattern
 from elementgrad.errors import FrameworkError, OptionError, WorkerError, require_packages
 
-KEPT = 2
+MAX_EVALUATIONS = 2
 """The number of evaluations that a process keeps; the oldest goes first."""
-IDLE = 300.0
-"""After so many seconds without a block an evaluation is kept no longer: a cluster is there for others too."""
+IDLE_SECONDS = 300.0
+"""An evaluation is dropped after this many seconds without a block, since others use the cluster too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class WorkerEvaluation:
         with self._backend.load("read").restore_ambient_state(payload.ambient_state):
             values = self._jacobian._read_part(payload.plan, payload.layout, task.index)
         self.last_used = time.monotonic()
-        store = None if task.out is None else Store.shared(Path(task.out), payload.layout, task.mark)
+        store = None if task.out is None else Store.open_shared(Path(task.out), payload.layout, task.mark)
         if store is None:
             return BlockResult(values=np.ascontiguousarray(values))
         store.write(task.index, values)
@@ -187,7 +187,7 @@ def run_task(task: BlockTask) -> BlockResult:
                 payload = _load_payload(task)
                 if payload is None:
                     return BlockResult(unknown=True)
-                evaluation = _keep(task.digest, WorkerEvaluation(payload))
+                evaluation = _cache_evaluation(task.digest, WorkerEvaluation(payload))
             return evaluation.read(task)
         except Exception as error:
             return BlockResult(error=_pickle_error(error), trace="".join(traceback.format_exception(error)))
@@ -200,13 +200,13 @@ def forget(digest: str, flight: str) -> None:
         _evaluations.pop(digest, None)
 
 
-def _keep(digest: str, evaluation: WorkerEvaluation) -> WorkerEvaluation:
+def _cache_evaluation(digest: str, evaluation: WorkerEvaluation) -> WorkerEvaluation:
     global _is_tidying
     _evaluations[digest] = evaluation
     if not _is_tidying:
         _is_tidying = True
         threading.Thread(target=_drop_idle, name="elementgrad-tidy", daemon=True).start()
-    while len(_evaluations) > KEPT:
+    while len(_evaluations) > MAX_EVALUATIONS:
         _evaluations.popitem(last=False)
     return evaluation
 
@@ -215,10 +215,10 @@ def _drop_idle() -> None:
     """Drop evaluations that are not used any more, until none is left."""
     global _is_tidying
     while _is_tidying:
-        time.sleep(min(1.0, IDLE))
+        time.sleep(min(1.0, IDLE_SECONDS))
         with _lock:
             now = time.monotonic()
-            for digest in [digest for digest, each in _evaluations.items() if now - each.last_used >= IDLE]:
+            for digest in [digest for digest, each in _evaluations.items() if now - each.last_used >= IDLE_SECONDS]:
                 del _evaluations[digest]
             _is_tidying = bool(_evaluations)
 
@@ -254,14 +254,14 @@ def _pickle_error(error: Exception) -> bytes:
         return pickle.dumps(WorkerError(f"{type(error).__name__} in worker {os.getpid()}: {error}"))
 
 
-INLINE = 2**18
-"""Payloads of up to so many bytes come with every task; larger ones are written to a file once."""
-TRIES = 3
-"""The number of times that a block which was lost with its worker is tried again."""
-FEWEST, MOST = 4, 1024
+INLINE_BYTES = 2**18
+"""Payloads of up to this many bytes come with every task; larger ones are written to a file once."""
+MAX_RETRIES = 3
+"""How often a block that was lost with its worker is sent again."""
+MIN_IN_FLIGHT, MAX_IN_FLIGHT = 4, 1024
 """Tasks in flight: as many as fit into memory if all came back at once, and more while workers write themselves."""
 
-GUARD = 'in a script put what starts workers below if __name__ == "__main__":, since they import it'
+MAIN_GUARD_HINT = 'in a script put what starts workers below if __name__ == "__main__":, since they import it'
 
 
 def check_executor(executor: Any, jacobian: Jacobian) -> Executor | None:
@@ -291,7 +291,7 @@ def read_on_workers(
     """Yield index and values of each block as it is done; None for the values that a worker has written itself."""
     payload = _make_payload(jacobian, plan, layout)
     each = layout.numbers * jacobian._backend.itemsize(jacobian._wrt.tensor)
-    room = max(FEWEST, min(MOST, default_budget(None) // max(1, each)))
+    room = max(MIN_IN_FLIGHT, min(MAX_IN_FLIGHT, default_budget(None) // max(1, each)))
     with _write_payload(payload) as file:
         yield from _Flight(executor, payload, file, store, room).results(which)
 
@@ -334,7 +334,7 @@ class _Flight:
     @property
     def _room(self) -> int:
         # With each block that a worker wrote one more may be in flight, until values come back.
-        return self._fitting if self._values_came_back else min(MOST, self._fitting + self._done)
+        return self._fitting if self._values_came_back else min(MAX_IN_FLIGHT, self._fitting + self._done)
 
     def _submit(self, task: BlockTask) -> None:
         try:
@@ -342,8 +342,10 @@ class _Flight:
         except BrokenExecutor as error:
             self._raise_broken(error)
         except RuntimeError as error:  # of every engine of Python's, and of MPI's
-            if "bootstrapping" in str(error):  # Python's word where a worker starts workers as it imports the script
-                raise OptionError(f"a worker cannot start a pool while it imports the script; {GUARD}") from error
+            if "bootstrapping" in str(error):  # where the script starts workers as they import it
+                raise OptionError(
+                    f"a worker cannot start a pool while it imports the script; {MAIN_GUARD_HINT}"
+                ) from error
             raise OptionError(f"the executor takes no tasks: {error}; give one that is not shut down") from error
 
     def _take_result(self, future: Future[BlockResult], task: BlockTask) -> BlockResult | None:
@@ -355,10 +357,10 @@ class _Flight:
             self._raise_broken(error)
         except (Exception, CancelledError) as error:  # not the function's own, which come as results
             self._losses[task.index] += 1
-            if self._losses[task.index] > TRIES:
+            if self._losses[task.index] > MAX_RETRIES:
                 raise WorkerError(
-                    f"a block was lost with its worker {TRIES + 1} times, at last by {type(error).__name__}: {error}; "
-                    f"{_remedy(error)}"
+                    f"a block was lost with its worker {MAX_RETRIES + 1} times, at last by {type(error).__name__}: "
+                    f"{error}; {_remedy(error)}"
                 ) from error
             self._submit(retry)
             return None
@@ -377,7 +379,7 @@ class _Flight:
             hint = f"what was done is in {self._store.path}, and the same call resumes from there"
         raise WorkerError(
             f"a worker died after {self._done} blocks, and its pool takes no more tasks; "
-            f"{'' if self._done else f'if it never began, which it tells on stderr, {GUARD}; else '}"
+            f"{'' if self._done else f'if it never began, which it tells on stderr, {MAIN_GUARD_HINT}; else '}"
             f"make a new pool and call again: {hint}"
         ) from error
 
@@ -413,7 +415,7 @@ def _make_payload(jacobian: Jacobian, plan: Plan, layout: BlockLayout) -> bytes:
 @contextmanager
 def _write_payload(payload: bytes) -> Iterator[str | None]:
     """Write a large payload to a file for the time of a read, so that it is not sent with every task."""
-    if len(payload) <= INLINE:
+    if len(payload) <= INLINE_BYTES:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="elementgrad-") as directory:

@@ -1,6 +1,6 @@
 """A Jacobian on disk as a Zarr array, written block by block: a chunk that is there, and sound, is done.
 
-Each chunk ends with a checksum of Zarr's crc32c codec. A call that goes on with an array reads the chunks that are
+Each chunk ends with a checksum of Zarr's crc32c codec. A call that resumes an array reads the chunks that are
 there once, removes those that do not decode, and computes them again with the missing ones.
 
 A later call knows by a `Fingerprint` that an array is of the same Jacobian: names, shapes, plan, arguments and the
@@ -35,18 +35,18 @@ from elementgrad._read.plan import BlockLayout
 from elementgrad.errors import OptionError, WorkerError, quoted, require_packages
 
 VERSION = 3
-"""The version of what is compared: arrays of another are not gone on with."""
+"""The version of what is compared: an array of another version is not resumed."""
 TOLERANCE_POWER = 0.75
 """Numbers count as equal if they differ by less than this power of the precision."""
 GROUPS = 256
-"""Numbers are compared in so many groups, so that a change of a few among many is seen."""
+"""Numbers are compared in this many groups, so that a change of a few among many is seen."""
 PARTS_NAMED = 200
-"""Of so many parts a digest is stored one by one, to name the one that differs."""
-KEY = "elementgrad"
+"""Of this many parts a digest is stored one by one, to name the one that differs."""
+ATTRIBUTE = "elementgrad"
 """The attribute of an array that says which Jacobian it holds."""
 DIFFERENCES_NAMED = 4
 """The number of names of what differs in the error."""
-PATIENCE = 10.0
+MAX_WAIT = 10.0
 """Seconds in which another process makes an array that it has begun to make."""
 
 
@@ -199,7 +199,7 @@ def _are_close(mine: Sequence[float], theirs: Sequence[float], tolerance: float)
 
 
 def check_out(out: Any) -> Path:
-    """Return the path if an array can be made or gone on with there; checked before anything is computed."""
+    """Return the path if an array can be made or resumed there; checked before anything is computed."""
     if not isinstance(out, (str, os.PathLike)) or not str(out) or "://" in str(out):
         raise OptionError(f'out={quoted(out)} is not a path; give the name of a directory, such as "j.zarr"')
     require_packages("zarr", "out=", "distributed")
@@ -225,7 +225,7 @@ class Store:
     @property
     def mark(self) -> str:
         """The mark by which a worker knows that a path leads to this array, and to no other on a disk of its own."""
-        return str(self.array.attrs[KEY]["mark"])
+        return str(self.array.attrs[ATTRIBUTE]["mark"])
 
     @classmethod
     def at(cls, path: Path, layout: BlockLayout, dtype: np.dtype, name: str, wanted: Fingerprint) -> "Store":
@@ -234,12 +234,12 @@ class Store:
             attributes: Any = {"jacobian": name, "mark": secrets.token_hex(8), "complete": False}
             attributes |= wanted.to_attributes()
             try:
-                _make_array(path, layout, dtype, {KEY: attributes})
+                _make_array(path, layout, dtype, {ATTRIBUTE: attributes})
             except OSError as error:
                 raise OptionError(f"{path} cannot be made: {error}; give another name") from error
         try:
             store = cls(path, layout, _open_array(path))
-            attributes = store.array.attrs[KEY]
+            attributes = store.array.attrs[ATTRIBUTE]
         except (KeyError, OSError, ValueError):  # a group, or an array of another program
             raise OptionError(f"{path} holds something else; give another name") from None
         differences = wanted.differences(attributes)
@@ -254,7 +254,7 @@ class Store:
         return store
 
     @classmethod
-    def shared(cls, path: Path, layout: BlockLayout, mark: str) -> "Store | None":
+    def open_shared(cls, path: Path, layout: BlockLayout, mark: str) -> "Store | None":
         """Open the same array in another process; return None if that does not see it."""
         try:
             store = cls(path, layout, _open_array(path))
@@ -267,10 +267,10 @@ class Store:
         damaged = [index for index in range(len(self._layout)) if not self._is_sound(index)]
         for index in damaged:
             self._chunk(index).unlink(missing_ok=True)
-        if self.missing():  # a process that is killed before they are there again leaves an array that says so
+        if self.missing_blocks():  # a process that is killed before they are there again leaves an array that says so
             self._set_complete(False)
 
-    def missing(self) -> list[int]:
+    def missing_blocks(self) -> list[int]:
         """Return the blocks that are not there yet."""
         return [index for index in range(len(self._layout)) if not _is_done(self._chunk(index))]
 
@@ -287,22 +287,22 @@ class Store:
         """Mark the array as complete, clear away what killed processes left, and return it to be read."""
         import zarr
 
-        missing = len(self.missing())
+        missing = len(self.missing_blocks())
         if missing:
             raise WorkerError(
                 f"{missing} blocks were written and are not in {self.path}; check that no other program deletes "
                 "them, and call again"
             )
-        if not self.array.attrs[KEY]["complete"]:
+        if not self.array.attrs[ATTRIBUTE]["complete"]:
             for leftover in self.path.glob("c/**/*.partial"):
                 leftover.unlink(missing_ok=True)
             self._set_complete(True)
         return zarr.open_array(str(self.path), mode="r")
 
     def _set_complete(self, complete: bool) -> None:
-        attributes: Any = self.array.attrs[KEY]
+        attributes: Any = self.array.attrs[ATTRIBUTE]
         if attributes["complete"] != complete:
-            self.array = self.array.update_attributes({KEY: dict(attributes) | {"complete": complete}})
+            self.array = self.array.update_attributes({ATTRIBUTE: dict(attributes) | {"complete": complete}})
 
     def _is_sound(self, index: int) -> bool:
         """Return True if a chunk decodes, or is not there at all."""
@@ -356,7 +356,7 @@ def _make_array(path: Path, layout: BlockLayout, dtype: np.dtype, attributes: di
 def _move(made: Path, target: Path) -> None:
     """Rename a file to a free name. Of several processes, the one that creates a file beside it does so."""
     claim = target.with_name(f"{target.name}.partial")
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + MAX_WAIT
     while not target.exists():
         try:
             claim.touch(exist_ok=False)

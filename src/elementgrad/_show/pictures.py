@@ -49,7 +49,7 @@ from elementgrad.errors import OptionError, SelectionError
 MAX_CELLS = 256
 """Rows and columns that are drawn; of larger arrays, a cell is a block of numbers."""
 MAX_WRITTEN = 64
-"""Numbers are written into the cells of a matrix with at most so many."""
+"""Numbers are written into the cells of a matrix with at most this many."""
 MAX_PANELS = 16
 MAX_SIDE = 4.8
 """Inches of the longer side of a matrix."""

@@ -23,7 +23,7 @@ MAX_SPLITS = 6
 ROUNDS = 6
 """Number of times that first fit is tried again, in orders by the colors of the best result."""
 MAX_PATIENT_SIZE = 300_000
-"""Patterns of up to so many entries are colored in several orders."""
+"""Patterns of up to this many entries are colored in several orders."""
 MAX_AXES = 3
 """Of tensors with more axes of several elements the last ones count as one."""
 MAX_PERIOD = 16

@@ -18,7 +18,7 @@ EMPTY = 0
 COMPACT_ABOVE = 3 * 10**7
 """Number of elements in all sets from which on unused sets are worth dropping."""
 DOMINANT = 4
-"""A set so many times as large as all others together is checked for containing them, before a new set is made."""
+"""A set this many times as large as all others together is checked for containing them, before a new set is made."""
 MAX_PRODUCTS = 2 * 10**7
 """The zeros of a known matrix are looked at as long as no more products than this are left."""
 

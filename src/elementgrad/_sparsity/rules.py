@@ -168,7 +168,7 @@ def spread(sets: IndexSets, ids: Ids, axes: Sequence[int], shape: Sequence[int] 
 
 
 MAX_TURNS = 32
-"""After so many turns of a loop that reached something new, everything is taken to reach everything."""
+"""After this many turns of a loop that reached something new, everything is taken to reach everything."""
 Value = Any
 """A known array, `UNKNOWN`, or a `DependentValue`."""
 Shape = Sequence[int]

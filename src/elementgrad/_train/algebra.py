@@ -186,14 +186,14 @@ class Conflicts(Tabular):
 
     def __iter__(self) -> Iterator[Conflict]:
         for entry, positions, first, second in self.entries:
-            for position, one, other in zip(positions, _shown(first), _shown(second), strict=True):
+            for position, one, other in zip(positions, _to_shown(first), _to_shown(second), strict=True):
                 yield Conflict(element_text(entry.name, entry.shape, int(position)), one, other)
 
     def _rows(self) -> Rows:
         return [("place", "first", "second"), *[(place, f"{one:.6g}", f"{other:.6g}") for place, one, other in self]]
 
 
-def _shown(values: BitArray) -> Any:
+def _to_shown(values: BitArray) -> Any:
     return values.floats() if values.dtype in VIEWS else np.full(len(values), np.nan)
 
 

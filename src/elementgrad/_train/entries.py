@@ -213,7 +213,7 @@ class Entry:
             )
         return self.originals
 
-    def ordered(self) -> "Entry":
+    def sort(self) -> "Entry":
         """Return the same elements in ascending order."""
         if ascends(self.indices):
             return self

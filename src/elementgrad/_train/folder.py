@@ -116,7 +116,7 @@ class Folder(Weights):
                 "folder with out="
             )
 
-    def _superseded(self) -> Iterator[Path]:
+    def _find_superseded(self) -> Iterator[Path]:
         """Yield shards that the index names no longer, and those that were written for one that never came to be."""
         named = set(self._map.values())
         stems = {RENAMED.sub(r"\1\2", shard) for shard in named}
@@ -126,7 +126,7 @@ class Folder(Weights):
                 yield path
 
     def _remove_superseded(self) -> None:
-        for path in self._superseded():
+        for path in self._find_superseded():
             with suppress(OSError):
                 if time.time() - path.lstat().st_mtime > STALE:
                     path.unlink()
@@ -142,7 +142,7 @@ class Folder(Weights):
             raise OptionError(f"{out}: there is no directory {out.parent}; make it first")
         remove_stale(str(target.parent), target.name)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        leave_out = {path.name for path in self._superseded()}
+        leave_out = {path.name for path in self._find_superseded()}
         try:
             temporary.mkdir()
             for path in sorted(source.iterdir()):

@@ -233,7 +233,7 @@ def _module_of(name: str) -> str:
 def _write_flat(patch: Patch, path: str | os.PathLike[str]) -> None:
     tensors = {}
     for name in dict.fromkeys(entry.name for entry in patch.entries):
-        entries = [entry.ordered() for entry in patch.entries if entry.name == name]
+        entries = [entry.sort() for entry in patch.entries if entry.name == name]
         positions = np.concatenate([entry.indices for entry in entries])
         values = np.concatenate([entry.values.round_to(entry.dtype).bits for entry in entries])
         order = np.argsort(positions, kind="stable")

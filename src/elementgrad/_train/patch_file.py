@@ -142,15 +142,15 @@ class PatchFile:
         whole = self._tensors if self._version == "1" else {}
         if meta.pop("sha256", None) != _checksum(meta, self._tensors, whole):
             raise PatchError(f"{self.name} is {_damage_text('its checksum is not that of what it holds')}")
-        self._described: list[dict[str, Any]] = self._checked(lambda: self._read_descriptions(meta["entries"]))
+        self._described: list[dict[str, Any]] = self._read_checked(lambda: self._read_descriptions(meta["entries"]))
 
     def entries(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Entry]:
         """Yield the entries of tensors by their names. That all is as it was written does not mean it was by us."""
         for number, description in enumerate(self._described):
             if wanted(description["name"]):
-                yield self._checked(lambda: self._read_entry(number, description))  # noqa: B023
+                yield self._read_checked(lambda: self._read_entry(number, description))  # noqa: B023
 
-    def _checked(self, read: Callable[[], Any]) -> Any:
+    def _read_checked(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except (ValueError, TypeError, LookupError, RecursionError) as error:

@@ -130,7 +130,7 @@ class Weights:
         path = os.fspath(path)
         if path.endswith(".npz"):
             try:
-                return cls({name: _archived(path, array) for name, array in describe_npz(path).items()})
+                return cls({name: _open_archived(path, array) for name, array in describe_npz(path).items()})
             except (ArchiveError, DtypeError) as error:
                 raise PatchError(f"{path} holds no weights: {error}") from None
         with open(path, "rb") as file:
@@ -173,7 +173,7 @@ class Weights:
         yield packed[end:]
 
 
-def _archived(path: str, array: StoredArray) -> FileTensor:
+def _open_archived(path: str, array: StoredArray) -> FileTensor:
     def load() -> np.ndarray:
         try:
             return np.array(BitArray.of(array.load()).bits)

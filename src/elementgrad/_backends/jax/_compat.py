@@ -11,7 +11,7 @@ if jax.__version_info__ < (0, 5):
 
 # The trace and the settings that a thread is in, which verbs restore after an interrupt, and traces of our own for
 # explanations. Functions that JAX wraps for its transformations are parameters of operations with rules of their own.
-from jax._src import config, linear_util
+from jax._src import api, config, linear_util
 from jax._src import core as core
 from jax._src.ad_util import Zero
 
@@ -38,6 +38,12 @@ TRANSPOSES = list(inspect.signature(ad.backward_pass).parameters)[1:3] == ["tran
 
 SETTINGS = tuple(state for state in config.config._value_holders.values() if isinstance(state, config.State))
 """The settings that a thread can have a value of its own of, as inside `with jax.debug_nans(False)`."""
+POST_HOOKS = tuple(filter(None, [getattr(api, "_post_hook_state", None)]))
+"""The check for NaN that a thread runs after each compiled program. Before 0.8 a thread always has that of all threads.
+
+`with jax.debug_nans(False)` leaves None here as the thread's own, which then hides the check that
+`jax.config.update("jax_debug_nans", True)` turns on for all threads.
+"""
 
 
 def local_settings() -> list[Any]:
@@ -45,22 +51,30 @@ def local_settings() -> list[Any]:
 
     It is asked for by every verb, and so it takes microseconds.
     """
-    return list(map(config.State.get_local, SETTINGS))
+    return [*map(config.State.get_local, SETTINGS), *(hook.get_local() for hook in POST_HOOKS)]
 
 
 def restore_local_settings(values: Sequence[Any]) -> None:
     """Give this thread back its own values of settings, and tell JAX of those that it keeps a copy of."""
-    for state, value, now in zip(SETTINGS, values, local_settings(), strict=True):
+    for state, value, now in zip(SETTINGS, values, local_settings(), strict=False):
         if value is now:
             continue
         state.set_local(value)
         if state._update_thread_local_hook:
             state._update_thread_local_hook(None if value is config.config_ext.unset else value)
+    for hook, value in zip(POST_HOOKS, values[len(SETTINGS) :], strict=True):  # last, as the settings above set it
+        hook.set_local(value)
 
 
 def is_wrapped_function(value: Any) -> bool:
     """Return True for a Python function in the parameters of an equation."""
     return isinstance(value, linear_util.WrappedFun)
+
+
+def reverse_rule(params: Mapping[str, Any]) -> Any:
+    """Return the reverse rule among the parameters of a `custom_vjp` as the user wrote it; None if it has no such."""
+    rule = params.get("bwd")
+    return getattr(getattr(rule, "__self__", rule), "f", None)  # older versions have a method of the wrapped function
 
 
 def without_consts(jaxpr: Any) -> Any:

@@ -214,17 +214,17 @@ class JaxLinearization(Linearization):
         if len(seeds) > 1:
             with _raise_as(NotBatchableError):
                 self._compile()
-                batched = self._jitted((*key, "batch"), lambda: jax.vmap(sweep, (None, 0)))
+                batched = self._get_jitted((*key, "batch"), lambda: jax.vmap(sweep, (None, 0)))
                 return batched(self._program, seeds)
         if self._is_compiled or key in self._ran_once:  # else compiling pays from the second time on
-            one = self._jitted(key, lambda: _sweep_one(sweep))
+            one = self._get_jitted(key, lambda: _sweep_one(sweep))
         else:
             self._ran_once.add(key)
             one = _sweep_one(sweep)
         with _raise_as(UnsupportedError):
             return one(self._program, seeds)
 
-    def _jitted(self, key: Any, make: Callable[[], Sweep]) -> Sweep:
+    def _get_jitted(self, key: Any, make: Callable[[], Sweep]) -> Sweep:
         if key not in self._sweeps:
             self._sweeps[key] = jax.jit(make())
         return self._sweeps[key]

@@ -16,7 +16,7 @@ import jax.ops
 import jax.scipy.special
 import numpy as np
 
-from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params
+from elementgrad._backends.jax._compat import dce_jaxpr, jaxprs_in_params, reverse_rule
 from elementgrad._backends.jax.read import JAX_PACKAGES
 from elementgrad._backends.jax.tensor import backend
 from elementgrad._backends.source_location import is_user_code, location_text
@@ -230,10 +230,15 @@ def _runs_user_code(params: Mapping[str, Any]) -> bool:
 
 
 def _frames_inside(equation: Any) -> Iterator[Any]:
-    """Yield the frames of an equation, the innermost first, up to where JAX traces the program that it is in."""
+    """Yield the frames of an equation, the innermost first, up to where JAX traces the program that it is in.
+
+    A call of a function with a rule of its own also begins in `custom_derivatives.py`, but in no function that flattens
+    arguments, as those do that JAX traces.
+    """
     traceback: Any = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        if frame.file_name.endswith(("linear_util.py", "api_util.py", "custom_derivatives.py")):
+        traces_rule = frame.file_name.endswith("custom_derivatives.py") and "flatten" in frame.function_name
+        if traces_rule or frame.file_name.endswith(("linear_util.py", "api_util.py")):
             return
         yield frame
 
@@ -246,9 +251,11 @@ def _called_function(params: Mapping[str, Any]) -> tuple[str, str]:
     """Return the name and the file of the function that a call runs."""
     inner = next(iter(jaxprs_in_params(dict(params))), None)
     info = str(getattr(getattr(inner, "debug_info", None), "func_src_info", None) or "")
-    if info or inner is None or not inner.eqns:
+    if info or inner is None:
         name, _, source = info.partition(" at ")
         return name.rpartition(".")[2], source.rpartition(":")[0]
+    if not inner.eqns:  # a function that returns what it is given, whose rule alone tells whose it is
+        return "custom_vjp", getattr(getattr(reverse_rule(params), "__code__", None), "co_filename", "")
     # Without debug info it is the outermost function on the way to the first equation that is not of JAX's tracing.
     function, file = str(inner.eqns[0].params.get("name", "")), ""
     for frame in _frames_inside(inner.eqns[0]):

@@ -174,10 +174,6 @@ class JaxRead(ReadBackend):
     def gather(self, x: Array, index: Any) -> Array:
         return jnp.take(x, index, mode="clip")  # all are in range, and this is the fastest mode
 
-    def seeds(self, values: np.ndarray, like: Array) -> Array:
-        with jax.ensure_compile_time_eval():
-            return jnp.asarray(values, like.dtype)
-
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Array) -> Callable[[Array], Any]:
         from jax.experimental import sparse  # which imports SciPy, a third of what JAX itself takes to import
 

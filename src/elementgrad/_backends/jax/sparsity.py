@@ -35,7 +35,7 @@ from elementgrad._sparsity.rules import (
 
 Array = jax.Array
 MAX_UNROLLED = 4000
-"""A loop of so many operations is followed in every turn; a longer one until nothing new is reached."""
+"""A loop of this many operations is followed in every turn; a longer one until nothing new is reached."""
 INNER = {
     **FOLLOWED,
     "custom_jvp_call": "call_jaxpr",

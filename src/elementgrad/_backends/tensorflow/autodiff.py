@@ -39,7 +39,7 @@ Relinearize = Callable[[int, Tensor], "TensorflowLinearization"]
 FEW = 16
 """So many sweeps of one kind run one by one on the tape, which takes less time than to trace them."""
 FILLING = 8
-"""A batch is filled with zeros to at most so many times its size."""
+"""A batch is filled with zeros to at most this many times its size."""
 
 
 class TensorflowLinearization(Linearization):
@@ -48,8 +48,6 @@ class TensorflowLinearization(Linearization):
     Forward sweeps transpose the reverse ones, which are linear in their seed: in a traced program nothing is left of
     the first sweep but what the second needs.
     """
-
-    traces_batches = True
 
     def __init__(
         self,

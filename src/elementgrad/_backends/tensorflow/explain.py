@@ -43,7 +43,7 @@ from elementgrad._explain.trace import (
 from elementgrad.errors import ElementgradError, FrameworkError, UnconnectedError
 
 Tensor = Any
-SLICING = ("indexing", "gather", "slice", "reshape")
+SLICING = ("indexing", "gather", "gather_nd", "embedding_lookup", "slice", "reshape")
 
 
 class TensorflowRecord(Record):
@@ -369,19 +369,26 @@ def _source_hint(request: TapeRequest) -> Hint | None:
         if not tape._watch_accessed_variables:
             return Hint("not-tracked", "the tape has watch_accessed_variables=False")
         statistic = str(source.name).rpartition("/")[2].startswith("moving_")
-        hint = Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if statistic else None)
+        hint = Hint("not-tracked", "its trainable is False", variant=MOVING_STATISTIC if statistic else None)
         return None if source.trainable else hint
     tracked = _tracked_values(request)
-    if request.source_id in tracked:
-        return None
     maker = next((op for op in request.ops if request.source_id in op.outputs), None)
-    if maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked:
+    is_cut = maker is not None and maker.operation in SLICING and maker.inputs[0] in tracked
+    if request.source_id in tracked:
+        return Hint("resliced", "", maker) if is_cut and _only_the_whole_is_used(request, maker) else None
+    if is_cut:
         return Hint("resliced", "", maker)
     if any(request.source_id in op.inputs for op in request.ops):
         return Hint("not-tracked", "the tape does not watch it")
     if request.is_slice:
         return Hint("resliced", "it was cut out of what the tape watches before, and is not used itself")
     return Hint("unused", "no operation uses it")
+
+
+def _only_the_whole_is_used(request: TapeRequest, maker: TensorflowOp) -> bool:
+    """Return True if the target is computed from what the source was cut out of, and not from the source."""
+    leading = DataPath(OpGraph(request.ops, request.source_id, request.target_id, frozenset())).to_target
+    return request.source_id not in leading and maker.inputs[0] in leading
 
 
 def _tracked_values(request: TapeRequest) -> set[int]:
@@ -406,7 +413,7 @@ def _frozen_hints(run: TensorFunction, source: Tensor | None) -> list[Hint]:
     if not frozen and source.trainable:
         return []
     is_statistic = any(kind == "buffer" for kind, _ in frozen)  # unfreezing a layer does not train it
-    return [Hint("not-tracked", "its trainable is False", Op(MOVING_STATISTIC) if is_statistic else None)]
+    return [Hint("not-tracked", "its trainable is False", variant=MOVING_STATISTIC if is_statistic else None)]
 
 
 def _nudge(x: Tensor) -> Tensor:

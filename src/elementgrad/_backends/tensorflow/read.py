@@ -340,10 +340,6 @@ class TensorflowRead(ReadBackend):
     def gather(self, x: Tensor, index: Any) -> Tensor:
         return tf.gather(x, index)
 
-    def seeds(self, values: np.ndarray, like: Tensor) -> Tensor:
-        with tf.init_scope():
-            return tf.cast(values, like.dtype)
-
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Any]:
         if layout == "csr":
             raise FrameworkError('TensorFlow keeps sparse matrices by coordinates; use "coo" or "scipy"')

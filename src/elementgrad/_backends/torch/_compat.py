@@ -156,8 +156,12 @@ def set_dual_level(level: int) -> None:
 
 
 def eval_frame_module() -> Any:
-    """Return the module of the compiler that has its stance and its backends, or None if it is not imported."""
-    return sys.modules.get("torch._dynamo.eval_frame")
+    """Return the module of the compiler that has its stance and its backends, or None if it is not imported.
+
+    Nor is it while another thread imports it: what the module defines last is not there yet, and nothing is compiled.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return module if hasattr(module, "OptimizedModule") else None
 
 
 def is_compiled(module: Any) -> bool:

@@ -23,7 +23,7 @@ from elementgrad._audit.backend import AuditBackend, AuditedParameter, GradientS
 from elementgrad._backends.source_location import is_user_code
 from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.autodiff import disable_checkpointing
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, isolated, plainly, removed_later
+from elementgrad._backends.torch.isolate import add_hook, deferred_handles, enter_mode, isolated, without_autocast
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.intercept import name_of
 from elementgrad._backends.torch.top import graph_leaves
@@ -86,7 +86,7 @@ class TorchAudit(AuditBackend):
                     return Sweep({})
                 lookups, has_rules = _walk(value)
                 try:
-                    with plainly():
+                    with without_autocast():
                         tensors = [each.tensor for each in parameters]
                         gradients: list[Any] = list(torch.autograd.grad(value.reshape(()), tensors, allow_unused=True))
                 except RuntimeError as error:
@@ -145,7 +145,7 @@ def _run_step(model: TorchModel, parameters: Sequence[AuditedParameter], step: C
     with scope():
         calls = _BackwardCalls(_protect(model))
         with isolated(step):
-            handles = removed_later()
+            handles = deferred_handles()
             for each in parameters:
                 hook = partial(_note, summaries, each.name, calls)
                 handles.extend(map(each.tensor.register_post_accumulate_grad_hook, [hook]))

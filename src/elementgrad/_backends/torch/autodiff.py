@@ -60,7 +60,7 @@ from elementgrad._backends.torch._compat import (
 )
 from elementgrad._backends.torch.isolate import (
     DUAL_NUMBERS,
-    NOTHING,
+    NULL_CONTEXT,
     Freezable,
     State,
     in_mode,
@@ -87,14 +87,14 @@ GRAPH_ERRORS: GraphErrors = {
     is_freed_graph_error: "backward() freed the graph that this derivative needs; call it with "
     "retain_graph=True, or make a new Jacobian",
 }
-TO_INPUTS = {"allow_unreachable": True, "accumulate_grad": False}
+ENGINE_OPTIONS = {"allow_unreachable": True, "accumulate_grad": False}
 """Options of the autograd engine: return the gradients, None where no path leads, and add to no `.grad`."""
-WRITES = "the function writes to an argument in place"
-CHANGED = "an argument was changed in place after the function was evaluated"
+ARGUMENT_WRITTEN = "the function writes to an argument in place"
+ARGUMENT_CHANGED = "an argument was changed in place after the function was evaluated"
 SAVED_TENSOR_HOOKS = "saved tensor hooks do not go with a stack of sweeps"
 UNBATCHABLE_NODES = ("CdistBackward0",)
 """Reverse rules that give wrong numbers, and no error, for a stack of seeds under `torch.func.vmap`."""
-UNSHARED = 2
+OWN_USES = 2
 """The uses of a storage that one tensor holds: the tensor's own, and the one through which it is counted."""
 
 
@@ -148,14 +148,14 @@ class TorchLinearization(Linearization):
             tracked = {i: track for i in held if is_trackable(inputs[i])}
 
         def evaluate(plain_attention: bool) -> Graph:
-            again, now = (before, None) if plain_attention else (None, before)
+            start, current = (before, None) if plain_attention else (None, before)
             leaves: list[Any] = []
             arguments: list[Any] = []
             uses.clear()
             with (
-                isolated(run.function, again, plain_attention, now) as runs_user_code,
-                checkpointing_disabled(run.inside) if runs_user_code else NOTHING,
-                in_mode(Freezable()) if freezes else NOTHING,
+                isolated(run.function, start, plain_attention, current) as runs_user_code,
+                checkpointing_disabled(run.inside) if runs_user_code else NULL_CONTEXT,
+                in_mode(Freezable()) if freezes else NULL_CONTEXT,
             ):
                 for i, x in enumerate(inputs):
                     leaf: Any = ActivationTap() if x is None else _make_leaf(x, create_graph)
@@ -186,7 +186,7 @@ class TorchLinearization(Linearization):
             linear = cls(values, evaluate, run, before, create_graph)
         linear.uses, linear.narrows = uses, bool(uses)
         if versions and list(map(_version, others)) != versions:
-            linear.missing_rules = {"forward": WRITES}
+            linear.missing_rules = {"forward": ARGUMENT_WRITTEN}
         return linear
 
     def gradient(self, output: int, seed: Tensor) -> "TorchLinearization":
@@ -225,7 +225,7 @@ class TorchLinearization(Linearization):
         y = self.outputs[output]
         if type(y) is not Tensor or not y.requires_grad or not y.is_floating_point():
             return None
-        with isolated(None, now=self._sweep_state, sweeps=True):
+        with isolated(None, current=self._sweep_state, sweeps=True):
             try:
                 return self._run_one(self._make_vjp(y[index], [self.leaves[i] for i in inputs]), None)
             except RuntimeError as error:
@@ -242,7 +242,7 @@ class TorchLinearization(Linearization):
 
     def jvp(self, input: int, outputs: Sequence[int], seeds: Tensor) -> list[Tensor | None]:
         if list(map(_version, self.inputs)) != self._versions:
-            raise UnsupportedError(CHANGED)
+            raise UnsupportedError(ARGUMENT_CHANGED)
         sweep = self._dual_jvp if len(seeds) == 1 else self._batched_jvp
         tangents: list[Tensor | None]
         try:
@@ -258,14 +258,14 @@ class TorchLinearization(Linearization):
 
     def transpose_vjp(self, input: int, output: int, seeds: Tensor, project: Projection) -> tuple[Tensor | None, bool]:
         if list(map(_version, self.inputs)) != self._versions:
-            raise UnsupportedError(CHANGED)
+            raise UnsupportedError(ARGUMENT_CHANGED)
         y, leaf = self.outputs[output], self.leaves[input]
         if not y.requires_grad:
             return None, True
         try:
-            with isolated(None, now=self._sweep_state, sweeps=True):
+            with isolated(None, current=self._sweep_state, sweeps=True):
                 cotangent = torch.zeros_like(y, requires_grad=True)
-                (gradient,) = _engine_run_backward((y,), (cotangent,), True, True, (leaf,), **TO_INPUTS)
+                (gradient,) = _engine_run_backward((y,), (cotangent,), True, True, (leaf,), **ENGINE_OPTIONS)
                 if gradient is None:
                     return None, True
                 sweep, seeds = self._make_vjp(gradient, [cotangent]), clone_inference_tensor(seeds)
@@ -290,7 +290,7 @@ class TorchLinearization(Linearization):
         seed = torch.from_numpy(check.seed).view(y.shape).to(y)
         check.expect(_to_numpy(seed))
         for sign, cotangent in ((1, seed), (-1, -seed)):
-            (reverse,) = _engine_run_backward((y,), (cotangent,), True, False, (leaf,), **TO_INPUTS)
+            (reverse,) = _engine_run_backward((y,), (cotangent,), True, False, (leaf,), **ENGINE_OPTIONS)
             check.compare(sign, project(_to_numpy(reverse)))
 
     def peak_bytes(self, forward: bool, source: int, targets: Sequence[int], sweeps: int) -> int:
@@ -301,10 +301,10 @@ class TorchLinearization(Linearization):
     def pattern(self, output: int, input: int, local: bool) -> Pattern | None:
         from elementgrad._backends.torch.sparsity import find_pattern
 
-        if WRITES in self.missing_rules.values():
-            raise UnsupportedError(f"{WRITES}, so it is not run again")
+        if ARGUMENT_WRITTEN in self.missing_rules.values():
+            raise UnsupportedError(f"{ARGUMENT_WRITTEN}, so it is not run again")
         if local and list(map(_version, self.inputs)) != self._versions:
-            raise UnsupportedError(CHANGED)
+            raise UnsupportedError(ARGUMENT_CHANGED)
         x = self.inputs[input] if isinstance(self.leaves[input], Tensor) else None
         jvp = partial(self._dual_jvp, input, [output], plain_attention=True)
         try:
@@ -320,7 +320,7 @@ class TorchLinearization(Linearization):
         if sweep is None:
             return [None] * len(inputs)
         seeds = clone_inference_tensor(seeds)
-        with isolated(None, now=self._sweep_state, sweeps=True):  # a rule may run parts of the function again
+        with isolated(None, current=self._sweep_state, sweeps=True):  # a rule may run parts of the function again
             if seeds.shape[0] == 1:
                 return [None if g is None else g.unsqueeze(0) for g in self._run_one(sweep, seeds[0])]
             if output not in self._unbatchable:
@@ -349,7 +349,7 @@ class TorchLinearization(Linearization):
         def sweep(seed: Tensor | None) -> Sequence[Tensor | None]:
             # What `torch.autograd.grad` does after checks of its arguments, which take a fourth of a small read.
             seeds = (torch.ones_like(y) if seed is None else seed,)
-            return _engine_run_backward((y,), seeds, True, self._create_graph, tuple(ends), **TO_INPUTS)
+            return _engine_run_backward((y,), seeds, True, self._create_graph, tuple(ends), **ENGINE_OPTIONS)
 
         return sweep
 
@@ -574,7 +574,7 @@ def unshare(derivatives: list[Tensor | None], create_graph: bool) -> list[Tensor
         derivatives[i] = x = x.clone() if create_graph else x.detach()
         if create_graph or _is_opaque(x) or is_zero_tensor(x):
             continue
-        if storage_uses(x) > UNSHARED:
+        if storage_uses(x) > OWN_USES:
             derivatives[i] = x.clone()
     return derivatives
 

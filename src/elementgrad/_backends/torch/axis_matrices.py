@@ -54,7 +54,7 @@ def axis_matrices(
 
 
 def per_axis(values: Sequence[int], count: int) -> list[int]:
-    """Return sizes for so many axes, of which one may stand for all."""
+    """Return sizes for this many axes, of which one may stand for all."""
     return list(values) * count if len(values) == 1 else list(values)
 
 

@@ -71,10 +71,10 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def full_tensor(self) -> Any:
-        gathered = self._gathered()
+        gathered = self._find_gathered()
         return self.tensor if gathered is None else gathered
 
-    def _gathered(self) -> Tensor | None:
+    def _find_gathered(self) -> Tensor | None:
         param = self._fsdp_param
         return param.unsharded_param if param.sharded_state.name == "UNSHARDED" else None
 
@@ -134,7 +134,7 @@ class ShardedStorage(ParameterStorage):
         local, here, coords = self._locate(index)
         values = cast(values, local.dtype)
         local.index_put_(coords, values[here])
-        gathered = self._gathered()
+        gathered = self._find_gathered()
         if gathered is not None:
             gathered.detach().view(-1).index_copy_(0, index, values.to(gathered.dtype))
 

@@ -23,13 +23,13 @@ from elementgrad._backends.torch.autodiff import checkpointing_disabled
 from elementgrad._backends.torch.explain_rules import COPYING, NUMBERS, dense, flow_hook
 from elementgrad._backends.torch.isolate import (
     Freezable,
+    deferred_handles,
     generators,
     in_mode,
     is_freezing_call,
     isolated,
-    plainly,
-    removed_later,
     state,
+    without_autocast,
 )
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.history import operation_name
@@ -42,6 +42,7 @@ from elementgrad._explain.path import DataPath
 from elementgrad._explain.trace import (
     LEAF_WRITE,
     MOVING_STATISTIC,
+    NOTHING_TRACKED,
     CotangentSizes,
     Hint,
     LiveReport,
@@ -97,7 +98,7 @@ class TorchRecord(Record):
             y, tracked = self.targets[target], [x for _, x in self.sources if x.requires_grad]
             pulled: Sequence[Any] = [None] * len(tracked)
             if y.requires_grad and tracked:
-                with isolated(None), plainly():
+                with isolated(None), without_autocast():
                     seed = NUMBERS.at(y, of, weights)
                     pulled = torch.autograd.grad(y, tracked, seed, retain_graph=True, allow_unused=True)
             by_source = dict(zip(map(id, tracked), pulled, strict=True))
@@ -226,7 +227,7 @@ def _hint_for_argument(error: RuntimeError) -> Hint | None:
     function, argument = names
     evidence = f"PyTorch has no derivative of {function} by {argument}"
     if argument.startswith("running_"):
-        return Hint("not-tracked", evidence, Op(MOVING_STATISTIC))
+        return Hint("not-tracked", evidence, variant=MOVING_STATISTIC)
     return Hint("no-rule", evidence, Op(function, user_line_of(error, is_user_file)))
 
 
@@ -336,7 +337,7 @@ def report_live(of: Picked, wrt: Picked) -> LiveReport:
 def _unfollowed_live(of: Picked, wrt: Picked, error: Exception) -> LiveReport:
     """Report the verdict by the gradient alone, where the graph cannot be followed."""
     seed = _seed(of)
-    with isolated(None), plainly():
+    with isolated(None), without_autocast():
         (gradient,) = torch.autograd.grad(of[0], wrt[0], seed, retain_graph=True, allow_unused=True)
     if gradient is None:
         return LiveReport.unfollowed("unconnected", error)
@@ -412,7 +413,7 @@ class _NodePath:
 
     def add_hooks(self, positions: np.ndarray | None) -> list[list[CotangentSizes]]:
         """Have each node note its gradients until the scope is left; where it reads the tensor, at some elements."""
-        handles = removed_later()
+        handles = deferred_handles()
         flows: list[list[CotangentSizes]] = [[] for _ in self._nodes]
         for node, sizes in zip(self._nodes, flows, strict=True):
             slots = [slot for slot, (following, _) in enumerate(node.next_functions) if following in self._leading]
@@ -426,7 +427,7 @@ def _report_connected(of: Picked, wrt: Picked, path: _NodePath) -> LiveReport:
     keeps_grad = x.is_leaf or x.retains_grad
     seed = _seed(of)
     try:
-        with isolated(None), plainly():
+        with isolated(None), without_autocast():
             flows = path.add_hooks(wrt[1])
             (gradient,) = torch.autograd.grad(of[0], x, seed, retain_graph=True)
     except RuntimeError as error:
@@ -557,7 +558,7 @@ def _report_untracked(recorder: TorchOpRecorder, root: int, target: int, wrt: Te
     hint = None
     if not recorder.any_tracked and (wrt is None or not wrt.requires_grad):
         evidence = "nothing that the step computes with requires gradients"
-        hint = Hint("not-tracked", evidence, _first_op(recorder, target))
+        hint = Hint("not-tracked", evidence, _first_op(recorder, target), NOTHING_TRACKED)
     return LiveReport("unconnected", _graph_of(recorder, root, target), hint)
 
 
@@ -605,7 +606,7 @@ def _report_finished(
     if not wrt.requires_grad:
         normed = any(op.operation in NORMS and root in op.inputs for op in recorder.ops)
         statistic = normed and not isinstance(wrt, torch.nn.Parameter)
-        hint = Hint("not-tracked", "its requires_grad is False", Op(MOVING_STATISTIC) if statistic else None)
+        hint = Hint("not-tracked", "its requires_grad is False", variant=MOVING_STATISTIC if statistic else None)
     elif not wrt.is_leaf and not wrt.retains_grad:
         hint = Hint("non-leaf", "is_leaf is False")
     return LiveReport("unconnected", _graph_of(recorder, root, requests.target), hint, wrt="the tensor")
@@ -630,7 +631,7 @@ def _step_trace(recorder: TorchOpRecorder, root: int) -> StepTrace | None:
 def following() -> Iterator[None]:
     """Run operations again without disturbing anything."""
     _compat.load_forward_rules()
-    with isolated(None, attention=True), plainly():  # the plain kernel has forward derivatives
+    with isolated(None, attention=True), without_autocast():  # the plain kernel has forward derivatives
         yield
 
 

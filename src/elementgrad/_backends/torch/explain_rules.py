@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from elementgrad._backends.torch.isolate import DEVICES, DUAL_NUMBERS, FULL, Precision, RandomState, set_random
+from elementgrad._backends.torch.isolate import DEVICES, DUAL_NUMBERS, NO_AUTOCAST, Precision, RandomState, set_random
 from elementgrad._backends.torch.record.intercept import EXPORTS, VALUE_PROPERTIES, name_of
 from elementgrad._backends.torch.tensor import backend
 from elementgrad._cleanup import enter, scope
@@ -171,7 +171,7 @@ class TorchOp(Op):
     """Which of the tensors that it returns or writes to are its results."""
     random: RandomState | None = None
     """The state of the generators before it, if it draws random numbers."""
-    precision: Precision = FULL
+    precision: Precision = NO_AUTOCAST
     """The autocast in which it ran."""
 
     def rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -249,7 +249,7 @@ class TorchOp(Op):
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        if self.precision is FULL and self.random is None:
+        if self.precision is NO_AUTOCAST and self.random is None:
             yield
             return
         with scope():

@@ -4,8 +4,8 @@ Modes of a thread are entered by `with` statements, of which an interrupt can sk
 again, as by `torch.set_grad_enabled(False)` in the user's function. `ambient_state` reads them all, and
 `restore_ambient_state` restores them. What is set for the whole process is left alone, as other threads may set it.
 
-Modules that the function calls work on copies of their buffers (`BufferCopies`), so that what they write to them is
-lost. `isolated` puts all of this together.
+Modules that the function calls work on copies of their buffers (`BufferCopies`), so that what they write to them, such
+as the running statistics of BatchNorm, is lost. `isolated` puts all of this together.
 """
 
 import sys
@@ -28,7 +28,7 @@ Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 """A function that reads a switch, and one that sets it."""
 Modes = tuple[Any, ...]
 _guards: list[Any] = []  # inference mode ends when the object that set it is freed
-LEFT = "_elementgrad_left"
+LEFT_MARK = "_elementgrad_left"
 """Marks a mode of ours that was left. PyTorch takes modes off for a moment, and may put it back after that."""
 
 
@@ -142,7 +142,7 @@ def enter_mode(mode: Any) -> None:
     on the mode itself would hide an interrupt behind an error: PyTorch takes modes off for a moment, an interrupt in
     that moment loses the mode, and its `__exit__` finds nothing to leave.
     """
-    vars(mode).pop(LEFT, None)  # it may have been on before
+    vars(mode).pop(LEFT_MARK, None)  # it may have been on before
     defer(_leave_mode, mode, _flags())
     mode.__enter__()
 
@@ -162,7 +162,7 @@ class in_mode(scope):  # noqa: N801
 
 def _leave_mode(mode: Any, before: list[bool]) -> None:
     """Leave a mode. Not by its `__exit__`, which cannot run again after an interrupt in the middle of it."""
-    if hasattr(mode, LEFT):
+    if hasattr(mode, LEFT_MARK):
         return
     functions = isinstance(mode, TorchFunctionMode)
     stack = FUNCTIONS if functions else OPERATIONS
@@ -171,7 +171,7 @@ def _leave_mode(mode: Any, before: list[bool]) -> None:
     steps = stack.change(modes, [*modes[:at], *modes[at + 1 :]])
     if not functions:
         steps += _set_flags(_saved_flags(mode) or before, modes[at + 1 :])
-    call_atomically(*steps, partial(setattr, mode, LEFT, True))
+    call_atomically(*steps, partial(setattr, mode, LEFT_MARK, True))
 
 
 def _flags() -> list[bool]:
@@ -201,7 +201,7 @@ def snapshot_ambient_state() -> Callable[[], None]:
     now = ambient_state()
     if now.function_modes or now.dispatch_modes:
         for stack, modes in ((FUNCTIONS, now.function_modes), (OPERATIONS, now.dispatch_modes)):
-            if any(hasattr(mode, LEFT) for mode in modes):
+            if any(hasattr(mode, LEFT_MARK) for mode in modes):
                 _set_modes(stack, modes)
                 now = ambient_state()
     return partial(restore_ambient_state, now)
@@ -228,7 +228,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 def _set_modes(stack: Stack, modes: Modes) -> None:
     """Turn on these modes and no others, except for modes of ours that were left meanwhile."""
     now = stack.modes()
-    after = [mode for mode in modes if not hasattr(mode, LEFT)]
+    after = [mode for mode in modes if not hasattr(mode, LEFT_MARK)]
     steps = stack.change(now, after)
     if not steps:
         return
@@ -398,7 +398,7 @@ def is_own_hook(hook: Any) -> bool:
     return getattr(getattr(hook, "func", hook), "__module__", "").startswith("elementgrad.")
 
 
-def removed_later() -> list[Any]:
+def deferred_handles() -> list[Any]:
     """Return a list for the handles of hooks on nodes of a graph, which are removed when the innermost scope is left.
 
     Register hooks through the list, as in `handles.extend(map(node.register_hook, [hook]))`: that runs in C, so no
@@ -445,9 +445,9 @@ State = tuple[RandomState | None, Precision]
 """The state that a function runs from: the generators, unless it leaves no trace, and the autocast of each device."""
 
 
-FULL: Precision = tuple([(False, None) for _ in DEVICES])
+NO_AUTOCAST: Precision = tuple([(False, None) for _ in DEVICES])
 """No autocast, whatever dtype it would have."""
-NOTHING: AbstractContextManager[Any] = nullcontext()
+NULL_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def state(function: Any = None) -> State:
@@ -471,7 +471,7 @@ def set_random(state: RandomState | None) -> None:
 
 def precision() -> Precision:
     if not _compat._is_any_autocast_enabled():
-        return FULL
+        return NO_AUTOCAST
     return tuple([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES])
 
 
@@ -480,40 +480,40 @@ class isolated(scope):  # noqa: N801
 
     Args:
         function: the function that runs in the block.
-        again: an earlier state to run from.
+        start: an earlier state to run from.
         attention: True to compute attention by the kernels that have derivatives of every order and direction.
-        now: the state now, if it was just read.
+        current: the state as it is, if it was just read.
         sweeps: True for sweeps, which run in the precision of the evaluation and not in that of an autocast.
 
     The value of the block is False if the function leaves no trace, and True if it may do anything.
     """
 
-    __slots__ = ("_again", "_attention", "_function", "_now", "_sweeps")
+    __slots__ = ("_attention", "_current", "_function", "_start", "_sweeps")
 
     def __init__(
         self,
         function: Any,
-        again: State | None = None,
+        start: State | None = None,
         attention: bool = False,
-        now: State | None = None,
+        current: State | None = None,
         sweeps: bool = False,
     ):
         self._function = function
-        self._again = again
+        self._start = start
         self._attention = attention
-        self._now = now
+        self._current = current
         self._sweeps = sweeps
 
     def __enter__(self) -> bool:
         super().__enter__()
         try:
-            random = generators() if self._now is None else self._now[0]
+            random = generators() if self._current is None else self._current[0]
             if random is not None:
                 defer(set_random, random)
                 if self._function is not None:
                     defer(snapshot_ambient_state())
                 BufferCopies(self._function).start()
-            enter_modes(self._again, self._attention)
+            enter_modes(self._start, self._attention)
             if self._sweeps:
                 leave_autocast()
         except BaseException:
@@ -531,7 +531,7 @@ def _install_force_eager(replace: Replace) -> None:
 _force_eager = AttributePatch(_install_force_eager)
 
 
-def enter_modes(again: State | None = None, attention: bool = False) -> None:
+def enter_modes(start: State | None = None, attention: bool = False) -> None:
     """Turn gradients on, and inference mode and the compiler off, until the innermost open scope is left."""
     if torch.is_inference_mode_enabled():
         enter(torch.inference_mode(False))
@@ -549,9 +549,9 @@ def enter_modes(again: State | None = None, attention: bool = False) -> None:
         # Not by `sdpa_kernel`: an interrupt while it restores the kernels leaves some of them off.
         defer(_compat._sdpa_kernel, _compat._cur_sdpa_kernel_backends())
         _compat._sdpa_kernel([SDPBackend.MATH])
-    if again is not None:
-        set_random(again[0])
-        for device, before, now in zip(DEVICES, again[1], precision(), strict=True):
+    if start is not None:
+        set_random(start[0])
+        for device, before, now in zip(DEVICES, start[1], precision(), strict=True):
             if before != now and (before[0] or now[0]):
                 enter(torch.autocast(device, dtype=before[1], enabled=before[0]))
 
@@ -567,7 +567,7 @@ def run_from_state(state: State, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-class plainly(scope):  # noqa: N801
+class without_autocast(scope):  # noqa: N801
     """A `with` block for sweeps, without inference mode and autocast: they run in the precision of the evaluation."""
 
     __slots__ = ()

@@ -23,7 +23,7 @@ from elementgrad._backends.torch.autodiff import (
     clone_inference_tensor,
     largest_derivative,
 )
-from elementgrad._backends.torch.isolate import in_mode, isolated, plainly, run_from_state
+from elementgrad._backends.torch.isolate import in_mode, isolated, run_from_state, without_autocast
 from elementgrad._backends.torch.record.history import edge_of, operation_name, same_edge
 from elementgrad._backends.torch.record.intercept import LINE_KEY, label_nodes
 from elementgrad._backends.torch.record.linearization import RETURN_USE, find_slots, sweep_slots
@@ -91,7 +91,7 @@ class UsesLinearization(Linearization):
         start = self._starts[output]
         if start is None:
             return [None] * len(inputs)
-        with plainly():
+        with without_autocast():
             rows = [self._derivatives_by_slot(start, seed) for seed in clone_inference_tensor(seeds)]
         zeros = torch.zeros_like(self._like)
         stacks: list[Tensor | None] = []
@@ -161,7 +161,7 @@ class TorchRead(ReadBackend):
         return x.permute(axes)
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        with plainly():
+        with without_autocast():
             return x @ y
 
     def free_memory(self, like: Tensor) -> int | None:
@@ -175,9 +175,6 @@ class TorchRead(ReadBackend):
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)
-
-    def seeds(self, values: np.ndarray, like: Tensor) -> Tensor:
-        return torch.from_numpy(values).to(like.device, like.dtype)
 
     def sparse(self, pattern: Pattern, layout: Layout | None, like: Tensor) -> Callable[[Tensor], Tensor]:
         options: Any = {"size": pattern.shape, "check_invariants": False}

@@ -23,7 +23,7 @@ from elementgrad._backends.torch._compat import (
     derivative_is_missing,
     tree_leaves,
 )
-from elementgrad._backends.torch.isolate import in_mode, isolated, plainly
+from elementgrad._backends.torch.isolate import in_mode, isolated, without_autocast
 from elementgrad._backends.torch.sparsity_rules import RULES, OpCall
 from elementgrad._cleanup import AttributePatch, Replace, assign, scope
 from elementgrad._sparsity.index_sets import EMPTY, Ids, IndexSets
@@ -70,7 +70,7 @@ def _find_by_reverse(mode: "SparsityMode", evaluate: Evaluate, output: int, inpu
     if not y.requires_grad:
         return None
     seed = mode.seed_like(y)
-    with isolated(None), plainly(), mode.propagate():
+    with isolated(None), without_autocast(), mode.propagate():
         (swept,) = torch.autograd.grad(y, leaves[input], seed, allow_unused=True)
     return None if swept is None else mode.pattern(swept).T
 
@@ -242,7 +242,7 @@ class SetIdTable:
     """The ids of tensors, and which of them vary."""
 
     SLACK = 256
-    """Cells of storages that are gone are dropped after so many new ones."""
+    """Cells of storages that are gone are dropped after this many new ones."""
 
     def __init__(self, sets: IndexSets):
         self._sets = sets

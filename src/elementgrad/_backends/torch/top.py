@@ -10,7 +10,7 @@ import torch
 
 from elementgrad._backends.torch._compat import backward_threads_enabled, is_freed_graph_error, set_backward_threads
 from elementgrad._backends.torch.autodiff import disable_checkpointing
-from elementgrad._backends.torch.isolate import enter_modes, isolated, plainly, removed_later, state
+from elementgrad._backends.torch.isolate import deferred_handles, enter_modes, isolated, state, without_autocast
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._cleanup import defer, enter, scope
 from elementgrad._names.backend import Replacement
@@ -158,8 +158,8 @@ def _run_sweep(sweep: _Sweep, leaves: Mapping[str, Tensor], give: Give) -> None:
             give(name, gradient.to_dense() if gradient.layout is not torch.strided else gradient)
 
     try:
-        with plainly():
-            handles = removed_later()
+        with without_autocast():
+            handles = deferred_handles()
             for name, leaf in leaves.items():
                 leaf.grad = None  # the user's function may have called backward itself
                 handles.extend(map(leaf.register_post_accumulate_grad_hook, [partial(give_gradient, name)]))

@@ -2,8 +2,8 @@
 
 While a function runs, a `TrackedParameter` stands for a parameter of its model. It notes each use as the weight of a
 linear layer, an embedding or a convolution: the input, and where the output is in the graph. The graph itself is the
-plain one, and all of the derivative is read through it as ever. To read some elements, a sweep ends at the outputs of
-these layers, and a kernel of training computes the elements from what arrives there (`narrow`).
+plain one, and the whole derivative is read through it as for any tensor. To read some elements, a sweep ends at the
+outputs of these layers, and a kernel of training computes the elements from what arrives there (`narrow`).
 
 Any other use gets a copy of the parameter, as the code may write to it, and then there are no kernels. So it is where
 the graph has a path to the parameter that was not noted, for example through compiled code.
@@ -33,27 +33,15 @@ from elementgrad._backends.torch.autodiff import Sweep, TorchLinearization, larg
 Tensor = torch.Tensor
 Entries = Callable[[Tensor], Tensor]
 """From the derivative of a layer's output to the elements of the derivative of its weight."""
-SMALLEST = 1 << 14
+MIN_SIZE = 1 << 14
 """Smaller parameters are read whole, which takes no longer than to make a kernel."""
-SHARE = 8
-"""A kernel computes at most one in so many of the elements."""
+KERNEL_SHARE = 8
+"""A kernel is used for at most one in this many of the elements; more are read from the whole derivative."""
 LINEAR = ("input", "weight", "bias")
 EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 LOOKS = frozenset(
-    [
-        *(
-            "size",
-            "dim",
-            "numel",
-            "nelement",
-            "stride",
-            "is_floating_point",
-            "is_complex",
-            "is_contiguous",
-            "element_size",
-        )
-    ]
+    ["size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous", "element_size"]
 )
 """Methods of a tensor that read none of its numbers."""
 FACTS = frozenset(["shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse", "is_meta"])
@@ -125,7 +113,7 @@ def track(leaf: Tensor) -> TrackedParameter:
 def is_trackable(x: Tensor) -> bool:
     """Return True if a parameter is so large that reads of some of its elements need not compute all of them."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_inference()
-    return plain and x.is_floating_point() and x.ndim >= 2 and x.numel() >= SMALLEST and not functorch_is_active()
+    return plain and x.is_floating_point() and x.ndim >= 2 and x.numel() >= MIN_SIZE and not functorch_is_active()
 
 
 def _is_fact(func: Any) -> bool:
@@ -268,7 +256,7 @@ def narrow(
     for number, wanted in zip(inputs, positions, strict=True):
         record = linear.uses.get(number)
         x = linear.inputs[number]
-        few = wanted is not None and len(wanted) * SHARE <= x.numel()
+        few = wanted is not None and len(wanted) * KERNEL_SHARE <= x.numel()
         if wanted is not None and few and record is not None and y.requires_grad and _are_all(record, y):
             ends.append(_NarrowEnd.of(record, wanted, tuple(x.shape)))
         else:

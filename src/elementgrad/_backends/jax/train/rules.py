@@ -52,11 +52,11 @@ from elementgrad._train.numbers import unique_indices
 
 Array = jax.Array
 DENSE = 2
-"""A block of rows and columns is small if it is at most one part in so many of its array."""
+"""A block of rows and columns is small if it is at most one part in this many of its array."""
 CHEAP = 8
-"""Rows and columns that are at most one part in so many of the array are both few."""
+"""Rows and columns that are at most one part in this many of the array are both few."""
 SMALL, COPY = 2**17, 8
-"""A product of at most so many multiplications is computed whole, where the copy of an element counts as several.
+"""A product of at most this many multiplications is computed whole, where the copy of an element counts as several.
 
 That takes no longer than the ways by columns and rows, each of which is several operations, and a fraction of their
 time to compile.

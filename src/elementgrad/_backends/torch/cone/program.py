@@ -23,7 +23,14 @@ from elementgrad._backends.torch.autodiff import materialize
 from elementgrad._backends.torch.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.torch.cone.calls import CustomCall, RecordedCall, flatten_call, unflatten_call
 from elementgrad._backends.torch.cone.rules import DECOMPOSED, draw, find_rule, is_random
-from elementgrad._backends.torch.isolate import add_hook, enter_mode, is_own_hook, isolated, plainly, restore_attributes
+from elementgrad._backends.torch.isolate import (
+    add_hook,
+    enter_mode,
+    is_own_hook,
+    isolated,
+    restore_attributes,
+    without_autocast,
+)
 from elementgrad._cleanup import assign, defer, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import Box, sizes, slices, whole
@@ -175,10 +182,7 @@ class Refusal(TorchFunctionMode):
             raise NoConeError("the .data of a tensor is used")
         if func in HOOKS:
             raise NoConeError("a gradient hook is registered")
-        result = func(*args, **(kwargs or {}))
-        if self._recorder.aliased_write:
-            raise AliasedWriteError
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 class ProgramRecorder(_compat.PlainDispatchMode):
@@ -193,8 +197,6 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         self.automatic = limit is not None
         """True if the user did not ask for a cone."""
         self.functionalized = functionalized
-        self.aliased_write = False
-        """True from a write to a tensor that has views until the operation which did it returns."""
         """True if PyTorch makes in-place writes plain before they are recorded."""
         self.status = RecordingStatus()
         self._constants: dict[int, ProgramValue] = {}
@@ -345,13 +347,11 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         if len(written) > 1 or not call.slots or call.leaves[0] is not self.value_of(target):
             raise NoConeError(f"{name} writes to several tensors")
         if isinstance(target, LazyTensor):
-            views = [view() for view in self._views.get(_compat.storage_key(target.meta), ())]
-            if _compat.changes_shape(func):
+            # No frame may hold the views: in PyTorch 2.8, an error that keeps some of them alive and passes a recurrent
+            # layer, which is written in C++, ends the process.
+            views = self._views.get(_compat.storage_key(target.meta), ())
+            if _compat.changes_shape(func) or any(view() is not None for view in views):
                 raise AliasedWriteError
-            if any(view is not None for view in views):
-                # Raised when the operation returns: in PyTorch 2.8 an error of ours that passes such a write inside of
-                # a recurrent layer, which is written in C++, ends the process.
-                self.aliased_write = True
         elif target.is_floating_point():
             raise NoConeError("the function writes to a tensor that it was given or holds")
         call.writes = True
@@ -502,8 +502,6 @@ class TorchProgram(RecordedProgram):
                     for position, source in enumerate(sources)
                 ]
                 outputs = list(run(*arguments))
-                if recorder.aliased_write:
-                    raise AliasedWriteError
                 starts = [x if isinstance(x, Tensor) else sources[i] for i, x in enumerate(arguments)]
                 self.outputs = [recorder.value_of(y) for y in outputs]
         if any(isinstance(node, _compat.PythonNode) for node in _nodes_behind(outputs) - recorder.custom_nodes):
@@ -559,7 +557,7 @@ def _nodes_behind(outputs: Sequence[Tensor]) -> set[Any]:
 
 def _sweep(y: Tensor, ends: Sequence[Tensor], seed: Any) -> list[Tensor]:
     """Run one reverse sweep, from a cotangent or from the element at a flat position."""
-    with plainly():
+    with without_autocast():
         target, cotangent = y, seed
         if not isinstance(seed, Tensor):
             alone = y.numel() == 1
@@ -590,7 +588,7 @@ def run_cone(
     """Run the operations of a cone on their parts; return the part that was asked for, and the leaves."""
     held: dict[ProgramValue, Tensor] = {}
     leaves: dict[ProgramValue, Tensor] = {}
-    with torch.inference_mode(False), plainly(), torch.set_grad_enabled(grad):
+    with torch.inference_mode(False), without_autocast(), torch.set_grad_enabled(grad):
         for value, box in cone.needed.items():
             if value.constant is not None:
                 region = value.constant if sizes(box) == value.shape else value.constant[slices(box)]

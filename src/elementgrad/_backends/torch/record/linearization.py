@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from elementgrad._backends.autodiff import Use
 from elementgrad._backends.torch._compat import is_freed_graph_error, is_inplace_error
 from elementgrad._backends.torch.autodiff import GraphErrors, Sweep, TorchLinearization, largest_derivative
-from elementgrad._backends.torch.isolate import isolated, plainly, removed_later
+from elementgrad._backends.torch.isolate import deferred_handles, isolated, without_autocast
 from elementgrad._backends.torch.record.history import (
     Region,
     TensorVersion,
@@ -256,8 +256,8 @@ def sweep_slots(output: GradientEdge, seed: Tensor, sources: Sequence[GradientEd
             if derivative is not None:
                 flows.append((node, slot, source, _fit_to_source(derivative, sources[source])))
 
-    with isolated(None), plainly():
-        handles = removed_later()
+    with isolated(None), without_autocast():
+        handles = deferred_handles()
         for node in slots:
             handles.extend(map(node.register_hook, [partial(collect, node)]))
         swept = torch.autograd.grad([output], list(sources), [seed], retain_graph=True, allow_unused=True)

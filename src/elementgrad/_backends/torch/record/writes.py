@@ -263,7 +263,7 @@ class WriteHistory:
         self._recorded: dict[int, ProxiedStorage] = {}
         self._others: dict[int, tuple[StorageHistory, StorageWeakRef]] = {}
         self._limit = 64
-        """Expired entries of `_others` are dropped when there are so many."""
+        """Expired entries of `_others` are dropped when there are this many."""
         self._pending: list[tuple[StorageHistory, Tensor, Write]] = []
         self._inference_copies: list[tuple[Tensor, Tensor]] = []
         self._writes = 0

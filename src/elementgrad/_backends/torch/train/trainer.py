@@ -84,7 +84,7 @@ class TorchTrainer(Trainer):
                 return
             for name, tensor in module._parameters.items():
                 if tensor is not None and group_of(tensor) is None:
-                    yield f"{path}{name}", self._resharded(tensor)
+                    yield f"{path}{name}", self._find_shard(tensor)
             for name, child in module._modules.items():
                 if child is not None:
                     yield from walk(child, f"{path}{name}.", (*above, module))
@@ -101,13 +101,13 @@ class TorchTrainer(Trainer):
         bearing = self._names.lookup(name)
         for kind, tensor in bearing:
             if kind == "parameter" and tensor is not None:
-                return self._resharded(tensor)
+                return self._find_shard(tensor)
         raise self.unknown_name_error(name, bearing[0][0] if bearing else None)
 
     def name_of(self, tensor: Tensor) -> str:
         tensor = getattr(tensor, "_elements_of", tensor)  # as modules return a sharded parameter while elements train
         for name, kind, parameter in self._names.named_tensors():
-            if kind == "parameter" and (self._resharded(parameter) is tensor or _is_alias(parameter, tensor)):
+            if kind == "parameter" and (self._find_shard(parameter) is tensor or _is_alias(parameter, tensor)):
                 return name
         raise self.not_a_parameter_error(tensor)
 
@@ -318,7 +318,7 @@ class TorchTrainer(Trainer):
     def _storage(self, tensor: Tensor) -> ParameterStorage:
         return self._shards.get(id(tensor)) or ParameterStorage(tensor)
 
-    def _resharded(self, tensor: Tensor) -> Tensor:
+    def _find_shard(self, tensor: Tensor) -> Tensor:
         """Return the sharded tensor if `tensor` is the whole that a module holds in a forward, else `tensor`."""
         return next((storage.tensor for storage in self._shards.values() if storage.matches(tensor)), tensor)
 
