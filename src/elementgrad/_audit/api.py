@@ -151,7 +151,8 @@ def _match(except_: Any, known: Sequence[str], model: Model) -> tuple[set[str], 
     for text in texts:
         if not isinstance(text, str):
             raise OptionError(f"except_ has {quoted(text)}, which is no name; give names, as in except_=['pooler.*']")
-        matches = match_names(text, known, model.aliases()) if is_pattern(text) else [text, model.canonical_name(text)]
+        names = [text, model.canonical_name(text)]
+        matches = list(match_names(text, known, model.aliases())) if is_pattern(text) else names
         fitting.update(matches)
         unknown += [] if is_pattern(text) or any(name in known for name in matches) else [text]
     return fitting, unknown
