@@ -24,6 +24,7 @@ HARD = {
     "edge": (lambda o, x: o.sqrt(1 - x), 1 - 1e-7),
     "large": (lambda o, x: x**2, 1e6),
 }
+METHODS = {"torch": "to", "jax": "astype"}
 MODULES = {"torch": torch, "tensorflow": tf.math, "jax": jax.numpy}
 
 
@@ -80,6 +81,25 @@ def test_steps_of_a_coarse_dtype_inside_are_no_mismatch():
         others.append(eg.check(f, x).verdict)
     assert verdicts <= {"agrees", "undecided"}
     assert others.count("differs") > 6
+
+
+@pytest.mark.parametrize("at", [0.3, 0.7, 1.3])
+@pytest.mark.parametrize("factor", [1, 100])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_part_of_lower_precision_does_not_refute_a_right_gradient(fw, at, factor, dtype):
+    def cast(x, dtype):
+        return tf.cast(x, dtype) if fw.name == "tensorflow" else getattr(x, METHODS[fw.name])(getattr(ops(fw), dtype))
+
+    def f(x):
+        return 3 * cast(x, "float64") + factor * cast(ops(fw).tanh(cast(2 * x, dtype)), "float64")
+
+    found = eg.check(f, fw.tensor([at]))
+    assert found.verdict in ({"agrees"} if dtype == "float32" else {"agrees", "undecided"}), found
+
+
+def test_a_wrong_gradient_with_a_part_of_lower_precision_differs():
+    found = eg.check(lambda x: 3 * halved(x) + (2 * x).float().tanh().to(x.dtype), torch.tensor([0.3]))
+    assert found.verdict == "differs"
 
 
 def test_a_gradient_straight_through_differs_between_steps():

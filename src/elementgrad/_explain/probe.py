@@ -249,6 +249,14 @@ class SampledCall:
             gradient = weighted_gradient(self.backend, self.linearize(), of, weights)
             return None if gradient is None else self.backend.to_float64(gradient)
 
+    def lowest_precision(self, known: str) -> str:
+        """Return the lowest precision in which something is computed from the source, at most the `known` one."""
+        with self.backend.precision(self.dtype):
+            graph = self.backend.load("explain").record(self._run, self.tensors, True).trace(0, 0).graph
+        pairs = [pair for op in graph.ops for pair in zip(op.outputs, op.results, strict=False)]
+        names = [precision_of(self.backend, x) for value, x in pairs if value in graph.connected]
+        return max([known, *[name for name in names if name in EPSILON]], key=EPSILON.__getitem__)
+
     def move(self, x: Tensor, parts: Sequence[int], by: float | np.ndarray) -> Tensor:
         """Return `x` with some of its real parts moved."""
         backend, shape = self.backend, self.backend.shape(x)
