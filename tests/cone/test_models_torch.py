@@ -82,6 +82,18 @@ class Square(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0] * 7
 
 
+class SquareAndNone(torch.autograd.Function):
+    """A rule of its own that returns something beside its tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Square.forward(ctx, x), None
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return Square.backward(ctx, gradient)
+
+
 def stencil(x: Tensor) -> Tensor:
     for _ in range(8):
         p = F.pad(x[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
@@ -191,6 +203,7 @@ MODELS: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], tuple[int, ...
     ),
     "random numbers from a seed inside": (lambda: seeded_inside, (5, 6)),
     "a rule of its own": (lambda: lambda x: F.conv2d(Square.apply(x), torch.ones(1, 1, 3, 3)), (1, 1, 9, 9)),
+    "a rule of its own with two results": (lambda: lambda x: SquareAndNone.apply(x)[0] * 2, (6, 5)),
     "branches on values": (lambda: branches, (1, 1, 15, 15)),
     "without gradients": (lambda: without_gradients, (4, 5)),
     "written without gradients": (lambda: written_without_gradients, (4, 5)),

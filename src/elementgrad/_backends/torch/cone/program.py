@@ -275,7 +275,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         """Return the results as meta tensors."""
         if _compat.shape_depends_on_values(func):
             values = [self.compute(call.leaves[slot]) for slot in call.slots]
-            return _compat.tree_map_tensors(_as_meta, call.run(*values))
+            return _compat.tree_map_tensors(_as_meta, call(*values))
         if len(written) == 1:
             return self._meta_of(written[0])
         metas = [

@@ -11,7 +11,6 @@ from torch.nn import functional
 from elementgrad._backends.torch.axis_matrices import axis_matrices, per_axis
 from elementgrad._backends.torch.cone.rules import (
     Arguments,
-    CustomRule,
     known_value,
     result_shape,
     rule,
@@ -30,6 +29,7 @@ from elementgrad._cone.maps import (
     Window,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
+from elementgrad._cone.rules import CustomRule
 
 Tensor = torch.Tensor
 
