@@ -154,6 +154,33 @@ def test_nothing_is_disturbed():
     assert torch.ones(2).add_(1).sum() == 4  # no mode is left on
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_the_function_keeps_has_numbers_afterwards(writes):
+    kept: dict[str, Tensor] = {}
+    weight = torch.randn(2, 3, 3, 3)
+
+    def f(x: Tensor) -> Tensor:
+        y = nn.functional.conv2d(x, weight)
+        if writes:
+            y[..., 0] = y[..., 1] * 2  # a write to a view, which is recorded in another way
+        if "mask" not in kept:
+            kept["mask"] = torch.arange(y.shape[-1]) * torch.tensor(0.5)
+        kept["last"] = y
+        return y * kept["mask"]
+
+    x, of = torch.randn(1, 3, 200, 200), "output[0, 1, 50, 60]"
+    by_cone = eg.grad(f, x, of=of)
+    mask = torch.arange(198) * 0.5
+    torch.testing.assert_close(kept["mask"] + 0, mask)
+    torch.testing.assert_close(f(x), kept["last"] * mask)
+    torch.testing.assert_close(eg.grad(f, x, of=of, cone=True), by_cone)
+    torch.testing.assert_close(eg.grad(f, x, of=of, cone=False), by_cone)
+    if not writes:
+        kept["mask"][3] = 7.0
+        assert kept["mask"].numpy()[3] == 7
+        assert f(x)[0, 0, 0, 3] == 7 * kept["last"][0, 0, 0, 3]
+
+
 def test_forward_hooks_get_tensors_with_numbers():
     model, x, seen = convolutions(), image(256), []
     model[2].register_forward_hook(lambda module, args, output: seen.append(output))

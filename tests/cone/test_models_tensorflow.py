@@ -266,6 +266,32 @@ def test_windows_that_are_infinite_all_over_have_their_maximum_inside():
         np.testing.assert_array_equal(eg.grad(f, x, of=of, cone=True), eg.grad(f, x, of=of, cone=False))
 
 
+def test_layers_keep_nothing_of_a_recording():
+    class Caching(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.masks, self.seen = layers.Conv2D(3, 3), {}, []
+
+        def build(self, shape: Shape) -> None:
+            self.conv.build(shape)
+
+        def call(self, x: Any) -> Any:
+            y = self.last = self.conv(x)
+            self.seen.append(y)
+            if "mask" not in self.masks:
+                self.masks["mask"] = tf.cast(tf.range(3), y.dtype)
+            return y * self.masks["mask"]
+
+    model, x = Caching(), tf.ones((1, 9, 9, 3), tf.float64)
+    model.build(x.shape)
+    by_cone = eg.grad(model, x, of="output[0, 2, 2, 1]", cone=True)
+    assert (not hasattr(model, "last"), list(model.seen), dict(model.masks)) == (True, [], {})
+    model(x)
+    plain = eg.grad(model, x, of="output[0, 2, 2, 1]", cone=False)
+    np.testing.assert_allclose(by_cone, plain, rtol=1e-12)
+    assert all(isinstance(y.numpy(), np.ndarray) for y in model.seen)
+
+
 def test_maps_over_rows_are_followed():
     x = tf.constant(np.random.default_rng(0).normal(size=(4, 6)))
     f = lambda x: tf.map_fn(lambda row: tf.cumsum(row) * row, x)  # noqa: E731

@@ -36,6 +36,12 @@ def test_the_layer_is_named():
     assert (found.cause, found.module) == ("dead-relu", "inner/deep")
 
 
+@pytest.mark.parametrize("activation", [tf.nn.silu, tf.custom_gradient(lambda x: (x * x, lambda g: 2 * g * x))])
+def test_a_result_of_a_written_rule_that_nothing_reads_is_not_used(activation):
+    found = eg.explain(lambda x: tf.reduce_sum(tf.ones_like(activation(3 * x))), tf.ones(2), wrt="x[1]")
+    assert (found.verdict, found.cause) == ("unconnected", "unused"), found
+
+
 def test_the_text_is_a_sentence_a_line_and_a_fix():
     def f(x):
         return tf.reduce_sum(tf.stop_gradient(x) * 2.0)

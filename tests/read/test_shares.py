@@ -272,3 +272,20 @@ def test_made_graphs_have_shares_that_add_up_and_are_those_of_each_use_alone():
         assert_close(sum(alone), shares.total)
 
     assert_shares()
+
+
+def test_gradients_that_a_user_wrote_have_shares_on_tensorflow():
+    tf = pytest.importorskip("tensorflow")
+
+    @tf.custom_gradient
+    def exp(x):
+        y = tf.exp(x)
+        return y, lambda upstream: upstream * y  # a value of the forward run
+
+    def f(x):
+        return tf.reduce_sum(exp(2 * x) * x)
+
+    x = tf.constant([0.5, 1.0])
+    shares = eg.contributions(f, x)
+    assert len(shares) == 2
+    np.testing.assert_allclose(shares.total, eg.grad(f, x), rtol=1e-6)

@@ -56,6 +56,11 @@ def sum_of(x):
 def audits():
     model, frozen = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
     rows = {
+        "empty model": (
+            lambda: eg.audit({}, sum_of),
+            eg.FrameworkError,
+            "this dict has no jax.Array in it, so it holds no parameters",
+        ),
         "no model": (lambda: eg.audit(3, sum_of), eg.FrameworkError, "int is no model with parameters of its own"),
         "no loss": (
             lambda: eg.audit(model, 3),

@@ -475,3 +475,51 @@ def test_a_narrow_window_has_the_bars_and_numbers_of_the_drivers(opened):
     assert sizes == sorted(sizes, reverse=True)
     ends = page.evaluate(f"{rows}.map((row) => row.children[3].getBoundingClientRect().right)")
     assert max(ends) < WIDTHS["narrow"] - 5
+
+
+def test_going_to_an_element_turns_to_the_page_with_its_channel(opened):
+    import torch
+
+    torch.manual_seed(0)
+    net, x = torch.nn.Conv2d(3, 130, 2), torch.rand(1, 3, 6, 6)
+    page = opened(net, x)
+    for place, channels in (("output[0, 100, 2, 1]", "64 to 127"), ("output[0, 129, 0, 3]", "128 to 129")):
+        go_to(page, place)
+        assert f"Channels {channels} of 130" in page.locator(".eg-centre .eg-notes").text_content()
+        value = page.locator(".eg-centre .eg-readout").text_content().removeprefix(f"{place} = ")
+        assert np.float32(value) == to_numpy(eg.value(net, x, of=place))
+    with new_answer(page):
+        page.keyboard.press("[")
+    assert "Channels 64 to 127 of 130" in page.locator(".eg-centre .eg-notes").text_content()
+    page.locator(".eg-drivers tbody button").first.click()
+    page.locator(".eg-shares table").wait_for()
+    assert page.locator(".eg-shares thead th").all_text_contents() == ["operation", "share"]
+    cut = "[...document.querySelectorAll('.eg-shape')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert page.evaluate(cut) == 0
+
+
+def test_a_long_strip_can_be_hit_and_has_the_exact_number_of_each_element(opened):
+    import torch
+
+    weights, x = torch.linspace(2, 1, 20_000), torch.rand(1, 8, 20_000)
+
+    def net(input):
+        return input + (input * weights).sum(-1, keepdim=True)
+
+    page = opened(net, x)
+    go_to(page, "output[0, 3, 2000]")
+    canvas = page.locator(".eg-centre canvas.eg-canvas")
+    box = canvas.bounding_box()
+    assert box["height"] > 90
+    assert page.locator(".eg-centre .eg-readout").text_content().startswith("output[0, 3, 2000] is one of several")
+    canvas.hover(position={"x": box["width"] / 2, "y": box["height"] * 5.5 / 8})
+    readout = page.locator(".eg-centre .eg-readout").text_content()
+    assert readout.startswith("output[0, 5, ")
+    # A driver that has a larger one in its cell.
+    gradient = to_numpy(eg.grad(net, x, of="output[0, 3, 2000]", wrt="input"))
+    drivers = page.locator(".eg-drivers tbody button")
+    assert drivers.all_text_contents()[:3] == ["input[0, 3, 2000]", "input[0, 3, 0]", "input[0, 3, 1]"]
+    drivers.nth(2).click()
+    page.locator(".eg-shares table").wait_for()
+    assert "input[0, 3, 1]" in page.locator(".eg-derivative").text_content()
+    assert np.float32(page.locator(".eg-derivative strong").text_content()) == gradient[0, 3, 1]

@@ -178,3 +178,13 @@ def an_angle_at_the_origin():
 @BROKEN.says("zero", "not-selected", wrt="x[0]")
 def the_smallest_of_a_sorted_list():
     return lambda x: torch.sort(x).values[0], torch.tensor([3.0, 1.0, 2.0])  # <- here
+
+
+@BROKEN.says("zero", "unused", of="output[0]", wrt="x[2]")
+def an_index_in_the_shape_of_what_is_added():
+    def scatter(x):
+        source = x * 2
+        index = torch.tensor(1).expand_as(source)
+        return torch.zeros_like(x).scatter_add(0, index, source)
+
+    return scatter, X

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import elementgrad as eg
 from elementgrad._train.patch import Patch
+from elementgrad._train.patch_file import StoredTensor, pack_safetensors
 
 
 @pytest.fixture
@@ -255,7 +256,11 @@ def test_adapters_that_do_not_fit_the_model_are_refused_in_a_sentence(model, tmp
     kind = "SHIRA" if "first.shira_weight" in tensors else "TRAINABLE_TOKENS"
     config = {"peft_type": kind} | ({} if rows is None else {"token_indices": rows})
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    tensors = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    names = {torch.float32: "F32", torch.int64: "I64", torch.float8_e5m2: "F8_E5M2"}  # old safetensors lacks the last
+    stored = {
+        f"base_model.model.{name}": StoredTensor(names[x.dtype], tuple(x.shape), x.view(torch.uint8).numpy().tobytes())
+        for name, x in tensors.items()
+    }
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"".join(map(bytes, pack_safetensors(stored))))
     with pytest.raises(eg.PatchError, match=text):
         Patch.read(tmp_path, model)

@@ -68,10 +68,7 @@ def audit(model: Any, loss: Callable[..., Any], except_: str | Iterable[str] = (
     """
     backend = registry.backend_of_model(model)
     if backend is None:
-        raise FrameworkError(
-            f"{type(model).__name__} is no model with parameters of its own; give a torch.nn.Module, a Keras model "
-            "or a pytree of jax.Array, such as a dict of parameters"
-        )
+        raise registry.no_model_error(model, "is no model with parameters of its own")
     if not callable(loss):
         raise OptionError(
             f"loss={quoted(loss)[:80]} cannot be called; give a function of the model, as in lambda model: "
@@ -154,7 +151,8 @@ def _match(except_: Any, known: Sequence[str], model: Model) -> tuple[set[str], 
     for text in texts:
         if not isinstance(text, str):
             raise OptionError(f"except_ has {quoted(text)}, which is no name; give names, as in except_=['pooler.*']")
-        matches = match_names(text, known, model.aliases()) if is_pattern(text) else [text, model.canonical_name(text)]
+        names = [text, model.canonical_name(text)]
+        matches = list(match_names(text, known, model.aliases())) if is_pattern(text) else names
         fitting.update(matches)
         unknown += [] if is_pattern(text) or any(name in known for name in matches) else [text]
     return fitting, unknown

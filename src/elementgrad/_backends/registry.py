@@ -97,6 +97,21 @@ def backend_of_model(function: Any) -> Backend | None:
     return None
 
 
+def no_model_error(model: Any, problem: str) -> FrameworkError:
+    """Return the error for what has no parameters: `problem` says what it is not, unless it is a container without any.
+
+    Args:
+        model: What was given as a model.
+        problem: A part of a sentence, as in "is not a model with parameters".
+    """
+    fitting = "give a torch.nn.Module, a Keras model or a pytree of jax.Array"
+    if isinstance(model, (dict, list, tuple)):
+        return FrameworkError(
+            f"this {type(model).__name__} has no jax.Array in it, so it holds no parameters; {fitting}"
+        )
+    return FrameworkError(f"{type(model).__name__} {problem}; {fitting}, such as a dict of parameters")
+
+
 def module_of(value: Any) -> tuple[Backend, Any] | tuple[None, None]:
     """Return the module that a value is, or is a method of, and its backend; None twice if it is none with names.
 

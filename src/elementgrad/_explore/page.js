@@ -128,6 +128,12 @@ class Picture {
     return cell.t >= 0 && cell.t < tiles && cell.r >= 0 && cell.r < rows && cell.c >= 0 && cell.c < columns ? cell : null;
   }
 
+  // Whether the number of a cell is that of an element, and not a larger one beside it.
+  hasExactly(index) {
+    const cell = this.cellOf(index);
+    return !!cell && sameIndex(this.indexOf(cell), index);
+  }
+
   // Of a picture of several channels, the channel with the largest gradient at a pixel.
   strongest(cell) {
     if (!this.composite || !this.gradient) return cell;
@@ -147,7 +153,7 @@ class Picture {
     this.bars = rows === 1 && count === 1;
     let across = 1, side = 0, gap = count > 1 ? 6 : 0;
     if (this.bars) {
-      this.geometry = { across: 1, gap: 0, width, height: columns === 1 ? 64 : 200, cell: width / columns };
+      this.geometry = { across: 1, gap: 0, width, height: columns === 1 ? 64 : 200, cell: [width / columns, 0] };
     } else {
       for (let tried = 1; tried <= count; tried += 1) {
         const down = Math.ceil(count / tried);
@@ -160,8 +166,13 @@ class Picture {
         across = Math.max(1, Math.floor((width + gap) / (side * columns + gap)));
       }
       if (side > 2) side = Math.floor(side);
-      const down = Math.ceil(count / across);
-      this.geometry = { across, gap, cell: side, width: across * (side * columns + gap) - gap, height: down * (side * rows + gap) - gap };
+      const down = Math.ceil(count / across), cell = [side, side];
+      // Cells of a long strip are drawn out across it, or its rows could not be hit.
+      if (count === 1 && !this.composite) {
+        if (side * rows < 96) cell[1] = Math.max(side, Math.min(16, height / rows));
+        if (side * columns < 96) cell[0] = Math.max(side, Math.min(16, width / columns));
+      }
+      this.geometry = { across, gap, cell, width: across * (cell[0] * columns + gap) - gap, height: down * (cell[1] * rows + gap) - gap };
     }
     const ratio = window.devicePixelRatio || 1;
     this.canvas.width = Math.max(1, Math.round(this.geometry.width * ratio));
@@ -215,7 +226,7 @@ class Picture {
 
   origin(t) {
     const { across, gap, cell } = this.geometry, { rows, columns } = this.size, at = this.composite ? 0 : t;
-    return [(at % across) * (cell * columns + gap), Math.floor(at / across) * (cell * rows + gap)];
+    return [(at % across) * (cell[0] * columns + gap), Math.floor(at / across) * (cell[1] * rows + gap)];
   }
 
   paint() {
@@ -227,7 +238,7 @@ class Picture {
     if (this.bars) this.paintBars(context);
     else {
       this.bitmaps = this.bitmaps || this.makeBitmaps();
-      this.bitmaps.forEach((bitmap, t) => context.drawImage(bitmap, ...this.origin(t), columns * cell, rows * cell));
+      this.bitmaps.forEach((bitmap, t) => context.drawImage(bitmap, ...this.origin(t), columns * cell[0], rows * cell[1]));
     }
     this.paintField(context);
     this.outline(context, this.cellOf(this.marked), 2.5);
@@ -235,7 +246,7 @@ class Picture {
   }
 
   paintBars(context) {
-    const { cell, width, height } = this.geometry, { columns } = this.size;
+    const { cell: [cell], width, height } = this.geometry, { columns } = this.size;
     const slopes = this.gradient && this.mode !== "values", numbers = slopes ? this.gradient : this.values;
     const scale = slopes ? this.data.gradientScale : this.data.scale, end = scale.limit;
     let top = 0, bottom = 0;
@@ -268,9 +279,9 @@ class Picture {
 
   outline(context, cell, thickness) {
     if (!cell) return;
-    const { cell: side, height } = this.geometry;
+    const { cell: [across, down], height } = this.geometry;
     const [x, y] = this.bars ? [0, 0] : this.origin(cell.t);
-    this.frame(context, x + cell.c * side, this.bars ? 1 : y + cell.r * side, Math.max(side, 3), this.bars ? height - 2 : Math.max(side, 3), thickness, this.app.style("--eg-ink"));
+    this.frame(context, x + cell.c * across, this.bars ? 1 : y + cell.r * down, Math.max(across, 3), this.bars ? height - 2 : Math.max(down, 3), thickness, this.app.style("--eg-ink"));
   }
 
   paintField(context) {
@@ -281,11 +292,11 @@ class Picture {
     const ends = (axis, start, step, count) => axis === null ? [0, count] : this.field[axis].map((end) => limit((end - start) / step, 0, count));
     const [top, bottom] = ends(row, window.rows[0], block[0], rows), [left, right] = ends(column, window.columns[0], block[1], columns);
     if (bottom <= top || right <= left) return;
-    const side = this.geometry.cell, count = this.composite ? 1 : this.size.tiles;
+    const [wide, high] = this.geometry.cell, count = this.composite ? 1 : this.size.tiles;
     for (let t = 0; t < count; t += 1) {
       if (!this.composite && tile !== null && (window.tiles[0] + t < this.field[tile][0] || window.tiles[0] + t >= this.field[tile][1])) continue;
-      const [x, y] = this.bars ? [0, 0] : this.origin(t), height = this.bars ? this.geometry.height - 2 : (bottom - top) * side;
-      this.frame(context, x + left * side + 1, y + (this.bars ? 1 : top * side + 1), Math.max(2, (right - left) * side - 2), Math.max(2, height - 2), count > 12 ? 1 : 2, this.app.style("--eg-field"));
+      const [x, y] = this.bars ? [0, 0] : this.origin(t), height = this.bars ? this.geometry.height - 2 : (bottom - top) * high;
+      this.frame(context, x + left * wide + 1, y + (this.bars ? 1 : top * high + 1), Math.max(2, (right - left) * wide - 2), Math.max(2, height - 2), count > 12 ? 1 : 2, this.app.style("--eg-field"));
     }
   }
 
@@ -293,13 +304,13 @@ class Picture {
     if (!this.data) return null;
     const box = this.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
     const { across, gap, cell } = this.geometry, { rows, columns } = this.size, count = this.composite ? 1 : this.size.tiles;
-    if (this.bars) return { t: 0, r: 0, c: limit(Math.floor(x / cell), 0, columns - 1) };
+    if (this.bars) return { t: 0, r: 0, c: limit(Math.floor(x / cell[0]), 0, columns - 1) };
     // Between two tiles, the cell that is nearest: what looks like a part of the picture must not be deaf.
-    const nearest = (at, side, tiles) => {
-      const tile = limit(Math.floor((at + gap / 2) / (side * cell + gap)), 0, tiles - 1);
-      return [tile, limit(Math.floor((at - tile * (side * cell + gap)) / cell), 0, side - 1)];
+    const nearest = (at, cells, side, tiles) => {
+      const tile = limit(Math.floor((at + gap / 2) / (cells * side + gap)), 0, tiles - 1);
+      return [tile, limit(Math.floor((at - tile * (cells * side + gap)) / side), 0, cells - 1)];
     };
-    const [i, c] = nearest(x, columns, across), [j, r] = nearest(y, rows, Math.ceil(count / across)), t = j * across + i;
+    const [i, c] = nearest(x, columns, cell[0], across), [j, r] = nearest(y, rows, cell[1], Math.ceil(count / across)), t = j * across + i;
     return t < count ? this.strongest({ t, r, c }) : null;
   }
 
@@ -316,7 +327,7 @@ class Picture {
     if (!from || !this.data) return;
     const moved = [event.clientX - from.x, event.clientY - from.y];
     if (Math.hypot(...moved) > 6 && this.zoomed) {
-      const cells = moved.map((distance) => -Math.round(distance / this.geometry.cell));
+      const cells = moved.map((distance, axis) => -Math.round(distance / (this.geometry.cell[axis] || Infinity)));
       this.pan(cells[1] * this.data.block[0], cells[0] * this.data.block[1]);
     } else if (to && Math.hypot(...moved) <= 6) this.pick(to);
   }
@@ -345,12 +356,12 @@ class Picture {
   zoom(direction) {
     if (!this.data) return;
     const { window } = this.data, { tile, row, column } = this.row.layout, { shape } = this.row;
-    const centre = this.cursor || this.cellOf(this.marked), index = centre ? this.indexOf(centre) : null;
+    const index = this.cursor ? this.indexOf(this.cursor) : this.cellOf(this.marked) ? this.marked : null;
     const several = window.tiles[1] - window.tiles[0] > 1 && !this.composite;
     if (direction === 0) return this.ask({ tiles: undefined, rows: undefined, columns: undefined });
     if (direction > 0 && several) {
       const chosen = index && tile !== null ? index[tile] : window.tiles[0];
-      return this.ask({ tiles: [chosen, chosen + 1] });
+      return this.turnTo(chosen, chosen + 1);
     }
     if (direction < 0 && !this.zoomed) return this.ask({ tiles: undefined });
     const change = (axis, [start, stop]) => {
@@ -368,7 +379,13 @@ class Picture {
     if (tile === null || this.composite) return;
     const count = window.tiles[1] - window.tiles[0], size = this.row.shape[tile];
     const start = window.tiles[0] + direction * count;
-    if (start >= 0 && start < size) this.ask({ tiles: [start, Math.min(size, start + count)] });
+    if (start >= 0 && start < size) this.turnTo(start, Math.min(size, start + count));
+  }
+
+  // Show these channels; zooming out again comes to the page that has them.
+  turnTo(first, stop) {
+    const index = this.data.window.index.map((position, axis) => (axis === this.row.layout.tile ? first : position));
+    this.ask({ index, tiles: [first, stop] });
   }
 
   ask(change) { this.options.onWindow({ ...this.view, ...change }); }
@@ -407,6 +424,7 @@ class Picture {
 
   read() {
     const cell = this.cursor || this.cellOf(this.marked);
+    if (cell && !this.cursor && !this.hasExactly(this.marked)) { this.readout.textContent = `${this.app.text(this.row, this.marked)} is one of several numbers in the framed cell; zoom in for it.`; return; }
     if (!cell) { this.readout.textContent = "Point at an element, or move to one with the arrow keys."; return; }
     const index = this.indexOf(cell), at = this.at(cell), label = this.labelOf(index);
     const parts = [`${this.app.text(this.row, index)} = ${show(this.values[at], this.data.narrow)}`];
@@ -443,7 +461,7 @@ class Picture {
       const one = window.tiles[1] - window.tiles[0] === 1;
       tools.push(make("span", { className: "eg-group" },
         button("‹", "previous channels", () => this.page(-1), window.tiles[0] === 0),
-        one ? number("channel", tile, window.tiles[0], (value) => this.ask({ tiles: [value, value + 1] })) : make("span", {}, `channels ${window.tiles[0]}–${window.tiles[1] - 1} of ${shape[tile]}`),
+        one ? number("channel", tile, window.tiles[0], (value) => this.turnTo(value, value + 1)) : make("span", {}, `channels ${window.tiles[0]}–${window.tiles[1] - 1} of ${shape[tile]}`),
         button("›", "next channels", () => this.page(1), window.tiles[1] >= shape[tile])));
     }
     if (this.gradient && ["image", "maps"].includes(this.row.layout.kind)) {
@@ -589,7 +607,7 @@ class Tree {
         this.observer.observe(item);
       }
       item.append(make("span", { className: "eg-name", title: row ? row.name : node.title }, node.title), ...roles.map((role) => make("span", { className: `eg-role eg-${role}` }, role)),
-        make("span", { className: "eg-shape" }, row ? times(row.shape) : String(node.count || "")));
+        make("span", { className: "eg-shape" }, row ? row.shape.join("×") || "one number" : String(node.count || "")));
       return item;
     });
     this.list.replaceChildren(...items);
@@ -968,7 +986,8 @@ class App {
   goTo(position) {
     if (position < 0 || position >= this.history.length) return;
     this.position = position;
-    Object.assign(this.state, this.history[position].view, { picked: null, handView: {}, sourceView: {} });
+    const { view } = this.history[position], handView = view.target.tensor === view.hand ? { index: view.target.index } : {};
+    Object.assign(this.state, view, { picked: null, handView, sourceView: {} });
     if (this.exampleSelect) this.exampleSelect.value = String(this.state.example);
     this.tree.reveal(this.state.hand);
     this.drawCrumbs();
@@ -995,25 +1014,38 @@ class App {
     this.updateCode();
     this.answer.marked = index;
     if (!this.answer.cellOf(index)) {
-      const { tile, example } = this.row(this.state.source).layout, view = { index };
-      if (tile !== null) { const page = Math.floor(index[tile] / 64) * 64; view.tiles = [page, Math.min(page + 64, this.row(this.state.source).shape[tile])]; }
+      const { example } = this.row(this.state.source).layout;
       if (example !== null && index[example] !== this.state.example) { this.state.example = index[example]; if (this.exampleSelect) this.exampleSelect.value = String(index[example]); }
-      this.state.sourceView = view;
+      this.state.sourceView = { index };
       this.showAnswer(false).then(() => this.showElement());
     } else { this.answer.paint(); this.answer.read(); this.answer.makeChips(); this.showElement(); }
     this.drivers.querySelectorAll("tbody tr").forEach((row) => row.setAttribute("aria-selected", String(row.querySelector("button").textContent === this.text(this.row(this.state.source), index))));
+  }
+
+  // The value and gradient of an element of the source: in the picture, unless a larger number of its cell is there.
+  async numbersOf(source, index) {
+    this.slots.get("element")?.controller.abort();
+    const { answer } = this, { tile, row, column } = this.row(source).layout, only = (axis) => axis === null ? undefined : [index[axis], index[axis] + 1];
+    if (answer.hasExactly(index)) {
+      const at = answer.at(answer.cellOf(index));
+      return { value: answer.values[at], slope: answer.gradient ? answer.gradient[at] : null };
+    }
+    const data = await this.request("element", { ask: "view", tensor: source, of: this.state.target, index, tiles: only(tile), rows: only(row), columns: only(column), edits: this.edits() });
+    if (!data || data.failed) return null;
+    return { value: decode(data.values, data.narrow)[0], slope: data.gradient ? decode(data.gradient, data.narrowGradient)[0] : null };
   }
 
   async showElement() {
     const { target, source, picked } = this.state, { answer } = this;
     this.elementBox.hidden = !picked || !target;
     if (this.elementBox.hidden) { this.swap(this.elementBox); return; }
-    const row = this.row(source), cell = answer.cellOf(picked), at = cell && sameIndex(answer.indexOf(cell), picked) ? answer.at(cell) : null;
-    const slope = at !== null && answer.gradient ? answer.gradient[at] : null, value = at === null ? null : answer.values[at];
+    const row = this.row(source), exact = await this.numbersOf(source, picked);
+    if (!exact) return;
+    const { value, slope } = exact;
     const number = make("p", { className: "eg-derivative" }, make("code", {}, `d ${this.elementText(target)} / d ${this.text(row, picked)}`), make("strong", { className: "eg-number" }, slope === null ? "no gradient" : show(slope, answer.data.narrowGradient)));
-    const valueLine = make("p", { className: "eg-notes" }, value === null ? "" : `value ${show(value, answer.data.narrow)}`);
+    const valueLine = make("p", { className: "eg-notes" }, `value ${show(value, answer.data.narrow)}`);
     const shares = make("div", { className: "eg-shares" }), verdict = make("div", { className: "eg-verdict" });
-    const slider = row.editable && value !== null ? this.makeSlider(source, picked, value) : null, again = this.elementBox.dataset.element === JSON.stringify([source, picked]);
+    const slider = row.editable ? this.makeSlider(source, picked, value) : null, again = this.elementBox.dataset.element === JSON.stringify([source, picked]);
     this.elementBox.dataset.element = JSON.stringify([source, picked]);
     const targeting = this.button("Make this the target", "t", () => this.follow());
     if (again && slider && this.slider) { this.slider.number.value = show(value, answer.data.narrow); slider.element = this.slider.element; } else if (slider) this.slider = slider; else this.slider = null;
@@ -1025,9 +1057,10 @@ class App {
     const found = await this.request("shares", { ask: "shares", tensor: source, index: picked, of: target, edits: this.edits() }, false);
     if (!found) return;
     if (found.failed) { this.alertBox.hidden = true; shares.replaceChildren(make("p", { className: "eg-notes" }, `Shares: ${found.failed}`)); return; }
-    const rows = [...found.shares.map((share) => [share.operation, share.where || "", show(share.value, found.narrow)]), ["total", "", show(found.total, found.narrow)]];
-    shares.replaceChildren(make("h3", {}, "Shares by path"), make("table", {}, make("thead", {}, make("tr", {}, ...["operation", "line", "share"].map((head) => make("th", { scope: "col" }, head)))),
-      make("tbody", {}, ...rows.map((cells) => make("tr", {}, make("th", { scope: "row" }, cells[0]), make("td", {}, cells[1]), make("td", { className: "eg-number" }, cells[2]))))));
+    const hasLines = found.shares.some((share) => share.where);  // a model of ready-made layers has none
+    const heads = ["operation", ...(hasLines ? ["line"] : []), "share"], rows = [...found.shares, { operation: "total", value: found.total }];
+    shares.replaceChildren(make("h3", {}, "Shares by path"), make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
+      make("tbody", {}, ...rows.map((share) => make("tr", {}, make("th", { scope: "row" }, share.operation), hasLines ? make("td", {}, share.where || "") : null, make("td", { className: "eg-number" }, show(share.value, found.narrow)))))));
   }
 
   makeSlider(tensor, index, value) {
@@ -1064,7 +1097,7 @@ class App {
   // While a slider moves, only the numbers follow; shares come when it rests.
   showDerivative() {
     const cell = this.answer.cellOf(this.state.picked), strong = this.elementBox.querySelector(".eg-derivative strong");
-    if (cell && strong && this.answer.gradient) strong.textContent = show(this.answer.gradient[this.answer.at(cell)], this.answer.data.narrowGradient);
+    if (strong && this.answer.gradient && this.answer.hasExactly(this.state.picked)) strong.textContent = show(this.answer.gradient[this.answer.at(cell)], this.answer.data.narrowGradient);
   }
 
   drawEdits() {

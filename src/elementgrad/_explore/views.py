@@ -83,7 +83,7 @@ class ViewWindow:
     """The part of a tensor in sight: an index for each axis that is fixed, and ranges for those that are drawn."""
 
     index: tuple[int, ...]
-    """One for each axis; those of drawn axes do not matter."""
+    """One for each axis; that of the channels chooses the page of them, where `tiles` does not."""
     tiles: tuple[int, int]
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -98,7 +98,7 @@ class ViewWindow:
         rows: Sequence[int] | None = None,
         columns: Sequence[int] | None = None,
     ) -> "ViewWindow":
-        """Return the window within the shape that comes nearest to what is given; by default the first page of all."""
+        """Return the window within the shape that comes nearest to what is given; by default the page of the index."""
 
         def clip(axis: int | None, ends: Sequence[int] | None) -> tuple[int, int]:
             size = 1 if axis is None else shape[axis]
@@ -108,6 +108,9 @@ class ViewWindow:
 
         known = [*index, *[0] * len(shape)][: len(shape)]
         clipped = tuple(max(0, min(position, size - 1)) for position, size in zip(known, shape, strict=True))
+        if tiles is None and layout.tile is not None:
+            first = clipped[layout.tile] // MAX_TILES * MAX_TILES
+            tiles = first, first + MAX_TILES
         start, stop = clip(layout.tile, tiles)
         return cls(clipped, (start, min(stop, start + MAX_TILES)), clip(layout.row, rows), clip(layout.column, columns))
 

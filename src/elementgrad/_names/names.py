@@ -76,15 +76,15 @@ def names(
     """List the tensors of a function or model that can be named, found by one run of it that disturbs nothing.
 
     Args:
-        model: a function or model. Without arguments it is not run, and its parameters and buffers are listed.
-        args: its arguments.
-        kwargs: its arguments by name.
-        kind: only names of this kind: "input", "output", "activation", "given", "parameter" or "buffer". What modules
+        model: A function or model. Without arguments it is not run, and its parameters and buffers are listed.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        kind: Only names of this kind: "input", "output", "activation", "given", "parameter" or "buffer". What modules
             are given is listed only for `kind="given"`.
-        match: only names that match this pattern, in which `*` stands for any part of one component of a name, and
+        match: Only names that match this pattern, in which `*` stands for any part of one component of a name, and
             `**` for any number of components.
-        names_from: a model that the function calls and does not take as an argument; or a dict of models.
-        arguments: more arguments by name.
+        names_from: A model that the function calls and does not take as an argument; or a dict of models.
+        arguments: More arguments by name.
 
     Returns:
         A tuple of rows with `name`, `kind`, `shape` and `dtype`, which prints as a table.
@@ -121,7 +121,7 @@ def names(
         rows = [_row(backend, *named) for named in named_model.named_tensors()]
     rows = [row for row in rows if kind in (None, row.kind)]
     aliases = {} if match is None else named_model.aliases()
-    matches = None if match is None else set(_match(match, [row.name for row in rows], aliases, spellings))
+    matches = None if match is None else _match(match, [row.name for row in rows], aliases, spellings)
     return Names([row for row in rows if matches is None or row.name in matches])
 
 
@@ -172,7 +172,9 @@ def _normalize(pattern: str) -> str:
     return _GIVEN_CALL.sub(rf"\1{GIVEN}", pattern)
 
 
-def _match(pattern: str, names: Sequence[str], aliases: Mapping[str, str], spellings: Mapping[str, str]) -> list[str]:
+def _match(
+    pattern: str, names: Sequence[str], aliases: Mapping[str, str], spellings: Mapping[str, str]
+) -> dict[str, str]:
     return match_names(_normalize(pattern), names, aliases, spellings)
 
 
@@ -185,8 +187,8 @@ def _match_rows(
     for row in fitting:
         kinds.setdefault(row.name, []).append(row.kind)
     places = [
-        Place(None, name, place.index, kind if place.kind or len(kinds[name]) > 1 else None, pointwise=place.pointwise)
-        for name in dict.fromkeys(matches)
+        Place(None, text, place.index, kind if place.kind or len(kinds[name]) > 1 else None, pointwise=place.pointwise)
+        for name, text in matches.items()
         for kind in kinds[name]
     ]
     return {str(each): each for each in places}

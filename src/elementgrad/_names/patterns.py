@@ -27,7 +27,7 @@ def expand_place(
     if not is_pattern(place.name):
         return [place]
     named = list(named)
-    matches = set(match_names(str(place.name), [name for name, _ in named], aliases()))
+    matches = match_names(str(place.name), [name for name, _ in named], aliases())
     names: dict[int, str] = {}
     for name, tensor in named:
         if name in matches:
@@ -40,17 +40,17 @@ def match_names(
     names: Sequence[str],
     aliases: Mapping[str, str] = MappingProxyType({}),
     spellings: Mapping[str, str] = MappingProxyType({}),
-) -> list[str]:
+) -> dict[str, str]:
     """Return the names that match a pattern, or raise an error with those that come nearest.
 
     If it matches none of them, `spellings` has other spellings of some, each with the name, and `aliases` those of
-    names without the number of a call or a part.
+    names without the number of a call or a part. With each name comes the alias that matched, or the name again.
 
     >>> from elementgrad._names.patterns import match_names
-    >>> match_names("h.*.weight", ["h.0.weight", "h.0.mlp.weight", "h.1.weight"])
+    >>> list(match_names("h.*.weight", ["h.0.weight", "h.0.mlp.weight", "h.1.weight"]))
     ['h.0.weight', 'h.1.weight']
-    >>> match_names("h.**.weight", ["h.weight", "h.0.mlp.weight"])
-    ['h.weight', 'h.0.mlp.weight']
+    >>> match_names("d.**.weight", ["dense_1/weight"], {"d.0.weight": "dense_1/weight"})
+    {'dense_1/weight': 'd.0.weight'}
     """
     matcher, end = "", 0
     for wildcard in _WILDCARD.finditer(pattern):
@@ -60,17 +60,17 @@ def match_names(
         matcher += "[^./]*" if text == "*" else ".*" if text[-1] == "*" else f"(?:.*{re.escape(text[-1])})?"
         end = wildcard.end()
     compiled = re.compile(matcher + re.escape(pattern[end:]))
-    matches = [name for name in names if compiled.fullmatch(name)]
+    matches = {name: name for name in names if compiled.fullmatch(name)}
     if not matches and spellings:
         known = set(names)
-        matches = [name for other, name in spellings.items() if name in known and compiled.fullmatch(other)]
+        matches = {name: name for other, name in spellings.items() if name in known and compiled.fullmatch(other)}
     if not matches and aliases:
-        parts = [(name, *_NAME.fullmatch(name).groups()) for name in names]  # type: ignore[union-attr]
-        matches = [
-            name
-            for name, base, rest in parts
-            if any(of == base and compiled.fullmatch(alias + rest) for alias, of in aliases.items())
-        ]
+        for name in names:
+            base, rest = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+            fitting = (alias + rest for alias, of in aliases.items() if of == base)
+            alias = next(filter(compiled.fullmatch, fitting), None)
+            if alias is not None:
+                matches[name] = alias
     if not matches:
         raise PlaceError(f"no name matches {pattern!r}; {_nearest_names(pattern, [*names, *aliases])}")
     return matches

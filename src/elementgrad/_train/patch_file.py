@@ -400,8 +400,8 @@ def _check_metadata(header: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def _width(dtype: str) -> int:
-    """Return the bytes of a number; safetensors names dtypes by their bits, such as BF16 and C64, but for BOOL."""
-    return int(dtype.lstrip("ABCDEFIOLU") or 8) // 8
+    """Return the bytes of a number; safetensors names dtypes by their bits, as BF16, F8_E5M2 and C64, but for BOOL."""
+    return int(dtype.partition("_")[0].lstrip("ABCDEFIOLU") or 8) // 8
 
 
 def _cut_text(header: dict[str, Any], size: int) -> str | None:

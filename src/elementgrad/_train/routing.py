@@ -15,7 +15,7 @@ from elementgrad._place.place import Place
 from elementgrad._train.entries import check_no_overlap, place_label
 from elementgrad._train.trainer import ElementGroup, ResolvedPlace, Trainer, groups_by_tensor
 from elementgrad._train.weights import Weights, WeightsTrainer
-from elementgrad.errors import DuplicateError, FrameworkError, PlaceError, UnconnectedError
+from elementgrad.errors import DuplicateError, PlaceError, UnconnectedError
 
 if TYPE_CHECKING:
     from elementgrad._read.jacobian import Reason
@@ -32,10 +32,7 @@ def trainer_of(model: Any) -> Trainer:
         return WeightsTrainer(model)
     backend = registry.backend_of_model(model)
     if backend is None:
-        raise FrameworkError(
-            f"{type(model).__name__} is not a model whose elements can train; give a torch.nn.Module, a Keras model "
-            "or a pytree of jax.Array, such as a dict of parameters"
-        )
+        raise registry.no_model_error(model, "is not a model whose elements can train")
     return backend.load("train").trainer(model)
 
 

@@ -79,10 +79,7 @@ def top(
     seed = _check_seed(seed)
     backend = registry.backend_of_model(model)
     if backend is None:
-        raise FrameworkError(
-            f"{type(model).__name__} is not a model with parameters; give a torch.nn.Module, a Keras model "
-            "or a pytree of jax.Array, such as a dict of parameters"
-        )
+        raise registry.no_model_error(model, "is not a model with parameters")
     named_model = backend.names.model(model)
     candidates = _find_candidates(named_model, among, backend)
     size = sum(candidate.size for candidate in candidates)

@@ -178,9 +178,20 @@ def replace_input(operation: Any, slot: int, tensor: Any) -> None:
     operation._update_input(slot, tensor)
 
 
-def copy_gradient_function(source: Any, target: Any) -> None:
-    """Give a call of a concrete function the gradient that it lost when its graph was pruned."""
-    target._gradient_function = source._gradient_function
+def function_of_graph(wrapped: Any, inputs: Any, outputs: Any) -> Any:
+    """Return a wrapped function with other inputs and outputs in the same graph.
+
+    `prune` copies the graph, and gradients that were written by the user still refer to tensors of the first one.
+    """
+    graph = wrapped.graph
+    graph.inputs = [*inputs, *graph.internal_captures]
+    graph.outputs = list(outputs)
+    graph.structured_outputs = list(outputs)
+    graph.structured_input_signature = None
+    function = type(wrapped)(graph, variable_holder=wrapped._variable_holder)
+    function._num_positional_args = len(inputs)
+    function._arg_keywords = [tensor.op.name for tensor in inputs]
+    return function
 
 
 def copy_keras_mask(source: Any, target: Any) -> None:

@@ -113,7 +113,6 @@ class TensorflowOp(Op):
 
     def __post_init__(self) -> None:
         self.branches = self.operation in DECISIONS
-        self.opaque = self.op_type == "Identity"
         handles = [x.dtype in (tf.resource, tf.variant, tf.string) for x in (*self.operands, *self.results)]
         rerunnable = self.backward is None and not self.inner and self.op_type not in NOT_RERUN
         self.can_rerun = rerunnable and not any(handles)

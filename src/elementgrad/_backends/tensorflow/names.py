@@ -351,6 +351,7 @@ class _LayerWatcher:
 class _LayerState(threading.local):
     watches: tuple[_LayerWatcher, ...] = ()
     called: tuple[Layer, ...] = ()
+    before: tuple[Callable[[Layer], None], ...] = ()
     trials: int = 0
     """More than 0 while Keras runs a step of a loop only to find out its shape."""
 
@@ -392,6 +393,14 @@ def track_layer_calls() -> Iterator[None]:
         yield
 
 
+def run_before_layers(function: Callable[[Layer], None]) -> None:
+    """Run a function on each layer that is called in this thread, until the innermost open scope is left."""
+    base = layer_type()
+    if base is not None:
+        _methods.enter(base, "__call__")
+        push(_local, "before", function)
+
+
 def current_layers() -> list[Layer]:
     """Return the layers that are being called, outermost first, as far as they are watched or tracked."""
     return list(_local.called)
@@ -411,6 +420,8 @@ def _install_method(replace: Replace, owner: type, name: str) -> None:
     original: Any = vars(owner)[name]
 
     def call(layer: Layer, *args: Any, **kwargs: Any) -> Result:
+        for function in _local.before:
+            function(layer)
         method = _bind(original, layer, type(layer))
         watcher = _local.watches[-1] if _local.watches else None
         watch = None if watcher is None else watcher.watch

@@ -20,7 +20,7 @@ from elementgrad._backends.autodiff import Linearization, TensorFunction, Use
 from elementgrad._backends.source_location import is_user_code, location_text, normal_path
 from elementgrad._backends.tensorflow._compat import (
     AutomaticControlDependencies,
-    copy_gradient_function,
+    function_of_graph,
     function_options,
     op_def_registry,
     replace_input,
@@ -169,10 +169,7 @@ def linearize_uses(
     with isolated():
         wrapped = tf.compat.v1.wrap_function(trace, [])
     changes = [tf.zeros(change.shape, change.dtype) for change in trace.changes]
-    program = wrapped.prune(trace.changes, trace.outputs)
-    for operation in program.graph.get_operations():  # a call of a concrete function loses its gradient on the way
-        if operation.type in CALLS:
-            copy_gradient_function(wrapped.graph.get_operation_by_name(operation.name), operation)
+    program = function_of_graph(wrapped, trace.changes, trace.outputs)
     changed = _ChangedFunction(run.function, run.model, program, [False] * len(changes))
     return TensorflowLinearization.of(changed, changes, create_graph=False, order=1), trace.uses
 

@@ -60,6 +60,8 @@ NO_VALUES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Take a tensor, and read none of its numbers."""
+SHAPED_BY_OTHER = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
+"""Read the numbers of their first tensor alone; a second one has the shape or the dtype of the result."""
 
 
 def user_name(func: Any) -> str:

@@ -330,6 +330,8 @@ class TorchOpRecorder:
     ) -> Generator[tuple[Any, Any], Any, None]:
         """Look at the inputs of a call; then, sent its result, add the operation. End at once if there is none."""
         inputs = tensors_in((args, kwargs))
+        if name in explain_rules.SHAPED_BY_OTHER:
+            del inputs[1:]
         if (not inputs and name not in explain_rules.FROM_PYTHON) or any(map(is_functorch_wrapped_tensor, inputs)):
             return
         if name in explain_rules.COPYING:
@@ -416,9 +418,9 @@ class TorchOpRecorder:
     def _keep_call(self, op: TorchOp, func: Callable[..., Any], args: Any, kwargs: Any, writes: Sequence[int]) -> None:
         """Keep what it takes to run a call again."""
         flat = pytree.leaves_of((args, dict(kwargs)))
-        slots = iter(range(len(flat)))
+        slots = map(Slot, range(len(op.inputs)))
         op.func, op.writes, op.precision = func, writes, precision()
-        op.args = pytree.map_tree((args, dict(kwargs)), lambda x: Slot(next(slots)) if isinstance(x, Tensor) else x)
+        op.args = pytree.map_tree((args, dict(kwargs)), lambda x: next(slots, x) if isinstance(x, Tensor) else x)
         op.kind = explain_rules.kind_of(explain_rules.user_name(func), args, kwargs) if "out" not in kwargs else None
         factors = (int, float) if op.kind == PRODUCT else (float,)
         op.scalars = [x for x in flat if type(x) in factors]

@@ -21,6 +21,7 @@ from elementgrad._backends.tensorflow._compat import (
 )
 from elementgrad._backends.tensorflow.autodiff import copy_tensor, may_leave_unfinished, run_functions_as_python
 from elementgrad._backends.tensorflow.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
+from elementgrad._backends.tensorflow.cone.layer_state import restore_layers
 from elementgrad._backends.tensorflow.cone.rules import GraphCall, TensorflowCall, cut, find_rule
 from elementgrad._backends.tensorflow.graph_ops import see_operations, static_shape
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
@@ -159,6 +160,7 @@ class _Trace:
         self._gave_up = False
         try:
             with isolated(), without_log(), scope():
+                restore_layers()
                 _patch.enter()
                 assign(_local, "calls", self.calls)
                 self.function = tf.compat.v1.wrap_function(self._trace, [])

@@ -32,7 +32,7 @@ from elementgrad._backends.torch.isolate import (
     without_autocast,
 )
 from elementgrad._backends.torch.trace_memory import version_of
-from elementgrad._cleanup import defer, scope
+from elementgrad._cleanup import assign, defer, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import Box, sizes, slices, whole
 from elementgrad._cone.plan import Cone, NoConeError, ProgramOp, ProgramValue, plan_need
@@ -81,19 +81,37 @@ class AliasedWriteError(Exception):
 
 
 class LazyTensor(Tensor):
-    """A tensor of a program that is being recorded: it has no numbers."""
+    """A tensor of a program that is being recorded: it has no numbers.
+
+    The user's code may keep one, in a cache of masks for example. Once the recording has ended, the numbers are
+    computed where the tensor is used, and it is like the one that the cache would hold without us.
+    """
 
     meta: Tensor
     value: ProgramValue
+    recorder: "RecordingStatus"
+    numbers: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, value: ProgramValue, device: Any) -> "LazyTensor":
+    def __new__(cls, meta: Tensor, value: ProgramValue, device: Any, recorder: "RecordingStatus") -> "LazyTensor":
         lazy = _compat.make_wrapper_subclass(cls, meta, device)
-        lazy.meta, lazy.value = meta, value
+        lazy.meta, lazy.value, lazy.recorder, lazy.numbers = meta, value, recorder, None
         return lazy
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<tensor of shape {tuple(self.shape)} that has not been computed>"
+    def compute(self) -> Tensor:
+        """Return the tensor with its numbers, always the same one."""
+        if self.recorder.active:
+            raise NoConeError("values leave PyTorch")
+        if self.numbers is None:
+            cone = plan_need(_ops_behind(self.value), self.value, whole(self.value.shape))
+            self.numbers = run_cone(cone, self.value, (), grad=False)[0].detach().clone()
+            self.value = ProgramValue(self.value.shape)  # which frees the program
+        return self.numbers
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        if self.recorder.active:
+            return f"<tensor of shape {tuple(self.shape)} that has not been computed>"
+        return self.compute().__repr__(**options)
 
     __torch_function__ = _compat.disabled_torch_function
 
@@ -101,7 +119,44 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NoConeError(f"{func} runs outside of the recording")
+        leaves, layout = flatten_call(args, kwargs or {})
+        args, kwargs = unflatten_call([_with_numbers(x) for x in leaves], layout)
+        return func(*args, **kwargs)
+
+
+class RecordingStatus:
+    """Whether a recording is still going on."""
+
+    active = False
+
+
+def _with_numbers(x: Any, recorder: RecordingStatus | None = None) -> Any:
+    """Return a tensor with numbers in place of one that is recorded, but for those of the recorder that is given."""
+    return x.compute() if isinstance(x, LazyTensor) and x.recorder is not recorder else x
+
+
+def _ops_behind(value: ProgramValue) -> list[ProgramOp]:
+    """Return the operations that a value comes from, in the order in which they ran."""
+    ops: dict[ProgramOp, None] = {}
+    ahead = [value.maker] if value.maker is not None else []
+    while ahead:
+        missing = [x.maker for x in ahead[-1].operands if x.maker is not None and x.maker not in ops]
+        if missing:
+            ahead += missing
+        else:
+            ops[ahead.pop()] = None
+    return list(ops)
+
+
+def _method_of_numbers(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.compute(), name)(*args, **kwargs)
+
+
+# These need memory or a type, and are no operations of PyTorch.
+for _name in ("numpy", "tolist", "data_ptr", "untyped_storage"):
+    setattr(LazyTensor, _name, _method_of_numbers(_name))
+for _name in ("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"):
+    setattr(LazyTensor, _name, _method_of_numbers(_name))
 
 
 LEAVING = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage)
@@ -152,6 +207,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         """True if PyTorch makes in-place writes plain before they are recorded."""
         self.versions: dict[ProgramValue, tuple[Tensor, int | None]] = {}
         """The tensors of constants, and how many writes each had counted; the constants count none themselves."""
+        self.status = RecordingStatus()
         self._constants: dict[int, ProgramValue] = {}
         self._metas: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids are only unique while the tensors live
@@ -164,7 +220,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         value = ProgramValue(tuple(x.shape), x.detach(), dtype=x.dtype, differentiable=x.is_floating_point())
         self.versions[value] = x, version_of(x)
-        return LazyTensor(meta, value, x.device)
+        return LazyTensor(meta, value, x.device, self.status)
 
     def value_of(self, x: Tensor) -> ProgramValue:
         x = _compat.from_functional(x) if self.functionalized else x
@@ -204,6 +260,11 @@ class ProgramRecorder(_compat.PlainDispatchMode):
             with self:
                 return DECOMPOSED[name](func)(*args, **kwargs)
         leaves, layout = flatten_call(args, kwargs)
+        if any(isinstance(x, LazyTensor) and x.recorder is not self.status for x in leaves):
+            # They were kept from an earlier recording, and are constants of this one.
+            args, kwargs = unflatten_call([_with_numbers(x, self.status) for x in leaves], layout)
+            with self:
+                return func(*args, **kwargs)
         call = RecordedCall(
             func, [self.value_of(x) if isinstance(x, Tensor) else x for x in leaves], layout, torch.is_grad_enabled()
         )
@@ -220,7 +281,8 @@ class ProgramRecorder(_compat.PlainDispatchMode):
             return written[0]
         device = next((x.device for x in leaves if isinstance(x, Tensor)), kwargs.get("device") or torch.device("cpu"))
         lazies = [
-            y if value is None else LazyTensor(y, value, device) for y, value in zip(flat, op.results, strict=True)
+            y if value is None else LazyTensor(y, value, device, self.status)
+            for y, value in zip(flat, op.results, strict=True)
         ]
         if _compat.returns_views(func):
             for lazy in lazies:
@@ -430,6 +492,7 @@ class TorchProgram(RecordedProgram):
         with scope():
             defer(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)  # or it would hand what is recorded to later runs
+            assign(recorder.status, "active", True)
             with isolated(run.function), _note_custom_rules(recorder), scope():
                 for position, x in enumerate(inputs):
                     if x is not None:
