@@ -77,7 +77,7 @@ class ProgramOp:
     where: str | None = None
     """File and line of the user's code."""
     details: Any = None
-    """The call itself, as the backend keeps it: an `OpCall`, or an equation of JAX."""
+    """The call itself, as the backend keeps it: a `ProgramCall`, or an equation of JAX."""
     _rule: Rule | None = None
 
     @property

@@ -1,7 +1,7 @@
 """Kinds of rules by which operations run on parts of tensors; a backend has a table from its operations to these.
 
-They run the calls that a backend recorded (`OpCall`), with what the framework makes of parts of the operands. JAX has
-kinds of its own beside `OpaqueRule`, as it compiles them for boxes whose starts are not known.
+They run the calls that a backend recorded (`ProgramCall`) on parts of their operands. JAX has kinds of its own beside
+`OpaqueRule`, as it compiles them for boxes whose starts are not known.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ RunPart = Callable[[list[Any], Sequence[Box | None], Box], Tensor]
 Boxes = Sequence[Box | None]
 
 
-class OpCall(ABC):
+class ProgramCall(ABC):
     """The call of one operation, as `ProgramOp.details` has it."""
 
     @abstractmethod

@@ -12,14 +12,14 @@ import tensorflow as tf
 from elementgrad._backends.tensorflow.graph_ops import rerun
 from elementgrad._cone.boxes import Box, sizes
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
-from elementgrad._cone.rules import OpaqueRule, OpCall, RuleTable
+from elementgrad._cone.rules import OpaqueRule, ProgramCall, RuleTable
 
 Tensor = Any
 RULES = RuleTable()
 rule = RULES.register
 
 
-class TensorflowCall(OpCall):
+class TensorflowCall(ProgramCall):
     """A call of TensorFlow."""
 
     @staticmethod

@@ -9,7 +9,7 @@ import torch
 from elementgrad._backends.torch import _compat
 from elementgrad._cone.boxes import Box, slices
 from elementgrad._cone.plan import ProgramValue
-from elementgrad._cone.rules import OpCall
+from elementgrad._cone.rules import ProgramCall
 
 Tensor = torch.Tensor
 
@@ -39,7 +39,7 @@ def unflatten_call(leaves: Sequence[Any], layout: Any) -> tuple[list[Any], dict[
     return arguments[:count], dict(zip(names, arguments[count:], strict=True))
 
 
-class TorchCall(OpCall):
+class TorchCall(ProgramCall):
     """A call of PyTorch, of which parts of tensors are views."""
 
     func: Any = None
