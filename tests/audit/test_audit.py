@@ -306,6 +306,15 @@ def test_a_training_step_runs_as_it_is_and_leaves_everything_as_it_was(scaled):
     assert all((parameter.grad == 7).all() for parameter in model.parameters())
 
 
+def test_parameters_that_a_step_leaves_alone_count_no_write():
+    model = Net()
+    with torch.no_grad():
+        model.side.weight[0, 0] = torch.nan
+    before = [parameter._version for parameter in model.parameters()]
+    assert not eg.audit(model, lambda: loss(model).backward()).ok
+    assert [parameter._version for parameter in model.parameters()] == before
+
+
 @pytest.mark.parametrize("ends", ["unscaled", "stepped", "updated"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_is_ready_for_the_next_step_after_an_audit_of_one(ends, fused):
@@ -528,3 +537,15 @@ def test_attribute_paths_of_keras_are_names_that_may_be_excepted():
     assert list(eg.audit(model, loss, except_="blocks.*.bias").excepted) == biases
     assert list(eg.audit(model, loss, except_=["blocks.1.bias"]).excepted) == biases[1:]
     assert len(eg.audit(model, loss, except_=["blocks.1"]).excepted) == 2
+
+
+def test_a_table_that_a_compiled_function_returns_moved_is_no_table_alone():
+    jax = pytest.importorskip("jax")
+    jnp, transposed = jax.numpy, jax.jit(lambda w: w.T)
+    params = {"w": jnp.ones((3, 4)).at[1].set(-100.0)}
+
+    def loss(params):
+        return jnp.mean(jax.nn.relu(jnp.ones((8, 4)) @ transposed(params["w"]))) + params["w"][0].sum()
+
+    audit = eg.audit(params, loss)
+    assert "unused rows" not in [note.problem for note in audit.notes], str(audit)

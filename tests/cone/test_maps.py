@@ -25,6 +25,8 @@ from elementgrad._cone.maps import (
     regroup_axes,
     run_reshape,
 )
+from elementgrad._cone.plan import ProgramOp, ProgramValue
+from elementgrad._cone.rules import OpaqueRule
 
 
 def dependence(result: int, operand: int, depends: Callable[[int, int], bool]) -> np.ndarray:
@@ -157,3 +159,9 @@ def test_broadcasts_moves_and_reductions_follow_numpy(shape, data):
 def test_an_empty_part_needs_and_reaches_nothing():
     relation = broadcast_axes((3, 1), (3, 4))
     assert is_empty(relation.reach((Interval(1, 1), Interval(0, 1))))
+
+
+def test_an_operation_without_a_rule_costs_its_whole_result():
+    op = ProgramOp("unknown", [ProgramValue((4,))], [ProgramValue((4, 5))], OpaqueRule)
+    assert op.rule.cost([(Interval(0, 1), Interval(2, 3))]) == 20
+    assert op.rule.needs([(Interval(0, 1), Interval(2, 3))]) == [whole((4,))]

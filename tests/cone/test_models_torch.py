@@ -82,6 +82,18 @@ class Square(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0] * 7
 
 
+class SquareAndNone(torch.autograd.Function):
+    """A rule of its own that returns something beside its tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Square.forward(ctx, x), None
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return Square.backward(ctx, gradient)
+
+
 def stencil(x: Tensor) -> Tensor:
     for _ in range(8):
         p = F.pad(x[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
@@ -191,6 +203,7 @@ MODELS: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], tuple[int, ...
     ),
     "random numbers from a seed inside": (lambda: seeded_inside, (5, 6)),
     "a rule of its own": (lambda: lambda x: F.conv2d(Square.apply(x), torch.ones(1, 1, 3, 3)), (1, 1, 9, 9)),
+    "a rule of its own with two results": (lambda: lambda x: SquareAndNone.apply(x)[0] * 2, (6, 5)),
     "branches on values": (lambda: branches, (1, 1, 15, 15)),
     "without gradients": (lambda: without_gradients, (4, 5)),
     "written without gradients": (lambda: written_without_gradients, (4, 5)),
@@ -235,3 +248,28 @@ def test_autocast_is_followed():
         by_cone, plain = (eg.grad(model, x, of="output[0, 1, 3, 3]", cone=cone) for cone in (True, False))
         assert model(x).dtype == torch.bfloat16  # the cache of casts holds nothing of the recording
     torch.testing.assert_close(by_cone, plain, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("written", ["input", "weight"])
+def test_tensors_that_were_changed_after_the_recording_are_refused(written):
+    tensors = {"input": torch.ones(3), "weight": torch.ones(3, 3)}
+    J = eg.jacobian(lambda x: (tensors["weight"] @ x) ** 2, tensors["input"], cone=True)
+    assert J[0, 0] == 6
+    tensors[written].mul_(2)
+    for read in (lambda: J[0, 0], lambda: J.value):
+        with pytest.raises(eg.FrameworkError, match="changed in place since the function was recorded"):
+            read()
+
+
+@pytest.mark.parametrize("options", [(3, 1, 1, 1), (3, 2, 1, 2), (4, 1, 2, 3)])
+def test_windows_that_are_infinite_all_over_have_their_maximum_inside(options):
+    x = torch.randn(1, 1, 7, 6)
+    x[:, :, :3, :4] = -torch.inf
+    f = lambda x: nn.functional.max_pool2d(x, *options)  # noqa: E731
+    y = f(x)
+    for at in ((0, 0), (y.shape[2] - 1, y.shape[3] - 1)):
+        of = eg.at("output")[0, 0, at[0], at[1]]
+        assert eg.value(f, x, of=of, cone=True) == y[0, 0, at[0], at[1]]
+        by_cone, plain = (eg.grad(f, x, of=of, cone=cone) for cone in (True, False))
+        torch.testing.assert_close(by_cone, plain, rtol=0, atol=0)
+        assert plain.any()

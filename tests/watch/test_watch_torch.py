@@ -392,6 +392,17 @@ def test_a_watch_belongs_to_the_thread_that_enters_it():
     assert found == ["input[0, 1]"]
 
 
+def test_a_scaler_in_another_thread_hides_nothing():
+    model = torch.nn.Linear(2, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(eg.WatchError) as caught, eg.watch(model, capture=None):
+        thread = threading.Thread(target=scaler.scale, args=(torch.ones(1),))
+        thread.start()
+        thread.join()
+        (model(torch.ones(1, 2)) * torch.inf).sum().backward()
+    assert caught.value.cause == "outside"
+
+
 def test_outputs_of_one_element_and_keys_with_dots_are_captured(capture):
     class Model(torch.nn.Module):
         def __init__(self):

@@ -77,7 +77,7 @@ class ProgramOp:
     where: str | None = None
     """File and line of the user's code."""
     details: Any = None
-    """The call itself, as the backend keeps it."""
+    """The call itself, as the backend keeps it: a `ProgramCall`, or an equation of JAX."""
     _rule: Rule | None = None
 
     @property

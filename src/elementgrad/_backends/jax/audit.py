@@ -98,7 +98,12 @@ def _find_lookups(jaxpr: Any) -> set[int]:
 
 
 def _readers(jaxpr: Any, variable: Any) -> Iterator[str]:
-    """Yield the primitives that read a variable, also behind moves and inside of calls."""
+    """Yield the primitives that read a variable, also behind moves and inside of calls.
+
+    What a call returns may be read by anything, and counts as such.
+    """
+    if any(result is variable for result in jaxpr.outvars):
+        yield "return"
     for equation in jaxpr.eqns:
         for position, operand in enumerate(equation.invars):
             if operand is not variable:

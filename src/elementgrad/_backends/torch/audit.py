@@ -27,6 +27,7 @@ from elementgrad._backends.torch.isolate import add_hook, deferred_handles, ente
 from elementgrad._backends.torch.names import TorchModel
 from elementgrad._backends.torch.record.intercept import name_of
 from elementgrad._backends.torch.top import graph_leaves
+from elementgrad._backends.torch.trace_memory import is_same
 from elementgrad._cleanup import AttributePatch, Replace, assign, defer, scope
 from elementgrad._place.place import Place
 from elementgrad._train.trainer import TopBackend
@@ -317,7 +318,7 @@ def _protect(model: TorchModel) -> list[Tensor]:
 
 
 def _restore(x: Tensor, gradient: Tensor | None, before: Tensor) -> None:
-    if not torch.equal(x.detach(), before):  # it would count as a write, though nothing has changed
+    if not is_same(x.detach(), before):  # it would count as a write, though nothing has changed
         x.detach().copy_(before)
     x.grad = gradient
 

@@ -223,7 +223,8 @@ class TorchWatcher(Watcher):
 
     def see_scale(self) -> None:
         """Note that a GradScaler scaled a loss."""
-        self._scaled.update(self._optimizers or [None])
+        if threading.get_ident() == self._thread:
+            self._scaled.update(self._optimizers or [None])
 
     def see_unscaled(self, optimizer: Any) -> None:
         """Note that a GradScaler unscaled the gradients of an optimizer."""
@@ -583,9 +584,9 @@ def _install(replace: Replace) -> None:
 
     @wraps(step)
     def seen_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [watcher.count for watcher in _watchers]
+        before = [(watcher, watcher.count) for watcher in _watchers]
         result = step(self, optimizer, *args, **kwargs)
-        for watcher, count in zip(list(_watchers), before, strict=False):
+        for watcher, count in before:
             watcher.see_scaler_step(optimizer, watcher.count != count)
         return result
 

@@ -34,6 +34,7 @@ from elementgrad._cone.maps import (
     regroup_axes,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
+from elementgrad._cone.rules import OpaqueRule, RuleTable
 
 Array = Any
 Starts = Sequence[Any]
@@ -101,14 +102,10 @@ class SeparateRule(RegionRule):
         return self._run(regions, boxes)
 
 
-class WholeRule(RegionRule):
+class WholeRule(OpaqueRule, RegionRule):
     """A primitive on whole operands, of whose results regions are cut out."""
 
     variant = "whole"
-
-    def __init__(self, op: ProgramOp):
-        self._op = op
-        self.relations = op.opaque_relations()
 
     def run(self, regions: Any, needs: Any, boxes: Any) -> list[Any]:
         results = bind(self._op.details, [region.array for region in regions])
@@ -200,18 +197,8 @@ def known_value(value: ProgramValue) -> np.ndarray | None:
 
 # The table
 
-MakeRule = Callable[[ProgramOp, dict[str, Any]], Rule | None]
-RULES: dict[str, MakeRule] = {}
-
-
-def rule(*names: str) -> Callable[[MakeRule], MakeRule]:
-    """Register the rule of some primitives."""
-
-    def register(make: MakeRule) -> MakeRule:
-        RULES.update(dict.fromkeys(names, make))
-        return make
-
-    return register
+RULES = RuleTable()
+rule = RULES.register
 
 
 def find_rule(op: ProgramOp) -> Rule:

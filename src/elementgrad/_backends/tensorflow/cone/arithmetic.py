@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from elementgrad._backends.tensorflow.cone.rules import RULES, OwnRun, PartRun, cut, known, rule
+from elementgrad._backends.tensorflow.cone.rules import RULES, cut, known, rule
 from elementgrad._backends.tensorflow.sparsity_rules import ELEMENTWISE, FOURIER, MATRICES, REDUCTIONS
 from elementgrad._cone.boxes import Box, sizes
 from elementgrad._cone.maps import (
@@ -22,6 +22,7 @@ from elementgrad._cone.maps import (
     reduce_axes,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
+from elementgrad._cone.rules import CustomRule, PartRule
 
 Tensor = Any
 OTHER_ELEMENTWISE = "Mul MulNoNan ReluGrad SelectV2 ZerosLike OnesLike Bucketize Bitcast"
@@ -34,8 +35,8 @@ def elementwise_rule(op: ProgramOp) -> Rule | None:
         return None
     relations = [broadcast_axes(value.shape, result) for value in op.operands]
     if op.name == "EnsureShape":
-        return OwnRun(op, relations, lambda regions, needs, box: tf.identity(regions[0]))
-    return PartRun(op, relations)
+        return CustomRule(op, relations, lambda regions, needs, box: tf.identity(regions[0]))
+    return PartRule(op, relations)
 
 
 def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
@@ -56,7 +57,7 @@ def reduction_rule(op: ProgramOp) -> Rule | None:
         return None
     over = [int(axis) % len(x.shape) for axis in axes.reshape(-1)]
     relation = reduce_axes(x.shape, op.shapes[0], over, op.details.attribute("keep_dims"))
-    return PartRun(op, [relation, None], float(prod([x.shape[axis] for axis in over])))
+    return PartRule(op, [relation, None], float(prod([x.shape[axis] for axis in over])))
 
 
 @rule("ArgMax", "ArgMin")
@@ -64,13 +65,13 @@ def argument_rule(op: ProgramOp) -> Rule | None:
     x, axis = op.operands[0], known(op.operands[1])
     if axis is None or not x.shape:
         return None
-    return PartRun(op, [reduce_axes(x.shape, op.shapes[0], [int(axis) % len(x.shape)], False), None])
+    return PartRule(op, [reduce_axes(x.shape, op.shapes[0], [int(axis) % len(x.shape)], False), None])
 
 
 @rule("Softmax", "LogSoftmax")
 def softmax_rule(op: ProgramOp) -> Rule | None:
     x = op.operands[0]
-    return PartRun(op, [mix_axes(x.shape, [len(x.shape) - 1])], 4.0)
+    return PartRule(op, [mix_axes(x.shape, [len(x.shape) - 1])], 4.0)
 
 
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
@@ -81,7 +82,7 @@ def cumulative_rule(op: ProgramOp) -> Rule | None:
     along = int(axis) % len(x.shape)
     prefix = Prefix(x.shape[along], bool(op.details.attribute("reverse")))
     links = [Link((i,), (i,), prefix if i == along else Along(n, n)) for i, n in enumerate(x.shape)]
-    return PartRun(op, [Relation(x.shape, x.shape, tuple(links)), None])
+    return PartRule(op, [Relation(x.shape, x.shape, tuple(links)), None])
 
 
 def mix_last_rule(op: ProgramOp, count: int) -> Rule | None:
@@ -100,7 +101,7 @@ def mix_last_rule(op: ProgramOp, count: int) -> Rule | None:
         links.append(Link(last, last, Whole(value.shape[lead:], result[lead:])))
         relations.append(Relation(value.shape, result, tuple(links)))
     # What mixes a whole axis is computed whole along it, and cut.
-    return PartRun(op, relations) if any(relation is not None for relation in relations) else None
+    return PartRule(op, relations) if any(relation is not None for relation in relations) else None
 
 
 for _name, _count in {**FOURIER, **dict.fromkeys(MATRICES.split(), 2), "TopKV2": 1, "Cross": 1}.items():
@@ -117,7 +118,7 @@ def local_response_rule(op: ProgramOp) -> Rule | None:
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         return cut(op.details.run(regions[0])[0], box, needs[0])
 
-    return OwnRun(op, [Relation(x.shape, x.shape, tuple(links))], run, 2.0 * radius)
+    return CustomRule(op, [Relation(x.shape, x.shape, tuple(links))], run, 2.0 * radius)
 
 
 @rule("BiasAdd", "BiasAddV1")
@@ -126,7 +127,7 @@ def bias_rule(op: ProgramOp) -> Rule | None:
     first = op.name == "BiasAdd" and op.details.attribute("data_format") == "NCHW"
     channel = 1 if first else len(x.shape) - 1
     relation = Relation(bias.shape, x.shape, (Link((0,), (channel,), Along(*bias.shape * 2)),))
-    return PartRun(op, [broadcast_axes(x.shape, x.shape), relation])
+    return PartRule(op, [broadcast_axes(x.shape, x.shape), relation])
 
 
 # Products
@@ -156,7 +157,7 @@ def _product(op: ProgramOp, labels: list[str], result_labels: str) -> Rule:
         label_relation(value.shape, own, op.shapes[0], result_labels)
         for value, own in zip(op.operands, labels, strict=True)
     ]
-    return PartRun(op, relations, float(prod(extents.values())))
+    return PartRule(op, relations, float(prod(extents.values())))
 
 
 @rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
@@ -204,4 +205,4 @@ def batch_norm_rule(op: ProgramOp) -> Rule | None:
         made = op.details.run(*filled)[0]
         return cut(made, box, own.computed(box)) if sizes(box) != tuple(made.shape) else made
 
-    return OwnRun(op, relations, run, 2.0)
+    return CustomRule(op, relations, run, 2.0)

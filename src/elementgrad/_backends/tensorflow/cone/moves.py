@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from elementgrad._backends.tensorflow.cone.rules import OwnRun, PartRun, SplitRun, cut, known, rule
+from elementgrad._backends.tensorflow.cone.rules import cut, known, rule
 from elementgrad._cone.boxes import Box, Interval, sizes
 from elementgrad._cone.maps import (
     Along,
@@ -26,6 +26,7 @@ from elementgrad._cone.maps import (
     run_reshape,
 )
 from elementgrad._cone.plan import ProgramOp, Rule
+from elementgrad._cone.rules import CustomRule, PartRule, SplitRule
 
 Tensor = Any
 
@@ -57,7 +58,7 @@ def reshape_rule(op: ProgramOp) -> Rule | None:
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         return run_reshape(_Reshaped(regions[0]), relation, box).x
 
-    return OwnRun(op, [relation, *[None] * (len(op.operands) - 1)], run, 0.0)
+    return CustomRule(op, [relation, *[None] * (len(op.operands) - 1)], run, 0.0)
 
 
 @rule("Transpose")
@@ -66,19 +67,19 @@ def transpose_rule(op: ProgramOp) -> Rule | None:
     if order is None:
         return None
     positions = [list(order % max(1, len(x.shape))).index(axis) for axis in range(len(x.shape))]
-    return PartRun(op, [move_axes(x.shape, op.shapes[0], positions), None], 0.0)
+    return PartRule(op, [move_axes(x.shape, op.shapes[0], positions), None], 0.0)
 
 
 @rule("BroadcastTo")
 def broadcast_rule(op: ProgramOp) -> Rule | None:
     relation = broadcast_axes(op.operands[0].shape, op.shapes[0])
-    return OwnRun(op, [relation, None], lambda regions, needs, box: tf.broadcast_to(regions[0], sizes(box)), 0.0)
+    return CustomRule(op, [relation, None], lambda regions, needs, box: tf.broadcast_to(regions[0], sizes(box)), 0.0)
 
 
 @rule("Fill")
 def fill_rule(op: ProgramOp) -> Rule | None:
     relation = broadcast_axes((), op.shapes[0])
-    return OwnRun(op, [None, relation], lambda regions, needs, box: tf.fill(sizes(box), regions[1]), 0.0)
+    return CustomRule(op, [None, relation], lambda regions, needs, box: tf.fill(sizes(box), regions[1]), 0.0)
 
 
 def pick_rule(op: ProgramOp, positions: dict[int, Any]) -> Rule:
@@ -99,7 +100,7 @@ def pick_rule(op: ProgramOp, positions: dict[int, Any]) -> Rule:
                 part = tf.gather(part, here, axis=axis)
         return part
 
-    return OwnRun(op, [Relation(x.shape, result, tuple(links)), *[None] * (len(op.operands) - 1)], run, 0.0)
+    return CustomRule(op, [Relation(x.shape, result, tuple(links)), *[None] * (len(op.operands) - 1)], run, 0.0)
 
 
 @rule("Tile")
@@ -164,7 +165,7 @@ def pad_rule(op: ProgramOp) -> Rule | None:
             amounts.append((need[i].start - seen.start, seen.stop - need[i].stop))
         return tf.raw_ops.PadV2(input=regions[0], paddings=np.array(amounts, np.int32), constant_values=value)
 
-    return OwnRun(op, relations, run, 0.0)
+    return CustomRule(op, relations, run, 0.0)
 
 
 @rule("Slice")
@@ -174,7 +175,7 @@ def slice_rule(op: ProgramOp) -> Rule | None:
         return None
     links = [Link((i,), (i,), Along(n, result[i], int(begin[i]))) for i, n in enumerate(x.shape)]
     relation = Relation(x.shape, result, tuple(links))
-    return OwnRun(op, [relation, None, None], lambda regions, needs, box: tf.identity(regions[0]), 0.0)
+    return CustomRule(op, [relation, None, None], lambda regions, needs, box: tf.identity(regions[0]), 0.0)
 
 
 @rule("StridedSlice")
@@ -217,7 +218,7 @@ def strided_slice_rule(op: ProgramOp) -> Rule | None:
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         return tf.identity(regions[0]) if plain else regions[0][tuple(again)]
 
-    return OwnRun(op, [relation, None, None, None], run, 0.0)
+    return CustomRule(op, [relation, None, None, None], run, 0.0)
 
 
 def _index_of(bounds: Sequence[Any], masks: dict[str, int], rank: int) -> list[Any]:
@@ -264,7 +265,7 @@ def concat_rule(op: ProgramOp) -> Rule | None:
         given = [region for region in (regions[1:] if first else regions[:-1]) if region is not None]
         return tf.concat(given, along) if len(given) > 1 else tf.identity(given[0])
 
-    return OwnRun(op, none + relations if first else relations + none, run, 0.0)
+    return CustomRule(op, none + relations if first else relations + none, run, 0.0)
 
 
 class Placed(AxisMap):
@@ -280,7 +281,7 @@ class Placed(AxisMap):
         return (Interval(self.position, self.position + 1),)
 
 
-class PackRun(OwnRun):
+class PackRule(CustomRule):
     """Tensors on top of each other, of which those are needed whose position is."""
 
     def __init__(self, op: ProgramOp, axis: int):
@@ -306,7 +307,7 @@ class PackRun(OwnRun):
 
 @rule("Pack")
 def pack_rule(op: ProgramOp) -> Rule | None:
-    return PackRun(op, op.details.attribute("axis") % len(op.shapes[0]))
+    return PackRule(op, op.details.attribute("axis") % len(op.shapes[0]))
 
 
 @rule("Unpack")
@@ -318,7 +319,7 @@ def unpack_rule(op: ProgramOp) -> Rule | None:
         links = [Link((axis,), (), Fixed(position))]
         links += [Link((i,), (i - (i > axis),), Along(n, n)) for i, n in enumerate(x.shape) if i != axis]
         relations.append(Relation(x.shape, shape, tuple(links)))
-    return SplitRun(op, 0, relations, axis)
+    return SplitRule(op, relations, lambda part: tf.squeeze(part, axis))
 
 
 @rule("Split", "SplitV")
@@ -334,7 +335,7 @@ def split_rule(op: ProgramOp) -> Rule | None:
         links = [Link((i,), (i,), Along(n, result.shape[i], start if i == along else 0)) for i, n in enumerate(x.shape)]
         relations.append(Relation(x.shape, result.shape, tuple(links)))
         start += result.shape[along]
-    return SplitRun(op, operand, relations, None)
+    return SplitRule(op, relations, lambda part: part, operand)
 
 
 @rule("GatherV2", "Gather", "ResourceGather")
@@ -365,7 +366,7 @@ def gather_rule(op: ProgramOp) -> Rule | None:
         assert need is not None
         return tf.gather(regions[0], regions[1] - need[along].start, axis=along)
 
-    return OwnRun(op, relations, run, 0.0)
+    return CustomRule(op, relations, run, 0.0)
 
 
 @rule("SpaceToDepth")
@@ -375,7 +376,7 @@ def space_to_depth_rule(op: ProgramOp) -> Rule | None:
         return None
     links = [Link((0,), (0,), Along(x.shape[0], x.shape[0])), Link((3,), (3,), Whole((x.shape[3],), (result[3],)))]
     links += [Link((i,), (i,), Window(x.shape[i], result[i], block, block)) for i in (1, 2)]
-    return PartRun(op, [Relation(x.shape, result, tuple(links))], 0.0)
+    return PartRule(op, [Relation(x.shape, result, tuple(links))], 0.0)
 
 
 @rule("DepthToSpace")
@@ -391,7 +392,7 @@ def depth_to_space_rule(op: ProgramOp) -> Rule | None:
         written = [Interval(need[i].start * block, need[i].stop * block) for i in (1, 2)]
         return cut(op.details.run(regions[0])[0], box, (box[0], *written, Interval(0, result[3])))
 
-    return OwnRun(op, [Relation(x.shape, result, tuple(links))], run, 0.0)
+    return CustomRule(op, [Relation(x.shape, result, tuple(links))], run, 0.0)
 
 
 @rule("SpaceToBatchND")
@@ -415,7 +416,7 @@ def space_to_batch_rule(op: ProgramOp) -> Rule | None:
         made = tf.space_to_batch(regions[0], block, np.array(pads))
         return cut(made, box, (Interval(0, result[0]), *box[1:]))
 
-    return OwnRun(op, [Relation(x.shape, result, tuple(links)), None, None], run, 0.0)
+    return CustomRule(op, [Relation(x.shape, result, tuple(links)), None, None], run, 0.0)
 
 
 @rule("BatchToSpaceND")
@@ -440,4 +441,4 @@ def batch_to_space_rule(op: ProgramOp) -> Rule | None:
         ]
         return cut(made, box, (Interval(0, result[0]), *written, *box[space + 1 :]))
 
-    return OwnRun(op, [Relation(x.shape, result, tuple(links)), None, None], run, 0.0)
+    return CustomRule(op, [Relation(x.shape, result, tuple(links)), None, None], run, 0.0)

@@ -22,7 +22,7 @@ from elementgrad._backends.tensorflow._compat import (
 from elementgrad._backends.tensorflow.autodiff import copy_tensor, may_leave_unfinished, run_functions_as_python
 from elementgrad._backends.tensorflow.cone import arithmetic, moves, windows  # noqa: F401 (they fill the table of rules)
 from elementgrad._backends.tensorflow.cone.layer_state import restore_layers
-from elementgrad._backends.tensorflow.cone.rules import GraphCall, cut, find_rule
+from elementgrad._backends.tensorflow.cone.rules import GraphCall, TensorflowCall, cut, find_rule
 from elementgrad._backends.tensorflow.graph_ops import see_operations, static_shape
 from elementgrad._backends.tensorflow.isolate import isolated, without_log
 from elementgrad._cleanup import AttributePatch, Replace, assign, enter, scope
@@ -68,7 +68,7 @@ class ReadVariables:
                 )
 
 
-class CustomGradientCall:
+class CustomGradientCall(TensorflowCall):
     """A call of a function with a gradient of its own, which runs again with that gradient."""
 
     def __init__(self, function: Any, args: Any, slots: Sequence[int], variables: Iterable[Any]):
@@ -84,7 +84,7 @@ class CustomGradientCall:
         return tf.nest.flatten(made)
 
 
-class ClusterCall:
+class ClusterCall(TensorflowCall):
     """Operations that run together on whole tensors: loops and branches with the lists that they fill."""
 
     def __init__(self, function: Any):

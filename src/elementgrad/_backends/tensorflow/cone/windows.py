@@ -8,10 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from elementgrad._backends.tensorflow.cone.moves import pick_rule
-from elementgrad._backends.tensorflow.cone.rules import OwnRun, cut, known, rule
+from elementgrad._backends.tensorflow.cone.rules import cut, known, rule
 from elementgrad._cone.boxes import Box, sizes
 from elementgrad._cone.maps import Along, AxisMap, Group, Link, Lookup, Relation, Spread, Whole, Window
 from elementgrad._cone.plan import ProgramOp, Rule
+from elementgrad._cone.rules import CustomRule
 
 Tensor = Any
 CHANNELS_LAST = ("NHWC", "NDHWC")
@@ -98,7 +99,7 @@ def convolution_rule(op: ProgramOp) -> Rule | None:
             return y
         return cut(y, box, (*box[:-1], *Group(result[last], result[last], groups).need([box[-1]])))
 
-    return OwnRun(op, relations, run, float(prod(widths) * (1 if depthwise else kernel.shape[space])))
+    return CustomRule(op, relations, run, float(prod(widths) * (1 if depthwise else kernel.shape[space])))
 
 
 @rule("Conv2DBackpropInput", "Conv3DBackpropInputV2")
@@ -149,7 +150,7 @@ def transposed_rule(op: ProgramOp) -> Rule | None:
         y = tf.slice(y, begin, [box[0].size, *kept, box[-1].size])
         return _pad(y, [(max(-before, 0), max(-behind, 0)) for before, behind in hangs])
 
-    return OwnRun(op, relations, run, float(prod(widths) * kernel.shape[last]) / max(prod(strides), 1))
+    return CustomRule(op, relations, run, float(prod(widths) * kernel.shape[last]) / max(prod(strides), 1))
 
 
 @rule("MaxPool", "MaxPool3D", "AvgPool", "AvgPool3D")
@@ -191,7 +192,7 @@ def pool_rule(op: ProgramOp) -> Rule | None:
             share = share * (window.width / np.array(counts, float)).reshape(shape)
         return y * tf.cast(share, y.dtype)
 
-    return OwnRun(op, [Relation(x.shape, result, tuple(links))], run, float(prod(widths)))
+    return CustomRule(op, [Relation(x.shape, result, tuple(links))], run, float(prod(widths)))
 
 
 @rule("ResizeNearestNeighbor", "ResizeBilinear", "ResizeBicubic")
@@ -219,7 +220,7 @@ def resize_rule(op: ProgramOp) -> Rule | None:
         # These operations compute in float32, whatever the dtype of the image.
         return tf.einsum("yh,xw,nhwc->nyxc", rows, columns, tf.cast(regions[0], tf.float32))
 
-    return OwnRun(op, [Relation(x.shape, result, tuple(links)), None], run, 8.0)
+    return CustomRule(op, [Relation(x.shape, result, tuple(links)), None], run, 8.0)
 
 
 def _resize_matrix(op: ProgramOp, before: int, after: int) -> np.ndarray:

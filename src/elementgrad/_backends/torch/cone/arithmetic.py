@@ -11,12 +11,9 @@ from elementgrad._backends.torch import _compat
 from elementgrad._backends.torch.cone.rules import (
     RULES,
     Arguments,
-    CustomRule,
-    PartRule,
     axes_of,
     result_shape,
     rule,
-    tensors_of,
 )
 from elementgrad._cone.boxes import Box, join, sizes, slices, whole
 from elementgrad._cone.maps import (
@@ -32,6 +29,7 @@ from elementgrad._cone.maps import (
     relate_all,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Regions, Rule
+from elementgrad._cone.rules import CustomRule, PartRule
 
 Tensor = torch.Tensor
 
@@ -62,8 +60,7 @@ def fill_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     operand = op.operands[0]
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
-        whole_result = op.details.run(torch.empty(0, dtype=operand.dtype))
-        return whole_result[slices(box)]
+        return op.details(torch.empty(0, dtype=operand.dtype))[slices(box)]
 
     return CustomRule(op, [None], run) if len(op.operands) == 1 else None
 
@@ -129,7 +126,7 @@ def layer_norm_rule(op: ProgramOp, arguments: Arguments) -> Rule | None:
     relations = [first if value is x else relate_all(value.shape, x.shape) for value in op.operands]
 
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
-        y = tensors_of(op.details.run(*regions), 1)[0]
+        y = op.details.run(*regions)[0]
         return y[(..., *slices(box[outer:]))]
 
     return CustomRule(op, relations, run)
@@ -269,7 +266,7 @@ class BatchRule(Rule):
         self.relations = relations
 
     def run(self, regions: Regions, needs: Sequence[Box | None], boxes: Sequence[Box | None]) -> list[Any]:
-        results = tensors_of(self._op.details.run(*regions), len(boxes))
+        results = self._op.details.run(*regions)
         outer: Box | None = None
         for box in boxes:
             outer = join(outer, None if box is None else box[: self._batch])
@@ -347,7 +344,7 @@ def scatter_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         if any(region is None for region in regions):  # nothing is written to this part
             return regions[0][_cut(box, x.shape, axis)]
-        return op.details.run(*regions)[_cut(box, x.shape, axis)]
+        return op.details(*regions)[_cut(box, x.shape, axis)]
 
     return CustomRule(op, relations, run)
 

@@ -1,12 +1,15 @@
 """Calls of PyTorch operations, with values of a recorded program in place of tensors."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elementgrad._backends.torch import _compat
+from elementgrad._cone.boxes import Box, slices
 from elementgrad._cone.plan import ProgramValue
+from elementgrad._cone.rules import ProgramCall
 
 Tensor = torch.Tensor
 
@@ -36,7 +39,26 @@ def unflatten_call(leaves: Sequence[Any], layout: Any) -> tuple[list[Any], dict[
     return arguments[:count], dict(zip(names, arguments[count:], strict=True))
 
 
-class RecordedCall:
+class TorchCall(ProgramCall):
+    """A call of PyTorch, of which parts of tensors are views."""
+
+    func: Any = None
+    """The operation; None for a user's own function."""
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Call it with other tensors."""
+
+    def run(self, *tensors: Tensor) -> list[Tensor]:
+        made = self(*tensors)
+        return [made] if isinstance(made, Tensor) else _compat.tree_leaves(made)
+
+    @staticmethod
+    def cut(x: Tensor, box: Box, outer: Box) -> Tensor:
+        return x if box == outer else x[slices(box, outer)]
+
+
+class RecordedCall(TorchCall):
     """A call of one PyTorch operation, with values of the program in place of tensors."""
 
     def __init__(self, func: Any, leaves: Sequence[Any], layout: Any, grad: bool):
@@ -61,8 +83,7 @@ class RecordedCall:
             arguments[parameter.name] = given
         return arguments
 
-    def run(self, *tensors: Tensor) -> Any:
-        """Run the operation on other tensors."""
+    def __call__(self, *tensors: Tensor) -> Any:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -74,10 +95,8 @@ class RecordedCall:
         return self.func(*args, **kwargs)
 
 
-class CustomCall:
+class CustomCall(TorchCall):
     """A call of a user's own `autograd.Function`, whose backward is the derivative."""
-
-    func: Any = None
 
     def __init__(self, apply: Callable[..., Any], leaves: Sequence[Any], grad: bool):
         self.leaves = leaves
@@ -85,8 +104,11 @@ class CustomCall:
         self.slots = [slot for slot, leaf in enumerate(leaves) if isinstance(leaf, ProgramValue)]
         self._apply = apply
 
-    def run(self, *tensors: Tensor) -> Any:
+    def __call__(self, *tensors: Tensor) -> Any:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, tensors, strict=True):
             leaves[slot] = tensor
         return self._apply(*leaves)
+
+    def run(self, *tensors: Tensor) -> list[Tensor]:
+        return [y for y in super().run(*tensors) if isinstance(y, Tensor)]

@@ -10,9 +10,6 @@ from torch.nn import functional
 
 from elementgrad._backends.torch.cone.rules import (
     Arguments,
-    CustomRule,
-    PartRule,
-    SplitRule,
     known_value,
     result_shape,
     rule,
@@ -34,6 +31,7 @@ from elementgrad._cone.maps import (
     run_reshape,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
+from elementgrad._cone.rules import CustomRule, PartRule, SplitRule
 
 Tensor = torch.Tensor
 
@@ -102,7 +100,7 @@ def unbind_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     x = a["self"]
     axis = a["dim"] % len(x.shape)
     relations = [_select_relation(x.shape, shape, axis, position) for position, shape in enumerate(op.shapes)]
-    return SplitRule(op, relations, lambda regions, needs, box: regions[0].select(axis, 0))
+    return SplitRule(op, relations, lambda part: part.select(axis, 0))
 
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk")
@@ -113,7 +111,7 @@ def split_rule(op: ProgramOp, a: Arguments) -> Rule | None:
         links = [Link((i,), (i,), Along(n, shape[i], start if i == axis else 0)) for i, n in enumerate(x.shape)]
         relations.append(Relation(x.shape, shape, tuple(links)))
         start += shape[axis]
-    return SplitRule(op, relations, lambda regions, needs, box: regions[0])
+    return SplitRule(op, relations, lambda part: part)
 
 
 @rule("cat")

@@ -31,11 +31,12 @@ from elementgrad._backends.torch.isolate import (
     restore_attributes,
     without_autocast,
 )
+from elementgrad._backends.torch.trace_memory import version_of
 from elementgrad._cleanup import assign, defer, scope
 from elementgrad._cone.backend import ConeBackend, RecordedProgram
 from elementgrad._cone.boxes import Box, sizes, slices, whole
 from elementgrad._cone.plan import Cone, NoConeError, ProgramOp, ProgramValue, plan_need
-from elementgrad.errors import ElementgradError
+from elementgrad.errors import ElementgradError, FrameworkError
 
 Tensor = torch.Tensor
 SHAPE_KEEPING = frozenset(
@@ -67,6 +68,12 @@ SHAPE_KEEPING = frozenset(
 
 START_SECONDS = 1e-3
 """The time that a recording takes beside its operations, roughly."""
+
+
+CONSTANT_CHANGED = (
+    "a tensor that this read needs was changed in place since the function was recorded, as an optimizer does; make "
+    "the Jacobian anew, or write to a clone of it"
+)
 
 
 class AliasedWriteError(Exception):
@@ -198,6 +205,8 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         """True if the user did not ask for a cone."""
         self.functionalized = functionalized
         """True if PyTorch makes in-place writes plain before they are recorded."""
+        self.versions: dict[ProgramValue, tuple[Tensor, int | None]] = {}
+        """The tensors of constants, and how many writes each had counted; the constants count none themselves."""
         self.status = RecordingStatus()
         self._constants: dict[int, ProgramValue] = {}
         self._metas: dict[int, Tensor] = {}
@@ -210,6 +219,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
     def make_input(self, x: Tensor) -> "LazyTensor":
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         value = ProgramValue(tuple(x.shape), x.detach(), dtype=x.dtype, differentiable=x.is_floating_point())
+        self.versions[value] = x, version_of(x)
         return LazyTensor(meta, value, x.device, self.status)
 
     def value_of(self, x: Tensor) -> ProgramValue:
@@ -219,7 +229,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         value = self._constants.get(id(x))
         if value is None:
             value = self._constants[id(x)] = ProgramValue(tuple(x.shape), x.detach(), dtype=x.dtype)
-            self._kept.append(x)
+            self.versions[value] = x, version_of(x)
         return value
 
     def _meta_of(self, x: Tensor) -> Tensor:
@@ -327,7 +337,7 @@ class ProgramRecorder(_compat.PlainDispatchMode):
         """Return the results as meta tensors."""
         if _compat.shape_depends_on_values(func):
             values = [self.compute(call.leaves[slot]) for slot in call.slots]
-            return _compat.tree_map_tensors(_as_meta, call.run(*values))
+            return _compat.tree_map_tensors(_as_meta, call(*values))
         if len(written) == 1:
             return self._meta_of(written[0])
         metas = [
@@ -513,6 +523,7 @@ class TorchProgram(RecordedProgram):
         self.sources = [x if x is not None else source for x, source in zip(inputs, sources, strict=True)]
         self._ends = [None if x is None else x.grad_fn for x in starts]
         self._behind: dict[int, set[Any]] = {}
+        self._versions = recorder.versions
 
     def is_connected(self, output: int, input: int) -> bool:
         if output not in self._behind:
@@ -520,10 +531,18 @@ class TorchProgram(RecordedProgram):
         end = self._ends[input]
         return end is not None and end in self._behind[output]
 
+    def _require_unchanged(self, cone: Cone) -> None:
+        """Raise an error if a tensor that a cone needs was written to: reads of it would not fit those before."""
+        constants = [self._versions[value] for value in cone.needed if value in self._versions]
+        if any(version_of(x) != version for x, version in constants):
+            raise FrameworkError(CONSTANT_CHANGED)
+
     def evaluate(self, cone: Cone, of: ProgramValue) -> Tensor:
+        self._require_unchanged(cone)
         return run_cone(cone, of, (), grad=False)[0].detach().clone()
 
     def gradients(self, cone: Cone, of: ProgramValue, wrt: Sequence[ProgramValue], seeds: Any) -> list[Tensor | None]:
+        self._require_unchanged(cone)
         with isolated(None):
             y, leaves = run_cone(cone, of, wrt)
             ends = [leaves[value] for value in wrt if value in leaves]

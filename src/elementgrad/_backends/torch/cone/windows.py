@@ -11,7 +11,6 @@ from torch.nn import functional
 from elementgrad._backends.torch.axis_matrices import axis_matrices, per_axis
 from elementgrad._backends.torch.cone.rules import (
     Arguments,
-    CustomRule,
     known_value,
     result_shape,
     rule,
@@ -30,6 +29,7 @@ from elementgrad._cone.maps import (
     Window,
 )
 from elementgrad._cone.plan import ProgramOp, ProgramValue, Rule
+from elementgrad._cone.rules import CustomRule
 
 Tensor = torch.Tensor
 
@@ -138,11 +138,27 @@ def max_pool_rule(op: ProgramOp, a: Arguments) -> Rule | None:
     def run(regions: list[Any], needs: Any, box: Box) -> Tensor:
         pads = [window.padding(interval) for window, interval in zip(windows, box[lead:], strict=True)]
         part = regions[0]
-        if any(amount for pair in pads for amount in pair):
-            part = functional.pad(part, [amount for pair in reversed(pads) for amount in pair], value=-torch.inf)
+        for axis, (pad, step) in enumerate(zip(pads, dilation, strict=True), lead):
+            part = _repeat_ends(part, axis, pad, step) if any(pad) else part
         return pool(part, kernel, stride, 0, dilation)
 
     return CustomRule(op, [Relation(x.shape, result, tuple(links))], run, float(prod(kernel)))
+
+
+def _repeat_ends(x: Tensor, axis: int, pad: tuple[int, int], step: int) -> Tensor:
+    """Pad an axis with copies of the outermost elements that the same windows see, which change no maximum.
+
+    Windows see every `step`-th position. A copy is the first maximum only where its original is. No number would do
+    instead: a window that is -inf all over must not find its maximum in the padding.
+    """
+    size = x.shape[axis]
+    at = np.arange(-pad[0], size + pad[1])
+    seen = np.where(at < 0, at % step, np.where(at < size, at, size - 1 - (size - 1 - at) % step))
+    outside = (seen < 0) | (seen >= size)  # of windows that see padding alone
+    x = x.index_select(axis, torch.from_numpy(seen.clip(0, size - 1)).to(x.device))
+    if outside.any():
+        x = x.index_fill(axis, torch.from_numpy(np.flatnonzero(outside)).to(x.device), -torch.inf)
+    return x
 
 
 RESIZES = [
