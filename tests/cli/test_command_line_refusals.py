@@ -22,6 +22,7 @@ USAGE = {
     "out of range": ("grad of_jax.py:loss [1.0] --wrt x[1]", "index 1 is out of range for axis 0 of size 1"),
     "no single number": ("grad of_jax.py:straight [1.0,2.0]", "is not a single number; say which element, as in --of "),
     "no budget": ("grad of_jax.py:loss [1.0] --budget much", "budget 'much' is not an amount of memory"),
+    "an empty budget": ("grad of_jax.py:loss [1.0] --budget 0", "budget 0 is not an amount of memory; give bytes as"),
     "no input": ("grad of_jax.py:loss", "the inputs do not fit of_jax.py:loss(x, scale=2.0): missing a required"),
     "an unknown input": ("grad of_jax.py:loss [1.0] --input y=[1.0]", "got an unexpected keyword argument 'y'"),
     "an input twice": ("grad of_jax.py:loss --input x=[1.0] --input x=[2.0]", "x is given twice"),
