@@ -67,6 +67,7 @@ USAGE = {
     "a pattern to draw": ("grad of_jax.py:loss [1.0] --wrt x* --plot g.png", "hold one gradient; give --wrt once"),
     "a step with inputs": ("explain of_jax.py:loss [1.0] --step", "--step runs a function as it is; leave inputs"),
     "a broken model": ("names broken.py:net x.npy", "mat1 and mat2 shapes cannot be multiplied (1x3 and 5x2) (--debug"),
+    "whole numbers": ("names broken.py:net [[1,2,3,4,5]]", "must have the same dtype, but got Long and Float (--debug"),
     "no patch": ("patch inspect x.npy", "x.npy is a NumPy array, and no safetensors file"),
     "no weights": ("patch apply x.npy x.npy --out w.npz", "x.npy is a NumPy array, and no safetensors file"),
     "a patch and more": ("report p.safetensors [1.0]", "p.safetensors is a patch, and a page about one needs nothing"),

@@ -112,7 +112,9 @@ The numbers go to stdout, everything else to stderr.""",
     grad.add_argument(
         "--unconnected", choices=("error", "zero"), default="error", help="what to do where there is no path"
     )
-    grad.add_argument("--budget", metavar="BYTES", type=_read_budget, help="memory for sweeps run at once, such as 200MB")
+    grad.add_argument(
+        "--budget", metavar="BYTES", type=_read_budget, help="memory for sweeps run at once, such as 200MB"
+    )
     grad.add_argument("--out", metavar="FILE", help="write the gradient to a .npy, .npz, .safetensors or .json file")
     grad.add_argument("--plot", metavar="FILE", help="draw the gradient into a .png, .svg or .pdf file")
     _add_output_options(grad)
@@ -232,7 +234,9 @@ Give the file of a patch instead of MODEL for a page about what was trained.""",
     )
     _add_target(report)
     _add_places(report, several=True)
-    report.add_argument("--budget", metavar="BYTES", type=_read_budget, help="memory for sweeps run at once, such as 200MB")
+    report.add_argument(
+        "--budget", metavar="BYTES", type=_read_budget, help="memory for sweeps run at once, such as 200MB"
+    )
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
     report.add_argument("--title", help="the title of the page")
     _add_output_options(report)
