@@ -37,6 +37,9 @@ def test_gradients_of_functions_and_models_are_printed(user, fw, capsys):
     assert printed.err.count("a line of the user's") >= 1
     assert main(["grad", f"{user}:loss", "--wrt", "x[2]", "[1.0, 2.0, 3.0]", "--input", "scale=3.0"]) == 0
     assert capsys.readouterr().out == "18.0\n"
+    for budget in ("1", "200MB"):
+        assert main(["grad", f"{user}:loss", "--wrt", "x[2]", "[1.0, 2.0, 3.0]", "--budget", budget]) == 0
+        assert capsys.readouterr().out == "12.0\n"
     assert main(["grad", f"{user}:Net", "x32.npy", "--of", "output[0, 1]", "--wrt", WEIGHT[fw.name]]) == 0
     assert capsys.readouterr() == ("3.0\n", "")
     assert sys.path == before[0]

@@ -22,6 +22,14 @@ CASES = {
         "zero",
         "masked",
     ),
+    "a batch of none": (
+        lambda o, x: o.sum(o.matmul(o.array(np.zeros((0, 2))), x[:, None]) + x[0]),
+        POINT,
+        "float64",
+        "x[1]",
+        "zero",
+        "unused",
+    ),
     "a matrix in which it cancels": (
         lambda o, x: o.sum(o.matmul(o.array([[1.0, -1.0]]), o.stack([x, x]))),
         POINT,

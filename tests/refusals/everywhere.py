@@ -319,6 +319,14 @@ def stretched(fw):
 
 
 def reads():
+    yield (
+        "check, whole numbers",
+        (
+            lambda fw: eg.check(lambda x: (x * x)[0], fw.tensor([1, 2], "int32"), wrt="x[0]"),
+            eg.DtypeError,
+            "x is of dtype .*int32.*, which has no gradients; make it floating point first",
+        ),
+    )
     indices = {
         "0, (0, 0)": ((0, (0, 0)), r"0 for output of 2 axes: write \(0, \.\.\.\) for all of that row, or one int per"),
         "(0, 0), int64": (((0, 0), np.int64(1)), r"1 for x of 2 axes: write \(1, \.\.\.\)"),
@@ -495,6 +503,7 @@ def without_a_framework():
         )
     arguments = {
         "array": ((A,), "a NumPy array carries no gradients; give a torch.Tensor, tf.Tensor, tf.Variable or jax.Array"),
+        "dict of arrays": (({"a": A},), "^a NumPy array carries no gradients; give a torch.Tensor"),
         "float": ((1.0,), "float is not a tensor; give a torch.Tensor"),
         "list": (([1.0, 2.0],), "list is not a tensor; give a torch.Tensor"),
         "nothing": ((), "NoneType is not a tensor; give a torch.Tensor"),
@@ -502,6 +511,11 @@ def without_a_framework():
     for name, (args, text) in arguments.items():
         yield f"grad of {name}", (lambda args=args: eg.grad(lambda *xs: xs[0], *args), eg.FrameworkError, text)
     yield "tag an array", (lambda: eg.tag(A, "x"), eg.FrameworkError, "a NumPy array carries no gradients")
+    yield "inspect nothing", (lambda: eg.inspect(None), eg.OptionError, "NoneType is not a path; give that of the file")
+    yield (
+        "merge nothing",
+        (lambda: eg.merge(None), eg.OptionError, "NoneType is not a list of patches; give one, as in"),
+    )
     entries, pattern = eg.Pattern.from_entries, eg.Pattern
     made = {
         "2 rows and 1 columns do not pair up": lambda: entries([0, 1], [0], (2, 2)),

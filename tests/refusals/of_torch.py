@@ -178,6 +178,30 @@ def reads():
             r"elements of layout torch.sparse_coo cannot be set; give x.to_dense\(\)",
         ),
     )
+    for layout in (torch.strided,):
+        calls = {
+            "grad": lambda z: eg.grad(lambda z: z.unbind()[0].sum(), z, wrt="z"),
+            "explain": lambda z: eg.explain(lambda z: z.unbind()[0].sum(), z, wrt="z"),
+            "check": lambda z: eg.check(lambda z: z.unbind()[0].sum(), z, wrt="z"),
+            "set": lambda z: eg.at(z)[0].set(1.0),
+        }
+        for name, call in calls.items():
+            yield (
+                f"{name}, nested, {layout}",
+                (
+                    lambda call=call, layout=layout: call(torch.nested.nested_tensor([torch.ones(2)], layout=layout)),
+                    eg.FrameworkError,
+                    r"elements of a nested tensor have no places; give its parts, as in x.unbind\(\)",
+                ),
+            )
+    yield (
+        "a dict of arrays beside a tensor",
+        (
+            lambda: eg.grad(lambda d, x: x.sum(), {"a": np.ones(2)}, X, wrt="d.a"),
+            eg.PlaceError,
+            "'d.a' is a NumPy array, which carries no gradients; give a tensor",
+        ),
+    )
     yield (
         "a recording of a sparse tensor",
         (

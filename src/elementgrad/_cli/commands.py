@@ -79,7 +79,7 @@ def grad(
     of: str | None,
     wrt: list[str] | None,
     unconnected: Any,
-    budget: str | None,
+    budget: int | str | None,
     out: str | None,
     plot: str | None,
     json: bool,
@@ -205,7 +205,7 @@ def report(
     wrt: list[str] | None,
     out: str,
     title: str | None,
-    budget: str | None,
+    budget: int | str | None,
     json: bool,
     **target_options: Any,
 ) -> None:

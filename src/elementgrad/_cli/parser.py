@@ -112,7 +112,9 @@ The numbers go to stdout, everything else to stderr.""",
     grad.add_argument(
         "--unconnected", choices=("error", "zero"), default="error", help="what to do where there is no path"
     )
-    grad.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
+    grad.add_argument(
+        "--budget", metavar="BYTES", type=_read_budget, help="memory for sweeps run at once, such as 200MB"
+    )
     grad.add_argument("--out", metavar="FILE", help="write the gradient to a .npy, .npz, .safetensors or .json file")
     grad.add_argument("--plot", metavar="FILE", help="draw the gradient into a .png, .svg or .pdf file")
     _add_output_options(grad)
@@ -232,7 +234,9 @@ Give the file of a patch instead of MODEL for a page about what was trained.""",
     )
     _add_target(report)
     _add_places(report, several=True)
-    report.add_argument("--budget", metavar="BYTES", help="memory for sweeps run at once, such as 200MB")
+    report.add_argument(
+        "--budget", metavar="BYTES", type=_read_budget, help="memory for sweeps run at once, such as 200MB"
+    )
     report.add_argument("--out", metavar="FILE", default="report.html", help="report.html by default")
     report.add_argument("--title", help="the title of the page")
     _add_output_options(report)
@@ -374,6 +378,10 @@ def _add_places(command: argparse.ArgumentParser, several: bool = False) -> None
     command.add_argument("--of", metavar="PLACE", action=SingleValue, help="what to derive, such as 'head[0, 3]'")
     text = "by what, such as 'conv1[0, 12, 5:9]'" + ("; may be given several times" if several else "")
     command.add_argument("--wrt", metavar="PLACE", action="append" if several else SingleValue, help=text)
+
+
+def _read_budget(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdecimal() else text
 
 
 def _add_output_options(command: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from elementgrad._explain.causes import (
     CAUSE_BY_OPERATION,
     DIVISIONS,
     ELSEWHERE,
+    EMPTY,
     GROWING,
     MATRIX_PRODUCTS,
     OWN_MASK,
@@ -372,6 +373,8 @@ class _VanishedTangent:
         return self._path.most_downstream([op for op in ops if rank[id(op)] == best])
 
     def _cause(self, op: Op) -> str | None:
+        if self._is_emptied(op):
+            return "unused"
         size = self._size_of.get(id(op))
         if size is not None and size.cause is not None:
             return size.cause
@@ -379,6 +382,11 @@ class _VanishedTangent:
         if cause == "masked" and self._is_square_of_kink(op):
             return "stationary"
         return "masked" if cause == "cancelled" and op.operation in MATRIX_PRODUCTS else cause
+
+    def _is_emptied(self, op: Op) -> bool:
+        """Return True if an operation has no elements in its results, and not because it selects none."""
+        empty = bool(op.results) and all(0 in tuple(result.shape) for result in op.results)
+        return empty and not self._path.is_cut(op) and _usual_cause(op) not in SELECTION_CAUSES
 
     def _is_square_of_kink(self, op: Op) -> bool:
         """Return True if an operation multiplies the output of a kink by another moving value.
@@ -410,6 +418,8 @@ class _VanishedTangent:
             cause = "underflow" if _survives_in_float64(self._further.precise(), cause, scale) else cause
         noted = op.note and (self._path.is_cut(op) or not op.cut_cause)
         finding = CauseFinding(cause, op, [op.note] if noted else [], [other for other in ended if other is not op])
+        if self._is_emptied(op):
+            finding.variant = EMPTY
         if cause in UNRELATED_CAUSES:
             return _verify_unrelated(self._path, finding, self._further, self._overlap)
         return finding

@@ -69,6 +69,9 @@ unused
   at CONSTANT
     it is a constant, which does not depend on any argument
     -> compute {of} from {wrt}, or name another result: this one is a constant
+  at EMPTY
+    {operation} makes an empty tensor, which contributes nothing
+    -> give {operation} an input with elements: its batch, or what was selected for it, is empty
 not-selected
     {operation} selects other elements than {wrt}
     -> name an element that is selected, or use a weighted mean such as softmax instead
@@ -339,6 +342,8 @@ ELSEWHERE = "another result"
 """Stands for the operation where the source is used for other results only."""
 CONSTANT = "a constant"
 """Stands for the operation where the result is computed from plain numbers alone."""
+EMPTY = "an empty tensor"
+"""Stands for the operation where its result has no elements."""
 _OPERATIONS_BY_GROUP = {
     "ROOTS": """
         sqrt sqrt_ rsqrt norm linalg_norm linalg_vector_norm vector_norm cdist pdist dist pairwise_distance
@@ -373,6 +378,7 @@ _GROUPS: Mapping[str, Iterable[str]] = {
     "NOTHING_TRACKED": [NOTHING_TRACKED],
     "ELSEWHERE": [ELSEWHERE],
     "CONSTANT": [CONSTANT],
+    "EMPTY": [EMPTY],
 }
 """Groups of operations, or phrases, by their names in the table of words."""
 SINGULAR = DIVISIONS.union(

@@ -159,6 +159,8 @@ def check(
 
 def _check_pair(call: BoundCall, target_place: Place, place: Place) -> Check:
     source, target = call.find_source(place), call.find_target(target_place)
+    if source.tensor is not None:  # refused before a conversion to float64 gives it a gradient
+        call.operand(place, source, 0, source.tensor, batch=False)
     sampled, dtype, linear = _linearize(call, source, target)
 
     def compare(dtype: str) -> Check:

@@ -197,7 +197,7 @@ class BoundCall:
         if not backends:  # a function that takes no tensors is of the framework of those that it is asked about
             tensors = [place.tensor for place in places if place.tensor is not None]
             backends = {backend.name: backend for backend in map(registry.require_backend, tensors)}
-        self.backend = _only_backend(function, backends, args, bool(arrays))
+        self.backend = _only_backend(function, backends, args, [ref.tensor for _, ref, _ in arrays])
         if arrays:
             self._add_arrays(arrays)
         self.output_name = "output"
@@ -508,6 +508,8 @@ class BoundCall:
             for prefix, leaf in leaves:
                 if name.startswith(prefix):  # a Keras model on another backend has no names
                     registry.require_keras_on_tensorflow(leaf)
+                if name == prefix and isinstance(leaf, np.ndarray):
+                    return PlaceError(f"{name!r} is a NumPy array, which carries no gradients; give a tensor")
         known = [(ref.name, "input") for ref in self.inputs]
         known += [(other, other_kind) for other, other_kind, _ in self.model.named_tensors()]
         known += [(other, "activation") for other in self.model.layers()] + [(other, "output") for other in captured]
@@ -565,17 +567,17 @@ def _as_transform(new: Any) -> Transform:
 
 
 def _only_backend(
-    function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any], has_arrays: bool
+    function: Callable[..., Any], backends: Mapping[str, Backend], args: Sequence[Any], arrays: Sequence[np.ndarray]
 ) -> Backend:
     model_backend = registry.backend_of_model(function) if not backends else None
-    if model_backend is None and not backends and (has_arrays or not args):
+    if model_backend is None and not backends and (arrays or not args):
         model_backend = backend_of_code(function)
-        if has_arrays and model_backend is not None and not model_backend.names.takes_arrays:
+        if arrays and model_backend is not None and not model_backend.names.takes_arrays:
             model_backend = None
     if model_backend is not None:
         return model_backend
     if not backends:
-        registry.require_backend(args[0] if args else None)  # raises, and says what fits
+        registry.require_backend(next(iter(arrays or args), None))  # raises, and says what fits
     if len(backends) > 1:
         raise FrameworkError(
             f"the arguments are tensors of {' and '.join(sorted(backends))}; use one framework for all"

@@ -247,6 +247,8 @@ def merge(patches: Iterable[Patch], on_conflict: Rule = "error") -> Patch:
         raise OptionError(
             f'on_conflict={on_conflict!r} is none of "error", "first" and "last", and no function; give one'
         )
+    if not isinstance(patches, Iterable):
+        raise OptionError(f"{type(patches).__name__} is not a list of patches; give one, as in eg.merge([p, q])")
     every = list(patches)
     for patch in every:
         if not isinstance(patch, Patch):

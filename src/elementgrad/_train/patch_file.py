@@ -32,7 +32,7 @@ from elementgrad._train.entries import BitsAt, Entry, check_shape
 from elementgrad._train.gaps import decode_gaps, encode_gaps
 from elementgrad._train.history import ascends
 from elementgrad._train.numbers import VIEWS, BitArray
-from elementgrad.errors import ElementgradError, PatchError
+from elementgrad.errors import ElementgradError, OptionError, PatchError
 
 FORMAT = "elementgrad-patch"
 VERSION = 2
@@ -118,6 +118,8 @@ class PatchFile:
     """The file of a patch, mapped into memory: entries are read, and checked, one at a time."""
 
     def __init__(self, path: str | os.PathLike[str]):
+        if not isinstance(path, (str, os.PathLike)):
+            raise OptionError(f"{type(path).__name__} is not a path; give that of the file of a patch")
         self.name = Path(path).name
         if Path(path).is_dir():
             text = (

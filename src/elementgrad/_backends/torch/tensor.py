@@ -129,6 +129,8 @@ class TorchBackend(Backend):
         return not kind.__module__.startswith("torch._")  # types of the compiler, which cannot guard on them
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
+        if x.is_nested and x.layout is torch.strided:  # one of layout jagged has a shape
+            raise FrameworkError("elements of a nested tensor have no places; give its parts, as in x.unbind()")
         return x.shape
 
     def kind(self, x: Tensor) -> Kind:
