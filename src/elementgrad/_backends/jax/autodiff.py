@@ -24,6 +24,7 @@ from elementgrad._backends.jax._compat import (
     jaxprs_in_params,
     linear_jaxpr,
     transpose_linear,
+    without_consts,
 )
 from elementgrad._backends.jax.compile_cache import Program, can_compile, find_or_make
 from elementgrad._backends.jax.program import bind_cached, communicating_axes, evaluate, is_reverse_only, shift
@@ -60,7 +61,7 @@ class CompiledLinearization:
         outputs, new, restore = self._linearize(operands, *inputs)
         program = restore((*operands, *inputs), new)
         if self.linear is None:
-            self.linear = LinearProgram(linear_jaxpr(program, inputs, len(outputs)))
+            self.linear = LinearProgram(without_consts(linear_jaxpr(program, inputs, len(outputs))), len(inputs))
         return outputs, program
 
 
@@ -251,7 +252,7 @@ class JaxLinearization(Linearization):
 
     @cached_property
     def _linear(self) -> "LinearProgram":
-        return LinearProgram(linear_jaxpr(self._program, self.inputs, len(self.outputs)))
+        return LinearProgram(linear_jaxpr(self._program, self.inputs, len(self.outputs)), len(self.inputs))
 
     @property
     def missing_rules(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -271,8 +272,9 @@ class JaxLinearization(Linearization):
 class LinearProgram:
     """The equations of a linear program, and what follows from them for every sweep."""
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, inputs: int):
         self.jaxpr = jaxpr
+        self._inputs = inputs
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -297,7 +299,8 @@ class LinearProgram:
         """For each output, the inputs that its derivative is computed from."""
         count = len(self.jaxpr.outvars)
         used = [dce_jaxpr(self.jaxpr, [o == output for o in range(count)])[1] for output in range(count)]
-        return [{i for i, is_used in enumerate(inputs) if is_used} for inputs in used]
+        # Constants whose arrays were left out are inputs too, before the others.
+        return [{i for i, is_used in enumerate(inputs[-self._inputs :]) if is_used} for inputs in used]
 
 
 def _sweep_one(sweep: Sweep) -> Sweep:
