@@ -71,11 +71,12 @@ def described(model):
 
 def surroundings():
     """Everything of TensorFlow and Keras that a verb might change."""
+    seeds = getattr(context.context(), "_rng", None)  # made when TensorFlow first needs its context
     return {
         "eager": tf.executing_eagerly(),
         "recording": could_possibly_record(),
         "callbacks": list(context.context().op_callbacks),
-        "seeds": context.context()._rng.getstate(),
+        "seeds": seeds and seeds.getstate(),
         "log": tf.get_logger().disabled,
         "replaced": [
             BaseResourceVariable.assign,

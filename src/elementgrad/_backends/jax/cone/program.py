@@ -144,7 +144,7 @@ class JaxProgram(RecordedProgram):
 
             varied = [arrays[number] for number in numbers]
             outputs, linear = jax.linearize(run, *varied)
-            paths = LinearProgram(linear_jaxpr(linear, varied, len(outputs))).paths
+            paths = LinearProgram(linear_jaxpr(linear, varied, len(outputs)), len(varied)).paths
             found.extend([{numbers[number] for number in path} for path in paths])
             return ()
 
