@@ -137,11 +137,21 @@ def test_elements_beside_are_bit_identical_in_a_compiled_merge(dtype):
     import jax.numpy as jnp
 
     bits = jnp.array([[0x7FC1, 0x3F80, 0x7F81], [0x7E01, 0xFE01, 0x7C01]], jnp.uint16)
-    params = {"w": jax.lax.bitcast_convert_type(bits, dtype)}
+    cast = jax.lax.bitcast_convert_type
+    params = {"w": cast(bits, dtype)}
+
+    def write(value, array):
+        new = cast(array, jnp.int16).at[jnp.array([0]), jnp.array([1])].set(cast(value.astype(dtype), jnp.int16))
+        return cast(new, dtype)
+
+    expected = bits
+    if dtype == "bfloat16":  # the compiler of JAX 0.12 may itself quiet a NaN beside an integer that it writes
+        expected = cast(jax.jit(write)(jnp.ones(1, jnp.float32), params["w"]), jnp.uint16)
+        assert not ((expected ^ bits) & ~jnp.uint16(0x40)).any()
     elements = eg.trainable(params, ["w[0, 1]"])
     for merge in (lambda values, params: elements.merge(values), lambda v, p: elements.merge(v, params=p)):
         merged = jax.jit(merge)(elements.values, params)["w"]
-        assert jax.lax.bitcast_convert_type(merged, jnp.uint16).tolist() == bits.tolist()
+        assert cast(merged, jnp.uint16).tolist() == expected.tolist()
     plain = {"w": jnp.arange(6.0, dtype=dtype).reshape(2, 3)}
     elements = eg.trainable(plain, ["w[0, 1]", "w[1]"])
 
