@@ -257,7 +257,7 @@ def _pickle_error(error: Exception) -> bytes:
 INLINE_BYTES = 2**18
 """Payloads of up to this many bytes come with every task; larger ones are written to a file once."""
 MAX_RETRIES = 3
-"""How often a block that was lost with its worker is sent again."""
+"""The number of times that a block lost with its worker is sent again."""
 MIN_IN_FLIGHT, MAX_IN_FLIGHT = 4, 1024
 """Tasks in flight: as many as fit into memory if all came back at once, and more while workers write themselves."""
 

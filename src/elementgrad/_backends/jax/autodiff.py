@@ -300,7 +300,7 @@ class LinearProgram:
         count = len(self.jaxpr.outvars)
         used = [dce_jaxpr(self.jaxpr, [o == output for o in range(count)])[1] for output in range(count)]
         # Constants whose arrays were left out are inputs too, before the others.
-        return [{i for i, is_used in enumerate(inputs[-self._inputs :]) if is_used} for inputs in used]
+        return [{i for i, is_used in enumerate(inputs[len(inputs) - self._inputs :]) if is_used} for inputs in used]
 
 
 def _sweep_one(sweep: Sweep) -> Sweep:

@@ -1,4 +1,4 @@
-"""How TensorFlow's operations run on parts of tensors: a table from operations to rules.
+"""Rules by which TensorFlow's operations run on parts of tensors: a table from operations to rules.
 
 An operation that is not in the table runs on whole operands, and the part is cut out of its results. Operands that say
 how an operation works, such as a shape or an axis, have no relation: their numbers are looked up with `known`.

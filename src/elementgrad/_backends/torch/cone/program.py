@@ -125,7 +125,7 @@ class LazyTensor(Tensor):
 
 
 class RecordingStatus:
-    """Whether a recording is still going on."""
+    """True while the recording goes on."""
 
     active = False
 

@@ -1,4 +1,4 @@
-"""How PyTorch's operations run on parts of tensors: a table from operations to rules.
+"""Rules by which PyTorch's operations run on parts of tensors: a table from operations to rules.
 
 Most operations run as they are on the parts that they need (`PartRule`). Those whose arguments speak of sizes or
 positions get arguments that fit the part (`CustomRule`). An operation that is not in the table runs on whole operands,
